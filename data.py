@@ -1,0 +1,151 @@
+"""Questions with their gold answers, and the reward on them: exact match (§2.1, §4).
+
+Reads Search-R1's and verl's parquet as they are, and JSONL with the same fields. The prediction is looked
+for in the response only: the prompt holds an example answer of its own.
+"""
+
+import json
+import re
+import string
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+COLUMNS = ("id", "question", "golden_answers", "data_source", "prompt", "reward_model", "extra_info")
+ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)  # innermost, complete
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question: `text` ends in `?`, any one of `golds` is right, `source` names its data set."""
+
+    id: str
+    text: str
+    golds: tuple[str, ...]
+    source: str
+
+
+def load_questions(path: str | Path) -> list[Question]:
+    """Read a .jsonl or .parquet file of questions (§4); any fault is a SystemExit of one line that names it.
+
+    An id that several sources share (`train_0` of NQ and of HotpotQA in one file) becomes `{source}-{id}`.
+    """
+    path = Path(path)
+    read = {".jsonl": _read_jsonl, ".parquet": _read_parquet}.get(path.suffix)
+    if read is None:
+        raise SystemExit(f"{path}: unknown suffix {path.suffix!r}; give a .jsonl or a .parquet file")
+    if not path.is_file():
+        raise SystemExit(f"{path}: no such file; check the path")
+    questions, lines = [], {}
+    for line, row in read(path):
+        try:
+            q = _question(row, line)
+            if first := lines.get((q.source, q.id)):
+                raise ValueError(f"id {q.id!r} is already that of {path}:{first}; make the ids unique")
+        except ValueError as fault:
+            raise SystemExit(f"{path}:{line}: {fault}") from None
+        lines[q.source, q.id] = line
+        questions.append(q)
+    if not questions:
+        raise SystemExit(f"{path}: no question in it; give a file with at least one row")
+    shared = Counter(q.id for q in questions)
+    return [replace(q, id=f"{q.source}-{q.id}") if shared[q.id] > 1 else q for q in questions]
+
+
+def _read_jsonl(path: Path) -> Iterator[tuple[int, object]]:
+    with path.open("rb") as file:
+        for line, raw in enumerate(file, 1):
+            if not raw.strip():
+                continue
+            try:
+                yield line, json.loads(raw)
+            except ValueError as e:
+                what = f"invalid JSON ({e.msg})" if isinstance(e, json.JSONDecodeError) else "not UTF-8"
+                raise SystemExit(f"{path}:{line}: {what}; write one JSON object a line, in UTF-8") from None
+
+
+def _read_parquet(path: Path) -> Iterator[tuple[int, object]]:
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError:
+        raise SystemExit(f"{path}: pyarrow is not installed; pip install pyarrow, or give a .jsonl") from None
+    try:
+        with pq.ParquetFile(path) as file:
+            columns = [c for c in COLUMNS if c in file.schema_arrow.names]
+            rows = (row for batch in file.iter_batches(columns=columns) for row in batch.to_pylist())
+            yield from enumerate(rows, 1)
+    except (OSError, pa.ArrowException) as e:
+        what = str(e).splitlines()[0]
+        raise SystemExit(f"{path}: not a readable parquet file ({what}); write it again") from None
+
+
+def _question(row: object, line: int) -> Question:
+    """One row of either format; a ValueError says what is wrong with it and what to do."""
+    if not isinstance(row, dict):
+        raise ValueError("not a JSON object; write one JSON object a line")
+    source = str(_get(row, "data_source", default="data"))
+    id = str(_get(row, "id", default=_get(row, "extra_info", "index", default=f"{source}-{line}")))
+    text = _get(row, "question")
+    if text is None:
+        text = _question_in_prompt(_get(row, "prompt"))
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError("no question; fill `question`, or `prompt` with a user message")
+    target = _get(row, "reward_model", "ground_truth", "target", default=())
+    golds = _get(row, "golden_answers", default=target)
+    golds = [golds] if isinstance(golds, str) else list(golds) if isinstance(golds, Iterable) else [golds]
+    if wrong := [g for g in golds if not isinstance(g, str)]:
+        raise ValueError(f"gold answer {wrong[0]!r} is not text; write it as a string")
+    golds = tuple(g.strip() for g in golds if g.strip())
+    if not golds:
+        raise ValueError("no gold answer; fill `golden_answers` or `reward_model.ground_truth.target`")
+    text = text.strip()
+    return Question(id, text if text.endswith("?") else text + "?", golds, source)
+
+
+def _get(row: object, *keys: str, default=None):
+    """`row[k1][k2]...`, or `default` where a key is absent or null."""
+    for key in keys:
+        row = row.get(key) if isinstance(row, dict) else None
+    return default if row is None else row
+
+
+def _question_in_prompt(prompt: object) -> str | None:
+    """What follows the last `Question:` of the last user message (of a string: of the whole)."""
+    if isinstance(prompt, Iterable) and not isinstance(prompt, str):
+        prompt = next((_get(m, "content") for m in reversed(list(prompt)) if _get(m, "role") == "user"), None)
+    return prompt.rpartition("Question:")[2] if isinstance(prompt, str) else None
+
+
+def normalize(text: str) -> str:
+    """Lower case, no ASCII punctuation, no articles, single spaces: SQuAD's order (§4)."""
+    text = "".join(c for c in text.lower() if c not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+
+
+def em(prediction: str | None, golds: Iterable[str]) -> float:
+    """The reward r_EM of §2.1: 1.0 if the prediction equals any gold once both are normalized, else 0.0."""
+    if prediction is None or not prediction.strip():  # else it would equal a gold such as "A"
+        return 0.0
+    return float(normalize(prediction) in {normalize(gold) for gold in golds})
+
+
+def f1(prediction: str | None, golds: Iterable[str]) -> float:
+    """The best token F1 over the golds, in [0, 1], reported beside EM."""
+    if prediction is None or not prediction.strip():
+        return 0.0
+    tokens = normalize(prediction).split()
+    return max((_token_f1(tokens, normalize(gold).split()) for gold in golds), default=0.0)
+
+
+def _token_f1(a: list[str], b: list[str]) -> float:
+    if not a or not b:
+        return float(a == b)
+    return 2 * sum((Counter(a) & Counter(b)).values()) / (len(a) + len(b))
+
+
+def last_answer(response: str) -> str | None:
+    """The text of the last complete <answer>...</answer> of a response (without its prompt), or None."""
+    found = ANSWER.findall(response)
+    return found[-1].strip() if found else None

@@ -1,0 +1,478 @@
+"""INSPO: Instruction-Policy Co-Evolution (arXiv 2512.01945). This file is its Algorithm 1.
+
+    python inspo.py                          # the embedded world, minutes on a laptop CPU
+    python inspo.py --mode static            # Search-R1 on it: one fixed instruction
+    python inspo.py --model path/or/hub-id --train q.jsonl --test q.jsonl --corpus c.jsonl
+
+GRPO trains the policy on multi-turn rollouts with a search tool. Every question is asked under an instruction that
+is sampled from a population; the rewards that train the policy also weigh the instructions; weak ones are pruned;
+an LLM reflects on fresh failures and proposes new ones, which join if they verify.
+
+`# Alg.1 Lnn`, `# Eq.n` and `# CHOICE-n` mark where the paper's lines and our readings of it act (README has the list).
+"""
+
+import contextlib
+import copy
+import json
+import os
+import sys
+import time
+import zlib
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+import report
+from config import HERE, PRESETS, SEARCH_R1, Config, parse, scripted, warnings
+from data import Question, em, f1, load_questions
+from engine import TorchEngine
+from grpo import Learner, advantages
+from population import Experience, Instruction, Population, ReplayBuffer
+from reflect import (
+    Optimizer,
+    OptimizerDown,
+    check,
+    paid_calls,
+    paraphrase_prompt,
+    parse as parse_reply,
+    reflection_prompt,
+    same,
+    token_counter,
+)
+from rollout import STOP, Search, SearchDown, Trajectory, rollout
+from run import Run, tracker
+from servers import Child
+
+
+MAX_LOGP_GAP = {"cpu": 1e-3, "cuda": 0.1}  # mean nat a token between engine and trainer: fp32, bf16
+
+
+def rng(seed: int, t: int, purpose: str) -> np.random.Generator:
+    """Randomness is a function of (seed, step, purpose): there is no state to save."""
+    return np.random.default_rng([seed, t, zlib.crc32(purpose.encode())])
+
+
+@dataclass
+class Ledger:
+    """What the evolution costs beside the training (App. C)."""
+
+    training_rollouts: int = 0
+    verification_rollouts: int = 0
+    optimizer_calls: int = 0
+    optimizer_tokens: int = 0
+    optimizer_seconds: float = 0.0
+    searches: int = 0
+
+    def overhead_inference(self) -> float:
+        return self.verification_rollouts / max(1, self.training_rollouts)
+
+
+@dataclass
+class Session:
+    """A run's parts, and the three things that Algorithm 1 does with them besides its own bookkeeping."""
+
+    cfg: Config
+    run: Run
+    train: dict[str, Question]
+    test: list[Question]
+    roll: partial  # rollout(jobs, temperature=, seed=) on the policy in training
+    optimizer: Optimizer | None
+    P: Population
+    B: ReplayBuffer
+    bar: tqdm
+    ledger: Ledger = field(default_factory=Ledger)
+
+    def questions(self, t: int) -> list[Question]:
+        """The batch of step t: epochs over the training set, each in an order of its own."""
+        pool, out = list(self.train.values()), []
+        first = (t - 1) * self.cfg.batch
+        for epoch in range(first // len(pool), (first + self.cfg.batch - 1) // len(pool) + 1):
+            order = rng(self.cfg.seed, epoch, "epoch").permutation(len(pool))
+            lo, hi = first - epoch * len(pool), first + self.cfg.batch - epoch * len(pool)
+            out += [pool[k] for k in order[max(0, lo) : max(0, hi)]]
+        return out
+
+    def trajectories(self, jobs: list, t: int, purpose: str, temperature: float | None = None) -> list[Trajectory]:
+        """Rollouts of jobs (instruction id, instruction, question, group), with their rewards."""
+        seed = int(rng(self.cfg.seed, t, purpose).integers(2**31))
+        temperature = self.cfg.temperature if temperature is None else temperature
+        taus = self.roll(jobs=jobs, temperature=temperature, seed=seed)
+        for tau, (_, _, q, _) in zip(taus, jobs, strict=True):
+            tau.reward = em(tau.prediction, q.golds)  # Alg.1 L7
+        return taus
+
+    def evaluate(self, instruction: str, t: int) -> dict[str, float]:
+        """Greedy on the held-out questions: EM overall and by source, searches a question. CHOICE-11"""
+        test = self.test[: self.cfg.eval_n or None]
+        taus = self.trajectories([(0, instruction, q, k) for k, q in enumerate(test)], t, "evaluate", temperature=0.0)
+        scores: dict[str, list[float]] = {"em": [tau.reward for tau in taus]}
+        for tau, q in zip(taus, test, strict=True):
+            scores.setdefault(f"em/{q.source}", []).append(tau.reward)
+        scores["f1"] = [f1(tau.prediction, q.golds) for tau, q in zip(taus, test, strict=True)]
+        scores["searches"] = [tau.served for tau in taus]
+        return {name: sum(x) / len(x) for name, x in sorted(scores.items())}
+
+
+def algorithm_1(s: Session, learner: Learner, start: int, after_step, save) -> None:
+    """Steps start+1..T of Algorithm 1; `after_step(t, metrics, clock)` logs a step, `save(t)` keeps its state."""
+    cfg, P, B = s.cfg, s.P, s.B
+    for t in range(start + 1, cfg.T + 1):  # Alg.1 L3
+        clock = [time.time()]
+
+        # Policy optimization with dynamic instructions                                     # Alg.1 L4
+        q = s.questions(t)
+        I = P.sample(rng(cfg.seed, t, "instructions"), len(q))  # Alg.1 L5
+        jobs = [(I[k].id, I[k].text, q[k], k) for k in range(len(q)) for _ in range(cfg.G)]
+        try:
+            taus = s.trajectories(jobs, t, "rollout")  # Alg.1 L6
+        except (SearchDown, KeyboardInterrupt):
+            save(t - 1)  # nothing of step t has happened yet
+            raise
+        clock.append(time.time())
+        s.ledger.training_rollouts += len(taus)
+        s.ledger.searches += sum(tau.served for tau in taus)
+
+        per = cfg.mini * cfg.G  # CHOICE-10
+        minibatches = [taus[k : k + per] for k in range(0, len(taus), per)]
+        metrics = learner.update(t, minibatches, advantages(taus))  # Alg.1 L8 Eq.5
+        clock.append(time.time())
+
+        rewards: dict[int, list[float]] = {}
+        for tau in taus:
+            rewards.setdefault(tau.instruction, []).append(tau.reward)
+        P.attribute(rewards)  # Alg.1 L9
+
+        if t % cfg.K_p == 0 and len(P) > cfg.N_parent:  # Alg.1 L10 CHOICE-4 CHOICE-5
+            before = len(P)
+            gone = P.prune(cfg.N_parent, t)  # Alg.1 L11 L12
+            say(s, t, "prune", f"|P| {before} -> {len(P)}: " + ", ".join(f"#{x.id} (w {x.w:.2f})" for x in gone) + " left")
+
+        # Experience-driven instruction generation                                          # Alg.1 L14
+        asked = {x.id: x for x in q}
+        B.add([experience(t, tau, asked[tau.question]) for tau in taus])  # Alg.1 L15
+        if t % cfg.K_e == 0 and t < cfg.T_e:  # Alg.1 L16 CHOICE-2
+            evolve(s, t)
+        clock.append(time.time())
+
+        s.run.trajectories(t, [tau.record() for tau in taus])
+        after_step(t, step_metrics(taus, asked, rewards, P, cfg.G) | metrics, clock)
+
+
+def evolve(s: Session, t: int) -> None:
+    """A new generation: lines 17-23 of Algorithm 1. An optimizer that is down leaves the population as it is."""
+    cfg, P, B = s.cfg, s.P, s.B
+    P_parent = P.ranked()[: cfg.N_parent]  # Alg.1 L17
+    P_new: list[tuple[str, int, float]] = []  # (text, parent, verified)
+    spare: list[tuple[float, str, int, float]] = []  # scored, but short of the parent: (margin, text, parent, verified)
+    taken = {same(I.text) for I in P_parent}
+    note = ""
+    for round in range(cfg.rounds):
+        places = cfg.N_P - len(P_parent) - len(P_new)
+        if places == 0:  # Alg.1 L18 CHOICE-6
+            break
+        dice = rng(cfg.seed, t, f"evolve {round}")
+        I_parent = P_parent[dice.integers(len(P_parent))]  # Alg.1 L19
+        tau_fail = B.failures(dice, cfg.failures)
+        D_B = B.questions(dice, cfg.D_B, {e.question for e in tau_fail})  # CHOICE-7
+        if not tau_fail or not D_B:
+            note = "no failure to learn from" if not tau_fail else "no question left to verify on"
+            break
+        try:
+            I_new = propose(s, t, round, I_parent, tau_fail, taken)  # Alg.1 L20
+        except OptimizerDown as e:
+            note = f"the optimizer gave no reply ({e})"
+            break
+        if not I_new:
+            continue
+        r_parent, *r = verify(s, t, round, [I_parent.text, *I_new], [s.train[k] for k in D_B])  # Alg.1 L21
+        scored = sorted(zip(I_new, r, strict=True), key=lambda x: -x[1])
+        joined = [(text, I_parent.id, v) for text, v in scored if v >= r_parent][: min(places, cfg.top_n)]
+        P_new += joined
+        spare += [(v - r_parent, text, I_parent.id, v) for text, v in scored if (text, I_parent.id, v) not in joined]
+        row = {"t": t, "round": round, "parent": I_parent.id, "r_parent": r_parent, "D_B": len(D_B)}
+        s.run.log("reflections", row | {"verified": [{"text": x, "r": v, "joined": v >= r_parent} for x, v in scored]})
+
+    spare.sort(reverse=True)
+    P_new += [(text, parent, v) for _, text, parent, v in spare][: cfg.N_P - len(P_parent) - len(P_new)]  # CHOICE-6
+    if not P_new:
+        say(s, t, "evolve", f"no new instruction: {note or 'no candidate was well formed'}; P stays as it is")
+        return
+    P.succeed(P_parent, t)
+    came = [P.join(text, parent, t, v) for text, parent, v in P_new]  # Alg.1 L23
+    short = "" if len(P) == cfg.N_P else f"; {cfg.N_P - len(P)} places stay empty: {note or 'too few candidates'}"
+    parents = ", ".join(f"#{I.id}" for I in P_parent)
+    say(s, t, "evolve", f"parent {parents}; came " + ", ".join(f"#{I.id} ({I.verified:.2f})" for I in came) + short)
+
+
+def propose(s: Session, t: int, round: int, parent: Instruction, tau_fail: list[Experience], taken: set[str]) -> list[str]:
+    """Ask O for candidates (a paraphrase where there are no failures to show); the well-formed ones, also added to `taken`."""
+    cfg, n = s.cfg, s.cfg.N_P - s.cfg.N_parent or 1
+    count, _ = token_counter()
+    if tau_fail:
+        shown = [(e.text, e.golds) for e in tau_fail]
+        prompt = reflection_prompt(parent.text, shown, n, cfg.prompt_budget, count)
+    else:
+        prompt = paraphrase_prompt(parent.text, n)
+    call = s.optimizer.ask(prompt, f"t{t} r{round}")
+    s.ledger.optimizer_calls += 1
+    s.ledger.optimizer_tokens += call["prompt_tokens"] + call["completion_tokens"]
+    s.ledger.optimizer_seconds += call["seconds"]
+    row = {"t": t, "round": round, "parent": parent.id}
+    if not call["paid_before"]:
+        s.run.log("reflections", row | {"call": call | {"prompt": prompt}})
+    golds = [g for e in tau_fail for g in e.golds]
+    accepted, rejected = [], []
+    for text in parse_reply(call["reply"]):
+        reason = check(text, parent.text, taken, golds, cfg.max_instruction, count)
+        if reason:
+            rejected.append({"text": text, "reason": reason})
+        else:
+            accepted.append(text)
+            taken.add(same(text))
+    s.run.log("reflections", row | {"accepted": accepted, "rejected": rejected})
+    return accepted
+
+
+def verify(s: Session, t: int, round: int, texts: list[str], D_B: list[Question]) -> list[float]:
+    """Mean reward of each instruction on the same questions."""
+    jobs = [(k, text, q, k * len(D_B) + i) for k, text in enumerate(texts) for i, q in enumerate(D_B)]
+    taus = s.trajectories(jobs, t, f"verify {round}")
+    s.ledger.verification_rollouts += len(taus)
+    return [sum(tau.reward for tau in taus if tau.instruction == k) / len(D_B) for k in range(len(texts))]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What surrounds the algorithm: parts are made, steps are logged and saved, the end is told.
+
+
+def say(s: Session, t: int, event: str, text: str) -> None:
+    """One line on the screen above the progress bar, and the population as it is now in population.jsonl."""
+    s.bar.write(f"step {t:3d}  {event:6s}  {text}")
+    s.run.log("population", {"t": t, "event": event, "text": text, "P": [asdict(I) for I in s.P.P]})
+
+
+def experience(t: int, tau: Trajectory, q: Question) -> Experience:
+    text = f"Question: {q.text}\n{tau.response.strip()}"
+    return Experience(t, tau.instruction, q.id, text, q.golds, tau.reward)
+
+
+def step_metrics(taus: list[Trajectory], asked: dict[str, Question], rewards, P: Population, G: int) -> dict:
+    """What a step's rollouts say; names end up in metrics.jsonl and in the tracker."""
+    n = len(taus)
+    groups = [taus[k : k + G] for k in range(0, n, G)]
+    best = P.best()
+    return {
+        "reward": sum(tau.reward for tau in taus) / n,
+        "f1": sum(f1(tau.prediction, asked[tau.question].golds) for tau in taus) / n,
+        "searches": sum(tau.served for tau in taus) / n,
+        "answered": sum(tau.stop == "answer" for tau in taus) / n,
+        "response_tokens": sum(sum(tau.mask) for tau in taus) / n,
+        "context_tokens": sum(len(tau.ids) for tau in taus) / n,
+        "zero_variance_groups": sum(len({tau.reward for tau in g}) == 1 for g in groups) / len(groups),
+        "P": len(P),
+        "best": best.id,
+        "w_best": best.w,
+        "w": {str(I.id): round(I.w, 4) for I in P.P},
+        "r_bar": {str(j): round(sum(r) / len(r), 4) for j, r in sorted(rewards.items())},
+    }
+
+
+def start_population(s: Session, first: str) -> None:
+    """P_0: the first instruction, and N_P - 1 variations asked of the optimizer once."""  # Alg.1 L2
+    parent = s.P.join(first, None, 0)
+    if s.cfg.N_P > s.cfg.N_parent and s.optimizer:
+        try:
+            for text in propose(s, 0, 0, parent, [], {same(first)})[: s.cfg.N_P - 1]:
+                s.P.join(text, parent.id, 0)
+        except OptimizerDown as e:
+            s.bar.write(f"the optimizer gave no reply ({e}): the first instruction starts alone")
+    say(s, 0, "start", f"|P| {len(s.P)}: the first instruction and {len(s.P) - 1} variations")
+
+
+def load_policy(path: str, device: str):
+    """(model, tokenizer) of a Hugging Face causal LM; what cannot be trained here is one line."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    except (OSError, ValueError) as e:
+        hint = "; python -m world.warm_start makes it" if path == PRESETS["world"]["model"] else ""
+        sys.exit(f"--model {path}: no causal LM can be loaded from it ({str(e).splitlines()[0]}){hint}")
+    if not tokenizer.chat_template:
+        sys.exit(f"--model {path}: its tokenizer has no chat template; add one to tokenizer_config.json")
+    head = model.get_output_embeddings()
+    if getattr(head, "bias", None) is not None or getattr(model.config, "final_logit_softcapping", None):
+        sys.exit(f"--model {path}: its head has a bias or soft-capped logits, which the loss does not know")
+    return model.to(device), tokenizer
+
+
+def summarize(s: Session, rows: dict[str, dict], I_star: Instruction, seconds: float) -> dict:
+    """summary.json: the keys that other programs may rely on."""
+    start, best = rows["warm-started, first instruction"], rows["trained, I_star"]
+    return {
+        "mode": s.cfg.mode,
+        "seed": s.cfg.seed,
+        "steps": s.cfg.T,
+        "em_start": start["em"],
+        "em_best": best["em"],
+        "em_trained_first_instruction": rows["trained, first instruction"]["em"],
+        "em_warm_start_I_star": rows["warm-started, I_star"]["em"],
+        "searches_start": start["searches"],
+        "searches_end": best["searches"],
+        "seconds": round(seconds, 1),
+        "overhead_inference": round(s.ledger.overhead_inference(), 4),
+        "ledger": asdict(s.ledger),
+        "generations": lineage(s.P, I_star),
+        "I_star": I_star.text,
+    }
+
+
+def lineage(P: Population, I: Instruction) -> list[int]:
+    """Ids from the first instruction to I."""
+    line = [I.id]
+    while P.family[line[0]].parent is not None:
+        line.insert(0, P.family[line[0]].parent)
+    return line
+
+
+def main(argv: list[str] | None = None) -> None:
+    started = time.time()
+    cfg = parse(argv)
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        sys.exit("inspo.py: it trains in one process; start it with python, not with torchrun")
+    name = next((k for k, v in PRESETS.items() if v["model"] == cfg.model), Path(cfg.model).name)
+    train, test = load_questions(cfg.train), load_questions(cfg.test)
+    first = Path(cfg.instruction).read_text().strip() if cfg.instruction else SEARCH_R1
+    run = Run(cfg, name)
+    try:
+        with contextlib.ExitStack() as stack:
+            go(cfg, run, name, {q.id: q for q in train}, test, first, stack, started)
+    except SearchDown as e:
+        sys.exit(f"\nthe search server does not answer ({e}); nothing was scored without it\n{how_to_resume(run)}")
+    except KeyboardInterrupt:
+        sys.exit(f"\nstopped\n{how_to_resume(run)}")
+
+
+def how_to_resume(run: Run) -> str:
+    saved = run.checkpoints()
+    where = f"step {int(saved[-1].name[5:])}" if saved else "the start"
+    return f"go on from {where} with: the same flags, --out {run.path} --resume"
+
+
+def go(cfg: Config, run: Run, name: str, train, test, first: str, stack: contextlib.ExitStack, started: float) -> None:
+    """A whole run in `run`, from servers to summary."""
+    checkpoint, state = run.rewind() if cfg.resume else (None, {})
+    device = cfg.device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+    servers: dict[str, Child] = {}
+
+    def serve(*argv: str) -> str:
+        """Start our own server, again if it has died; its URL."""
+        if argv[0] not in servers or not servers[argv[0]].alive():
+            servers[argv[0]] = stack.enter_context(Child([*argv], run.path / "servers.log"))
+        return servers[argv[0]].url
+
+    if cfg.retriever:
+        search = Search(cfg.retriever, cfg.topk)
+    else:
+        own = partial(serve, str(HERE / "retrieval_server.py"), "--corpus", cfg.corpus)
+        search = Search(own(), cfg.topk, revive=own)
+    optimizer = None
+    if cfg.mode == "inspo":
+        if scripted(cfg):
+            url, key = serve("-m", "world.optimizer", "--seed", str(cfg.seed)) + "/v1", ""
+        else:
+            url, key = os.environ["OPENAI_BASE_URL"], os.environ.get("OPENAI_API_KEY", "")
+        optimizer = Optimizer(url, cfg.optimizer_model, key, paid=paid_calls(run.rows("reflections")))
+
+    torch.manual_seed(cfg.seed)
+    theta_0, tokenizer = load_policy(cfg.model, device)
+    model = load_policy(str(checkpoint), device)[0] if checkpoint else copy.deepcopy(theta_0)
+    learner = Learner(
+        model, theta_0, lr=cfg.lr, T=cfg.T, warmup=cfg.warmup, eps=cfg.eps, beta=cfg.beta,
+        temperature=cfg.temperature, loss_agg=cfg.loss_agg, micro_tokens=cfg.micro_tokens,
+    )  # fmt: skip
+    limits = dict(max_turns=cfg.max_turns, max_response=cfg.max_response, max_observation=cfg.max_observation)
+    limits |= dict(max_prompt=cfg.max_prompt)
+    roll = partial(rollout, TorchEngine(model, tokenizer, STOP, cfg.max_rows), tokenizer, search, **limits)
+    roll_0 = partial(rollout, TorchEngine(theta_0, tokenizer, STOP, cfg.max_rows), tokenizer, search, **limits)
+    bar = stack.enter_context(tqdm(total=cfg.T, unit="step", dynamic_ncols=True, smoothing=0.1, disable=None))
+    s = Session(cfg, run, train, test, roll, optimizer, Population(cfg.tau_s, cfg.window), ReplayBuffer(cfg.buffer), bar)
+
+    n = sum(p.numel() for p in model.parameters())
+    _, counted = token_counter()
+    bar.write(
+        f"INSPO, mode {cfg.mode}: {name} ({n / 1e6:,.2f}M parameters, {device}, torch engine) on {len(train)} questions, "
+        f"{len(test)} held out.\n"
+        f"search: {search.url}{'' if cfg.retriever else ' (BM25 over ' + cfg.corpus + ', started by this run)'}\n"
+        f"optimizer: {f'{cfg.optimizer_model} at {optimizer.url} (tokens: {counted})' if optimizer else 'none'}\n"
+        f"{cfg.T} steps of {cfg.batch} questions x {cfg.G}, seed {cfg.seed}; everything goes to {run.path}"
+    )
+    for line in warnings(cfg):
+        bar.write(f"note: {line}")
+
+    if state:
+        s.P.load_state_dict(state["population"])
+        s.B.load_state_dict(state["buffer"])
+        s.ledger = Ledger(**state["ledger"])
+        learner.load_state_dict(state["learner"])
+        em_start = state["start"]
+        bar.update(state["t"])
+        bar.write(f"resumed after step {state['t']}")
+    else:
+        start_population(s, first)
+        em_start = s.evaluate(first, 0)
+        run.log("metrics", {"t": 0} | {f"test/{k}": v for k, v in em_start.items()})
+    bar.write(f"held out, warm-started policy, first instruction: EM {em_start['em']:.3f}, {em_start['searches']:.2f} searches")
+    track = tracker(cfg.tracker, run.path, cfg)
+    spent = state.get("seconds", 0.0)
+
+    def save(t: int) -> None:
+        parts = {"population": s.P.state_dict(), "buffer": s.B.state_dict(), "ledger": asdict(s.ledger)}
+        seconds = spent + time.time() - started
+        run.checkpoint(t, model, tokenizer, parts | {"learner": learner.state_dict(), "start": em_start, "seconds": seconds})
+
+    def after_step(t: int, metrics: dict, clock: list[float]) -> None:
+        metrics |= {f"time/{k}": b - a for k, a, b in zip(("rollout", "update", "evolve"), clock, clock[1:], strict=False)}
+        metrics |= {"time/total": spent + time.time() - started, "search/retried": search.retried}
+        if cfg.eval_every and t % cfg.eval_every == 0 and t < cfg.T:
+            metrics |= {f"test/{k}": v for k, v in s.evaluate(s.P.best().text, t).items()}
+        run.log("metrics", {"t": t} | metrics)
+        track({k: v for k, v in metrics.items() if isinstance(v, (int, float))}, t)
+        if metrics["logp_gap"] > MAX_LOGP_GAP[device]:
+            sys.exit(f"step {t}: engine and trainer differ by {metrics['logp_gap']:.3f} nat a token: the engine is stale")
+        bar.set_postfix_str(
+            f"reward {metrics['reward']:.2f} searches {metrics['searches']:.2f} KL {metrics['kl']:.4f} "
+            f"|P| {len(s.P)} best w {s.P.best().w:.2f} {clock[-1] - clock[0]:.1f} s"
+        )
+        bar.update()
+        if t % cfg.save_every == 0 or t == cfg.T:
+            save(t)
+
+    algorithm_1(s, learner, state.get("t", 0), after_step, save)
+
+    I_star = s.P.best()  # Alg.1 L26
+    run.write("I_star.txt", I_star.text + "\n")
+    model.save_pretrained(run.path / "policy")
+    tokenizer.save_pretrained(run.path / "policy")
+    rows = {"trained, I_star": s.evaluate(I_star.text, cfg.T), "trained, first instruction": s.evaluate(first, cfg.T)}
+    s.roll = roll_0
+    rows["warm-started, I_star"] = s.evaluate(I_star.text, cfg.T)
+    rows["warm-started, first instruction"] = em_start
+    seconds = spent + time.time() - started
+    summary = summarize(s, rows, I_star, seconds)
+    run.write("summary.json", json.dumps(summary, indent=1))
+    pictures = report.draw(run.path)
+    bar.close()
+    print(report.ending(summary, rows, pictures, run.path))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""A run directory -> its two pictures, and the table that a run ends with."""
+
+from pathlib import Path
+
+from run import read_jsonl
+
+
+def draw(path: Path) -> list[str]:
+    """Write reward.png and population.png; returns their names ([] where matplotlib is missing)."""
+    try:
+        import matplotlib
+    except ImportError:
+        return []
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    steps = [row for row in read_jsonl(path / "metrics.jsonl") if "reward" in row]
+    events = read_jsonl(path / "population.jsonl")
+    if not steps:
+        return []
+    return [_reward(plt, path / "reward.png", steps, events), _population(plt, path / "population.png", steps, events)]
+
+
+def _reward(plt, path: Path, steps: list[dict], events: list[dict]) -> str:
+    t = [row["t"] for row in steps]
+    fig, (top, bottom) = plt.subplots(2, 1, figsize=(8, 5.5), sharex=True, height_ratios=(2, 1))
+    top.plot(t, [row["reward"] for row in steps], color="C0", lw=1.8, label="mean reward (EM) of a step's rollouts")
+    top.plot(t, [row["w_best"] for row in steps], color="C1", lw=1.2, label="best importance weight w")
+    for event in events:
+        if event["event"] == "evolve":
+            top.axvline(event["t"], color="0.8", lw=0.8, zorder=0)
+    top.plot([], [], color="0.8", lw=0.8, label="evolution (all w restart at 0)")
+    top.set(ylim=(0, 1.02), ylabel="exact match")
+    top.legend(loc="upper left", frameon=False, fontsize=9)
+    bottom.plot(t, [row["searches"] for row in steps], color="C2", lw=1.8)
+    bottom.set(ylabel="searches a question", xlabel="step t", ylim=(0, None))
+    return _save(plt, fig, path)
+
+
+def _population(plt, path: Path, steps: list[dict], events: list[dict]) -> str:
+    """Every instruction as a bar over the steps it was in P, coloured by w, joined to its parent."""
+    span: dict[int, list[int]] = {}
+    parent: dict[int, int | None] = {}
+    for event in events:
+        for I in event["P"]:
+            parent[I["id"]] = I["parent"]
+            span.setdefault(I["id"], [I["born"], I["born"]])
+    w: dict[int, list[tuple[int, float]]] = {}
+    for row in steps:
+        for j, value in row["w"].items():
+            w.setdefault(int(j), []).append((row["t"], value))
+            span.setdefault(int(j), [row["t"], row["t"]])[1] = row["t"]
+    fig, ax = plt.subplots(figsize=(8, 0.5 + 0.17 * max(12, len(span))))
+    for j, (born, _) in span.items():
+        points = w.get(j, [])
+        ax.hlines([j] * len(points), [t - 0.5 for t, _ in points], [t + 0.5 for t, _ in points],
+                  colors=plt.cm.viridis([v for _, v in points]), lw=5)  # fmt: skip
+        if parent.get(j) is not None and born > 0:
+            ax.plot([born, born], [parent[j], j], color="0.75", lw=0.7, zorder=0)
+    ax.set(xlabel="step t", ylabel="instruction", xlim=(-0.5, steps[-1]["t"] + 1))
+    ax.invert_yaxis()
+    fig.colorbar(plt.cm.ScalarMappable(plt.Normalize(0, 1), "viridis"), ax=ax, label="importance weight w", pad=0.02)
+    return _save(plt, fig, path)
+
+
+def _save(plt, fig, path: Path) -> str:
+    for ax in fig.axes:
+        ax.spines[["top", "right"]].set_visible(False)
+    fig.tight_layout()
+    fig.savefig(path, dpi=130)
+    plt.close(fig)
+    return path.name
+
+
+def ending(summary: dict, rows: dict[str, dict], pictures: list[str], path: Path) -> str:
+    """The last screen of a run: EM by source, the winning instruction, what it cost, where everything is."""
+    sources = sorted({k for row in rows.values() for k in row if k.startswith("em/")})
+    width = max(map(len, rows)) + 2
+    head = f"{'':{width}}{'EM':>7}" + "".join(f"{k[3:]:>{max(9, len(k) - 1)}}" for k in sources) + f"{'searches':>10}"
+    lines = ["", "held-out questions, greedy", head]
+    for name, row in rows.items():
+        cells = "".join(f"{row[k]:>{max(9, len(k) - 1)}.3f}" for k in sources)
+        lines.append(f"{name:{width}}{row['em']:>7.3f}{cells}{row['searches']:>10.2f}")
+    cost = summary["ledger"]
+    lines += ["", f"I_star ({' -> '.join(f'#{j}' for j in summary['generations'])}):", summary["I_star"], ""]
+    lines += [
+        f"cost: {cost['optimizer_calls']} optimizer calls ({cost['optimizer_tokens']} tokens, "
+        f"{cost['optimizer_seconds']:.1f} s); {cost['verification_rollouts']} verification rollouts on "
+        f"{cost['training_rollouts']} for training = {100 * summary['overhead_inference']:.1f} % (the paper's: 1.4-7 %)",
+        f"{summary['steps']} steps in {summary['seconds']:.0f} s. {path}: summary.json, I_star.txt, policy/, "
+        + ", ".join([*pictures, "metrics.jsonl, population.jsonl, reflections.jsonl"]),
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,306 @@
+"""Questions as files hold them, the exact-match reward on hand-computed values, and the shipped fixture."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_model import FIXTURE, make_tiny_model
+
+from data import Question, em, f1, last_answer, load_questions, normalize
+
+ROW = {"id": "a", "question": "Who?", "golden_answers": ["X"], "data_source": "nq"}
+
+
+def write(path: Path, *rows) -> Path:
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def fault(path) -> str:
+    """The one line with which loading `path` ends."""
+    with pytest.raises(SystemExit) as stop:
+        load_questions(path)
+    message = stop.value.code
+    assert "\n" not in message and message.startswith(str(path)) and "; " in message
+    return message.removeprefix(str(path))
+
+
+# --- the reward
+
+
+@pytest.mark.parametrize(
+    "text, want",
+    [
+        ("The  Eiffel\tTower!", "eiffel tower"),
+        ("an apple, a pear & the plum", "apple pear plum"),
+        ("Theatre of Athens", "theatre of athens"),  # an article only as a whole word
+        ("Stratford-upon-Avon", "stratforduponavon"),  # punctuation goes, no space comes
+        ("U.S.A.", "usa"),
+        ("A.", ""),  # punctuation before articles
+        ("t.h.e end", "end"),
+        ("JØRN Utzon", "jørn utzon"),
+        ("1914–1918", "1914–1918"),  # an en dash is no ASCII punctuation
+        ("", ""),
+    ],
+)
+def test_normalize(text, want):
+    assert normalize(text) == want
+
+
+@pytest.mark.parametrize(
+    "prediction, golds, want",
+    [
+        ("the Volga.", ("Volga",), 1.0),
+        ("Volga", ("Danube", "The Volga"), 1.0),  # any gold
+        ("Volga River", ("Volga",), 0.0),
+        ("brasília", ("Brasília",), 1.0),
+        ("Brasilia", ("Brasília",), 0.0),  # accents count
+        (" 日本 ", ("日本",), 1.0),
+        ("", ("Volga",), 0.0),
+        ("  ", ("A",), 0.0),  # "A" normalizes to nothing too; saying nothing is still wrong
+        ("a", ("A",), 1.0),
+        (None, ("Volga",), 0.0),
+        ("Volga", (), 0.0),
+    ],
+)
+def test_em(prediction, golds, want):
+    assert em(prediction, golds) == want
+    if want:
+        assert f1(prediction, golds) == 1.0
+
+
+@pytest.mark.parametrize(
+    "prediction, golds, want",
+    [
+        ("the Volga River", ("Volga",), 2 / 3),  # precision 1/2, recall 1
+        ("Duke of Wellington", ("Arthur Wellesley Duke of Wellington",), 0.75),  # 3/3, 3/5
+        ("Paris Paris", ("Paris France",), 0.5),  # a token matches once
+        ("red fox", ("blue whale", "red wolf", "red fox cub"), 0.8),  # the best gold
+        ("Thames", ("Seine",), 0.0),
+        ("the", ("Seine",), 0.0),
+        ("", ("Seine",), 0.0),
+        (None, ("Seine",), 0.0),
+        ("Seine", (), 0.0),
+    ],
+)
+def test_f1(prediction, golds, want):
+    assert f1(prediction, golds) == pytest.approx(want)
+
+
+@pytest.mark.parametrize(
+    "response, want",
+    [
+        ("<answer> Beijing </answer>", "Beijing"),
+        ("<answer>a</answer> no: <answer>b</answer>", "b"),
+        ("<answer>a</answer> then <answer>b", "a"),  # cut off: the complete one stands
+        ("<answer>a</answer> b</answer>", "a"),
+        ("<answer> <answer> x </answer>", "x"),
+        ("<answer>a <answer>b</answer> c</answer>", "b"),
+        ("<answer>two\nlines</answer>", "two\nlines"),
+        ("<answer></answer>", ""),
+        ("</answer>a<answer>", None),
+        ("<answer>a", None),
+        ("a", None),
+        ("", None),
+    ],
+)
+def test_last_answer(response, want):
+    assert last_answer(response) == want
+
+
+def test_last_answer_is_linear_in_a_degenerate_response():
+    assert last_answer("<answer>" * 50_000 + "x") is None
+    assert last_answer("<answer>" + "x" * 500_000) is None
+
+
+# --- files
+
+
+def test_rows_with_question_and_golden_answers(tmp_path):
+    path = write(
+        tmp_path / "q.jsonl",
+        {"id": 7, "question": "  who wrote Hamlet ", "golden_answers": " Shakespeare ", "data_source": "nq"},
+        "",
+        {"question": "Where?", "golden_answers": ["here", "", "there"]},
+    )
+    assert load_questions(path) == [
+        Question("7", "who wrote Hamlet?", ("Shakespeare",), "nq"),
+        Question("data-3", "Where?", ("here", "there"), "data"),
+    ]
+
+
+def search_r1(prompt, target, **more):
+    reward_model = {"style": "rule", "ground_truth": {"target": target}}
+    return {"data_source": "nq", "prompt": prompt, "reward_model": reward_model, **more}
+
+
+def test_rows_of_search_r1(tmp_path):
+    instruction = "Answer the given question. Question: is it so? Then <answer> Beijing </answer>. Question: "
+    chat = [
+        {"role": "system", "content": "Question: not this one?"},
+        {"role": "user", "content": "Question: nor this?"},
+        {"role": "assistant", "content": "Question: or this?"},
+        {"role": "user", "content": instruction + "who wrote Hamlet\n"},
+    ]
+    path = write(
+        tmp_path / "q.jsonl",
+        search_r1(chat, ["Shakespeare"], extra_info={"index": 0, "split": "train"}),
+        search_r1("Question: who painted it", "Vermeer", question=None, golden_answers=None),
+        search_r1([{"role": "user", "content": "what is plain?"}], ["this"], id="c"),
+    )
+    assert load_questions(path) == [
+        Question("0", "who wrote Hamlet?", ("Shakespeare",), "nq"),
+        Question("nq-2", "who painted it?", ("Vermeer",), "nq"),
+        Question("c", "what is plain?", ("this",), "nq"),
+    ]
+
+
+def test_an_id_that_two_sources_share_gets_the_source(tmp_path):
+    rows = [ROW, ROW | {"data_source": "hotpotqa"}, ROW | {"id": "b"}]
+    assert [q.id for q in load_questions(write(tmp_path / "q.jsonl", *rows))] == ["nq-a", "hotpotqa-a", "b"]
+
+
+def test_parquet_reads_as_jsonl_does(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    rows = [json.loads(line) for line in (FIXTURE / "train.jsonl").open(encoding="utf-8")]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "q.parquet")
+    assert load_questions(tmp_path / "q.parquet") == load_questions(FIXTURE / "train.jsonl")
+
+    rows = [search_r1([{"role": "user", "content": f"Question: {i}"}], ["x", "y"]) for i in range(3)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "r.parquet")
+    assert load_questions(tmp_path / "r.parquet")[2] == Question("nq-3", "2?", ("x", "y"), "nq")
+
+
+def test_numpy_arrays_as_pandas_hands_them_over():
+    np = pytest.importorskip("numpy")
+    from data import _question
+
+    prompt = np.array([{"role": "user", "content": "Question: who"}])
+    row = search_r1(prompt, np.array(["x", "y"], dtype=object))
+    assert _question(row, 1) == Question("nq-1", "who?", ("x", "y"), "nq")
+
+
+@pytest.mark.parametrize(
+    "row, want",
+    [
+        ("{'id': 1}", "invalid JSON (Expecting property name enclosed in double quotes); write one JSON"),
+        ("[1]", "not a JSON object; write"),
+        (ROW | {"question": None}, "no question; fill `question`, or `prompt`"),
+        (ROW | {"question": " \n"}, "no question; fill"),
+        (search_r1([{"role": "system", "content": "Question: who?"}], "x"), "no question; fill"),
+        (search_r1("Question: ", "x"), "no question; fill"),
+        (ROW | {"golden_answers": None}, "no gold answer; fill `golden_answers` or"),
+        (ROW | {"golden_answers": []}, "no gold answer; fill"),
+        (ROW | {"golden_answers": " "}, "no gold answer; fill"),
+        (ROW | {"golden_answers": ["x", 1990]}, "gold answer 1990 is not text; write it as a string"),
+        (ROW | {"golden_answers": 5}, "gold answer 5 is not text; write"),
+        (search_r1("Question: who?", []), "no gold answer; fill"),
+    ],
+)
+def test_a_faulty_row_is_named(tmp_path, row, want):
+    assert fault(write(tmp_path / "q.jsonl", ROW | {"id": "z"}, "", row)).startswith(f":3: {want}")
+
+
+def test_a_repeated_id_names_both_rows(tmp_path):
+    path = write(tmp_path / "q.jsonl", ROW, ROW | {"id": "b"}, ROW)
+    assert fault(path) == f":3: id 'a' is already that of {path}:1; make the ids unique"
+
+
+def test_bytes_that_are_not_utf8_are_named(tmp_path):
+    (tmp_path / "q.jsonl").write_bytes(json.dumps(ROW).encode() + b'\n{"question": "caf\xe9"}\n')
+    assert fault(tmp_path / "q.jsonl").startswith(":2: not UTF-8; write")
+
+
+def test_a_faulty_file_is_named(tmp_path, monkeypatch):
+    assert fault(tmp_path / "none.jsonl") == ": no such file; check the path"
+    assert fault(write(tmp_path / "q.csv", ROW)).startswith(": unknown suffix '.csv'; give a .jsonl or")
+    assert fault(write(tmp_path / "empty.jsonl", "", " ")).startswith(": no question in it; give")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert fault(write(tmp_path / "q.parquet", ROW)).startswith(": pyarrow is not installed; pip install")
+
+
+def test_a_faulty_parquet_is_named(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    assert fault(write(tmp_path / "text.parquet", ROW)).startswith(": not a readable parquet file (")
+    table = pa.table({"question": ["Who?", "Why?"], "golden_answers": [["x"], []]})
+    pq.write_table(table, tmp_path / "q.parquet")
+    assert fault(tmp_path / "q.parquet").startswith(":2: no gold answer; fill")
+    pq.write_table(pa.table({"text": ["Who?"]}), tmp_path / "r.parquet")
+    assert "no question" in fault(tmp_path / "r.parquet")
+
+
+def test_importing_data_needs_the_standard_library_only():
+    code = "import sys, data; assert not {'pyarrow', 'numpy', 'torch', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent, check=True)
+
+
+# --- the fixture
+
+
+def test_fixture():
+    passages = [json.loads(line) for line in (FIXTURE / "corpus.jsonl").open(encoding="utf-8")]
+    train, test = load_questions(FIXTURE / "train.jsonl"), load_questions(FIXTURE / "test.jsonl")
+    assert (len(passages), len(train), len(test)) == (64, 24, 12)
+    assert all(set(p) == {"id", "contents"} for p in passages)
+    titles = [p["contents"].split("\n")[0] for p in passages]
+    assert all(t[0] == t[-1] == '"' and len(t) > 2 for t in titles)
+    both = train + test
+    for names in (titles, [p["id"] for p in passages], [q.id for q in both], [q.text for q in both]):
+        assert len(set(names)) == len(names)
+    for q in both:
+        assert all(any(gold in p["contents"] for p in passages) for gold in q.golds), q
+        assert not any(normalize(gold) in normalize(q.text) for gold in q.golds), q
+    for questions in (train, test):
+        assert {q.source for q in questions} == {"fixture-1hop", "fixture-2hop"}
+        assert 2 * sum(q.source == "fixture-2hop" for q in questions) == len(questions)
+
+
+# --- the tiny model
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    return Path(make_tiny_model(tmp_path_factory.mktemp("tiny")))
+
+
+def test_tiny_tokenizer(tiny):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny, local_files_only=True)
+    assert len(tokenizer) == 600
+    text = "<think>naïve Zürich 日本 🙂\n\n\t x</think> <search>who wrote Hamlet?</search> 3.5\n"
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+    for tag in ("<search>", "</search>", "<answer>", "</answer>", "<information>", "</information>"):
+        assert len(tokenizer(tag).input_ids) > 1
+        assert tokenizer.decode(tokenizer(tag).input_ids, skip_special_tokens=True) == tag
+    for special in ("<|endoftext|>", "<|im_start|>", "<|im_end|>"):
+        assert tokenizer(special).input_ids == [tokenizer.convert_tokens_to_ids(special)]
+    assert tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], add_generation_prompt=True, tokenize=False
+    ) == (
+        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_tiny_model(tiny, tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny, local_files_only=True)
+    assert model.dtype == torch.float32 and model.config.max_position_embeddings == 2048
+    assert model.lm_head.weight.data_ptr() != model.model.embed_tokens.weight.data_ptr()
+    logits = model(torch.arange(8)[None]).logits
+    assert logits.shape == (1, 8, 600) and logits.isfinite().all()
+    again = Path(make_tiny_model(tmp_path))
+    for name in ("model.safetensors", "tokenizer.json"):
+        assert (again / name).read_bytes() == (tiny / name).read_bytes()
+    make_tiny_model(tmp_path, seed=1)
+    assert (again / "model.safetensors").read_bytes() != (tiny / "model.safetensors").read_bytes()

@@ -1,0 +1,394 @@
+"""The GRPO head against Eq. 2 as it is printed: float64, autograd, the whole logits matrix alive."""
+
+import math
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kernels import grpo_head, token_logprobs
+
+
+def eq2(hidden, weight, targets, *, adv, w, old_logp=None, ref_logp=None, temperature=1.0,
+        eps_low=0.2, eps_high=0.2, delta=math.inf, beta=0.0, kind="clip"):
+    """The reference: grpo_head's loss and extras in float64, for autograd to differentiate."""
+    def f64(v):
+        return None if v is None else torch.as_tensor(v).double()
+
+    hidden, weight, adv, w, old, ref = map(f64, (hidden, weight, adv, w, old_logp, ref_logp))
+    logp_all = torch.log_softmax(hidden @ weight.T / temperature, dim=1)  # (N, V)
+    logp = logp_all[torch.arange(len(targets)), targets]
+    low, high = 1 - f64(eps_low), 1 + f64(eps_high)
+    rho = torch.exp(logp - (logp.detach() if old is None else old))
+    if kind == "clip":
+        first = torch.where(adv < 0, rho.clamp(max=delta), rho)
+        surrogate = torch.min(first * adv, torch.minimum(torch.maximum(rho, low), high) * adv)
+        clipped = ((adv > 0) & (rho > high)) | ((adv < 0) & ((rho < low) | (rho > delta)))
+    else:
+        surrogate = torch.minimum(rho, high).detach() * adv * logp
+        clipped = rho > high
+    kl = torch.zeros_like(logp) if ref is None else torch.exp(ref - logp) - (ref - logp) - 1
+    entropy = -(logp_all.exp() * logp_all).sum(1)
+    loss = -(w * (surrogate - beta * kl)).sum()
+    return loss, {"logp": logp, "entropy": entropy, "kl": kl, "clipped": clipped}
+
+
+def differentiate(function, hidden, weight, targets, **kw):
+    """{loss, dX, dW, logp, entropy, kl, clipped} of grpo_head or eq2."""
+    hidden, weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+    loss, extras = function(hidden, weight, targets, **kw)
+    dX, dW = torch.autograd.grad(loss, (hidden, weight))
+    return {"loss": loss, "dX": dX, "dW": dW} | extras
+
+
+def error(got, want):
+    """Relative error in the Frobenius norm; where nothing is wanted, the size of what came."""
+    return ((got.double() - want.double()).norm() / (want.double().norm() or 1)).item()
+
+
+def same(got, want, atol=1e-5, rtol=1e-5):
+    return torch.allclose(got.double(), want.double(), rtol=rtol, atol=atol)
+
+
+def check(hidden, weight, targets, chunk=4096, **kw):
+    """Holds grpo_head to eq2: logp to 1e-5, gradients to 1e-5 of their size. Returns its results."""
+    got = differentiate(grpo_head, hidden, weight, targets, chunk=chunk, **kw)
+    want = differentiate(eq2, hidden.double(), weight.double(), targets, **kw)
+    for k in ("logp", "entropy", "kl", "clipped"):
+        assert got[k].shape == targets.shape and not got[k].requires_grad
+    assert same(got["logp"], want["logp"], rtol=0)
+    assert same(got["entropy"], want["entropy"])
+    assert same(got["kl"], want["kl"], rtol=1e-4)
+    assert torch.equal(got["clipped"], want["clipped"])
+    assert same(got["loss"], want["loss"])
+    assert error(got["dX"], want["dX"]) < 1e-5 and error(got["dW"], want["dW"]) < 1e-5
+    return got
+
+
+def batch(N=37, H=16, V=1187, dtype=torch.float32, seed=0):
+    """Arguments with peaked logits, N(0, 3), and those of per_token."""
+    g = torch.Generator().manual_seed(seed)
+    hidden, weight = (torch.randn(n, H, generator=g, dtype=dtype) for n in (N, V))
+    weight *= 3 / H**0.5
+    targets = torch.randint(V, (N,), generator=g)
+    return (hidden, weight, targets), per_token(hidden, weight, targets, g)
+
+
+def per_token(hidden, weight, targets, g):
+    """Advantages of either sign and zero; rho between about 0.4 and 2.5; any weights."""
+    N, dtype = len(targets), hidden.dtype
+    adv = torch.randn(N, generator=g, dtype=dtype)
+    adv[1::5] = 0
+    logp = token_logprobs(hidden, weight, targets)[0]
+    old, ref = (logp + 0.4 * torch.randn(N, generator=g, dtype=dtype) for _ in range(2))
+    w = torch.rand(N, generator=g, dtype=dtype) / max(N, 1)
+    return {"adv": adv, "w": w, "old_logp": old, "ref_logp": ref}
+
+
+# ---- the loss and its gradient
+
+
+EPS = torch.linspace(0.05, 0.5, 37)
+SETTINGS = {
+    "plain": {},
+    "no reference": {"ref_logp": None},
+    "beta": {"beta": 0.04},
+    "temperature": {"temperature": 0.7, "beta": 0.04},
+    "two eps": {"eps_low": 0.1, "eps_high": 0.28},
+    "eps per token": {"eps_low": EPS, "eps_high": EPS.flip(0)},
+    "one eps per token": {"eps_low": EPS},
+    "delta": {"delta": 1.5, "beta": 0.04},
+    "cispo": {"kind": "cispo"},
+    "cispo, all": {"kind": "cispo", "eps_high": EPS, "temperature": 1.3, "beta": 0.04},
+    "on-policy": {"old_logp": None},
+    "on-policy cispo": {"kind": "cispo", "old_logp": None},
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("chunk", [10, 4096])
+def test_settings(setting, chunk):
+    args, kw = batch()
+    kw |= setting
+    got = check(*args, chunk=chunk, **kw)
+    assert got["clipped"].any() == (kw["old_logp"] is not None)
+
+
+@pytest.mark.parametrize("N, H, V", [(1, 16, 1187), (33, 32, 151_936), (129, 64, 1187), (5, 3, 2)])
+def test_shapes(N, H, V):
+    args, kw = batch(N, H, V)
+    check(*args, beta=0.04, **kw)
+
+
+@pytest.mark.parametrize("logits", ["negative", "+-60", "-60 but one"])
+def test_logits(logits):
+    """hidden = identity, so that weight.T is the matrix of logits."""
+    g = torch.Generator().manual_seed(1)
+    z = 60 * (2 * torch.rand(37, 1187, generator=g) - 1)
+    if logits == "negative":
+        z = -1 - 20 * torch.rand(37, 1187, generator=g)
+    elif logits == "-60 but one":  # a certain token: logp = 0, and a rare one: logp = -120
+        z.fill_(-60)[:, 7] = 60
+    targets = torch.randint(1187, (37,), generator=g)
+    targets[:9] = z.argmax(1)[:9]
+    args = torch.eye(37), z.T.contiguous(), targets
+    kw = per_token(*args, g)
+    check(*args, beta=0.04, **kw)
+
+
+def test_both_sides_of_the_clip():
+    """Gradient where rho * adv is the smaller one: below 1 + eps for adv > 0, above 1 - eps for adv < 0."""
+    rho = torch.tensor([0.5, 0.79, 0.81, 1.0, 1.19, 1.21, 1.9, 2.1])
+    free = {1.0: rho < 1.2, 0.0: rho > 0, -1.0: (rho > 0.8) & (rho < 2)}  # delta = 2
+    (hidden, weight, targets), _ = batch(N=24)
+    old = token_logprobs(hidden, weight, targets)[0] - rho.repeat(3).log()
+    adv = torch.tensor(list(free)).repeat_interleave(8)
+    got = check(hidden, weight, targets, adv=adv, w=torch.ones(24), old_logp=old, delta=2.0)
+    assert torch.equal(~got["clipped"], torch.cat(list(free.values())))
+    assert torch.equal(got["dX"].abs().sum(1) > 0, ~got["clipped"] & (adv != 0))  # elsewhere exactly zero
+
+
+@pytest.mark.parametrize("eps", [0.2, 0.0])
+def test_a_tie_keeps_the_whole_gradient(eps):
+    """On-policy, rho = 1: both terms of min are equal and the gradient is adv * dlogp, even with eps = 0."""
+    args, kw = batch()
+    kw |= {"eps_low": eps, "eps_high": eps}
+    implied = differentiate(grpo_head, *args, **kw | {"old_logp": None})
+    given = differentiate(grpo_head, *args, **kw | {"old_logp": token_logprobs(*args)[0]})
+    assert all(torch.equal(implied[k], given[k]) for k in implied)
+    assert not implied["clipped"].any()
+
+    hidden, weight = (v.double().requires_grad_() for v in args[:2])
+    logp = torch.log_softmax(hidden @ weight.T, 1)[torch.arange(37), args[2]]
+    dX, dW = torch.autograd.grad(-(kw["w"] * kw["adv"] * logp).sum(), (hidden, weight))
+    assert error(implied["dX"], dX) < 1e-5 and error(implied["dW"], dW) < 1e-5
+
+
+def test_delta_bounds_a_negative_advantage():
+    args, kw = batch()
+    kw |= {"adv": -torch.ones(37), "w": torch.ones(37), "old_logp": kw["old_logp"] - 40}  # rho about e^40
+    assert differentiate(grpo_head, *args, **kw)["loss"] > 1e15
+    bounded = check(*args, delta=4.0, **kw)
+    assert same(bounded["loss"], torch.tensor(37 * 4.0)) and not bounded["dX"].any()
+
+
+def test_w_holds_the_averages_of_eq2():
+    """Eq. 2 trajectory by trajectory, observations left out, is one call with w = mask / (G * sum(mask))."""
+    args, kw = batch()
+    mask = torch.rand(37, generator=torch.Generator().manual_seed(2)) < 0.7
+    G, lengths = 3, [20, 6, 11]
+    logp = torch.log_softmax(args[0].double() @ args[1].double().T, 1)[torch.arange(37), args[2]]
+    J, w = 0.0, []
+    for tau in torch.arange(37).split(lengths):
+        total = 0.0
+        for t in tau[mask[tau]]:
+            rho = math.exp(logp[t] - kw["old_logp"][t])
+            d = (kw["ref_logp"][t] - logp[t]).item()
+            A = kw["adv"][t].item()
+            total += min(rho * A, min(max(rho, 0.8), 1.2) * A) - 0.001 * (math.exp(d) - d - 1)
+        J += total / mask[tau].sum().item() / G
+        w.append(mask[tau] / mask[tau].sum() / G)
+    loss, _ = grpo_head(*args, **kw | {"w": torch.cat(w), "beta": 0.001})
+    assert same(loss, torch.tensor(-J))
+
+
+def test_gradcheck():
+    (hidden, weight, targets), kw = batch(N=7, H=3, V=11, dtype=torch.float64)
+    for tensor in (hidden, weight):
+        tensor.requires_grad_()
+
+    def loss(hidden, weight):
+        return grpo_head(hidden, weight, targets, temperature=0.8, beta=0.3, delta=1.5, chunk=3, **kw)[0]
+
+    assert loss(hidden, weight).dtype == torch.float64
+    assert torch.autograd.gradcheck(loss, (hidden, weight))
+
+
+# ---- how the rows are cut
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 36, 37, 38])
+def test_chunk_does_not_matter(chunk):
+    args, kw = batch()
+    kw |= {"beta": 0.04}
+    whole, cut = (differentiate(grpo_head, *args, chunk=c, **kw) for c in (4096, chunk))
+    assert error(cut["dX"], whole["dX"]) < 2e-6 and error(cut["dW"], whole["dW"]) < 2e-6
+    assert all(same(cut[k], whole[k], atol=1e-6) for k in ("loss", "logp", "entropy", "kl", "clipped"))
+    for a, b in zip(token_logprobs(*args), token_logprobs(*args, chunk=chunk), strict=True):
+        assert same(b, a, atol=1e-6)
+
+
+def test_two_micro_batches_make_one():
+    args, kw = batch()
+    whole = differentiate(grpo_head, *args, **kw)
+    weight, total, dX = args[1].clone().requires_grad_(), 0.0, []
+    for rows in (slice(0, 15), slice(15, 37)):
+        hidden = args[0][rows].clone().requires_grad_()
+        loss, _ = grpo_head(hidden, weight, args[2][rows], **{k: v[rows] for k, v in kw.items()})
+        loss.backward()
+        total, dX = total + loss.detach(), dX + [hidden.grad]
+    assert same(total, whole["loss"])
+    assert error(torch.cat(dX), whole["dX"]) < 1e-6 and error(weight.grad, whole["dW"]) < 1e-6
+
+
+def test_masked_rows_might_as_well_be_absent():
+    (hidden, weight, targets), kw = batch()
+    mask = torch.arange(37) % 3 > 0
+    masked = differentiate(grpo_head, hidden, weight, targets, **kw | {"w": kw["w"] * mask})
+    kept = {k: v[mask] for k, v in kw.items()}
+    compact = differentiate(grpo_head, hidden[mask], weight, targets[mask], **kept)
+    assert same(masked["loss"], compact["loss"])
+    assert not masked["dX"][~mask].any() and error(masked["dX"][mask], compact["dX"]) < 1e-6
+    assert error(masked["dW"], compact["dW"]) < 1e-6
+
+
+def test_no_rows():
+    args, kw = batch(N=0)
+    got = differentiate(grpo_head, *args, **kw)
+    assert got["loss"] == 0 and not got["dW"].any() and got["dX"].shape == (0, 16)
+    assert all(got[k].shape == (0,) for k in ("logp", "entropy", "kl", "clipped"))
+    assert [v.shape for v in token_logprobs(*args)] == [(0,), (0,)]
+
+
+def test_repeats_bit_for_bit():
+    args, kw = batch(N=129, H=64)
+    a, b = (differentiate(grpo_head, *args, beta=0.04, chunk=50, **kw) for _ in range(2))
+    assert all(torch.equal(a[k], b[k]) for k in a)
+
+
+# ---- where the gradient goes
+
+
+def test_backward_scales():
+    (hidden, weight, targets), kw = batch()
+    once = differentiate(grpo_head, hidden, weight, targets, **kw)
+    hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+    (3 * grpo_head(hidden, weight, targets, **kw)[0] / 7).backward()
+    assert error(hidden.grad, once["dX"] * 3 / 7) < 1e-6 and error(weight.grad, once["dW"] * 3 / 7) < 1e-6
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_grad_weight_takes_dW(frozen):
+    (hidden, weight, targets), kw = batch()
+    dW = differentiate(grpo_head, hidden, weight, targets, **kw)["dW"]
+    hidden, weight = hidden.requires_grad_(), weight.requires_grad_(not frozen)
+    grad_weight = torch.ones_like(weight)
+    for scale in (1, 0.5):
+        loss = scale * grpo_head(hidden, weight, targets, grad_weight=grad_weight, **kw)[0]
+        loss.backward()
+    assert error(grad_weight - 1, 1.5 * dW) < 1e-5 and weight.grad is None
+    grpo_head(hidden, weight, targets, grad_weight=grad_weight, **kw)  # without backward nothing is added
+    assert error(grad_weight - 1, 1.5 * dW) < 1e-5
+
+
+@pytest.mark.parametrize("into_grad", [False, True])
+def test_tied_embeddings(into_grad):
+    """weight makes the hidden states too: both shares add up, also with weight.grad itself as grad_weight."""
+    (hidden, weight, targets), kw = batch()
+    ids = targets.flip(0)
+
+    def run(function, E, **more):
+        return function(torch.tanh(E[ids] + hidden.to(E.dtype)), E, targets, **kw, **more)[0]
+
+    E64, E = weight.double().requires_grad_(), weight.clone().requires_grad_()
+    run(eq2, E64).backward()
+    E.grad = torch.zeros_like(E)
+    run(grpo_head, E, **{"grad_weight": E.grad} if into_grad else {}).backward()
+    assert error(E.grad, E64.grad) < 1e-5
+
+
+class Watch(TorchDispatchMode):
+    """Counts matrix products and remembers the largest tensor made."""
+
+    products = largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **kwargs or {})
+        self.products += "mm" in func.__name__  # mm, addmm_
+        if isinstance(out, torch.Tensor):
+            self.largest = max(self.largest, out.numel())
+        return out
+
+
+def test_three_products_and_only_those_that_are_wanted():
+    (hidden, weight, targets), kw = batch()
+
+    def products(dX, dW):
+        X, W = hidden.detach().requires_grad_(dX), weight.detach().requires_grad_(dW)
+        with Watch() as seen:
+            loss, _ = grpo_head(X, W, targets, **kw)
+            assert loss.requires_grad == (torch.is_grad_enabled() and (dX or dW))
+            if loss.requires_grad:
+                loss.backward()
+        return seen.products
+
+    assert products(True, True) == 3
+    assert products(True, False) == products(False, True) == 2
+    assert products(False, False) == 1
+    with torch.no_grad():
+        assert products(True, True) == 1
+
+
+def test_the_logits_matrix_is_never_whole():
+    args, kw = batch(N=129, H=4)
+    with Watch() as seen:
+        differentiate(grpo_head, *args, chunk=8, **kw)
+    assert seen.largest == 8 * 1187
+
+
+def test_extras_have_no_graph():
+    (hidden, weight, targets), kw = batch()
+    kw = {k: v.requires_grad_() for k, v in kw.items()}
+    loss, extras = grpo_head(hidden.requires_grad_(), weight, targets, **kw)
+    loss.backward()
+    assert all(v.grad is None for v in kw.values())
+    assert not any(v.requires_grad for v in (*extras.values(), *token_logprobs(hidden, weight, targets)))
+
+
+# ---- precision
+
+
+def test_token_logprobs():
+    (hidden, weight, targets), _ = batch(N=129, H=64)
+    logp, entropy = token_logprobs(hidden.requires_grad_(), weight, targets, temperature=0.7, chunk=50)
+    want = torch.log_softmax(hidden.double() @ weight.double().T / 0.7, 1)
+    assert logp.dtype == torch.float32 and not logp.requires_grad
+    assert same(logp, want[torch.arange(129), targets], rtol=0)
+    assert same(entropy, -(want.exp() * want).sum(1))
+
+
+def test_autocast_changes_nothing():
+    args, kw = batch()
+    plain = differentiate(grpo_head, *args, **kw)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = differentiate(grpo_head, *args, **kw)
+        logp, entropy = token_logprobs(*args)
+    assert all(torch.equal(cast[k], plain[k]) for k in plain)
+    assert torch.equal(logp, plain["logp"]) and torch.equal(entropy, plain["entropy"])
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
+def test_bf16_inputs_are_computed_in_float32(weight_dtype):
+    """bf16 hidden states as autocast makes them: only the gradients that go back are rounded."""
+    (hidden, weight, targets), kw = batch()
+    hidden, weight = hidden.bfloat16(), weight.to(weight_dtype)
+    got = differentiate(grpo_head, hidden, weight, targets, **kw)
+    want = differentiate(eq2, hidden.double(), weight.double(), targets, **kw)
+    assert got["loss"].dtype == torch.float32 and same(got["logp"], want["logp"], rtol=0)
+    assert got["dX"].dtype == torch.bfloat16 and got["dW"].dtype == weight_dtype
+    assert error(got["dX"], want["dX"]) < 5e-3 and error(got["dW"], want["dW"]) < 5e-3
+    weight.requires_grad_()
+    grad_weight = torch.zeros(weight.shape)
+    grpo_head(hidden, weight, targets, grad_weight=grad_weight, **kw)[0].backward()
+    assert error(grad_weight, want["dW"]) < 1e-5
+
+
+# ---- what is refused
+
+
+def test_refusals():
+    args, kw = batch()
+    with pytest.raises(ValueError, match='"clip" or "cispo".*\'ppo\''):
+        grpo_head(*args, **kw, kind="ppo")
+    with pytest.raises(ValueError, match="ref_logp"):
+        grpo_head(*args, **kw | {"ref_logp": None}, beta=0.04)

@@ -1,0 +1,149 @@
+"""A world of films, people, cities, nations and companies: its passages and its 1, 2 and 3-hop questions.
+
+Names are two invented words drawn from small pools, so every name has look-alikes that share a word with it,
+and searching for one entity brings its look-alikes along at ranks 2 and 3.
+"""
+
+import random
+import re
+from dataclasses import dataclass, field
+
+import bm25s
+import numpy as np
+
+RELATIONS = {  # relation: (kind it is asked of, kind of the answer)
+    "director": ("film", "person"),
+    "producer": ("film", "company"),
+    "birthplace": ("person", "city"),
+    "employer": ("person", "company"),
+    "country": ("city", "nation"),
+    "mayor": ("city", "person"),
+    "founder": ("company", "person"),
+    "base": ("company", "city"),
+    "capital": ("nation", "city"),
+}
+CHAINS = {
+    1: [(relation,) for relation in RELATIONS],
+    2: [
+        ("director", "birthplace"), ("director", "employer"), ("producer", "founder"), ("producer", "base"),
+        ("birthplace", "country"), ("birthplace", "mayor"), ("employer", "base"), ("employer", "founder"),
+        ("founder", "birthplace"), ("base", "country"),
+    ],
+    3: [
+        ("director", "birthplace", "country"), ("producer", "base", "country"),
+        ("founder", "birthplace", "country"), ("employer", "base", "country"),
+    ],
+}  # fmt: skip
+OPENINGS = ["What is", "Name", "Tell me"]
+
+FULL = {"film": 300, "person": 400, "city": 150, "nation": 30, "company": 120}  # the world of the RL run
+MINI = {"film": 70, "person": 80, "city": 50, "nation": 15, "company": 40}  # one of the warm start's worlds
+
+
+def words(n: int, seed: int, ending: str) -> list[str]:
+    """`n` distinct pronounceable words with one ending."""
+    rng = random.Random(seed)
+    consonants = "b d f g k l m n p r s t v z br dr gl kr st tr".split()
+    vowels = "a e i o u ai ou".split()
+    out: dict[str, None] = {}
+    while len(out) < n:
+        syllables = (rng.choice(consonants) + rng.choice(vowels) for _ in range(2))
+        out["".join(syllables).capitalize() + ending] = None
+    return list(out)
+
+
+NAMES = {  # kind: (first words, last words); a name is one of each
+    "film": (words(60, 1, "x"), words(60, 2, "th")),
+    "person": (words(80, 3, "n"), words(80, 4, "s")),
+    "city": (words(60, 5, "l"), words(40, 6, "ford")),
+    "nation": (words(30, 7, "r"), words(20, 8, "ia")),
+    "company": (words(50, 9, "k"), words(30, 10, "corp")),
+}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question with its path: path[0] is the entity asked about, path[-1] the answer."""
+
+    text: str
+    chain: tuple[str, ...]
+    path: tuple[str, ...]
+
+
+@dataclass
+class World:
+    """Entities, facts and passages, all drawn from `rng`; names in `avoid` are never used."""
+
+    rng: random.Random
+    size: dict[str, int]
+    avoid: frozenset[str] = frozenset()
+    names: dict[str, list[str]] = field(default_factory=dict)  # kind -> names
+    facts: dict[tuple[str, str], str] = field(default_factory=dict)  # (name, relation) -> name
+
+    def __post_init__(self):
+        for kind, n in self.size.items():
+            first, last = NAMES[kind]
+            chosen: dict[str, None] = {}
+            while len(chosen) < n:
+                name = f"{self.rng.choice(first)} {self.rng.choice(last)}"
+                if name not in self.avoid:
+                    chosen[name] = None
+            self.names[kind] = list(chosen)
+        for relation, (kind, answer_kind) in RELATIONS.items():
+            for name in self.names[kind]:
+                self.facts[name, relation] = self.rng.choice(self.names[answer_kind])
+        self.passages = [self.passage(kind, name) for kind in self.names for name in self.names[kind]]
+        self.index = bm25s.BM25(method="lucene", k1=1.5, b=0.75)
+        self.index.index([tokens(p) for p in self.passages], show_progress=False)
+
+    def passage(self, kind: str, name: str) -> str:
+        """`"Title"` and one sentence with the entity's facts, as in Search-R1's corpus."""
+        told = [f"{r} {self.facts[name, r]}" for r, (of, _) in RELATIONS.items() if of == kind]
+        return f'"{name}"\nA {kind} with {" and ".join(told)}.'
+
+    def search(self, query: str, k: int = 3) -> list[str]:
+        """The `k` best passages by BM25: what the retrieval server answers over the same corpus."""
+        known = [t for t in tokens(query) if t in self.index.vocab_dict]
+        if not known:
+            return []
+        scores = self.index.get_scores(known)
+        best = np.argsort(-scores, kind="stable")[:k]
+        return [self.passages[i] for i in best if scores[i] > 0]
+
+    def ask(self, rng: random.Random, chain: tuple[str, ...], name: str) -> Asked:
+        """The question that follows `chain` from `name`, in one of the three openings."""
+        path = [name]
+        for relation in chain:
+            path.append(self.facts[path[-1], relation])
+        of = "".join(f" the {relation} of" for relation in reversed(chain))
+        kind = RELATIONS[chain[0]][0]
+        return Asked(f"{rng.choice(OPENINGS)}{of} the {kind} {name}?", chain, tuple(path))
+
+    def random_question(self, rng: random.Random, hops: int) -> Asked:
+        chain = rng.choice(CHAINS[hops])
+        return self.ask(rng, chain, rng.choice(self.names[RELATIONS[chain[0]][0]]))
+
+
+def tokens(text: str) -> list[str]:
+    return re.findall(r"\w+", text.lower())
+
+
+def the_world() -> World:
+    """The one world of `world/files/`: the same for everybody."""
+    return World(random.Random(12345), FULL)
+
+
+def questions(world: World, split: str, per_hops: dict[int, int]) -> list[dict]:
+    """Distinct questions as data rows; the entities asked about in "train" and in "test" are disjoint."""
+    rng = random.Random(f"questions {split}")
+    heads = {}
+    for kind, names in world.names.items():
+        half = len(names) // 2
+        heads[kind] = names[:half] if split == "train" else names[half:]
+    rows = []
+    for hops, n in per_hops.items():
+        asked = [world.ask(rng, chain, name) for chain in CHAINS[hops] for name in heads[RELATIONS[chain[0]][0]]]
+        for q in rng.sample(asked, n):
+            rows.append({"question": q.text, "golden_answers": [q.path[-1]], "data_source": f"world-{hops}hop"})
+    rng.shuffle(rows)
+    return [{"id": f"{split}-{i}", **row} for i, row in enumerate(rows)]

@@ -1,0 +1,145 @@
+"""The world's scripted optimizer: an OpenAI-compatible server that plays the LLM of §3.2.
+
+    python -m world.optimizer --port 8001
+
+It gets nothing but the prompt of App. E. It reads the failed responses in it as text (how many searches, what was
+asked, a sentence where a name belongs, an answer that no passage holds), writes an analysis and proposes
+instructions made of the world's clauses. Like an LLM it is of mixed quality: some proposals miss the point, some do
+harm, some say the right thing in words that the policy never saw, and now and then the reply is malformed.
+"""
+
+import argparse
+import hashlib
+import random
+import re
+
+from servers import listen, serve
+from world.clauses import CLAUSES, read, write
+
+HARM = ("memory", "verbose", "terse", "early", "whole")
+
+
+def diagnose(response: str) -> dict[str, str]:
+    """clause -> the reason for it, found in one failed response (question, actions and results as text)."""
+    question, _, acted = response.partition("?")
+    hops = question.count(" of ")
+    queries = re.findall(r"<search>(.*?)</search>", acted, re.S)
+    answers = re.findall(r"<answer>(.*?)</answer>", acted, re.S)
+    results = " ".join(re.findall(r"<information>(.*?)</information>", acted, re.S))
+    thoughts = [t.strip() for t in re.findall(r"<think>(.*?)</think>", acted, re.S)]
+    answer = answers[-1].strip() if answers else ""
+    found = {}
+    if not queries:
+        found["entity"] = "The agent answers from memory and never searches."
+    elif hops > 1 and any(q.count(" of ") > 1 for q in queries):
+        found["entity"] = "One broad query mirrors the whole question and cannot find what lies behind the first fact."
+    elif len(queries) < hops:
+        found["cont"] = "The agent stops searching before the last fact is found."
+    if len(answer.split()) > 2:
+        found["exact"] = "The answer is a sentence where a name was asked for."
+    if queries and not any(thoughts[1:]):
+        found["state"] = "Facts are taken from the results without noting them; look-alike passages get mixed up."
+    elif answer and answer not in results and len(answer.split()) <= 2:
+        found["state"] = "The final answer is in none of the results."
+    if len(queries) > 1 and not any(t.startswith("steps") for t in thoughts):
+        found["plan"] = "The agent has no plan and loses the thread."
+    return found
+
+
+def revise(rng: random.Random, clauses: list[str], add: list[str]) -> str:
+    """An instruction with these clauses and the new ones, which replace what they contradict."""
+    slots = {CLAUSES[c].slot for c in add}
+    kept = [c for c in clauses if CLAUSES[c].slot not in slots]
+    return write(rng, kept + add, rng.randint(0, 1), "any" if rng.random() < 0.3 else "taught")
+
+
+def reply_to(prompt: str, seed: int) -> str:
+    """The reply to a prompt of App. E; a function of the two arguments alone."""
+    rng = random.Random(f"{seed} {hashlib.sha256(prompt.encode()).hexdigest()}")
+    parent = re.search(r"<ins_0>(.*?)</ins_0>", prompt, re.S)
+    asked = re.search(r"to <ins_(\d+)>", prompt)
+    if not parent or not asked:
+        return "I can only improve a prompt that is given in <ins_0> </ins_0>."
+    instruction, n = parent.group(1).strip(), int(asked.group(1))
+    clauses = read(instruction)
+    failures = re.findall(r"Response: (.*?)\nCorrect answer:", prompt, re.S)
+    if failures:
+        reasons: dict[str, str] = {}
+        votes: list[str] = []
+        for response in failures:
+            found = {c: why for c, why in diagnose(response).items() if c not in clauses}
+            reasons |= found
+            votes += found
+        text = [f"{k}. {why}" for k, why in enumerate(reasons.values(), 1)] or ["The reasons are not clear."]
+        candidates = []
+        for _ in range(n):
+            luck = rng.random()
+            if luck < 0.55 and votes:  # to the point
+                add = [rng.choice(votes)]
+            elif luck < 0.80:  # a guess
+                add = [rng.choice(list(CLAUSES))]
+            else:  # harm
+                add = [rng.choice(HARM)]
+            candidates.append(revise(rng, clauses, add))
+    else:
+        text = ["Here are other wordings of the prompt."]
+        candidates = [write(rng, clauses, rng.randint(0, 2)) for _ in range(n)]
+
+    mishap = rng.random()
+    if mishap < 0.05:
+        return "\n".join([*text, "I would rewrite the prompt with clearer steps, fewer words and more structure."])
+    if mishap < 0.12:
+        candidates[rng.randrange(n)] = candidates[rng.randrange(n)]
+    if mishap < 0.20 or rng.random() < 0.1:
+        k = rng.randrange(n)
+        candidates[k] = candidates[k].replace(rng.choice(["</answer>", "<search>", "</think>"]), "")
+    blocks = [f"<ins_{k}>\n{c}\n</ins_{k}>" for k, c in enumerate(candidates, 1)]
+    return "\n\n".join(["\n".join(text), *blocks])
+
+
+def make_app(seed: int):
+    from fastapi import FastAPI
+    from pydantic import BaseModel
+
+    class Message(BaseModel):
+        role: str
+        content: str
+
+    class Request(BaseModel):
+        model: str
+        messages: list[Message]
+
+    app = FastAPI(title="the world's scripted optimizer")
+
+    @app.get("/health")
+    def health() -> dict:
+        return {"status": "ok"}
+
+    @app.post("/v1/chat/completions")
+    def complete(request: Request) -> dict:
+        prompt = request.messages[-1].content if request.messages else ""
+        reply = reply_to(prompt, seed)
+        usage = {"prompt_tokens": len(prompt) // 4, "completion_tokens": len(reply) // 4}
+        message = {"role": "assistant", "content": reply}
+        return {
+            "object": "chat.completion",
+            "model": request.model,
+            "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
+            "usage": usage | {"total_tokens": sum(usage.values())},
+        }
+
+    return app
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8001)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--child", action="store_true", help="end with the standard input (used by inspo.py)")
+    args = parser.parse_args()
+    serve(make_app(args.seed), listen(args.host, args.port), args.child)
+
+
+if __name__ == "__main__":
+    main()
