@@ -114,6 +114,8 @@ def parse(argv: list[str] | None = None) -> Config:
     preset = PRESETS.get(flags.get("model", Config.model), {})
     if preset:
         flags.pop("model", None)
+    if flags.get("mode") == "static":  # one instruction, no population: the rest of Algorithm 1 then does nothing
+        preset = preset | {"N_P": 1, "N_parent": 1, "T_e": 0}
     cfg = Config(**preset | flags)
     if fault := wrong(cfg):
         parser.error(fault)

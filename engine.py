@@ -1,10 +1,11 @@
-"""Tokens in, tokens out: generation with a plain torch model and its KV cache.
+"""Tokens in, tokens out: the policy as Hugging Face stores it, and generation with its KV cache.
 
 `TorchEngine` runs any Hugging Face causal LM. It generates one turn for a batch of rows at a time; a row that has
 ended leaves the batch, and the keys and values of its context stay for the next turn. It shares the trainer's
 weights, so there is nothing to synchronise, and it is deterministic: the same calls give the same bits.
 """
 
+import sys
 from collections.abc import Iterator
 
 import torch
@@ -173,8 +174,9 @@ class TorchEngine:
         seen = torch.arange(cache.width, device=self.device) <= positions[:, :, None]  # (B, T, width)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
             return self.model.base_model(
-                input_ids=ids, attention_mask=seen[:, None], position_ids=positions, past_key_values=cache, use_cache=True
-            ).last_hidden_state
+                input_ids=ids, position_ids=positions, attention_mask=seen[:, None],
+                past_key_values=cache, use_cache=True,
+            ).last_hidden_state  # fmt: skip
 
     def _sample(self, h: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Next tokens (B,) and their log-probs (B,) from hidden states (B, H)."""
@@ -184,3 +186,22 @@ class TorchEngine:
         else:
             tokens = logps.argmax(-1, keepdim=True)
         return tokens[:, 0], logps.gather(1, tokens)[:, 0]
+
+
+def load_policy(path: str, device: str):
+    """(model, tokenizer) of a Hugging Face causal LM; what cannot be trained here is one line."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    except (OSError, ValueError) as e:
+        sys.exit(f"--model {path}: no causal LM can be loaded from it ({str(e).splitlines()[0]}); check the path or id")
+    if not tokenizer.chat_template:
+        sys.exit(f"--model {path}: its tokenizer has no chat template; add one to tokenizer_config.json")
+    head = model.get_output_embeddings()
+    if getattr(head, "bias", None) is not None or getattr(model.config, "final_logit_softcapping", None):
+        sys.exit(f"--model {path}: its head has a bias or soft-capped logits, which the loss does not know")
+    return model.to(device), tokenizer

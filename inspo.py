@@ -17,104 +17,32 @@ import json
 import os
 import sys
 import time
-import zlib
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
+import reflect
 import report
 from config import HERE, PRESETS, SEARCH_R1, Config, parse, scripted, warnings
-from data import Question, em, f1, load_questions
-from engine import TorchEngine
+from data import Question, em, load_questions
+from engine import TorchEngine, load_policy
 from grpo import Learner, advantages
 from population import Experience, Instruction, Population, ReplayBuffer
-from reflect import (
-    Optimizer,
-    OptimizerDown,
-    check,
-    paid_calls,
-    paraphrase_prompt,
-    parse as parse_reply,
-    reflection_prompt,
-    same,
-    token_counter,
-)
+from reflect import Optimizer, OptimizerDown, paid_calls, same, token_counter
 from rollout import STOP, Search, SearchDown, Trajectory, rollout
-from run import Run, tracker
+from run import Ledger, Run, tracker
 from servers import Child
-
+from session import Session, rng
 
 MAX_LOGP_GAP = {"cpu": 1e-3, "cuda": 0.1}  # mean nat a token between engine and trainer: fp32, bf16
 
 
-def rng(seed: int, t: int, purpose: str) -> np.random.Generator:
-    """Randomness is a function of (seed, step, purpose): there is no state to save."""
-    return np.random.default_rng([seed, t, zlib.crc32(purpose.encode())])
-
-
-@dataclass
-class Ledger:
-    """What the evolution costs beside the training (App. C)."""
-
-    training_rollouts: int = 0
-    verification_rollouts: int = 0
-    optimizer_calls: int = 0
-    optimizer_tokens: int = 0
-    optimizer_seconds: float = 0.0
-    searches: int = 0
-
-    def overhead_inference(self) -> float:
-        return self.verification_rollouts / max(1, self.training_rollouts)
-
-
-@dataclass
-class Session:
-    """A run's parts, and the three things that Algorithm 1 does with them besides its own bookkeeping."""
-
-    cfg: Config
-    run: Run
-    train: dict[str, Question]
-    test: list[Question]
-    roll: partial  # rollout(jobs, temperature=, seed=) on the policy in training
-    optimizer: Optimizer | None
-    P: Population
-    B: ReplayBuffer
-    bar: tqdm
-    ledger: Ledger = field(default_factory=Ledger)
-
-    def questions(self, t: int) -> list[Question]:
-        """The batch of step t: epochs over the training set, each in an order of its own."""
-        pool, out = list(self.train.values()), []
-        first = (t - 1) * self.cfg.batch
-        for epoch in range(first // len(pool), (first + self.cfg.batch - 1) // len(pool) + 1):
-            order = rng(self.cfg.seed, epoch, "epoch").permutation(len(pool))
-            lo, hi = first - epoch * len(pool), first + self.cfg.batch - epoch * len(pool)
-            out += [pool[k] for k in order[max(0, lo) : max(0, hi)]]
-        return out
-
-    def trajectories(self, jobs: list, t: int, purpose: str, temperature: float | None = None) -> list[Trajectory]:
-        """Rollouts of jobs (instruction id, instruction, question, group), with their rewards."""
-        seed = int(rng(self.cfg.seed, t, purpose).integers(2**31))
-        temperature = self.cfg.temperature if temperature is None else temperature
-        taus = self.roll(jobs=jobs, temperature=temperature, seed=seed)
-        for tau, (_, _, q, _) in zip(taus, jobs, strict=True):
-            tau.reward = em(tau.prediction, q.golds)  # Alg.1 L7
-        return taus
-
-    def evaluate(self, instruction: str, t: int) -> dict[str, float]:
-        """Greedy on the held-out questions: EM overall and by source, searches a question. CHOICE-11"""
-        test = self.test[: self.cfg.eval_n or None]
-        taus = self.trajectories([(0, instruction, q, k) for k, q in enumerate(test)], t, "evaluate", temperature=0.0)
-        scores: dict[str, list[float]] = {"em": [tau.reward for tau in taus]}
-        for tau, q in zip(taus, test, strict=True):
-            scores.setdefault(f"em/{q.source}", []).append(tau.reward)
-        scores["f1"] = [f1(tau.prediction, q.golds) for tau, q in zip(taus, test, strict=True)]
-        scores["searches"] = [tau.served for tau in taus]
-        return {name: sum(x) / len(x) for name, x in sorted(scores.items())}
+def reward(tau: Trajectory, q: Question) -> float:
+    """r(tau): exact match of the response's last answer, 1 or 0 (§2.1)."""  # Alg.1 L7
+    return em(tau.prediction, q.golds)
 
 
 def algorithm_1(s: Session, learner: Learner, start: int, after_step, save) -> None:
@@ -149,7 +77,8 @@ def algorithm_1(s: Session, learner: Learner, start: int, after_step, save) -> N
         if t % cfg.K_p == 0 and len(P) > cfg.N_parent:  # Alg.1 L10 CHOICE-4 CHOICE-5
             before = len(P)
             gone = P.prune(cfg.N_parent, t)  # Alg.1 L11 L12
-            say(s, t, "prune", f"|P| {before} -> {len(P)}: " + ", ".join(f"#{x.id} (w {x.w:.2f})" for x in gone) + " left")
+            left = ", ".join(f"#{x.id} (w {x.w:.2f})" for x in gone)
+            s.say(t, "prune", f"|P| {before} -> {len(P)}: {left} left")
 
         # Experience-driven instruction generation                                          # Alg.1 L14
         asked = {x.id: x for x in q}
@@ -159,7 +88,12 @@ def algorithm_1(s: Session, learner: Learner, start: int, after_step, save) -> N
         clock.append(time.time())
 
         s.run.trajectories(t, [tau.record() for tau in taus])
-        after_step(t, step_metrics(taus, asked, rewards, P, cfg.G) | metrics, clock)
+        after_step(t, report.step_metrics(taus, asked, rewards, P, cfg.G) | metrics, clock)
+
+
+def experience(t: int, tau: Trajectory, q: Question) -> Experience:
+    text = f"Question: {q.text}\n{tau.response.strip()}"
+    return Experience(t, tau.instruction, q.id, text, q.golds, tau.reward)
 
 
 def evolve(s: Session, t: int) -> None:
@@ -199,40 +133,31 @@ def evolve(s: Session, t: int) -> None:
     spare.sort(reverse=True)
     P_new += [(text, parent, v) for _, text, parent, v in spare][: cfg.N_P - len(P_parent) - len(P_new)]  # CHOICE-6
     if not P_new:
-        say(s, t, "evolve", f"no new instruction: {note or 'no candidate was well formed'}; P stays as it is")
+        s.say(t, "evolve", f"no new instruction: {note or 'no candidate was well formed'}; P stays as it is")
         return
     P.succeed(P_parent, t)
     came = [P.join(text, parent, t, v) for text, parent, v in P_new]  # Alg.1 L23
-    short = "" if len(P) == cfg.N_P else f"; {cfg.N_P - len(P)} places stay empty: {note or 'too few candidates'}"
-    parents = ", ".join(f"#{I.id}" for I in P_parent)
-    say(s, t, "evolve", f"parent {parents}; came " + ", ".join(f"#{I.id} ({I.verified:.2f})" for I in came) + short)
+    text = f"parent {', '.join(f'#{I.id}' for I in P_parent)}; {len(came)} came, with their reward on D_B"
+    if len(P) < cfg.N_P:
+        text += f"; {cfg.N_P - len(P)} places stay empty: {note or 'too few candidates'}"
+    for I in came:
+        text += f"\n{'':18}#{I.id:<3d} {I.verified:.2f}  + {report.news(I.text, P.family[I.parent].text)}"
+    s.say(t, "evolve", text)
 
 
-def propose(s: Session, t: int, round: int, parent: Instruction, tau_fail: list[Experience], taken: set[str]) -> list[str]:
-    """Ask O for candidates (a paraphrase where there are no failures to show); the well-formed ones, also added to `taken`."""
-    cfg, n = s.cfg, s.cfg.N_P - s.cfg.N_parent or 1
-    count, _ = token_counter()
-    if tau_fail:
-        shown = [(e.text, e.golds) for e in tau_fail]
-        prompt = reflection_prompt(parent.text, shown, n, cfg.prompt_budget, count)
-    else:
-        prompt = paraphrase_prompt(parent.text, n)
-    call = s.optimizer.ask(prompt, f"t{t} r{round}")
+def propose(s: Session, t: int, round: int, parent: Instruction, tau_fail: list[Experience], taken: set[str]):
+    """Well-formed candidates of O for one parent; the call goes to reflections.jsonl before anything else happens."""
+    cfg = s.cfg
+    call, accepted, rejected = reflect.propose(
+        s.optimizer, f"t{t} r{round}", parent.text, [(e.text, e.golds) for e in tau_fail], cfg.N_P - cfg.N_parent,
+        taken, budget=cfg.prompt_budget, max_tokens=cfg.max_instruction,
+    )  # fmt: skip
     s.ledger.optimizer_calls += 1
     s.ledger.optimizer_tokens += call["prompt_tokens"] + call["completion_tokens"]
     s.ledger.optimizer_seconds += call["seconds"]
     row = {"t": t, "round": round, "parent": parent.id}
     if not call["paid_before"]:
-        s.run.log("reflections", row | {"call": call | {"prompt": prompt}})
-    golds = [g for e in tau_fail for g in e.golds]
-    accepted, rejected = [], []
-    for text in parse_reply(call["reply"]):
-        reason = check(text, parent.text, taken, golds, cfg.max_instruction, count)
-        if reason:
-            rejected.append({"text": text, "reason": reason})
-        else:
-            accepted.append(text)
-            taken.add(same(text))
+        s.run.log("reflections", row | {"call": call})
     s.run.log("reflections", row | {"accepted": accepted, "rejected": rejected})
     return accepted
 
@@ -249,97 +174,16 @@ def verify(s: Session, t: int, round: int, texts: list[str], D_B: list[Question]
 # What surrounds the algorithm: parts are made, steps are logged and saved, the end is told.
 
 
-def say(s: Session, t: int, event: str, text: str) -> None:
-    """One line on the screen above the progress bar, and the population as it is now in population.jsonl."""
-    s.bar.write(f"step {t:3d}  {event:6s}  {text}")
-    s.run.log("population", {"t": t, "event": event, "text": text, "P": [asdict(I) for I in s.P.P]})
-
-
-def experience(t: int, tau: Trajectory, q: Question) -> Experience:
-    text = f"Question: {q.text}\n{tau.response.strip()}"
-    return Experience(t, tau.instruction, q.id, text, q.golds, tau.reward)
-
-
-def step_metrics(taus: list[Trajectory], asked: dict[str, Question], rewards, P: Population, G: int) -> dict:
-    """What a step's rollouts say; names end up in metrics.jsonl and in the tracker."""
-    n = len(taus)
-    groups = [taus[k : k + G] for k in range(0, n, G)]
-    best = P.best()
-    return {
-        "reward": sum(tau.reward for tau in taus) / n,
-        "f1": sum(f1(tau.prediction, asked[tau.question].golds) for tau in taus) / n,
-        "searches": sum(tau.served for tau in taus) / n,
-        "answered": sum(tau.stop == "answer" for tau in taus) / n,
-        "response_tokens": sum(sum(tau.mask) for tau in taus) / n,
-        "context_tokens": sum(len(tau.ids) for tau in taus) / n,
-        "zero_variance_groups": sum(len({tau.reward for tau in g}) == 1 for g in groups) / len(groups),
-        "P": len(P),
-        "best": best.id,
-        "w_best": best.w,
-        "w": {str(I.id): round(I.w, 4) for I in P.P},
-        "r_bar": {str(j): round(sum(r) / len(r), 4) for j, r in sorted(rewards.items())},
-    }
-
-
 def start_population(s: Session, first: str) -> None:
     """P_0: the first instruction, and N_P - 1 variations asked of the optimizer once."""  # Alg.1 L2
     parent = s.P.join(first, None, 0)
-    if s.cfg.N_P > s.cfg.N_parent and s.optimizer:
+    if s.cfg.N_P > 1 and s.optimizer:
         try:
             for text in propose(s, 0, 0, parent, [], {same(first)})[: s.cfg.N_P - 1]:
                 s.P.join(text, parent.id, 0)
         except OptimizerDown as e:
             s.bar.write(f"the optimizer gave no reply ({e}): the first instruction starts alone")
-    say(s, 0, "start", f"|P| {len(s.P)}: the first instruction and {len(s.P) - 1} variations")
-
-
-def load_policy(path: str, device: str):
-    """(model, tokenizer) of a Hugging Face causal LM; what cannot be trained here is one line."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer, logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    except (OSError, ValueError) as e:
-        hint = "; python -m world.warm_start makes it" if path == PRESETS["world"]["model"] else ""
-        sys.exit(f"--model {path}: no causal LM can be loaded from it ({str(e).splitlines()[0]}){hint}")
-    if not tokenizer.chat_template:
-        sys.exit(f"--model {path}: its tokenizer has no chat template; add one to tokenizer_config.json")
-    head = model.get_output_embeddings()
-    if getattr(head, "bias", None) is not None or getattr(model.config, "final_logit_softcapping", None):
-        sys.exit(f"--model {path}: its head has a bias or soft-capped logits, which the loss does not know")
-    return model.to(device), tokenizer
-
-
-def summarize(s: Session, rows: dict[str, dict], I_star: Instruction, seconds: float) -> dict:
-    """summary.json: the keys that other programs may rely on."""
-    start, best = rows["warm-started, first instruction"], rows["trained, I_star"]
-    return {
-        "mode": s.cfg.mode,
-        "seed": s.cfg.seed,
-        "steps": s.cfg.T,
-        "em_start": start["em"],
-        "em_best": best["em"],
-        "em_trained_first_instruction": rows["trained, first instruction"]["em"],
-        "em_warm_start_I_star": rows["warm-started, I_star"]["em"],
-        "searches_start": start["searches"],
-        "searches_end": best["searches"],
-        "seconds": round(seconds, 1),
-        "overhead_inference": round(s.ledger.overhead_inference(), 4),
-        "ledger": asdict(s.ledger),
-        "generations": lineage(s.P, I_star),
-        "I_star": I_star.text,
-    }
-
-
-def lineage(P: Population, I: Instruction) -> list[int]:
-    """Ids from the first instruction to I."""
-    line = [I.id]
-    while P.family[line[0]].parent is not None:
-        line.insert(0, P.family[line[0]].parent)
-    return line
+    s.say(0, "start", f"|P| {len(s.P)}: the first instruction and {len(s.P) - 1} variations")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -404,13 +248,14 @@ def go(cfg: Config, run: Run, name: str, train, test, first: str, stack: context
     roll = partial(rollout, TorchEngine(model, tokenizer, STOP, cfg.max_rows), tokenizer, search, **limits)
     roll_0 = partial(rollout, TorchEngine(theta_0, tokenizer, STOP, cfg.max_rows), tokenizer, search, **limits)
     bar = stack.enter_context(tqdm(total=cfg.T, unit="step", dynamic_ncols=True, smoothing=0.1, disable=None))
-    s = Session(cfg, run, train, test, roll, optimizer, Population(cfg.tau_s, cfg.window), ReplayBuffer(cfg.buffer), bar)
+    P = Population(cfg.tau_s, cfg.window)
+    s = Session(cfg, run, train, test, roll, reward, optimizer, P, ReplayBuffer(cfg.buffer), bar)
 
     n = sum(p.numel() for p in model.parameters())
     _, counted = token_counter()
     bar.write(
-        f"INSPO, mode {cfg.mode}: {name} ({n / 1e6:,.2f}M parameters, {device}, torch engine) on {len(train)} questions, "
-        f"{len(test)} held out.\n"
+        f"INSPO, mode {cfg.mode}: {name} ({n / 1e6:,.2f}M parameters, {device}, torch engine) "
+        f"on {len(train)} questions, {len(test)} held out\n"
         f"search: {search.url}{'' if cfg.retriever else ' (BM25 over ' + cfg.corpus + ', started by this run)'}\n"
         f"optimizer: {f'{cfg.optimizer_model} at {optimizer.url} (tokens: {counted})' if optimizer else 'none'}\n"
         f"{cfg.T} steps of {cfg.batch} questions x {cfg.G}, seed {cfg.seed}; everything goes to {run.path}"
@@ -430,29 +275,35 @@ def go(cfg: Config, run: Run, name: str, train, test, first: str, stack: context
         start_population(s, first)
         em_start = s.evaluate(first, 0)
         run.log("metrics", {"t": 0} | {f"test/{k}": v for k, v in em_start.items()})
-    bar.write(f"held out, warm-started policy, first instruction: EM {em_start['em']:.3f}, {em_start['searches']:.2f} searches")
+    told = f"EM {em_start['em']:.3f}, {em_start['searches']:.2f} searches"
+    bar.write(f"held-out questions, warm-started policy, first instruction: {told}")
     track = tracker(cfg.tracker, run.path, cfg)
     spent = state.get("seconds", 0.0)
 
     def save(t: int) -> None:
-        parts = {"population": s.P.state_dict(), "buffer": s.B.state_dict(), "ledger": asdict(s.ledger)}
-        seconds = spent + time.time() - started
-        run.checkpoint(t, model, tokenizer, parts | {"learner": learner.state_dict(), "start": em_start, "seconds": seconds})
+        parts = {"population": s.P.state_dict(), "buffer": s.B.state_dict(), "learner": learner.state_dict()}
+        parts |= {"ledger": asdict(s.ledger), "start": em_start, "seconds": spent + time.time() - started}
+        run.checkpoint(t, model, tokenizer, parts)
 
     def after_step(t: int, metrics: dict, clock: list[float]) -> None:
-        metrics |= {f"time/{k}": b - a for k, a, b in zip(("rollout", "update", "evolve"), clock, clock[1:], strict=False)}
+        parts = zip(("rollout", "update", "evolve"), clock, clock[1:], strict=False)
+        metrics |= {f"time/{part}": end - begin for part, begin, end in parts}
         metrics |= {"time/total": spent + time.time() - started, "search/retried": search.retried}
         if cfg.eval_every and t % cfg.eval_every == 0 and t < cfg.T:
             metrics |= {f"test/{k}": v for k, v in s.evaluate(s.P.best().text, t).items()}
         run.log("metrics", {"t": t} | metrics)
         track({k: v for k, v in metrics.items() if isinstance(v, (int, float))}, t)
         if metrics["logp_gap"] > MAX_LOGP_GAP[device]:
-            sys.exit(f"step {t}: engine and trainer differ by {metrics['logp_gap']:.3f} nat a token: the engine is stale")
-        bar.set_postfix_str(
-            f"reward {metrics['reward']:.2f} searches {metrics['searches']:.2f} KL {metrics['kl']:.4f} "
-            f"|P| {len(s.P)} best w {s.P.best().w:.2f} {clock[-1] - clock[0]:.1f} s"
+            gap = f"{metrics['logp_gap']:.3f} nat a token"
+            sys.exit(f"step {t}: log-probs of engine and trainer differ by {gap}: the engine's weights are stale")
+        line = (
+            f"reward {metrics['reward']:.2f}  searches {metrics['searches']:.2f}  KL {metrics['kl']:.4f}  "
+            f"|P| {len(s.P)}  best w {s.P.best().w:.2f}  {clock[-1] - clock[0]:.1f} s/step"
         )
+        bar.set_postfix_str(line)
         bar.update()
+        if bar.disable and t % max(1, cfg.T // 20) == 0:  # no terminal, no bar: a line now and then
+            print(f"step {t:3d}  {line}", flush=True)
         if t % cfg.save_every == 0 or t == cfg.T:
             save(t)
 
@@ -467,7 +318,15 @@ def go(cfg: Config, run: Run, name: str, train, test, first: str, stack: context
     rows["warm-started, I_star"] = s.evaluate(I_star.text, cfg.T)
     rows["warm-started, first instruction"] = em_start
     seconds = spent + time.time() - started
-    summary = summarize(s, rows, I_star, seconds)
+    start, best = rows["warm-started, first instruction"], rows["trained, I_star"]
+    summary = {  # other programs may rely on these keys
+        "mode": cfg.mode, "seed": cfg.seed, "steps": cfg.T, "em_start": start["em"], "em_best": best["em"],
+        "em_trained_first_instruction": rows["trained, first instruction"]["em"],
+        "em_warm_start_I_star": rows["warm-started, I_star"]["em"],
+        "searches_start": start["searches"], "searches_end": best["searches"], "seconds": round(seconds, 1),
+        "overhead_inference": round(s.ledger.overhead_inference(), 4), "ledger": asdict(s.ledger),
+        "generations": report.lineage(s.P, I_star), "I_star": I_star.text,
+    }  # fmt: skip
     run.write("summary.json", json.dumps(summary, indent=1))
     pictures = report.draw(run.path)
     bar.close()

@@ -179,6 +179,36 @@ class Optimizer:
         }
 
 
+def propose(
+    optimizer: Optimizer,
+    when: str,
+    parent: str,
+    failures: list[tuple[str, tuple[str, ...]]],
+    n: int,
+    taken: set[str],
+    *,
+    budget: int,
+    max_tokens: int,
+) -> tuple[dict, list[str], list[dict]]:
+    """Ask O for `n` candidates: by reflection on `failures` (text, golds), by paraphrase where there are none.
+
+    Returns (call, accepted texts, [{"text", "reason"}] of the rejected); adds what it accepts to `taken`.
+    Raises OptimizerDown.
+    """
+    count, _ = token_counter()
+    prompt = reflection_prompt(parent, failures, n, budget, count) if failures else paraphrase_prompt(parent, n)
+    call = optimizer.ask(prompt, when)
+    golds = [gold for _, golds in failures for gold in golds]
+    accepted, rejected = [], []
+    for text in parse(call["reply"]):
+        if reason := check(text, parent, taken, golds, max_tokens, count):
+            rejected.append({"text": text, "reason": reason})
+        else:
+            accepted.append(text)
+            taken.add(same(text))
+    return call | {"prompt": prompt}, accepted, rejected
+
+
 def _retry_after(value: str) -> float:
     """Seconds that a Retry-After header asks for (a number or an HTTP date), at most a minute."""
     try:

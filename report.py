@@ -1,8 +1,39 @@
-"""A run directory -> its two pictures, and the table that a run ends with."""
+"""What a run tells: a step's metrics, the two pictures of a run directory, the table at the end."""
 
+import re
 from pathlib import Path
 
+from data import Question, f1
+from population import Instruction, Population
+from rollout import Trajectory
 from run import read_jsonl
+
+
+def step_metrics(taus: list[Trajectory], asked: dict[str, Question], rewards, P: Population, G: int) -> dict:
+    """What a step's rollouts say; names end up in metrics.jsonl and in the tracker."""
+    n = len(taus)
+    groups = [taus[k : k + G] for k in range(0, n, G)]
+    best = P.best()
+    return {
+        "reward": sum(tau.reward for tau in taus) / n,
+        "f1": sum(f1(tau.prediction, asked[tau.question].golds) for tau in taus) / n,
+        "searches": sum(tau.served for tau in taus) / n,
+        "answered": sum(tau.stop == "answer" for tau in taus) / n,
+        "response_tokens": sum(sum(tau.mask) for tau in taus) / n,
+        "context_tokens": sum(len(tau.ids) for tau in taus) / n,
+        "zero_variance_groups": sum(len({tau.reward for tau in g}) == 1 for g in groups) / len(groups),
+        "P": len(P),
+        "best": best.id,
+        "w_best": best.w,
+        "w": {str(I.id): round(I.w, 4) for I in P.P},
+        "r_bar": {str(j): round(sum(r) / len(r), 4) for j, r in sorted(rewards.items())},
+    }
+
+
+def news(text: str, parent: str, width: int = 90) -> str:
+    """The sentences of an instruction that its parent does not have, on one line."""
+    new = " ".join(x for x in re.split(r"(?<=[.!?])\s+", text) if x not in parent)
+    return (new if len(new) <= width else new[: width - 5] + "[...]").replace("\n", " ") or "(other order)"
 
 
 def draw(path: Path) -> list[str]:
@@ -72,6 +103,14 @@ def _save(plt, fig, path: Path) -> str:
     return path.name
 
 
+def lineage(P: Population, I: Instruction) -> list[int]:
+    """Ids from the first instruction to I."""
+    line = [I.id]
+    while P.family[line[0]].parent is not None:
+        line.insert(0, P.family[line[0]].parent)
+    return line
+
+
 def ending(summary: dict, rows: dict[str, dict], pictures: list[str], path: Path) -> str:
     """The last screen of a run: EM by source, the winning instruction, what it cost, where everything is."""
     sources = sorted({k for row in rows.values() for k in row if k.startswith("em/")})
@@ -86,7 +125,7 @@ def ending(summary: dict, rows: dict[str, dict], pictures: list[str], path: Path
     lines += [
         f"cost: {cost['optimizer_calls']} optimizer calls ({cost['optimizer_tokens']} tokens, "
         f"{cost['optimizer_seconds']:.1f} s); {cost['verification_rollouts']} verification rollouts on "
-        f"{cost['training_rollouts']} for training = {100 * summary['overhead_inference']:.1f} % (the paper's: 1.4-7 %)",
+        f"{cost['training_rollouts']} of training: {100 * summary['overhead_inference']:.1f} % (the paper: 1.4-7 %)",
         f"{summary['steps']} steps in {summary['seconds']:.0f} s. {path}: summary.json, I_star.txt, policy/, "
         + ", ".join([*pictures, "metrics.jsonl, population.jsonl, reflections.jsonl"]),
     ]

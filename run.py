@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -32,7 +33,7 @@ class Run:
             theirs = json.loads(config.read_text())
             if other := [k for k in mine if k not in FREE and mine[k] != theirs.get(k)]:
                 k = other[0]
-                raise SystemExit(f"--resume: {self.path} was run with --{k} {theirs.get(k)}, now {mine[k]}: use the same")
+                raise SystemExit(f"--resume: {self.path} has --{k} {theirs.get(k)}, now {mine[k]}: use the same")
         try:
             (self.path / "checkpoints").mkdir(parents=True, exist_ok=True)
             (self.path / "trajectories").mkdir(exist_ok=True)
@@ -96,6 +97,21 @@ class Run:
             kept = [row for row in self.rows(name) if row["t"] <= t or "call" in row]
             self.write(f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
         return (found[0] if found else None), state
+
+
+@dataclass
+class Ledger:
+    """What the evolution costs beside the training (App. C)."""
+
+    training_rollouts: int = 0
+    verification_rollouts: int = 0
+    optimizer_calls: int = 0
+    optimizer_tokens: int = 0
+    optimizer_seconds: float = 0.0
+    searches: int = 0
+
+    def overhead_inference(self) -> float:
+        return self.verification_rollouts / max(1, self.training_rollouts)
 
 
 def read_jsonl(path: Path) -> list[dict]:

@@ -41,9 +41,8 @@ def main() -> None:
 
     from config import PRESETS, Config
     from data import em, load_questions
-    from engine import TorchEngine
+    from engine import TorchEngine, load_policy
     from grpo import Learner, advantages
-    from inspo import load_policy
     from rollout import STOP, Search, rollout
     from servers import Child
 
@@ -54,7 +53,8 @@ def main() -> None:
     engine = TorchEngine(model, tokenizer, STOP, cfg.max_rows)
     jobs = [(0, BEST, q, k) for k, q in enumerate(questions) for _ in range(cfg.G)]
     found: dict = {"threads": torch.get_num_threads(), "torch": torch.__version__}
-    with tempfile.TemporaryDirectory() as tmp, Child(["retrieval_server.py", "--corpus", cfg.corpus], f"{tmp}/log") as server:
+    serve = [str(HERE / "retrieval_server.py"), "--corpus", cfg.corpus]
+    with tempfile.TemporaryDirectory() as tmp, Child(serve, f"{tmp}/log") as server:
         search = Search(server.url, cfg.topk)
         roll = partial(rollout, engine, tokenizer, search, jobs, max_turns=cfg.max_turns, max_response=cfg.max_response,
                        max_observation=cfg.max_observation, max_prompt=cfg.max_prompt, temperature=1.0)  # fmt: skip

@@ -136,7 +136,7 @@ def write_files(folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=2_500_000, help="tokens of demonstrations")
+    parser.add_argument("--tokens", type=int, default=3_000_000, help="tokens of demonstrations")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=FILES, help="where the files go")
     args = parser.parse_args()
@@ -147,7 +147,8 @@ def main() -> None:
     model.save_pretrained(args.out / "policy")
     save_tokenizer(tokenizer, args.out / "policy")
     n = sum(p.numel() for p in model.parameters())
-    print(f"{args.out / 'policy'}: {n / 1e6:.2f}M parameters, {args.tokens / 1e6:.1f}M tokens, {time.time() - start:.0f} s")
+    took = f"{args.tokens / 1e6:.1f}M tokens in {time.time() - start:.0f} s"
+    print(f"{args.out / 'policy'}: {n / 1e6:.2f}M parameters, {took}")
 
 
 if __name__ == "__main__":

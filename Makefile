@@ -1,0 +1,39 @@
+# `make train` and `make test` set themselves up in .venv; nothing else is needed but Python >= 3.10.
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+PY     := .venv/bin/python
+ARGS   ?=
+
+.PHONY: setup train static test test-slow lint bench-step warm-start ask
+
+setup: .venv/done
+
+.venv/done: requirements.txt requirements-cpu.txt
+	$(PYTHON) -m venv .venv
+	$(PY) -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-cpu.txt
+	touch .venv/done
+
+train: setup          ## the embedded default: a whole INSPO run, minutes on two cores
+	$(PY) inspo.py $(ARGS)
+
+static: setup         ## Search-R1 on the same: one fixed instruction
+	$(PY) inspo.py --mode static $(ARGS)
+
+ask: setup            ## talk to the agent of the newest run
+	$(PY) ask.py $(ARGS)
+
+test: lint            ## everything that takes minutes
+	$(PY) -m pytest -m "not slow" $(ARGS)
+
+test-slow: setup      ## whole runs: it learns; the warm start from nothing
+	$(PY) -m pytest -m slow $(ARGS)
+
+lint: setup
+	$(PY) -m ruff check .
+
+bench-step: setup     ## rollouts, update and start-up time of the embedded default
+	$(PY) bench/step.py
+
+warm-start: setup     ## rebuild world/files from nothing: the policy that the run starts from
+	$(PY) -m world.warm_start
