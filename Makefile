@@ -4,7 +4,7 @@ TORCH  ?= torch==2.13.0
 PY     := .venv/bin/python
 ARGS   ?=
 
-.PHONY: setup train static test test-slow lint bench-step warm-start ask
+.PHONY: setup train static test test-slow lint bench-world bench-learn bench-step warm-start ask
 
 setup: .venv/done
 
@@ -31,6 +31,12 @@ test-slow: setup      ## whole runs: it learns; the warm start from nothing
 
 lint: setup
 	$(PY) -m ruff check .
+
+bench-learn: setup    ## inspo and static, 3 seeds, 2 learning rates: the README's figure (about half an hour)
+	$(PY) bench/learn.py
+
+bench-world: setup    ## what the shipped policy makes of its instructions; how often verification is wrong
+	$(PY) bench/world.py
 
 bench-step: setup     ## rollouts, update and start-up time of the embedded default
 	$(PY) bench/step.py

@@ -61,6 +61,7 @@ class Config:
     max_observation: int = knob(500, "tokens of an observation; cut inside its tag")
     max_prompt: int = knob(4096, "tokens a context may have when a turn starts; a longer one ends the trajectory")
     topk: int = knob(3, "passages a search returns")
+    search_retries: int = knob(6, "times a search is repeated (0.5 s to 8 s apart) before the run stops resumably")
     max_rows: int = knob(512, "rows the torch engine generates at once; changes speed and memory alone")
 
     # the population of instructions (§3.1, Eq. 4 and 6)
@@ -77,6 +78,7 @@ class Config:
     D_B: int = knob(200, "|D_B|: questions on which candidates are verified")
     top_n: int = knob(6, "n of Alg.1 L21: candidates that may join in one round")
     rounds: int = knob(5, "rounds of generate and verify in one evolution, at most (App. C)")
+    optimizer_retries: int = knob(4, "times a call to the optimizer is repeated before the evolution is given up")
     buffer: int = knob(10240, "trajectories that the replay buffer keeps")
     max_instruction: int = knob(1500, "tokens of a candidate instruction, as the optimizer's tokens are counted")
     prompt_budget: int = knob(16000, "tokens of failures in a reflection prompt; longer ones are cut")
@@ -138,7 +140,7 @@ def wrong(cfg: Config) -> str:
     for name in at_least_1:
         if getattr(cfg, name) < 1:
             return f"--{name} {getattr(cfg, name)}: must be at least 1"
-    for name in ("eval_every", "eval_n", "T_e", "beta", "seed"):
+    for name in ("eval_every", "eval_n", "T_e", "beta", "seed", "search_retries", "optimizer_retries"):
         if getattr(cfg, name) < 0:
             return f"--{name} {getattr(cfg, name)}: must not be negative"
     for name in ("lr", "temperature", "tau_s", "eps"):

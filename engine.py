@@ -204,4 +204,7 @@ def load_policy(path: str, device: str):
     head = model.get_output_embeddings()
     if getattr(head, "bias", None) is not None or getattr(model.config, "final_logit_softcapping", None):
         sys.exit(f"--model {path}: its head has a bias or soft-capped logits, which the loss does not know")
+    # Weights that lie unaligned in the file's memory give other last bits on the CPU than copies of them do.
+    for p in model.parameters():
+        p.data = p.data.to(device, copy=True)
     return model.to(device), tokenizer

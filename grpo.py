@@ -90,7 +90,7 @@ class Learner:
                 total["gap"] += (before - sampled).abs().sum().item()
                 tokens += len(sampled)
             norm += torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0).item() / len(minibatches)
-            self.optimizer.step()  # Alg.1 L8 ends here: theta_t
+            self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
         tokens = max(1, tokens)
         return {

@@ -42,7 +42,7 @@ MAX_LOGP_GAP = {"cpu": 1e-3, "cuda": 0.1}  # mean nat a token between engine and
 
 def reward(tau: Trajectory, q: Question) -> float:
     """r(tau): exact match of the response's last answer, 1 or 0 (§2.1)."""  # Alg.1 L7
-    return em(tau.prediction, q.golds)
+    return em(tau.prediction, q.golds)  # Eq.1: its expectation is what the policy maximizes
 
 
 def algorithm_1(s: Session, learner: Learner, start: int, after_step, save) -> None:
@@ -106,12 +106,12 @@ def evolve(s: Session, t: int) -> None:
     note = ""
     for round in range(cfg.rounds):
         places = cfg.N_P - len(P_parent) - len(P_new)
-        if places == 0:  # Alg.1 L18 CHOICE-6
+        if places == 0:  # Alg.1 L18
             break
         dice = rng(cfg.seed, t, f"evolve {round}")
         I_parent = P_parent[dice.integers(len(P_parent))]  # Alg.1 L19
         tau_fail = B.failures(dice, cfg.failures)
-        D_B = B.questions(dice, cfg.D_B, {e.question for e in tau_fail})  # CHOICE-7
+        D_B = B.questions(dice, cfg.D_B, {e.question for e in tau_fail})
         if not tau_fail or not D_B:
             note = "no failure to learn from" if not tau_fail else "no question left to verify on"
             break
@@ -127,7 +127,7 @@ def evolve(s: Session, t: int) -> None:
         joined = [(text, I_parent.id, v) for text, v in scored if v >= r_parent][: min(places, cfg.top_n)]
         P_new += joined
         spare += [(v - r_parent, text, I_parent.id, v) for text, v in scored if (text, I_parent.id, v) not in joined]
-        row = {"t": t, "round": round, "parent": I_parent.id, "r_parent": r_parent, "D_B": len(D_B)}
+        row = {"t": t, "round": round, "parent": I_parent.id, "r_parent": r_parent, "D_B": D_B}
         s.run.log("reflections", row | {"verified": [{"text": x, "r": v, "joined": v >= r_parent} for x, v in scored]})
 
     spare.sort(reverse=True)
@@ -194,10 +194,15 @@ def main(argv: list[str] | None = None) -> None:
     name = next((k for k, v in PRESETS.items() if v["model"] == cfg.model), Path(cfg.model).name)
     train, test = load_questions(cfg.train), load_questions(cfg.test)
     first = Path(cfg.instruction).read_text().strip() if cfg.instruction else SEARCH_R1
+    device = cfg.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    theta_0, tokenizer = load_policy(cfg.model, device)
     run = Run(cfg, name)
     try:
         with contextlib.ExitStack() as stack:
-            go(cfg, run, name, {q.id: q for q in train}, test, first, stack, started)
+            go(cfg, run, name, {q.id: q for q in train}, test, first, theta_0, tokenizer, stack, started)
+    except SystemExit:
+        run.discard_if_empty()
+        raise
     except SearchDown as e:
         sys.exit(f"\nthe search server does not answer ({e}); nothing was scored without it\n{how_to_resume(run)}")
     except KeyboardInterrupt:
@@ -210,10 +215,11 @@ def how_to_resume(run: Run) -> str:
     return f"go on from {where} with: the same flags, --out {run.path} --resume"
 
 
-def go(cfg: Config, run: Run, name: str, train, test, first: str, stack: contextlib.ExitStack, started: float) -> None:
-    """A whole run in `run`, from servers to summary."""
+def go(cfg: Config, run: Run, name: str, train, test, first: str, theta_0, tokenizer, stack, started: float) -> None:
+    """A whole run in `run`, from servers to summary; `stack` closes what is opened here."""  # Alg.1 L1
+    track = tracker(cfg.tracker, run.path, cfg)
     checkpoint, state = run.rewind() if cfg.resume else (None, {})
-    device = cfg.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = str(theta_0.device.type)
 
     servers: dict[str, Child] = {}
 
@@ -224,20 +230,23 @@ def go(cfg: Config, run: Run, name: str, train, test, first: str, stack: context
         return servers[argv[0]].url
 
     if cfg.retriever:
-        search = Search(cfg.retriever, cfg.topk)
+        try:
+            Search(cfg.retriever, cfg.topk, retries=0).submit("is anyone there").result()
+        except SearchDown as e:
+            sys.exit(f"--retriever {e}; start the server, or leave it out and give --corpus")
+        search = Search(cfg.retriever, cfg.topk, retries=cfg.search_retries)
     else:
         own = partial(serve, str(HERE / "retrieval_server.py"), "--corpus", cfg.corpus)
-        search = Search(own(), cfg.topk, revive=own)
+        search = Search(own(), cfg.topk, retries=cfg.search_retries, revive=own)
     optimizer = None
     if cfg.mode == "inspo":
         if scripted(cfg):
             url, key = serve("-m", "world.optimizer", "--seed", str(cfg.seed)) + "/v1", ""
         else:
             url, key = os.environ["OPENAI_BASE_URL"], os.environ.get("OPENAI_API_KEY", "")
-        optimizer = Optimizer(url, cfg.optimizer_model, key, paid=paid_calls(run.rows("reflections")))
+        optimizer = Optimizer(url, cfg.optimizer_model, key, retries=cfg.optimizer_retries)
+        optimizer.paid = paid_calls(run.rows("reflections"))
 
-    torch.manual_seed(cfg.seed)
-    theta_0, tokenizer = load_policy(cfg.model, device)
     model = load_policy(str(checkpoint), device)[0] if checkpoint else copy.deepcopy(theta_0)
     learner = Learner(
         model, theta_0, lr=cfg.lr, T=cfg.T, warmup=cfg.warmup, eps=cfg.eps, beta=cfg.beta,
@@ -276,8 +285,7 @@ def go(cfg: Config, run: Run, name: str, train, test, first: str, stack: context
         em_start = s.evaluate(first, 0)
         run.log("metrics", {"t": 0} | {f"test/{k}": v for k, v in em_start.items()})
     told = f"EM {em_start['em']:.3f}, {em_start['searches']:.2f} searches"
-    bar.write(f"held-out questions, warm-started policy, first instruction: {told}")
-    track = tracker(cfg.tracker, run.path, cfg)
+    bar.write(f"held-out questions, first policy, first instruction: {told}")
     spent = state.get("seconds", 0.0)
 
     def save(t: int) -> None:
@@ -313,17 +321,16 @@ def go(cfg: Config, run: Run, name: str, train, test, first: str, stack: context
     run.write("I_star.txt", I_star.text + "\n")
     model.save_pretrained(run.path / "policy")
     tokenizer.save_pretrained(run.path / "policy")
-    rows = {"trained, I_star": s.evaluate(I_star.text, cfg.T), "trained, first instruction": s.evaluate(first, cfg.T)}
-    s.roll = roll_0
-    rows["warm-started, I_star"] = s.evaluate(I_star.text, cfg.T)
-    rows["warm-started, first instruction"] = em_start
-    seconds = spent + time.time() - started
-    start, best = rows["warm-started, first instruction"], rows["trained, I_star"]
+    rows = {"trained policy, first instruction": (end := s.evaluate(first, cfg.T))}
+    rows["first policy, first instruction"] = em_start
+    if I_star.text != first:
+        rows = {"trained policy, I_star": (end := s.evaluate(I_star.text, cfg.T))} | rows
+        s.roll = roll_0
+        rows["first policy, I_star"] = s.evaluate(I_star.text, cfg.T)
     summary = {  # other programs may rely on these keys
-        "mode": cfg.mode, "seed": cfg.seed, "steps": cfg.T, "em_start": start["em"], "em_best": best["em"],
-        "em_trained_first_instruction": rows["trained, first instruction"]["em"],
-        "em_warm_start_I_star": rows["warm-started, I_star"]["em"],
-        "searches_start": start["searches"], "searches_end": best["searches"], "seconds": round(seconds, 1),
+        "mode": cfg.mode, "seed": cfg.seed, "steps": cfg.T, "em_start": em_start["em"], "em_best": end["em"],
+        "searches_start": em_start["searches"], "searches_end": end["searches"],
+        "seconds": round(spent + time.time() - started, 1), "held_out": rows,
         "overhead_inference": round(s.ledger.overhead_inference(), 4), "ledger": asdict(s.ledger),
         "generations": report.lineage(s.P, I_star), "I_star": I_star.text,
     }  # fmt: skip

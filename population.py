@@ -55,7 +55,7 @@ class Population:
         return [self.P[k] for k in rng.choice(len(self), size=n, p=self.p())]
 
     def attribute(self, rewards: dict[int, list[float]]) -> None:
-        """Credit a step's raw rewards, by instruction id; who was not sampled keeps its window. CHOICE-8"""
+        """Credit a step's raw rewards, by instruction id; who was not sampled keeps its window."""  # CHOICE-8
         for j, r in rewards.items():
             I = self.family[j]
             I.rewards = [*I.rewards, sum(r) / len(r)][-self.window :]  # Eq.6
@@ -130,7 +130,7 @@ class ReplayBuffer:
         return list(chosen.values())
 
     def questions(self, rng: np.random.Generator, n: int, shown: set[str]) -> list[str]:
-        """Ids of at most `n` distinct questions for D_B, latest steps first, none of those `shown`. CHOICE-7"""
+        """Ids of at most `n` distinct questions for D_B, latest steps first, none of those `shown`."""  # CHOICE-7
         order = rng.permutation(len(self.items))
         latest = sorted((self.items[k] for k in order), key=lambda e: -e.t)
         return list(dict.fromkeys(e.question for e in latest if e.question not in shown))[:n]

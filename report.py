@@ -32,7 +32,8 @@ def step_metrics(taus: list[Trajectory], asked: dict[str, Question], rewards, P:
 
 def news(text: str, parent: str, width: int = 90) -> str:
     """The sentences of an instruction that its parent does not have, on one line."""
-    new = " ".join(x for x in re.split(r"(?<=[.!?])\s+", text) if x not in parent)
+    sentences = [x for x in re.split(r"(?<=[.!?])\s+", text) if x not in parent]
+    new = " ".join(sorted(sentences, key=lambda x: "<" in x))  # how tags are used is the lesser news
     return (new if len(new) <= width else new[: width - 5] + "[...]").replace("\n", " ") or "(other order)"
 
 
@@ -56,10 +57,11 @@ def _reward(plt, path: Path, steps: list[dict], events: list[dict]) -> str:
     t = [row["t"] for row in steps]
     fig, (top, bottom) = plt.subplots(2, 1, figsize=(8, 5.5), sharex=True, height_ratios=(2, 1))
     top.plot(t, [row["reward"] for row in steps], color="C0", lw=1.8, label="mean reward (EM) of a step's rollouts")
-    top.plot(t, [row["w_best"] for row in steps], color="C1", lw=1.2, label="best importance weight w")
-    for event in events:
-        if event["event"] == "evolve":
-            top.axvline(event["t"], color="0.8", lw=0.8, zorder=0)
+    evolved = {event["t"] for event in events if event["event"] == "evolve"}  # there every w is 0: a gap
+    w = [float("nan") if row["t"] in evolved else row["w_best"] for row in steps]
+    top.plot(t, w, color="C1", lw=1.2, label="best importance weight w")
+    for step in evolved:
+        top.axvline(step, color="0.8", lw=0.8, zorder=0)
     top.plot([], [], color="0.8", lw=0.8, label="evolution (all w restart at 0)")
     top.set(ylim=(0, 1.02), ylabel="exact match")
     top.legend(loc="upper left", frameon=False, fontsize=9)
@@ -81,11 +83,12 @@ def _population(plt, path: Path, steps: list[dict], events: list[dict]) -> str:
         for j, value in row["w"].items():
             w.setdefault(int(j), []).append((row["t"], value))
             span.setdefault(int(j), [row["t"], row["t"]])[1] = row["t"]
+    evolved = {event["t"] for event in events if event["event"] == "evolve"}
     fig, ax = plt.subplots(figsize=(8, 0.5 + 0.17 * max(12, len(span))))
     for j, (born, _) in span.items():
-        points = w.get(j, [])
-        ax.hlines([j] * len(points), [t - 0.5 for t, _ in points], [t + 0.5 for t, _ in points],
-                  colors=plt.cm.viridis([v for _, v in points]), lw=5)  # fmt: skip
+        for t, value in w.get(j, []):
+            color = "0.85" if t in evolved else plt.cm.viridis(value)
+            ax.hlines(j, t - 0.5, t + 0.5, colors=color, lw=5)
         if parent.get(j) is not None and born > 0:
             ax.plot([born, born], [parent[j], j], color="0.75", lw=0.7, zorder=0)
     ax.set(xlabel="step t", ylabel="instruction", xlim=(-0.5, steps[-1]["t"] + 1))

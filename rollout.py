@@ -34,7 +34,7 @@ class Trajectory:
     logps: list[float] = field(default_factory=list)  # the engine's log-probabilities; 0 where mask is 0
     turns: list[dict] = field(default_factory=list)  # what was done: text, query, documents
     asked: int = 0  # searches the policy wrote
-    served: int = 0  # searches that were answered (the last turn's is not: CHOICE-1)
+    served: int = 0  # searches that were answered (one in the last turn is not)
     stop: str = ""  # "answer", "turns", "length" (context full)
     response: str = ""  # everything after the prompt
     prediction: str | None = None

@@ -14,7 +14,7 @@ import torch
 from config import Config
 
 # Knobs that may differ when a run is resumed: they change where and how fast, not what.
-FREE = {"out", "resume", "device", "tracker", "retriever", "keep", "save_every", "max_rows"}
+FREE = {"out", "resume", "device", "tracker", "retriever", "keep", "save_every", "search_retries", "optimizer_retries"}
 
 
 class Run:
@@ -24,6 +24,7 @@ class Run:
         self.path = Path(cfg.out or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{name}-{cfg.mode}")
         self.keep = cfg.keep
         config = self.path / "config.json"
+        self.created = not self.path.exists()
         if config.exists() and not cfg.resume:
             raise SystemExit(f"{self.path} holds a run already: go on with --resume, or choose another --out")
         if cfg.resume and not config.exists():
@@ -44,6 +45,11 @@ class Run:
             probe.unlink()
         except OSError as e:
             raise SystemExit(f"cannot write to {self.path} ({e.strerror}): choose another --out") from None
+
+    def discard_if_empty(self) -> None:
+        """A run that failed before it measured anything leaves nothing behind."""
+        if self.created and not self.rows("metrics"):
+            shutil.rmtree(self.path, ignore_errors=True)
 
     def write(self, name: str, text: str) -> Path:
         """A whole file, which is there either as it was or as it is now."""

@@ -64,7 +64,8 @@ class Child:
 
     def __init__(self, argv: list[str], log: str | Path, deadline: float = 60.0):
         command = [sys.executable, *argv, "--port", "0", "--child"]
-        env = os.environ | {"OMP_NUM_THREADS": "1"}  # on a small machine the trainer needs the cores
+        here = str(Path(__file__).parent)  # for `-m module`, wherever the parent was started
+        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": here}  # one thread: the trainer needs the cores
         pipe = subprocess.PIPE
         with open(log, "ab") as stderr:
             log_start = stderr.tell()

@@ -56,7 +56,7 @@ class Session:
         return taus
 
     def evaluate(self, instruction: str, t: int) -> dict[str, float]:
-        """Greedy on the held-out questions: EM overall and by source, searches a question. CHOICE-11"""
+        """Greedy on the held-out questions: EM overall and by source, searches a question."""  # CHOICE-11
         test = self.test[: self.cfg.eval_n or None]
         taus = self.trajectories([(0, instruction, q, k) for k, q in enumerate(test)], t, "evaluate", temperature=0.0)
         scores: dict[str, list[float]] = {"em": [tau.reward for tau in taus]}

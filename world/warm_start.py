@@ -127,7 +127,7 @@ def write_files(folder: Path) -> None:
     (folder / "instruction.txt").write_text(START + "\n")
     tables = {
         "corpus": [{"id": str(i), "contents": p} for i, p in enumerate(world.passages)],
-        "train": questions(world, "train", {1: 400, 2: 800, 3: 400}),
+        "train": questions(world, "train", {1: 500, 2: 600, 3: 500}),
         "test": questions(world, "test", {1: 100, 2: 100, 3: 100}),
     }
     for name, rows in tables.items():

@@ -1,0 +1,91 @@
+"""What the shipped policy does with an instruction, and how often the verify gate is wrong (`make bench-world`).
+
+First table: held-out exact match by the clauses that an instruction says, in wordings that the warm start taught and
+in wordings that it held out. Second: for parents and revisions of them whose true rewards are known from many
+questions, how often the gate of Alg.1 L21 (join if not short of the parent) errs on |D_B| questions. JSON last.
+"""
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).parent.parent
+sys.path.insert(0, str(HERE))
+
+SETS = (
+    [], ["whole"], ["whole", "exact"], ["whole", "exact", "state"], ["entity"], ["entity", "exact"],
+    ["entity", "exact", "state"], ["entity", "exact", "cont"], ["entity", "exact", "state", "early"],
+    ["entity", "exact", "state", "cont"], ["entity", "exact", "state", "cont", "plan"], ["memory", "exact"],
+)  # fmt: skip
+PARENTS = (["whole"], ["whole", "exact"], ["entity", "exact"], ["entity", "exact", "state"])
+SIZES = (12, 24, 48, 96)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--questions", type=int, default=300)
+    args = parser.parse_args()
+
+    import numpy as np
+
+    from config import PRESETS, Config
+    from data import em, load_questions
+    from engine import TorchEngine, load_policy
+    from rollout import STOP, Search, rollout
+    from servers import Child
+    from world.clauses import CLAUSES, write
+    from world.optimizer import revise
+
+    cfg = Config(**PRESETS["world"])
+    model, tokenizer = load_policy(cfg.model, "cpu")
+    engine = TorchEngine(model, tokenizer, STOP, cfg.max_rows)
+    found: dict = {}
+    with tempfile.TemporaryDirectory() as tmp:
+        with Child([str(HERE / "retrieval_server.py"), "--corpus", cfg.corpus], f"{tmp}/log") as server:
+            search = Search(server.url, cfg.topk)
+
+            def rewards(texts: list[str], questions: list, temperature: float) -> np.ndarray:
+                taus = rollout(
+                    engine, tokenizer, search, [(0, x, q, k) for k, (x, q) in enumerate(zip(texts, questions, strict=True))],
+                    max_turns=cfg.max_turns, max_response=cfg.max_response, max_observation=cfg.max_observation,
+                    max_prompt=cfg.max_prompt, temperature=temperature, seed=0,
+                )  # fmt: skip
+                return np.array([em(tau.prediction, q.golds) for tau, q in zip(taus, questions, strict=True)])
+
+            test = load_questions(cfg.test)[: args.questions]
+            print("| clauses | greedy, taught wordings | greedy, held-out wordings | T = 1, taught |\n|---|---|---|---|")
+            for clauses in SETS:
+                row = []
+                for wordings, temperature in (("taught", 0.0), ("unseen", 0.0), ("taught", 1.0)):
+                    dice = random.Random(0)
+                    texts = [write(dice, clauses, 0, wordings) for _ in test]
+                    row.append(float(rewards(texts, test, temperature).mean()))
+                print(f"| {', '.join(clauses) or 'none'} | " + " | ".join(f"{x:.2f}" for x in row) + " |")
+                found["+".join(clauses)] = [round(x, 3) for x in row]
+
+            train = load_questions(cfg.train)[: args.questions]
+            dice, draws = random.Random(0), np.random.default_rng(0)
+            joined = {kind: {n: [] for n in SIZES} for kind in ("worse", "better")}
+            for clauses in PARENTS:
+                parent = rewards([write(dice, clauses)] * len(train), train, 1.0)
+                for add in [c for c in CLAUSES if c not in clauses]:
+                    child = rewards([revise(dice, clauses, [add])] * len(train), train, 1.0)
+                    if abs(gain := child.mean() - parent.mean()) < 0.03:
+                        continue
+                    for n in SIZES:
+                        k = np.array([draws.choice(len(train), n, replace=False) for _ in range(2000)])
+                        passed = float((child[k].mean(1) >= parent[k].mean(1)).mean())
+                        joined["better" if gain > 0 else "worse"][n].append(passed)
+    print("\n| D_B | worse ones that join | better ones that are turned away |\n|---|---|---|")
+    for n in SIZES:
+        wrong, lost = float(np.mean(joined["worse"][n])), 1 - float(np.mean(joined["better"][n]))
+        print(f"| {n} | {100 * wrong:.0f} % | {100 * lost:.0f} % |")
+        found[f"D_B {n}"] = {"worse_join": round(wrong, 3), "better_turned_away": round(lost, 3)}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

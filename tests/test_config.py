@@ -1,0 +1,275 @@
+"""Flags: default < preset < flag; what cannot work is one line and exit code 2, before anything is loaded."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch.distributed.run import get_args_parser as torchrun_parser
+
+import config
+from config import PRESETS, Config, parse, warnings
+
+HERE = Path(config.__file__).parent
+WORLD = HERE / "world" / "files"
+FIELDS = dataclasses.fields(Config)
+
+# App. B and §4 of the paper, and what both sizes share.
+BOTH = dict(
+    warmup=0.1, T=300, eval_every=100, batch=512, mini=256, G=5, eps=0.2, beta=0.001, temperature=1.0,
+    max_prompt=4096, max_response=500, max_observation=500, N_P=7, N_parent=1, tau_s=0.2, K_p=5, K_e=15, T_e=150,
+    window=5, failures=4, D_B=200, rounds=5, topk=3,
+)  # fmt: skip
+APP_B = {
+    "qwen2.5-3b": BOTH | dict(model="Qwen/Qwen2.5-3B", lr=5e-7, max_turns=4),
+    "qwen2.5-7b": BOTH | dict(model="Qwen/Qwen2.5-7B", lr=3e-7, max_turns=6),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_endpoint(monkeypatch):
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+
+
+@pytest.fixture
+def endpoint(monkeypatch):
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
+
+
+@pytest.fixture
+def questions(tmp_path):
+    path = tmp_path / "q.jsonl"
+    path.write_text('{"question": "who ?", "golden_answers": ["x"]}\n')
+    return str(path)
+
+
+@pytest.fixture
+def refuses(capsys):
+    """Parse flags that cannot work; the one line that says why."""
+
+    def why(*argv):
+        with pytest.raises(SystemExit) as stop:
+            parse(list(argv))
+        out, err = capsys.readouterr()
+        assert stop.value.code == 2
+        assert out == ""
+        assert err.startswith("inspo.py: ")
+        assert err.endswith("\n") and err.count("\n") == 1
+        return err
+
+    return why
+
+
+# --- default < preset < flag --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preset", APP_B)
+def test_the_paper_s_presets_have_the_values_of_appendix_b(preset, questions, endpoint):
+    cfg = parse(
+        ["--model", preset, "--train", questions, "--test", questions, "--corpus", questions, "--optimizer_model", "m"]
+    )
+    assert {name: getattr(cfg, name) for name in APP_B[preset]} == APP_B[preset]
+    assert cfg.mode == "inspo"
+    assert cfg.loss_agg == "trajectory"
+    assert cfg.instruction == ""  # Search-R1's, which the paper starts from
+
+
+def test_the_first_instruction_is_search_r1_s():
+    assert config.SEARCH_R1 == (
+        "Answer the given question. You must conduct reasoning inside <think> and </think> first every time you get "
+        "new information. After reasoning, if you find you lack some knowledge, you can call a search engine by "
+        "<search> query </search> and it will return the top searched results between <information> and "
+        "</information>. You can search as many times as your want. If you find no further external knowledge "
+        "needed, you can directly provide the answer inside <answer> and </answer>, without detailed illustrations. "
+        "For example, <answer> Beijing </answer>."
+    )
+
+
+def test_a_preset_wins_over_the_default_and_a_flag_over_the_preset():
+    assert Config.lr == 5e-7
+    assert parse([]).lr == PRESETS["world"]["lr"] != Config.lr
+    assert parse(["--lr", "1e-5"]).lr == 1e-5
+    assert parse(["--lr", "5e-7"]).lr == 5e-7  # also where the flag is the default
+
+
+def test_a_preset_changes_only_what_it_names():
+    given = PRESETS["world"]
+    cfg = parse([])
+    for f in FIELDS:
+        assert getattr(cfg, f.name) == given.get(f.name, f.default), f.name
+
+
+def test_no_flags_at_all_run_the_embedded_world_from_files_that_exist():
+    cfg = parse([])
+    assert cfg == parse(["--model", "world"])
+    for path in (cfg.train, cfg.test, cfg.corpus, cfg.instruction):
+        assert Path(path).is_file()
+    assert Path(cfg.model).is_dir()
+
+
+def test_an_empty_instruction_flag_goes_back_to_search_r1_s():
+    assert parse(["--instruction", ""]).instruction == ""
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_name_only_knobs_that_exist_with_values_of_their_type(preset):
+    types = {f.name: f.type for f in FIELDS}
+    for name, value in PRESETS[preset].items():
+        assert type(value) is types[name], name
+
+
+def test_a_model_that_is_no_preset_is_taken_as_it_is(questions):
+    argv = ["--train", questions, "--test", questions, "--corpus", questions, "--mode", "static"]
+    cfg = parse(["--model", "some/hub-id", *argv])
+    assert cfg.model == "some/hub-id"
+    assert cfg.lr == Config.lr
+
+
+def test_help_names_every_knob_with_its_default_and_exits_with_0(capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse(["--help"])
+    assert stop.value.code == 0
+    out = capsys.readouterr().out
+    for f in FIELDS:
+        line = next(line for line in out.splitlines() if line.startswith(f"  --{f.name}"))
+        assert f.default in ("", False) or f"[{f.default}]" in out[out.index(line) :].split("\n  --")[0]
+
+
+def test_a_configuration_cannot_be_changed_afterwards():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        parse([]).lr = 1.0
+
+
+# --- what cannot work ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        (["--learning_rate", "1"], "--learning_rate"),
+        (["--lr=1e-5", "--no_such", "3"], "--no_such"),
+        (["stray"], "stray"),
+        (["--temp", "0.5"], "--temp"),  # no abbreviations
+        (["--eval", "5"], "--eval"),
+        (["--res"], "--res"),
+        (["--T"], "--T"),
+        (["--T", "many"], "--T"),
+        (["--T", "1.5"], "--T"),
+        (["--lr", "small"], "--lr"),
+        (["--resume=yes"], "--resume"),
+    ],
+)
+def test_an_unknown_abbreviated_or_mistyped_flag_is_refused(refuses, argv, said):
+    assert said in refuses(*argv)
+
+
+@pytest.mark.parametrize(
+    "argv, said",
+    [
+        ("--mode evolve", "--mode evolve"),
+        ("--loss_agg mean", "--loss_agg mean"),
+        ("--tracker mlflow", "--tracker mlflow"),
+        ("--N_parent 8", "--N_parent 8 is more than --N_P 7"),
+        ("--N_P 2 --N_parent 3", "--N_parent 3 is more than --N_P 2"),
+        ("--batch 24 --mini 16", "--batch 24 is not a multiple of --mini 16"),
+        ("--batch 12 --mini 24", "--batch 12 is not a multiple of --mini 24"),
+        ("--G 1", "--G 1"),
+        ("--T 0", "--T 0"),
+        ("--batch 0 --mini 1", "--batch 0"),
+        ("--mini 0", "--mini 0"),
+        ("--K_p 0", "--K_p 0"),
+        ("--K_e 0", "--K_e 0"),
+        ("--T_e -1", "--T_e -1"),
+        ("--N_parent 0", "--N_parent 0"),
+        ("--window 0", "--window 0"),
+        ("--D_B 0", "--D_B 0"),
+        ("--failures 0", "--failures 0"),
+        ("--buffer 0", "--buffer 0"),
+        ("--save_every 0", "--save_every 0"),
+        ("--eval_n -1", "--eval_n -1"),
+        ("--seed -1", "--seed -1"),
+        ("--lr 0", "--lr 0"),
+        ("--lr nan", "--lr nan"),
+        ("--temperature 0", "--temperature 0"),
+        ("--tau_s 0", "--tau_s 0"),
+        ("--eps 0", "--eps 0"),
+        ("--beta -0.1", "--beta -0.1"),
+        ("--beta nan", "--beta nan"),
+        ("--warmup 1", "--warmup 1"),
+        ("--warmup nan", "--warmup nan"),
+        ("--device cuda:7", "--device cuda:7"),
+        ("--device tpu", "--device tpu"),
+        ("--resume", "--out"),
+        ("--train /nowhere/q.jsonl", "--train /nowhere/q.jsonl: no such file"),
+        ("--test /nowhere/q.jsonl", "--test /nowhere/q.jsonl: no such file"),
+        ("--corpus /nowhere/c.jsonl", "--corpus /nowhere/c.jsonl: no such file"),
+        ("--instruction /nowhere/i.txt", "--instruction /nowhere/i.txt: no such file"),
+        ("--train .", "--train .: no such file"),  # a directory
+        ("--optimizer_model gpt-5", "no optimizer"),  # and no OPENAI_BASE_URL
+    ],
+)
+def test_an_impossible_configuration_is_refused(refuses, argv, said):
+    assert said in refuses(*argv.split())
+
+
+def test_without_questions_a_search_or_an_optimizer_there_is_no_run(refuses, questions, monkeypatch):
+    argv = ["--model", "qwen2.5-3b"]
+    assert "--train is missing" in refuses(*argv)
+    argv += ["--train", questions]
+    assert "--test is missing" in refuses(*argv)
+    argv += ["--test", questions]
+    assert "nothing to search" in refuses(*argv)
+    argv += ["--corpus", questions]
+    assert "no optimizer" in refuses(*argv)
+    assert parse([*argv, "--mode", "static"]).mode == "static"  # which needs none
+    assert parse([*argv, "--optimizer_model", "scripted"]).mode == "inspo"
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
+    assert "no optimizer" in refuses(*argv)
+    assert parse([*argv, "--optimizer_model", "m"]).optimizer_model == "m"
+
+
+def test_a_search_server_that_runs_already_needs_no_corpus(questions):
+    argv = ["--model", "qwen2.5-3b", "--mode", "static", "--train", questions, "--test", questions]
+    assert parse([*argv, "--retriever", "http://127.0.0.1:8000"]).corpus == ""
+    assert parse(["--retriever", "http://127.0.0.1:8000", "--corpus", "/nowhere"]).retriever
+
+
+def test_a_run_with_a_fault_ends_at_once_and_leaves_nothing_behind(tmp_path):
+    run = subprocess.run([sys.executable, HERE / "inspo.py", "--G", "1"], cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 2
+    assert run.stdout == ""
+    assert run.stderr == (
+        "inspo.py: --G 1: an advantage needs a group of at least 2 trajectories (Eq. 3)"
+        " (inspo.py --help lists the flags)\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_periods_that_drift_against_each_other_are_only_a_warning():
+    assert warnings(parse(["--K_p", "5", "--K_e", "15"])) == []
+    (line,) = warnings(parse(["--K_p", "4", "--K_e", "15"]))
+    assert "K_e 15" in line and "K_p 4" in line
+    assert warnings(parse(["--K_p", "4", "--K_e", "15", "--mode", "static"])) == []
+
+
+# --- torchrun -----------------------------------------------------------------------------------------------------
+
+
+def test_no_flag_of_ours_is_or_abbreviates_one_of_torchrun_s():
+    theirs = [option for action in torchrun_parser()._actions for option in action.option_strings]
+    assert "--nproc_per_node" in theirs and "--max-restarts" in theirs
+    for f in FIELDS:
+        for option in theirs:
+            assert not option.startswith(f"--{f.name}"), f"torchrun would take --{f.name} for its {option}"
+
+
+def test_torchrun_hands_every_flag_of_ours_on_untouched():
+    ours = []
+    for f in FIELDS:
+        ours += [f"--{f.name}"] if f.type is bool else [f"--{f.name}", str(f.default) or "x"]
+        ours += [] if f.type is bool else [f"--{f.name}={f.default or 'x'}"]
+    args = torchrun_parser().parse_args(["--nproc_per_node=8", "inspo.py", *ours])
+    assert args.nproc_per_node == "8"
+    assert args.training_script == "inspo.py"
+    assert args.training_script_args == ours

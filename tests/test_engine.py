@@ -1,0 +1,244 @@
+"""The torch engine: what it says it sampled is what a plain forward pass over the whole context says."""
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from engine import TorchEngine
+from rollout import STOP, prompt_ids
+
+INSTRUCTION = "Think in <think> </think>, search with <search> </search>, answer in <answer> </answer>."
+QUESTIONS = [
+    "What is the mayor of the city Pais Kranford?",
+    "Who?",
+    "Name the country of the birthplace of the director of the film Leglex Sougath?",
+    "What is the capital of the nation Blaur Neia?",
+    "Tell me the base of the producer of the film Kufix Kredith?",
+]
+KEYS = [0, 1, 2, 1, 3, 4, 2, 2, 3, 3, 4, 0]  # the question of each row: some come several times, as a group's do
+
+
+@pytest.fixture
+def engine(policy):
+    return TorchEngine(*policy, STOP)
+
+
+def contexts_of(tokenizer, keys=KEYS):
+    return {row: prompt_ids(tokenizer, INSTRUCTION, QUESTIONS[k]) for row, k in enumerate(keys)}
+
+
+def shapes_of_forwards(model, monkeypatch):
+    """A list that receives the shape (rows, tokens) of every forward pass from now on."""
+    shapes, forward = [], model.base_model.forward
+
+    def recorded(*args, **kw):
+        shapes.append(tuple(kw["input_ids"].shape))
+        return forward(*args, **kw)
+
+    monkeypatch.setattr(model.base_model, "forward", recorded)
+    return shapes
+
+
+@torch.no_grad()
+def plain_logprobs(model, context, ids, temperature):
+    """Log-probs (tokens, V) of every token of a turn, from one forward pass over the whole, without a cache."""
+    z = model(torch.tensor([context + ids]), use_cache=False).logits[0, len(context) - 1 : -1].double()
+    return torch.log_softmax(z / (temperature or 1.0), -1)
+
+
+def play(engine, tokens, monkeypatch):
+    """Make `tokens` the next ones of every row, whatever the policy thinks (at temperature 0)."""
+    script = iter(tokens)
+
+    def head(h):
+        z = torch.zeros(len(h), len(engine.tokenizer))
+        z[:, next(script)] = 100.0
+        return z
+
+    monkeypatch.setattr(engine, "head", head)
+
+
+def spelled(tokenizer, text):
+    """The text with as many tokens as can be: a character each, where the tokenizer has characters."""
+    return [i for piece in text for i in tokenizer(piece, add_special_tokens=False)["input_ids"]]
+
+
+# ---- the cache
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_cached_turns_equal_a_plain_forward_pass(policy, engine, temperature, monkeypatch):
+    model, tokenizer = policy
+    coin = random.Random(1)
+    monkeypatch.setattr(engine, "ended", lambda ids: coin.random() < 0.2)  # turns of very different length
+    shapes = shapes_of_forwards(model, monkeypatch)
+    contexts = contexts_of(tokenizer)
+    for leaving in ({6}, {1, 3, 8}, {0, 2}, set()):
+        answered = []
+        for row, ids, logps in engine.generate(contexts, 12, temperature):
+            want = plain_logprobs(model, contexts[row], ids, temperature)
+            of_sampled = want.gather(1, torch.tensor(ids)[:, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(logps).double(), of_sampled, atol=1e-4, rtol=0)
+            if temperature == 0:
+                assert (of_sampled > want.amax(1) - 1e-5).all()  # greedy: no token is likelier
+            answered.append((row, ids))
+        assert sorted(row for row, _ in answered) == sorted(contexts)
+        assert len({len(ids) for _, ids in answered}) > 2
+        # The rows that go on read observations of different lengths, and come back in another order.
+        contexts = {
+            row: contexts[row] + ids + tokenizer("the city is " * (1 + row % 3))["input_ids"]
+            for row, ids in answered
+            if row not in leaving
+        }
+    decoding = {rows for rows, tokens in shapes if tokens == 1}
+    assert len(decoding) > 3 and min(decoding) <= 2  # rows that had ended left the batch
+
+
+def test_equal_prompts_are_computed_once_and_a_known_context_never_again(policy, engine, monkeypatch):
+    model, tokenizer = policy
+    contexts = contexts_of(tokenizer)
+    shapes = shapes_of_forwards(model, monkeypatch)
+    turn = {row: ids for row, ids, _ in engine.generate(contexts, 4, 1.0)}
+    assert shapes[0] == (len(set(KEYS)), max(map(len, contexts.values())))
+    shapes.clear()
+    new = tokenizer("the mayor")["input_ids"]
+    list(engine.generate({row: contexts[row] + turn[row] + new for row in (5, 2)}, 4, 1.0))
+    assert shapes[0] == (2, 1 + len(new))  # the last sampled token had not been read yet
+
+
+# ---- randomness
+
+
+def two_turns(engine, tokenizer, seed):
+    """Everything that two turns yield, in order."""
+    engine.begin(seed)
+    contexts = contexts_of(tokenizer)
+    first = list(engine.generate(contexts, 8, 1.0))
+    again = {row: contexts[row] + ids + [9] for row, ids, _ in first}
+    return first, list(engine.generate(again, 8, 1.0))
+
+
+def test_a_seed_gives_the_same_bits_and_another_seed_other_samples(policy, engine):
+    a = two_turns(engine, policy[1], seed=7)
+    torch.randn(3)  # torch's global generator plays no part
+    assert two_turns(engine, policy[1], seed=7) == a
+    assert two_turns(TorchEngine(*policy, STOP), policy[1], seed=7) == a
+    other = two_turns(engine, policy[1], seed=8)
+    assert [ids for _, ids, _ in other[0]] != [ids for _, ids, _ in a[0]]
+
+
+def test_rows_of_one_prompt_are_sampled_independently(policy, engine):
+    rows = list(engine.generate(contexts_of(policy[1], [0] * 8), 12, 1.0))
+    assert len({tuple(ids) for _, ids, _ in rows}) > 4
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_tokens_are_drawn_from_the_softmax_at_the_temperature(world, temperature):
+    model, tokenizer = world
+    context = prompt_ids(tokenizer, INSTRUCTION, "Who?") + tokenizer("<think></think><search>the")["input_ids"]
+    n = 3000
+    engine = TorchEngine(model, tokenizer, STOP)
+    engine.begin(3)
+    drawn = torch.tensor([ids[0] for _, ids, _ in engine.generate(dict.fromkeys(range(n), context), 1, temperature)])
+    p = plain_logprobs(model, context, [0], temperature)[0].exp()
+    share = torch.bincount(drawn, minlength=len(p)) / n
+    likely = n * p > 20
+    assert likely.sum() >= 5
+    assert ((share - p).abs() < 4.5 * (p * (1 - p) / n).sqrt())[likely].all()
+
+
+def test_temperature_0_needs_no_seed(policy, engine):
+    engine.begin(1)
+    a = list(engine.generate(contexts_of(policy[1]), 8, 0.0))
+    engine.begin(2)
+    assert list(engine.generate(contexts_of(policy[1]), 8, 0.0)) == a
+
+
+# ---- where a turn ends
+
+
+@pytest.mark.parametrize("tag", STOP)
+def test_a_stop_string_ends_the_turn_and_stays_in_it(policy, engine, tag, monkeypatch):
+    tokenizer = policy[1]
+    ids = spelled(tokenizer, "what is ") + tokenizer(tag)["input_ids"]
+    play(engine, ids + spelled(tokenizer, " and more"), monkeypatch)
+    [(row, got, logps)] = engine.generate({3: tokenizer("Who?")["input_ids"]}, 100, 0.0)
+    assert (row, got, len(logps)) == (3, ids, len(ids))
+    assert tokenizer.decode(got).endswith(tag)
+
+
+def test_a_stop_string_is_found_however_its_tokens_are_cut(tiny, monkeypatch):
+    model, tokenizer = tiny
+    engine = TorchEngine(model, tokenizer, STOP)
+    cuts = [["</", "search", ">"], ["<", "/s", "ear", "ch", ">"], list("</search>")]
+    for pieces in cuts:
+        ids = [i for piece in ["a > b <search> c ", *pieces] for i in tokenizer(piece)["input_ids"]]
+        play(engine, ids + ids, monkeypatch)
+        engine.begin(0)
+        [(_, got, _)] = engine.generate({0: [5, 6, 7]}, 200, 0.0)
+        assert got == ids
+
+
+def test_a_turn_ends_with_the_first_token_that_completes_any_stop_string(tiny):
+    model, tokenizer = tiny
+    draw = random.Random(0)
+    texts = [tokenizer.decode([i]) for i in range(len(tokenizer))]
+    plain = [i for i, text in enumerate(texts) if text.isascii() and i > 2]
+    inside = 0
+    for _ in range(100):
+        ids = draw.choices(plain, k=40)
+        text = tokenizer.decode(ids)
+        at = draw.randrange(len(text) - 8)
+        stop = text[at : at + draw.randint(1, 8)]
+        engine = TorchEngine(model, tokenizer, (stop, "never" * 3))
+        want = next(k for k in range(1, 41) if stop in tokenizer.decode(ids[:k]))
+        assert next(k for k in range(1, 41) if engine.ended(ids[:k])) == want
+        inside += not tokenizer.decode(ids[:want]).endswith(stop)
+    assert inside > 10  # a token often says more than the stop string's end
+
+
+def test_eos_ends_the_turn_and_is_kept(policy, engine, monkeypatch):
+    tokenizer = policy[1]
+    ids = spelled(tokenizer, "is it") + [tokenizer.eos_token_id]
+    play(engine, ids + ids, monkeypatch)
+    [(_, got, logps)] = engine.generate({0: tokenizer("Who?")["input_ids"]}, 100, 0.0)
+    assert got == ids and len(logps) == len(ids)
+
+
+def test_a_turn_has_at_most_max_new_tokens(policy, engine, monkeypatch):
+    tokenizer = policy[1]
+    for limit in (1, 7):
+        engine.begin(0)
+        play(engine, itertools.repeat(tokenizer("film")["input_ids"][0]), monkeypatch)
+        turns = list(engine.generate(contexts_of(tokenizer), limit, 0.0))
+        assert [len(ids) for _, ids, _ in turns] == [limit] * len(KEYS)
+
+
+def test_only_the_turn_itself_is_searched_for_stop_strings(tiny, monkeypatch):
+    model, tokenizer = tiny
+    engine = TorchEngine(model, tokenizer, STOP)
+    told = spelled(tokenizer, "<search> who </search>")
+    for seen in (len(told), len(told) - 4):  # the whole tag before the turn, or all but `rch>`
+        engine.begin(0)
+        play(engine, told[seen:] + spelled(tokenizer, " > and more"), monkeypatch)
+        [(_, ids, _)] = engine.generate({0: told[:seen]}, 9, 0.0)
+        assert len(ids) == 9
+
+
+# ---- the rest of the protocol
+
+
+def test_the_model_is_left_in_the_mode_it_was_in(policy, engine):
+    model = policy[0]
+    for training in (True, False):
+        model.train(training)
+        engine.begin(0)
+        for _ in engine.generate(contexts_of(policy[1]), 3, 1.0):
+            assert not model.training  # no dropout while it generates
+        assert model.training == training
+
+
+def test_no_rows_no_turns(engine):
+    assert list(engine.generate({}, 5, 1.0)) == []

@@ -1,0 +1,404 @@
+"""The learner against Eq. 2 and 3 written out in float64, with autograd and every logit, a trajectory at a time."""
+
+import copy
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from data import Question
+from engine import TorchEngine
+from grpo import Learner, advantages, lr_at, micro_batches
+from rollout import STOP, Trajectory, rollout
+
+G = 3
+EPS, BETA = 0.2, 0.1
+
+
+def learner_of(policy, reference=None, **settings):
+    """A learner on a copy of the policy; at step 2 of 10 the learning rate is at its peak."""
+    usual = dict(lr=1e-3, T=10, warmup=0.2, eps=EPS, beta=BETA, temperature=1.0)
+    usual |= dict(loss_agg="trajectory", micro_tokens=256)
+    return Learner(copy.deepcopy(policy), copy.deepcopy(reference), **usual | settings)
+
+
+def noisy(model, scale, seed=1):
+    """A copy of the model, all weights moved a little."""
+    g, model = torch.Generator().manual_seed(seed), copy.deepcopy(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(scale * torch.randn(p.shape, generator=g, dtype=p.dtype))
+    return model
+
+
+@pytest.fixture(scope="module")
+def model(world):
+    """The world's policy in float64, so that what differs is the mathematics."""
+    return copy.deepcopy(world[0]).double()
+
+
+@pytest.fixture(scope="module")
+def reference(model):
+    return noisy(model, 0.01)
+
+
+def batch_of(groups, seed=0, longest=40):
+    """`groups` groups of G random trajectories, of any length, with two to four turns, and their advantages."""
+    g = torch.Generator().manual_seed(seed)
+
+    def number(low, high):
+        return int(torch.randint(low, high + 1, (), generator=g))
+
+    def tokens(n):
+        return torch.randint(5, 675, (n,), generator=g).tolist()
+
+    taus = []
+    for group in range(groups):
+        for _ in range(G):
+            ids = tokens(number(3, 12))
+            tau = Trajectory(0, "q", group, ids, len(ids), [0] * len(ids), [0.0] * len(ids))
+            for _ in range(number(1, 3)):
+                n = number(1, longest // 4)
+                tau.act(tokens(n), (-8 * torch.rand(n, generator=g)).tolist())
+                tau.observe(tokens(number(1, longest // 4)))
+            if number(0, 1):
+                tau.act(tokens(2), [-1.0, -2.0])
+            taus.append(tau)
+    return taus, {id(tau): float(torch.randn((), generator=g)) for tau in taus}
+
+
+# ---- Eq. 2 by hand
+
+
+def logprobs(model, tau, temperature=1.0):
+    """log pi(y_t | y_<t) of a trajectory's action tokens, from one plain forward pass, (actions,)."""
+    z = model(torch.tensor([tau.ids]), use_cache=False).logits[0, :-1] / temperature  # (L-1, V)
+    logp = torch.log_softmax(z, -1).gather(1, torch.tensor(tau.ids[1:])[:, None])[:, 0]
+    return logp[torch.tensor(tau.mask[1:]).bool()]
+
+
+def eq2(model, reference, taus, A, old=None, temperature=1.0, beta=BETA, loss_agg="trajectory"):
+    """(loss, mean KL of a token, share of clipped tokens) of a mini-batch; `old` is pi_old, or None: the policy."""
+    terms, kls, clipped = [], [], []
+    for tau in taus:
+        logp = logprobs(model, tau, temperature)
+        pi_old = logp.detach() if old is None else old[id(tau)]
+        rho = torch.exp(logp - pi_old)
+        S = torch.minimum(rho * A[id(tau)], rho.clamp(1 - EPS, 1 + EPS) * A[id(tau)])
+        kl = torch.zeros_like(logp)
+        if beta:
+            with torch.no_grad():
+                ref = logprobs(reference, tau, temperature)
+            kl = torch.exp(ref - logp) - (ref - logp) - 1
+        terms.append(S - beta * kl)
+        kls.append(kl.detach())
+        clipped.append((S < rho * A[id(tau)]).double())
+    if loss_agg == "token":
+        J = torch.cat(terms).mean()
+    else:
+        groups = {}
+        for tau, term in zip(taus, terms, strict=True):
+            groups.setdefault(tau.group, []).append(term.mean())
+        J = torch.stack([torch.stack(means).mean() for means in groups.values()]).mean()
+    return -J, torch.cat(kls).mean().item(), torch.cat(clipped).mean().item()
+
+
+def gradient(loss, model):
+    """d loss / d theta as one vector."""
+    return torch.cat([x.flatten() for x in torch.autograd.grad(loss, list(model.parameters()))])
+
+
+def clip(g):
+    """The gradient as an optimizer step takes it: of norm 1 at most."""
+    return g / max(1.0, g.norm().item() + 1e-6)
+
+
+def gradients(learner, minibatches, A, expected=None, t=2):
+    """The gradient that each optimizer step of an update takes, and the update's metrics.
+
+    `expected(k)` is evaluated on the policy as it is before the k-th step; its values come as a third result.
+    """
+    seen, wanted = [], []
+
+    def before_step(*_):
+        seen.append(torch.cat([p.grad.flatten().clone() for p in learner.model.parameters()]))
+        if expected:
+            with torch.enable_grad():
+                wanted.append(expected(len(wanted)))
+
+    hook = learner.optimizer.register_step_pre_hook(before_step)
+    metrics = learner.update(t, minibatches, A)
+    hook.remove()
+    return seen, metrics, wanted
+
+
+def error(got, want):
+    return ((got - want).norm() / want.norm()).item()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("loss_agg", ["trajectory", "token"])
+def test_an_on_policy_update_is_eq_2(model, reference, temperature, loss_agg):
+    taus, A = batch_of(4)
+    assert len({sum(tau.mask) for tau in taus}) > 5  # so the two averages differ
+    learner = learner_of(model, reference, temperature=temperature, loss_agg=loss_agg)
+    loss, kl, _ = eq2(learner.model, reference, taus, A, None, temperature, loss_agg=loss_agg)
+    want = gradient(loss, learner.model)
+    [got], metrics, _ = gradients(learner, [taus], A)
+    assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-5)
+    assert metrics["grad_norm"] == pytest.approx(want.norm().item(), rel=1e-5)
+    assert metrics["kl"] == pytest.approx(kl, rel=1e-5) and kl > 0.01
+    assert metrics["clip_fraction"] == 0  # rho = 1
+    assert error(got, clip(want)) < 1e-5
+
+
+@pytest.mark.parametrize("loss_agg", ["trajectory", "token"])
+def test_an_off_policy_update_is_eq_2_with_the_policy_before_the_step_as_old(model, reference, loss_agg):
+    taus, A = batch_of(6)
+    minibatches = [taus[: 3 * G], taus[3 * G :]]
+    learner = learner_of(model, reference, loss_agg=loss_agg)
+    with torch.no_grad():
+        old = {id(tau): logprobs(learner.model, tau) for tau in taus}
+
+    def expected(k):
+        loss, kl, clipped = eq2(learner.model, reference, minibatches[k], A, old, loss_agg=loss_agg)
+        return loss.item(), gradient(loss, learner.model), clipped
+
+    got, metrics, want = gradients(learner, minibatches, A, expected)
+    assert len(got) == 2
+    for k in range(2):
+        assert error(got[k], clip(want[k][1])) < 1e-5
+    assert metrics["loss"] == pytest.approx((want[0][0] + want[1][0]) / 2, abs=1e-5)
+    assert metrics["grad_norm"] == pytest.approx((want[0][1].norm().item() + want[1][1].norm().item()) / 2, rel=1e-5)
+    assert want[0][2] == 0 and want[1][2] > 0.1  # the first update moved the policy: rho is clipped
+    assert metrics["clip_fraction"] > 0.02
+    # With the policy itself as old the second gradient would be another one.
+    assert error(gradients(learner_of(model, reference), [minibatches[1]], A)[0][0], clip(want[1][1])) > 0.1
+
+
+def test_an_update_is_a_step_of_adamw(model, reference):
+    taus, A = batch_of(2)
+    learner = learner_of(model, reference)
+    before = torch.cat([p.detach().flatten() for p in learner.model.parameters()]).clone()
+    [g], metrics, _ = gradients(learner, [taus], A)
+    after = torch.cat([p.detach().flatten() for p in learner.model.parameters()])
+    lr = metrics["lr"]
+    assert lr == lr_at(2, 1e-3, 10, 0.2) == 1e-3
+    torch.testing.assert_close(after, before * (1 - 0.01 * lr) - lr * g / (g.abs() + 1e-8), atol=1e-9, rtol=0)
+    assert all(p.grad is None for p in learner.model.parameters())  # nothing is left for the next update
+
+
+def test_the_gradient_is_clipped_to_a_norm_of_1(model, reference):
+    taus, A = batch_of(2)
+    [got], metrics, _ = gradients(learner_of(model, reference), [taus], {k: 100 * a for k, a in A.items()})
+    assert metrics["grad_norm"] > 2 and got.norm().item() == pytest.approx(1, abs=1e-5)
+    [got], metrics, _ = gradients(learner_of(model, reference, beta=0.0), [taus], {k: a / 100 for k, a in A.items()})
+    assert metrics["grad_norm"] == pytest.approx(got.norm().item()) and metrics["grad_norm"] < 0.5
+
+
+@pytest.mark.parametrize("loss_agg", ["trajectory", "token"])
+def test_the_gradient_does_not_depend_on_micro_batches_nor_on_the_order(model, reference, loss_agg):
+    taus, A = batch_of(6)
+    results = []
+    for micro_tokens, order in [(1, taus), (100, taus[::-1]), (250, taus[5:] + taus[:5]), (10**6, taus)]:
+        learner = learner_of(model, reference, loss_agg=loss_agg, micro_tokens=micro_tokens)
+        [g], metrics, _ = gradients(learner, [order], A)
+        results.append((g, metrics))
+    for g, metrics in results[1:]:
+        assert error(g, results[0][0]) < 1e-6
+        assert metrics == pytest.approx(results[0][1], rel=1e-6)
+
+
+def test_neither_do_old_log_probs(model, reference):
+    taus, A = batch_of(6)
+    minibatches = [taus[: 3 * G], taus[3 * G :]]
+    one, other = (learner_of(model, reference, micro_tokens=n) for n in (1, 10**6))
+    (_, a), metrics, _ = gradients(one, minibatches, A)
+    (_, b), also, _ = gradients(other, minibatches, A)
+    assert error(a, b) < 1e-4 and metrics["clip_fraction"] > 0  # Adam's first step magnifies rounding
+    assert metrics == pytest.approx(also, rel=1e-3)
+
+
+def test_the_float32_gradient_is_eq_2_as_well(world, model, reference):
+    taus, A = batch_of(4)
+    loss, *_ = eq2(model, reference, taus, A)
+    learner = learner_of(world[0], copy.deepcopy(reference).float())
+    [got], metrics, _ = gradients(learner, [taus], A)
+    assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-5, rel=1e-4)
+    assert error(got.double(), clip(gradient(loss, model))) < 1e-4
+
+
+def test_beta_0_needs_no_reference(model):
+    taus, A = batch_of(2)
+    learner = learner_of(model, None, beta=0.0)
+    loss, *_ = eq2(learner.model, None, taus, A, beta=0.0)
+    want = gradient(loss, learner.model)
+    [got], metrics, _ = gradients(learner, [taus], A)
+    assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-5) and metrics["kl"] == 0
+    assert error(got, clip(want)) < 1e-5
+
+
+def test_the_reference_never_learns(model, reference):
+    taus, A = batch_of(2)
+    learner = learner_of(model, reference, lr=0.1)
+    gradients(learner, [taus], A)
+    for p, frozen in zip(reference.parameters(), learner.reference.parameters(), strict=True):
+        assert torch.equal(p, frozen) and frozen.grad is None
+
+
+def test_padding_changes_nothing(model, reference):
+    taus, _ = batch_of(1)
+    long, _ = batch_of(1, seed=9, longest=400)
+    assert len(long[0].ids) > 3 * max(len(tau.ids) for tau in taus)
+    learner = learner_of(model, reference, micro_tokens=10**6)
+    assert len(list(micro_batches(taus + long, 10**6))) == 1
+    beside = learner.old_logprobs(taus + long)
+    for tau in taus:
+        want = logprobs(model, tau).detach()
+        torch.testing.assert_close(beside[id(tau)], want, atol=1e-6, rtol=0)
+        assert len(want) == sum(tau.mask)
+
+
+def test_a_trajectory_without_a_turn_counts_and_carries_no_gradient(model):
+    taus, A = batch_of(2)
+    none = Trajectory(0, "q", 0, [5] * 30, 30, [0] * 30, [0.0] * 30, stop="length")  # its prompt was too long
+    A = {k: a / 100 for k, a in A.items()} | {id(none): 1.0}
+    alone = dict(micro_tokens=1, beta=0.0)  # it is a micro-batch of its own
+    [got], metrics, _ = gradients(learner_of(model, **alone), [[none, *taus[1:]]], A)
+    [want], without, _ = gradients(learner_of(model, **alone), [taus[1:]], A)
+    assert metrics["grad_norm"] < 1 and without["grad_norm"] < 1  # nothing is clipped
+    assert metrics["loss"] == pytest.approx(without["loss"] * 5 / 6, rel=1e-5)
+    assert error(got, want * 5 / 6) < 1e-5
+
+
+@pytest.mark.parametrize("loss_agg", ["trajectory", "token"])
+def test_a_mini_batch_without_any_turn_is_survived(model, reference, loss_agg):
+    none = [Trajectory(0, "q", 0, [5] * 30, 30, [0] * 30, [0.0] * 30, stop="length") for _ in range(G)]
+    learner = learner_of(model, reference, loss_agg=loss_agg)
+    metrics = learner.update(2, [none], {id(tau): 0.0 for tau in none})
+    assert metrics["loss"] == metrics["grad_norm"] == metrics["logp_gap"] == 0
+
+
+def test_an_update_makes_the_better_trajectory_likelier(model, reference):
+    taus, _ = batch_of(1)
+    learner = learner_of(model, reference, beta=0.0)
+    before = learner.old_logprobs(taus)
+    learner.update(2, [taus], {id(tau): a for tau, a in zip(taus, (1.0, -1.0, 0.0), strict=True)})
+    after = learner.old_logprobs(taus)
+    good, bad = [(after[id(tau)] - before[id(tau)]).mean().item() for tau in taus[:2]]
+    assert good > 0.01 and bad < -0.01
+
+
+# ---- Eq. 3
+
+
+def rewarded(*groups):
+    return [Trajectory(0, "q", k, [1], 1, reward=r) for k, rewards in enumerate(groups) for r in rewards]
+
+
+def test_advantages_by_hand():
+    taus = rewarded([1, 0, 0, 0, 1], [0, 1], [0.5, 0.25, 0.0])
+    A = advantages(taus)
+    std = math.sqrt((2 * 0.6**2 + 3 * 0.4**2) / 4)  # mean 0.4, unbiased
+    want = [0.6 / std, -0.4 / std, -0.4 / std, -0.4 / std, 0.6 / std]
+    want += [-0.5 / math.sqrt(0.5), 0.5 / math.sqrt(0.5)]
+    want += [1, 0, -1]  # mean 0.25, std 0.25
+    assert [A[id(tau)] for tau in taus] == pytest.approx(want, abs=1e-5)
+
+
+@pytest.mark.parametrize("rewards", [[0] * 5, [1] * 5, [0.1] * 7])
+def test_a_group_without_variance_has_advantage_0(rewards):
+    assert list(advantages(rewarded(rewards)).values()) == pytest.approx([0] * len(rewards), abs=1e-9)
+
+
+def test_groups_are_told_apart_by_their_id_alone():
+    taus = rewarded([1, 1], [1, 0])
+    mixed = [taus[k] for k in (2, 0, 3, 1)]  # not side by side either
+    A = advantages(mixed)
+    assert [A[id(tau)] for tau in taus] == pytest.approx([0, 0, 0.5**0.5, -(0.5**0.5)], abs=1e-5)
+
+
+# ---- micro-batches and the learning rate
+
+
+def test_micro_batches_keep_to_their_size_and_lose_nothing():
+    taus, _ = batch_of(10)
+    for micro_tokens in (1, 60, 200, 10**6):
+        batches = list(micro_batches(taus, micro_tokens))
+        for batch in batches:
+            assert len(batch) == 1 or len(batch) * max(len(tau.ids) for tau in batch) <= micro_tokens
+        assert sorted(id(tau) for batch in batches for tau in batch) == sorted(map(id, taus))
+    assert len(batches) == 1
+    assert list(micro_batches([], 10)) == []
+
+
+def test_the_learning_rate_rises_peaks_and_falls():
+    rates = [lr_at(t, 3e-4, 10, 0.3) for t in range(1, 11)]
+    assert rates[:3] == pytest.approx([1e-4, 2e-4, 3e-4])
+    assert rates[3:] == pytest.approx([1.5e-4 * (1 + math.cos(math.pi * k / 8)) for k in range(1, 8)])
+    assert rates[6] == pytest.approx(1.5e-4)  # half way down
+    assert rates == [*sorted(rates[:3]), *sorted(rates[3:], reverse=True)] and 0 < rates[-1] < 0.04 * 3e-4
+
+
+def test_the_learning_rate_at_the_edges():
+    assert [lr_at(t, 1.0, 2, 0.0) for t in (1, 2)] == pytest.approx([1.0, 0.5])  # no step has rate 0
+    assert lr_at(1, 1.0, 1, 0.1) == 1.0
+    assert lr_at(30, 5e-7, 300, 0.1) == 5e-7  # App. B
+
+
+# ---- engine and trainer
+
+
+@pytest.fixture(scope="module")
+def sampled(world):
+    """temperature -> trajectories that the engine has sampled with the world's policy."""
+    model, tokenizer = world
+    document = '"Pais Kranford"\nA city with country Blaur Neia and mayor Krinoun Lizais.'
+    search = SimpleNamespace(submit=lambda query: SimpleNamespace(result=lambda: [document] * (1 + len(query) % 3)))
+    asked = ["What is the mayor of the city Pais Kranford?", "Name the base of the producer of the film Leglex?"]
+    jobs = [(0, "Search, then answer.", Question("q", asked[k % 2], ("x",), ""), k % 2) for k in range(10)]
+    limits = dict(max_turns=2, max_response=30, max_observation=60, max_prompt=400, seed=5)
+    engine = TorchEngine(model, tokenizer, STOP)
+    return {T: rollout(engine, tokenizer, search, jobs, temperature=T, **limits) for T in (0.7, 1.0)}
+
+
+def gap(world, taus, temperature, parts=1, lr=1e-3):
+    learner = learner_of(world[0], world[0], temperature=temperature, lr=lr)
+    size = len(taus) // parts
+    minibatches = [taus[k * size : (k + 1) * size] for k in range(parts)]
+    return learner.update(2, minibatches, {id(tau): 1.0 for tau in taus})["logp_gap"]
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_the_trainer_scores_what_the_engine_sampled_as_the_engine_did(world, sampled, temperature):
+    taus = sampled[temperature]
+    assert sum(len(tau.turns) for tau in taus) > len(taus) and len({len(tau.ids) for tau in taus}) > 3
+    assert gap(world, taus, temperature) < 1e-4
+    # Of several updates too: the gap is that of the policy that sampled, however far the first update has moved it.
+    assert gap(world, taus, temperature, parts=2, lr=0.05) < 1e-4
+
+
+def test_a_stale_engine_shows_in_the_gap(world, sampled):
+    assert gap(world, sampled[0.7], temperature=1.0) > 0.02
+    assert gap((noisy(world[0], 0.02), None), sampled[1.0], 1.0) > 0.02
+    off = copy.deepcopy(sampled[1.0])
+    for k, tau in enumerate(off):
+        tau.logps = [lp + (0.1 if k % 2 else -0.1) * m for lp, m in zip(tau.logps, tau.mask, strict=True)]
+    assert gap(world, off, 1.0) == pytest.approx(0.1, abs=1e-4)  # a mean of sizes: signs do not cancel
+
+
+# ---- resuming
+
+
+def test_a_learner_goes_on_bit_by_bit_from_its_saved_state(world):
+    taus, A = batch_of(2)
+    through = learner_of(world[0], world[0])
+    through.update(1, [taus], A)
+    saved = copy.deepcopy((through.model, through.state_dict()))
+    through.update(2, [taus], A)
+    resumed = learner_of(saved[0], world[0])
+    resumed.load_state_dict(saved[1])
+    resumed.update(2, [taus], A)
+    for p, q in zip(through.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(p, q)

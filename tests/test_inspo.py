@@ -1,0 +1,294 @@
+"""Whole runs of inspo.py over real servers: Algorithm 1's calendar, resume, faults, bad input, a user's own data."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from run import read_jsonl
+from servers import Child
+
+ROOT = Path(__file__).parent.parent
+FIXTURE = Path(__file__).parent / "fixture"
+SMALL = "--batch 2 --mini 2 --G 2 --T 10 --K_p 1 --K_e 3 --T_e 9 --D_B 2 --eval_n 3 --save_every 3 --rounds 2".split()
+ENV = os.environ | {"OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}  # tests share their cores with the servers
+
+
+def start(*flags: object, env: dict | None = None) -> subprocess.Popen:
+    argv = [sys.executable, str(ROOT / "inspo.py"), *map(str, flags)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(argv, stdout=pipe, stderr=pipe, text=True, env=env or ENV, cwd=ROOT)
+
+
+def finish(process: subprocess.Popen, timeout: float = 120) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=timeout)
+    return process.returncode, out, err
+
+
+def metrics(path: Path) -> list[dict]:
+    """The lines of metrics.jsonl without those that tell time."""
+    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in read_jsonl(path / "metrics.jsonl")]
+
+
+def wait_for_step(path: Path, t: int, process: subprocess.Popen) -> None:
+    deadline = time.time() + 90
+    while time.time() < deadline and process.poll() is None:
+        if len(read_jsonl(path / "metrics.jsonl")) > t:
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"step {t} was not reached: {finish(process)[2]}")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """One uninterrupted small run."""
+    out = tmp_path_factory.mktemp("runs") / "whole"
+    code, stdout, stderr = finish(start("--out", out, *SMALL))
+    assert code == 0, stderr
+    return out, stdout
+
+
+def test_a_run_prunes_and_evolves_at_its_steps_only(whole):
+    events = [(e["t"], e["event"], len(e["P"])) for e in read_jsonl(whole[0] / "population.jsonl")]
+    evolved = [t for t, event, _ in events if event == "evolve"]
+    assert evolved == [3, 6]  # every K_e = 3 steps while t < T_e = 9: not at 9
+    sizes = dict((t, n) for t, event, n in events if event == "prune")
+    assert events[0] == (0, "start", 7)
+    assert [sizes[t] for t in (1, 2, 3)] == [4, 2, 1]  # K_p = 1: 7 -> 4 -> 2 -> 1, and at 3 before it evolves
+    assert events.index((3, "prune", 1)) < events.index((3, "evolve", 7))
+    assert [sizes[t] for t in (4, 5, 6, 7, 8, 9)] == [4, 2, 1, 4, 2, 1]  # goes on after T_e
+    assert 10 not in sizes  # |P| = N_parent: nothing to prune
+
+
+def test_weights_restart_at_zero_when_P_evolves(whole):
+    for event in read_jsonl(whole[0] / "population.jsonl"):
+        if event["event"] == "evolve":
+            assert all(I["rewards"] == [] for I in event["P"])
+
+
+def test_verification_questions_are_none_of_the_failures_shown(whole):
+    train = {row["question"]: row["id"] for row in read_jsonl(ROOT / "world" / "files" / "train.jsonl")}
+    rows = read_jsonl(whole[0] / "reflections.jsonl")
+    rounds = {(r["t"], r["round"]): r for r in rows if "verified" in r}
+    assert rounds
+    for row in rows:
+        if "call" in row and (row["t"], row["round"]) in rounds:
+            shown = {train[q] for q in re.findall(r"Response: Question: (.*?\?)\n", row["call"]["prompt"])}
+            verified_on = set(rounds[row["t"], row["round"]]["D_B"])
+            assert shown and verified_on and not shown & verified_on
+
+
+def test_a_run_leaves_what_it_promises(whole):
+    out, stdout = whole
+    names = {"config.json", "metrics.jsonl", "population.jsonl", "reflections.jsonl", "I_star.txt", "summary.json"}
+    assert names | {"trajectories", "checkpoints", "policy", "reward.png", "population.png"} <= set(os.listdir(out))
+    summary = json.loads((out / "summary.json").read_text())
+    keys = "em_start em_best searches_start searches_end seconds overhead_inference I_star".split()
+    assert not set(keys) - set(summary)
+    assert summary["I_star"] == (out / "I_star.txt").read_text().strip() and summary["I_star"] in stdout
+    ledger = summary["ledger"]
+    assert ledger["training_rollouts"] == 10 * 2 * 2
+    verified = [r for r in read_jsonl(out / "reflections.jsonl") if "verified" in r]
+    assert ledger["verification_rollouts"] == sum((1 + len(r["verified"])) * len(r["D_B"]) for r in verified)
+    assert "1.4-7 %" in stdout
+    assert not [p for p in out.rglob("*.tmp")]
+
+
+def test_weights_and_probabilities_follow_the_recorded_rewards(whole):
+    """Eq. 6 from metrics.jsonl alone: w is the mean of the last 5 r_bar since the last evolution."""
+    history: dict[str, list[float]] = {}
+    for row in read_jsonl(whole[0] / "metrics.jsonl")[1:]:
+        for j, r in row["r_bar"].items():
+            history.setdefault(j, []).append(r)
+        if row["t"] in (3, 6):  # evolved: all weights are 0 again
+            history = {}
+        for j, w in row["w"].items():
+            window = history.get(j, [])[-5:]
+            assert w == pytest.approx(sum(window) / len(window) if window else 0.0, abs=2e-4)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_killed_at_a_random_step_and_resumed_it_is_bit_identical(whole, tmp_path, seed):
+    out = tmp_path / "killed"
+    process = start("--out", out, *SMALL)
+    wait_for_step(out, random.Random(seed).randint(1, 9), process)
+    time.sleep(random.Random(seed).random() * 0.3)
+    process.kill()
+    process.communicate()
+    code, stdout, stderr = finish(start("--out", out, *SMALL, "--resume"))
+    assert code == 0, stderr
+    assert metrics(out) == metrics(whole[0])
+    for name in ("population.jsonl", "I_star.txt", "policy/model.safetensors"):
+        assert (out / name).read_bytes() == (whole[0] / name).read_bytes(), name
+    calls = [r["call"]["key"] for r in read_jsonl(out / "reflections.jsonl") if "call" in r]
+    assert len(calls) == len(set(calls))  # no call was paid for twice
+
+
+def test_a_run_is_not_overwritten_and_not_continued_as_another(whole):
+    code, _, stderr = finish(start("--out", whole[0], *SMALL))
+    assert code != 0 and stderr.count("\n") == 1 and "--resume" in stderr
+    code, _, stderr = finish(start("--out", whole[0], *SMALL, "--resume", "--lr", "0.5"))
+    assert code != 0 and stderr.count("\n") == 1 and "--lr" in stderr
+
+
+def test_without_an_optimizer_training_goes_on(tmp_path):
+    env = ENV | {"OPENAI_BASE_URL": "http://127.0.0.1:9/v1", "INSPO_TEST": "1"}
+    flags = [*SMALL, "--T", "4", "--optimizer_model", "nobody", "--optimizer_retries", "1"]
+    code, stdout, stderr = finish(start("--out", tmp_path / "r", *flags, env=env))
+    assert code == 0, stderr
+    assert "the first instruction starts alone" in stdout and "gave no reply" in stdout
+    rows = read_jsonl(tmp_path / "r" / "metrics.jsonl")
+    assert [row["t"] for row in rows] == [0, 1, 2, 3, 4] and all(row["P"] == 1 for row in rows[1:])
+
+
+def test_our_own_retriever_is_restarted_when_it_dies(whole, tmp_path):
+    out = tmp_path / "r"
+    process = start("--out", out, *SMALL)
+    wait_for_step(out, 2, process)
+    child = subprocess.run(["pgrep", "-P", str(process.pid), "-f", "retrieval_server"], capture_output=True, text=True)
+    os.kill(int(child.stdout.split()[0]), signal.SIGKILL)
+    code, _, stderr = finish(process)
+    assert code == 0, stderr
+    mine, theirs = metrics(out), metrics(whole[0])
+    assert mine[-1].pop("search/retried") > 0  # it did notice
+    for row in mine + theirs:
+        row.pop("search/retried", None)
+    assert mine == theirs  # and nothing was scored without its results
+
+
+def test_a_retriever_that_stays_away_ends_the_run_resumably(whole, tmp_path):
+    out = tmp_path / "r"
+    flags = [*SMALL, "--search_retries", "1"]
+    server = [str(ROOT / "retrieval_server.py"), "--corpus", str(ROOT / "world/files/corpus.jsonl")]
+    with Child(server, tmp_path / "log") as child:
+        process = start("--out", out, *flags, "--retriever", child.url)
+        wait_for_step(out, 4, process)
+    code, _, stderr = finish(process)
+    last = [line for line in stderr.splitlines() if line][-2:]
+    assert code == 1 and "does not answer" in last[0] and "--resume" in last[1]
+    assert "Traceback" not in stderr
+    assert len(metrics(out)) < 11
+    code, _, stderr = finish(start("--out", out, *flags, "--resume"))  # now with a server of its own
+    assert code == 0, stderr
+    drop = lambda rows: [{k: v for k, v in row.items() if k != "search/retried"} for row in rows]  # noqa: E731
+    assert drop(metrics(out)) == drop(metrics(whole[0]))
+
+
+def test_ctrl_c_saves_and_leaves_no_process(tmp_path):
+    out = tmp_path / "r"
+    process = start("--out", out, *SMALL)
+    wait_for_step(out, 1, process)
+    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    assert len(children) == 2
+    process.send_signal(signal.SIGINT)
+    code, _, stderr = finish(process)
+    assert code == 1 and "--resume" in stderr and "Traceback" not in stderr
+    for pid in children:
+        assert not Path(f"/proc/{pid}").exists()
+
+
+class Chat(BaseHTTPRequestHandler):
+    """A real endpoint, not ours: answers App. E's prompts with the parent and one sentence more."""
+
+    seen: list[dict] = []
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        Chat.seen.append({"path": self.path, "auth": self.headers["Authorization"], "body": body})
+        prompt = body["messages"][0]["content"]
+        parent = re.search(r"<ins_0>(.*?)</ins_0>", prompt, re.S).group(1).strip()
+        n = int(re.search(r"to <ins_(\d+)>", prompt).group(1))
+        blocks = [f"<ins_{k}>{parent} Hint {len(Chat.seen)}.{k}: search twice.</ins_{k}>" for k in range(1, n + 1)]
+        reply = {"choices": [{"message": {"role": "assistant", "content": "Reasons.\n" + "\n".join(blocks)}}]}
+        data = json.dumps(reply).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_):
+        pass
+
+
+def test_own_data_own_model_and_any_chat_endpoint_through_the_same_command(tmp_path):
+    """Real English, a byte-level BPE tokenizer, untied random weights: nothing in the core knows the world."""
+    from tiny_model import make_tiny_model
+
+    make_tiny_model(tmp_path / "model")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Chat)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    env = ENV | {"OPENAI_BASE_URL": f"http://127.0.0.1:{server.server_port}/v1", "OPENAI_API_KEY": "k"}
+    flags = ["--model", tmp_path / "model", "--optimizer_model", "some-model", "--out", tmp_path / "r"]
+    for name in ("train", "test", "corpus"):
+        flags += [f"--{name}", FIXTURE / f"{name}.jsonl"]
+    flags += "--T 2 --batch 4 --mini 2 --G 2 --K_p 1 --K_e 1 --T_e 2 --D_B 3 --max_response 24 --max_prompt 900".split()
+    flags += "--max_observation 120 --rounds 1 --eval_n 2 --device cpu --save_every 1".split()
+    code, stdout, stderr = finish(start(*flags, env=env))
+    server.shutdown()
+    assert code == 0, stderr
+    rows = read_jsonl(tmp_path / "r" / "metrics.jsonl")
+    assert [row["t"] for row in rows] == [0, 1, 2] and rows[-1]["logp_gap"] < 1e-4
+    assert {call["path"] for call in Chat.seen} == {"/v1/chat/completions"} and Chat.seen[0]["auth"] == "Bearer k"
+    assert len(Chat.seen) == 2 and Chat.seen[0]["body"]["model"] == "some-model"  # P_0, and the evolution at t = 1
+    assert "Answer the given question." in Chat.seen[0]["body"]["messages"][0]["content"]  # Search-R1's (App. F)
+    assert "<information>" in Chat.seen[1]["body"]["messages"][0]["content"]
+    family = {I["id"]: I for e in read_jsonl(tmp_path / "r" / "population.jsonl") for I in e["P"]}
+    assert any("Hint 2." in I["text"] and I["verified"] is not None for I in family.values())
+
+
+BAD = [
+    (["--model", "/no/such/model"], "/no/such/model"),
+    (["--train", "BADROW"], "bad.jsonl:2"),
+    (["--corpus", "BADROW"], "bad.jsonl:2"),
+    (["--out", "/proc/none"], "/proc/none"),
+    (["--retriever", "http://127.0.0.1:9"], "--retriever"),
+    (["--instruction", "/no/file"], "/no/file"),
+    (["--out", "FILE"], "cannot write"),
+    (["--resume", "--out", "EMPTY"], "holds no run"),
+    (["--tracker", "wandb"], "not installed"),
+]
+
+
+@pytest.mark.parametrize("flags, says", BAD, ids=[" ".join(f) for f, _ in BAD])
+def test_bad_input_is_one_line_and_leaves_nothing(tmp_path, flags, says):
+    row = json.dumps({"id": "1", "contents": '"A"\nb', "question": "q", "golden_answers": ["a"]})
+    (tmp_path / "bad.jsonl").write_text(row + "\n{oops\n")
+    (tmp_path / "file").write_text("")
+    paths = {"BADROW": "bad.jsonl", "FILE": "file", "EMPTY": "empty"}
+    flags = [str(tmp_path / paths[flag]) if flag in paths else flag for flag in flags]
+    out = [] if "--out" in flags else ["--out", tmp_path / "r"]
+    code, stdout, stderr = finish(start(*flags, *out, *SMALL))
+    assert code != 0 and says in stderr and stdout == ""
+    assert stderr.strip().count("\n") == 0, stderr
+    assert not (tmp_path / "r").exists()
+
+
+def test_ask_shows_the_agent_at_work(whole):
+    question = read_jsonl(ROOT / "world/files/test.jsonl")[0]["question"]
+    done = subprocess.run(
+        [sys.executable, "ask.py", "--run", str(whole[0]), question], capture_output=True, text=True, env=ENV, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    assert "<search>" in done.stdout and "doc 1" in done.stdout and "answer  " in done.stdout
+    done = subprocess.run([sys.executable, "ask.py", "--run", "/no"], capture_output=True, text=True, env=ENV, cwd=ROOT)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_the_embedded_default_learns(tmp_path):
+    """`make train` in one assertion each: from EM <= 0.25 to >= 0.85, from about 1 search to about 2."""
+    code, _, stderr = finish(start("--out", tmp_path / "r", "--seed", "1"), timeout=1200)
+    assert code == 0, stderr
+    summary = json.loads((tmp_path / "r" / "summary.json").read_text())
+    assert summary["em_start"] <= 0.25 and summary["em_best"] >= 0.85
+    assert summary["searches_start"] < 1.3 and summary["searches_end"] > 1.7
+    assert len(summary["generations"]) >= 3
