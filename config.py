@@ -132,6 +132,8 @@ def wrong(cfg: Config) -> str:
         return f"--loss_agg {cfg.loss_agg}: choose trajectory or token"
     if cfg.tracker not in ("", "wandb", "tensorboard"):
         return f"--tracker {cfg.tracker}: choose wandb or tensorboard"
+    if cfg.device not in ("", "cpu", "cuda"):
+        return f"--device {cfg.device}: choose cpu or cuda"
     at_least_1 = (
         "T", "batch", "mini", "micro_tokens", "max_turns", "max_response", "max_observation", "max_prompt", "topk",
         "max_rows", "N_P", "N_parent", "window", "K_p", "K_e", "failures", "D_B", "top_n", "rounds", "buffer",
@@ -141,13 +143,15 @@ def wrong(cfg: Config) -> str:
         if getattr(cfg, name) < 1:
             return f"--{name} {getattr(cfg, name)}: must be at least 1"
     for name in ("eval_every", "eval_n", "T_e", "beta", "seed", "search_retries", "optimizer_retries"):
-        if getattr(cfg, name) < 0:
+        if not getattr(cfg, name) >= 0:  # nan, too
             return f"--{name} {getattr(cfg, name)}: must not be negative"
     for name in ("lr", "temperature", "tau_s", "eps"):
         if not getattr(cfg, name) > 0:
             return f"--{name} {getattr(cfg, name)}: must be above 0"
     if not 0 <= cfg.warmup < 1:
         return f"--warmup {cfg.warmup}: a share of T, from 0 to below 1"
+    if cfg.max_observation < 32:
+        return f"--max_observation {cfg.max_observation}: must be at least 32, or its closing tag does not fit"
     if cfg.G < 2:
         return f"--G {cfg.G}: an advantage needs a group of at least 2 trajectories (Eq. 3)"
     if cfg.N_parent > cfg.N_P:

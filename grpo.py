@@ -112,7 +112,7 @@ class Learner:
         if self.loss_agg == "trajectory":  # Eq.2: tokens of a trajectory, then the group, then the mini-batch. CHOICE-9
             w = 1.0 / (counts[rows] * n_trajectories)
         else:
-            w = torch.full_like(adv, 1.0 / n_actions)
+            w = torch.full_like(adv, 1.0 / max(1, n_actions))
         targets = ids[:, 1:][mask]
         ref_logp = None
         if self.reference is not None:

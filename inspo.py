@@ -128,7 +128,8 @@ def evolve(s: Session, t: int) -> None:
         P_new += joined
         spare += [(v - r_parent, text, I_parent.id, v) for text, v in scored if (text, I_parent.id, v) not in joined]
         row = {"t": t, "round": round, "parent": I_parent.id, "r_parent": r_parent, "D_B": D_B}
-        s.run.log("reflections", row | {"verified": [{"text": x, "r": v, "joined": v >= r_parent} for x, v in scored]})
+        verified = [{"text": x, "r": v, "joined": (x, I_parent.id, v) in joined} for x, v in scored]
+        s.run.log("reflections", row | {"verified": verified})
 
     spare.sort(reverse=True)
     P_new += [(text, parent, v) for _, text, parent, v in spare][: cfg.N_P - len(P_parent) - len(P_new)]  # CHOICE-6

@@ -90,7 +90,7 @@ class Population:
         return self.ranked()[0]
 
     def state_dict(self) -> dict:
-        return {"family": [asdict(I) for I in self.family], "active": self.active}
+        return {"family": [asdict(I) for I in self.family], "active": list(self.active)}
 
     def load_state_dict(self, state: dict) -> None:
         self.family = [Instruction(**row) for row in state["family"]]

@@ -5,6 +5,7 @@ count, and each candidate has to pass `check`.
 """
 
 import email.utils
+import functools
 import hashlib
 import random
 import re
@@ -42,6 +43,7 @@ List the instruction candidates in <ins_1>...</ins_1> to <ins_{n}>...</ins_{n}> 
 EXAMPLE = "<example>\nResponse: {response}\nCorrect answer: {gold}\n</example>"
 
 
+@functools.cache
 def token_counter() -> tuple[Callable[[str], int], str]:
     """(count, how): tiktoken's o200k_base, or four characters a token where its file cannot be had."""
     try:
@@ -87,13 +89,13 @@ def _middle_out(text: str, keep: int) -> str:
 
 def parse(reply: str) -> list[str]:
     """The texts of a reply's complete `<ins_k>...</ins_k>` blocks, k >= 1, in order; nothing else is taken."""
-    blocks = re.findall(r"<ins_([1-9]\d*)>((?:(?!<ins_\d).)*?)</ins_\1>", reply, re.S)
+    blocks = re.findall(r"<ins_([1-9]\d*)>((?:(?!</?ins_\d).)*)</ins_\1>", reply, re.S)
     return [text.strip() for _, text in blocks]
 
 
 def check(candidate: str, parent: str, taken: set[str], golds: list[str], max_tokens: int, count) -> str:
     """Why a candidate cannot join ("" if it can); `taken` are the texts in use, as `same` writes them."""
-    if not candidate:
+    if not same(candidate):
         return "empty"
     if same(candidate) in taken:
         return "duplicate"
@@ -145,12 +147,15 @@ class Optimizer:
         start = time.time()
         body = {"model": self.model, "messages": [{"role": "user", "content": prompt}]}
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        http = requests.Session()  # a proxy from the environment would be asked even for loopback
+        http.trust_env = not re.match(r"https?://(localhost|127\.0\.0\.1|\[::1\])[:/]", self.url)
         fault, wait = "", 0.0
         for attempt in range(self.retries + 1):
             if attempt:
                 time.sleep(max(wait, self.backoff * 2 ** (attempt - 1) * random.uniform(0.5, 1.5)))
+                wait = 0.0
             try:
-                answer = requests.post(
+                answer = http.post(
                     f"{self.url.rstrip('/')}/chat/completions", json=body, headers=headers, timeout=self.timeout
                 )
                 if answer.status_code == 200:
@@ -168,12 +173,14 @@ class Optimizer:
     def _read(self, answer: requests.Response, prompt: str, key: str, seconds: float) -> dict:
         data = answer.json()
         reply = data["choices"][0]["message"]["content"] or ""
-        usage = data.get("usage") or {}
+        if not isinstance(reply, str):
+            raise TypeError("content is not text")
+        usage = data.get("usage") if isinstance(data.get("usage"), dict) else {}
         return {
             "key": key,
             "reply": reply,
-            "prompt_tokens": usage.get("prompt_tokens", len(prompt) // 4),
-            "completion_tokens": usage.get("completion_tokens", len(reply) // 4),
+            "prompt_tokens": usage.get("prompt_tokens") or len(prompt) // 4,
+            "completion_tokens": usage.get("completion_tokens") or len(reply) // 4,
             "seconds": round(seconds, 3),
             "paid_before": False,
         }

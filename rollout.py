@@ -79,12 +79,12 @@ def observation_ids(tokenizer, documents: list[str], limit: int) -> list[int]:
     head, tail = observation(documents).rsplit("</information>", 1)
     ids = tokenizer(head, add_special_tokens=False)["input_ids"]
     end = tokenizer("</information>" + tail, add_special_tokens=False)["input_ids"]
-    return ids[: limit - len(end)] + end
+    return ids[: max(0, limit - len(end))] + end
 
 
 def query_of(text: str) -> str | None:
     """The query of a turn that ends in a complete `<search>`; None where the turn is no search."""
-    found = re.search(r"<search>((?:(?!<search>).)*)</search>", text, re.S)
+    found = re.search(r"<search>((?:(?!<search>).)*?)</search>", text, re.S)
     return found.group(1).strip() if found else None
 
 
@@ -145,7 +145,8 @@ def _rollout(
             tau.act(ids, logps)
             text = tokenizer.decode(ids, skip_special_tokens=False)
             tau.turns.append({"text": text})
-            if last_answer(text) is not None:
+            tau.prediction = last_answer(text)  # of what it wrote: INVALID and passages may hold an <answer> too
+            if tau.prediction is not None:
                 tau.stop = "answer"
                 continue
             query = query_of(text)
@@ -156,7 +157,7 @@ def _rollout(
                 waiting[k] = None
             else:
                 tau.turns[-1]["query"] = query
-                waiting[k] = search.submit(query)
+                waiting[k] = search.submit(query[:4096])  # more than the server takes
         # Results are taken up in the order of the jobs, so the next turn's batch does not depend on timing.
         for k in sorted(waiting):
             tau, result = trajectories[k], waiting[k]
@@ -173,7 +174,6 @@ def _rollout(
 
     for tau in trajectories:
         tau.response = tokenizer.decode(tau.ids[tau.prompt_tokens :], skip_special_tokens=False)
-        tau.prediction = last_answer(tau.response)
     return trajectories
 
 
@@ -232,7 +232,10 @@ class Search:
             if attempt:
                 self.retried += 1
                 time.sleep(min(8.0, 0.25 * 2**attempt))
-                self.url = (self.revive() or self.url).rstrip("/")
+                try:
+                    self.url = (self.revive() or self.url).rstrip("/")
+                except SystemExit as e:  # in this thread it would end nothing but the thread, and the run would wait
+                    raise SearchDown(f"{self.url}: {e}") from None
             try:
                 answer = self._http.post(f"{self.url}/retrieve", json=body, timeout=self.timeout)
                 if answer.status_code < 500:
@@ -247,6 +250,9 @@ class Search:
             rows = answer.json()["result"]
             if len(rows) != len(queries):
                 raise ValueError(f"{len(rows)} results for {len(queries)} queries")
-            return [[hit["document"]["contents"] for hit in hits] for hits in rows]
+            documents = [[hit["document"]["contents"] for hit in hits] for hits in rows]
+            if not all(isinstance(contents, str) for hits in documents for contents in hits):
+                raise TypeError("contents that are no text")
+            return documents
         except (requests.RequestException, ValueError, KeyError, TypeError) as e:
             raise SearchDown(f"{self.url}/retrieve: not a Search-R1 answer ({type(e).__name__}: {e})") from e

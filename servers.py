@@ -65,6 +65,7 @@ class Child:
     def __init__(self, argv: list[str], log: str | Path, deadline: float = 60.0):
         command = [sys.executable, *argv, "--port", "0", "--child"]
         here = str(Path(__file__).parent)  # for `-m module`, wherever the parent was started
+        here = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
         env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": here}  # one thread: the trainer needs the cores
         pipe = subprocess.PIPE
         with open(log, "ab") as stderr:

@@ -48,15 +48,16 @@ def main() -> None:
             search = Search(server.url, cfg.topk)
 
             def rewards(texts: list[str], questions: list, temperature: float) -> np.ndarray:
+                jobs = [(0, text, q, k) for k, (text, q) in enumerate(zip(texts, questions, strict=True))]
                 taus = rollout(
-                    engine, tokenizer, search, [(0, x, q, k) for k, (x, q) in enumerate(zip(texts, questions, strict=True))],
-                    max_turns=cfg.max_turns, max_response=cfg.max_response, max_observation=cfg.max_observation,
-                    max_prompt=cfg.max_prompt, temperature=temperature, seed=0,
+                    engine, tokenizer, search, jobs, max_turns=cfg.max_turns, max_response=cfg.max_response,
+                    max_observation=cfg.max_observation, max_prompt=cfg.max_prompt, temperature=temperature, seed=0,
                 )  # fmt: skip
                 return np.array([em(tau.prediction, q.golds) for tau, q in zip(taus, questions, strict=True)])
 
             test = load_questions(cfg.test)[: args.questions]
-            print("| clauses | greedy, taught wordings | greedy, held-out wordings | T = 1, taught |\n|---|---|---|---|")
+            print("| clauses | greedy, taught wordings | greedy, held-out wordings | T = 1, taught |")
+            print("|---|---|---|---|")
             for clauses in SETS:
                 row = []
                 for wordings, temperature in (("taught", 0.0), ("unseen", 0.0), ("taught", 1.0)):

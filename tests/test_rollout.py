@@ -45,7 +45,10 @@ def spelled(tokenizer, text):
 
 
 class Script:
-    """An engine that plays given texts: row k's turns are texts[k]. Its log-probs are -1, -2, ... in each turn."""
+    """An engine that plays given texts: row k's turns are texts[k], and the last row ends first.
+
+    Its log-probs are -1, -2, ... in each turn.
+    """
 
     max_rows = 512
 
@@ -58,7 +61,7 @@ class Script:
 
     def generate(self, contexts, max_new, temperature):
         self.contexts.append({row: list(ids) for row, ids in contexts.items()})
-        for row in contexts:
+        for row in reversed(contexts):
             ids = spelled(self.tokenizer, self.texts[row][self.turn])
             yield row, ids, [-1.0 - k for k in range(len(ids))]
         self.turn += 1
@@ -177,6 +180,11 @@ def test_an_invalid_action_gets_a_corrective_message_and_costs_a_turn(tokenizer,
     assert (tau.asked, tau.served, tau.stop) == (1, 0, "turns")
 
 
+def test_an_empty_answer_is_an_answer(tokenizer, search):
+    tau, _ = play(tokenizer, search, "<answer> </answer>", "never")
+    assert (tau.stop, tau.prediction, len(tau.turns)) == ("answer", "", 1)
+
+
 @pytest.mark.parametrize("last", ["<search>c</search>", "no idea"])
 def test_after_max_turns_searches_comes_a_last_turn_in_which_no_search_is_served(tokenizer, server, last):
     sent = []
@@ -206,11 +214,11 @@ def test_a_full_context_ends_the_trajectory_and_never_costs_the_instruction(toke
 
 def test_rows_end_at_different_times_and_only_the_others_go_on(tokenizer, search):
     answer = "<answer>x</answer>"
-    script = [[answer], ["hm", "hm", answer], ["<search>Seine</search>", answer]]
+    script = [[answer], ["hm", "<search>Rhine</search>", answer], ["<search>Seine</search>", "hm", "hm", answer]]
     engine = Script(tokenizer, *script)
     jobs = [(0, "Answer.", ASKED, k) for k in range(3)]
     taus = rollout(engine, tokenizer, search, jobs, **LIMITS)
-    assert [list(rows) for rows in engine.contexts] == [[0, 1, 2], [1, 2], [1]]
+    assert [list(rows) for rows in engine.contexts] == [[0, 1, 2], [1, 2], [1, 2], [2]]  # in the order of the jobs
     assert [[turn["text"] for turn in tau.turns] for tau in taus] == script
     assert [tau.group for tau in taus] == [0, 1, 2]
 
@@ -228,7 +236,7 @@ def test_a_search_leaves_while_other_rows_still_generate(tokenizer, search):
 
     a, b, answer = "<search>a</search>", "<search>b</search>", "<answer>x</answer>"
     rollout(Slow(tokenizer, [a, answer], [b, answer]), tokenizer, search, [(0, "", ASKED, 0)] * 2, **LIMITS)
-    assert events[:4] == ["a", 0, "b", 1]
+    assert events[:4] == ["b", 1, "a", 0]
 
 
 @pytest.mark.parametrize(
@@ -374,7 +382,7 @@ class Handler(BaseHTTPRequestHandler):
         if fault == "drop":
             return
         if fault == "hang":
-            time.sleep(0.5)
+            time.sleep(0.8)
         status = fault if isinstance(fault, int) else 200
         hits = [[{"document": {"id": "0", "contents": f'"{q}"\nText.'}, "score": 1.0}] for q in body["queries"]]
         answer = fault.encode() if isinstance(fault, str) and fault != "hang" else json.dumps({"result": hits}).encode()
@@ -419,7 +427,7 @@ def wait_until(condition):
 
 def test_a_query_brings_its_passages(retriever):
     server = retriever()
-    assert Search(server.url + "/", topk=5).submit("who").result(5) == ['"who"\nText.']
+    assert Search(server.url + "/", topk=5).submit("who").result(10) == ['"who"\nText.']
     assert server.body == {"queries": ["who"], "topk": 5, "return_scores": True}
 
 
@@ -432,9 +440,9 @@ def test_queries_that_wait_leave_together_and_a_duplicate_in_flight_is_sent_once
     futures = {query: search.submit(query) for query in "bcd"}
     assert search.submit("a") is first and search.submit("c") is futures["c"]
     server.gate.set()
-    assert {query: future.result(5) for query, future in futures.items()} == {q: [f'"{q}"\nText.'] for q in "bcd"}
+    assert {query: future.result(10) for query, future in futures.items()} == {q: [f'"{q}"\nText.'] for q in "bcd"}
     assert server.batches == [["a"], ["b", "c", "d"]]
-    search.submit("a").result(5)  # answered before: nothing is under way, so it is asked again
+    search.submit("a").result(10)  # answered before: nothing is under way, so it is asked again
     assert server.batches[2:] == [["a"]]
 
 
@@ -446,15 +454,15 @@ def test_a_batch_is_bounded(retriever):
     wait_until(lambda: server.batches)
     futures += [search.submit(f"q{k}") for k in range(600)]
     server.gate.set()
-    assert [future.result(5)[0] for future in futures[1:]] == [f'"q{k}"\nText.' for k in range(600)]
+    assert [future.result(10)[0] for future in futures[1:]] == [f'"q{k}"\nText.' for k in range(600)]
     assert [len(batch) for batch in server.batches] == [1, 256, 256, 88]
 
 
 @pytest.mark.parametrize("fault", [500, 503, "drop", "hang"])
 def test_a_fault_that_can_pass_is_retried(retriever, naps, fault):
     server = retriever(fault, fault)
-    search = Search(server.url, topk=3, timeout=0.2, retries=3)
-    assert search.submit("who").result(5) == ['"who"\nText.']
+    search = Search(server.url, topk=3, timeout=0.4 if fault == "hang" else 10, retries=3)
+    assert search.submit("who").result(10) == ['"who"\nText.']
     assert server.batches == [["who"]] * 3 and search.retried == 2
     assert naps == [0.5, 1.0]  # longer each time
 
@@ -462,18 +470,18 @@ def test_a_fault_that_can_pass_is_retried(retriever, naps, fault):
 @pytest.mark.parametrize("fault, told", [(500, "HTTP 500"), ("drop", "ConnectionError"), ("hang", "ReadTimeout")])
 def test_a_fault_that_stays_is_search_down(retriever, naps, fault, told):
     server = retriever(*[fault] * 8)
-    search = Search(server.url, topk=3, timeout=0.1, retries=2)
+    search = Search(server.url, topk=3, timeout=0.4 if fault == "hang" else 10, retries=2)
     with pytest.raises(SearchDown, match=f"{server.url}/retrieve: {told}, 3 times"):
-        search.submit("who").result(5)
+        search.submit("who").result(10)
     assert naps == [0.5, 1.0] and len(server.batches) == 3
     server.faults.clear()
-    assert search.submit("who").result(5)  # the client itself is well
+    assert search.submit("who").result(10)  # the client itself is well
 
 
 def test_back_off_is_bounded(naps):
     search = Search("http://127.0.0.1:9", topk=3)  # nobody listens there
     with pytest.raises(SearchDown, match="ConnectionError, 7 times"):
-        search.submit("who").result(5)
+        search.submit("who").result(10)
     assert naps == [0.5, 1, 2, 4, 8, 8]
 
 
@@ -481,7 +489,7 @@ def test_back_off_is_bounded(naps):
 def test_a_refusal_is_not_retried(retriever, status):
     server = retriever(status)
     with pytest.raises(SearchDown, match=str(status)):
-        Search(server.url, topk=3).submit("who").result(5)
+        Search(server.url, topk=3).submit("who").result(10)
     assert len(server.batches) == 1
 
 
@@ -496,7 +504,7 @@ def test_a_refusal_is_not_retried(retriever, status):
 def test_an_answer_that_is_not_search_r1s_is_search_down(retriever, body):
     server = retriever(body)
     with pytest.raises(SearchDown, match="not a Search-R1 answer"):
-        Search(server.url, topk=3).submit("who").result(5)
+        Search(server.url, topk=3).submit("who").result(10)
     assert len(server.batches) == 1
 
 
@@ -504,7 +512,7 @@ def test_before_a_retry_the_server_is_revived_and_its_new_url_used(retriever):
     new = retriever()
     urls = ["", new.url + "/"]  # the first attempt to revive it changes nothing
     search = Search("http://127.0.0.1:9", topk=3, revive=lambda: urls.pop(0))
-    assert search.submit("who").result(5) == ['"who"\nText.']
+    assert search.submit("who").result(10) == ['"who"\nText.']
     assert not urls and search.url == new.url and search.retried == 2
 
 
@@ -514,13 +522,13 @@ def test_a_server_that_cannot_be_revived_is_search_down():
 
     search = Search("http://127.0.0.1:9", topk=3, revive=revive)
     with pytest.raises(SearchDown, match="no memory"):
-        search.submit("who").result(5)
+        search.submit("who").result(10)
 
 
 def test_a_proxy_of_the_environment_is_not_asked(retriever, monkeypatch):
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
-    assert Search(retriever().url, topk=3, retries=0).submit("who").result(5)
+    assert Search(retriever().url, topk=3, retries=0).submit("who").result(10)
 
 
 def test_a_trajectory_is_never_finished_without_its_results(retriever, tokenizer):

@@ -19,7 +19,7 @@ OBEY = {
     "full": {"cont": 0.99, "early": 0.02, None: 0.20},
     "plan": {"plan": 0.97, None: 0.03},
 }
-MISREAD = 0.20  # an agent that writes no note takes its fact from a look-alike passage this often
+MISREAD = 0.30  # an agent that writes no note takes its fact from a look-alike passage this often
 
 
 def random_clauses(rng: random.Random) -> list[str]:
