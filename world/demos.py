@@ -26,7 +26,7 @@ def random_clauses(rng: random.Random) -> list[str]:
     """A random set of clauses, never all of BEST."""
     while True:
         chosen = [
-            rng.choices(["entity", "whole", "memory", None], [0.50, 0.18, 0.07, 0.25])[0],
+            rng.choices(["entity", "whole", "memory", None], [0.58, 0.15, 0.05, 0.22])[0],
             rng.choices(["state", "terse", None], [0.50, 0.12, 0.38])[0],
             rng.choices(["exact", "verbose", None], [0.50, 0.15, 0.35])[0],
             rng.choices(["cont", "early", None], [0.45, 0.17, 0.38])[0],

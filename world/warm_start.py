@@ -26,6 +26,7 @@ from world.tokenizer import build_tokenizer, save_tokenizer
 
 FILES = Path(__file__).parent / "files"
 N_WORLDS = 300
+DECIDE = 3.0  # weight of the tags with which the agent decides what to do next: one token, rarely seen
 OTHER = 0.1  # weight of the loss on tokens that the agent did not write: they teach copying, too
 COPY, ONE, THREE = 0.06, 0.14, 0.22  # share of the tokens at which each lesson ends
 
@@ -45,6 +46,7 @@ def lessons(rng: random.Random, worlds: list[World], tokenizer, total: int, batc
     """Batches [(ids, weights)] of about `batch` tokens, in three lessons: copy, one hop, all hops."""
     given = 0
     agent_end = [tokenizer.eos_token_id]
+    decisions = set(tokenizer.convert_tokens_to_ids(["<think>", "<search>", "<answer>"]))
     while given < total:
         share = given / total
         if share < COPY:  # repeat a random string: where attention learns to copy, without which nothing follows
@@ -64,7 +66,7 @@ def lessons(rng: random.Random, worlds: list[World], tokenizer, total: int, batc
                 texts = tokenizer([text for text, _ in parts], add_special_tokens=False)["input_ids"]
                 for (_, by_agent), part in zip(parts, texts, strict=True):
                     ids += part
-                    weights += [1.0 if by_agent else OTHER] * len(part)
+                    weights += [(DECIDE if t in decisions else 1.0) if by_agent else OTHER for t in part]
                 rows.append((ids + agent_end, weights + [1.0]))
             rows.sort(key=lambda row: len(row[0]))
             batches, current = [], []
