@@ -231,7 +231,7 @@ def test_own_data_own_model_and_any_chat_endpoint_through_the_same_command(tmp_p
     for name in ("train", "test", "corpus"):
         flags += [f"--{name}", FIXTURE / f"{name}.jsonl"]
     flags += "--T 2 --batch 4 --mini 2 --G 2 --K_p 1 --K_e 1 --T_e 2 --D_B 3 --max_response 24 --max_prompt 900".split()
-    flags += "--max_observation 120 --rounds 1 --eval_n 2 --device cpu --save_every 1".split()
+    flags += "--max_observation 120 --failures 2 --rounds 1 --eval_n 2 --device cpu --save_every 1".split()
     code, stdout, stderr = finish(start(*flags, env=env))
     server.shutdown()
     assert code == 0, stderr
@@ -246,7 +246,8 @@ def test_own_data_own_model_and_any_chat_endpoint_through_the_same_command(tmp_p
 
 
 BAD = [
-    (["--model", "/no/such/model"], "/no/such/model"),
+    (["--model", "/no/such/model", "--train", "FILES/train.jsonl", "--test", "FILES/test.jsonl",
+      "--corpus", "FILES/corpus.jsonl", "--mode", "static"], "--model /no/such/model: no causal LM"),
     (["--train", "BADROW"], "bad.jsonl:2"),
     (["--corpus", "BADROW"], "bad.jsonl:2"),
     (["--out", "/proc/none"], "/proc/none"),
@@ -258,13 +259,14 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize("flags, says", BAD, ids=[" ".join(f) for f, _ in BAD])
+@pytest.mark.parametrize("flags, says", BAD, ids=[" ".join(f[:2]) for f, _ in BAD])
 def test_bad_input_is_one_line_and_leaves_nothing(tmp_path, flags, says):
     row = json.dumps({"id": "1", "contents": '"A"\nb', "question": "q", "golden_answers": ["a"]})
     (tmp_path / "bad.jsonl").write_text(row + "\n{oops\n")
     (tmp_path / "file").write_text("")
     paths = {"BADROW": "bad.jsonl", "FILE": "file", "EMPTY": "empty"}
     flags = [str(tmp_path / paths[flag]) if flag in paths else flag for flag in flags]
+    flags = [flag.replace("FILES", str(FIXTURE)) for flag in flags]
     out = [] if "--out" in flags else ["--out", tmp_path / "r"]
     code, stdout, stderr = finish(start(*flags, *out, *SMALL))
     assert code != 0 and says in stderr and stdout == ""

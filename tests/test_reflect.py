@@ -567,7 +567,7 @@ def test_with_tiktoken_tokens_are_counted_and_its_special_tokens_are_ordinary_te
         "bytes", pat_str=r"[\s\S]", mergeable_ranks={bytes([i]): i for i in range(256)}, special_tokens={"<|end|>": 256}
     )
     monkeypatch.setattr(tiktoken, "get_encoding", {"o200k_base": bytes_}.__getitem__)
-    count, how = token_counter()
+    count, how = token_counter.__wrapped__()  # past its cache
     assert how == "tiktoken"
     assert count("hello") == 5
     assert count("<|end|>") == 7
