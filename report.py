@@ -19,6 +19,7 @@ def step_metrics(taus: list[Trajectory], asked: dict[str, Question], rewards, P:
         "f1": sum(f1(tau.prediction, asked[tau.question].golds) for tau in taus) / n,
         "searches": sum(tau.served for tau in taus) / n,
         "answered": sum(tau.stop == "answer" for tau in taus) / n,
+        "valid_actions": 1 - sum(tau.invalid for tau in taus) / max(1, sum(len(tau.turns) for tau in taus)),
         "response_tokens": sum(sum(tau.mask) for tau in taus) / n,
         "context_tokens": sum(len(tau.ids) for tau in taus) / n,
         "zero_variance_groups": sum(len({tau.reward for tau in g}) == 1 for g in groups) / len(groups),

@@ -35,6 +35,7 @@ class Trajectory:
     turns: list[dict] = field(default_factory=list)  # what was done: text, query, documents
     asked: int = 0  # searches the policy wrote
     served: int = 0  # searches that were answered (one in the last turn is not)
+    invalid: int = 0  # turns that were neither a search nor an answer
     stop: str = ""  # "answer", "turns", "length" (context full)
     response: str = ""  # everything after the prompt
     prediction: str | None = None
@@ -151,6 +152,7 @@ def _rollout(
                 continue
             query = query_of(text)
             tau.asked += query is not None
+            tau.invalid += query is None
             if turn == max_turns:
                 tau.stop = "turns"
             elif query is None:

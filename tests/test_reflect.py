@@ -555,7 +555,7 @@ def test_without_tiktoken_or_its_encodings_tokens_are_estimated(monkeypatch):
 
     for module in (None, Unreachable):  # None: not installed
         monkeypatch.setitem(sys.modules, "tiktoken", module)
-        count, how = token_counter()
+        count, how = token_counter.__wrapped__()
         assert "estimate" in how
         assert count("") >= 0
         assert 90 <= count("word " * 80) <= 110

@@ -177,7 +177,7 @@ def test_the_observation_limit_holds_in_a_rollout(tokenizer, search):
 def test_an_invalid_action_gets_a_corrective_message_and_costs_a_turn(tokenizer, search):
     tau, _ = play(tokenizer, search, "I think so.", "<search>Seine</search>", max_turns=1)
     assert tau.response == "I think so." + INVALID + "<search>Seine</search>"
-    assert (tau.asked, tau.served, tau.stop) == (1, 0, "turns")
+    assert (tau.asked, tau.served, tau.invalid, tau.stop) == (1, 0, 1, "turns")
 
 
 def test_an_empty_answer_is_an_answer(tokenizer, search):
