@@ -103,7 +103,7 @@ def evolve(s: Session, t: int) -> None:
     P_new: list[tuple[str, int, float]] = []  # (text, parent, verified)
     spare: list[tuple[float, str, int, float]] = []  # scored, but short of the parent: (margin, text, parent, verified)
     taken = {same(I.text) for I in P_parent}
-    note = ""
+    note, r_parent = "", 0.0
     for round in range(cfg.rounds):
         places = cfg.N_P - len(P_parent) - len(P_new)
         if places == 0:  # Alg.1 L18
@@ -138,7 +138,7 @@ def evolve(s: Session, t: int) -> None:
         return
     P.succeed(P_parent, t)
     came = [P.join(text, parent, t, v) for text, parent, v in P_new]  # Alg.1 L23
-    text = f"parent {', '.join(f'#{I.id}' for I in P_parent)}; {len(came)} came, with their reward on D_B"
+    text = f"parent {', '.join(f'#{I.id}' for I in P_parent)} ({r_parent:.2f} on D_B); {len(came)} came"
     if len(P) < cfg.N_P:
         text += f"; {cfg.N_P - len(P)} places stay empty: {note or 'too few candidates'}"
     for I in came:

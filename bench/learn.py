@@ -57,7 +57,7 @@ def draw(runs: dict[tuple[str, str], list[Path]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--lr", nargs="*", default=["6e-5", "3e-4"])
+    parser.add_argument("--lr", nargs="*", default=["1e-4", "3e-4"])
     parser.add_argument("--every", type=int, default=6, help="steps between held-out evaluations")
     parser.add_argument("--out", type=Path, default=HERE / "runs" / "bench-learn")
     parser.add_argument("--picture", type=Path, default=HERE / "assets" / "learning.png")
