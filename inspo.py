@@ -195,7 +195,11 @@ def main(argv: list[str] | None = None) -> None:
     name = next((k for k, v in PRESETS.items() if v["model"] == cfg.model), Path(cfg.model).name)
     train, test = load_questions(cfg.train), load_questions(cfg.test)
     first = Path(cfg.instruction).read_text().strip() if cfg.instruction else SEARCH_R1
+    if not first:
+        sys.exit(f"--instruction {cfg.instruction}: the file is empty")
     device = cfg.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        sys.exit("--device cuda: torch finds no CUDA device here; leave it out, or choose cpu")
     theta_0, tokenizer = load_policy(cfg.model, device)
     run = Run(cfg, name)
     try:

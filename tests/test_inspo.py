@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import torch
 
 from run import read_jsonl
 from servers import Child
@@ -256,7 +257,10 @@ BAD = [
     (["--out", "FILE"], "cannot write"),
     (["--resume", "--out", "EMPTY"], "holds no run"),
     (["--tracker", "wandb"], "not installed"),
+    (["--instruction", "FILE"], "is empty"),
 ]
+if not torch.cuda.is_available():
+    BAD.append((["--device", "cuda"], "no CUDA device"))
 
 
 @pytest.mark.parametrize("flags, says", BAD, ids=[" ".join(f[:2]) for f, _ in BAD])
