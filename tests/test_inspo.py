@@ -49,6 +49,10 @@ def wait_for_step(path: Path, t: int, process: subprocess.Popen) -> None:
     raise AssertionError(f"step {t} was not reached: {finish(process)[2]}")
 
 
+def children_of(process: subprocess.Popen) -> list[str]:
+    return Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """One uninterrupted small run."""
@@ -155,8 +159,9 @@ def test_our_own_retriever_is_restarted_when_it_dies(whole, tmp_path):
     out = tmp_path / "r"
     process = start("--out", out, *SMALL)
     wait_for_step(out, 2, process)
-    child = subprocess.run(["pgrep", "-P", str(process.pid), "-f", "retrieval_server"], capture_output=True, text=True)
-    os.kill(int(child.stdout.split()[0]), signal.SIGKILL)
+    for pid in children_of(process):
+        if b"retrieval_server" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            os.kill(int(pid), signal.SIGKILL)
     code, _, stderr = finish(process)
     assert code == 0, stderr
     mine, theirs = metrics(out), metrics(whole[0])
@@ -188,7 +193,7 @@ def test_ctrl_c_saves_and_leaves_no_process(tmp_path):
     out = tmp_path / "r"
     process = start("--out", out, *SMALL)
     wait_for_step(out, 1, process)
-    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    children = children_of(process)
     assert len(children) == 2
     process.send_signal(signal.SIGINT)
     code, _, stderr = finish(process)
