@@ -20,6 +20,8 @@ import requests
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from retrieval.corpus import Corpus
+from retrieval.index import BM25
 from servers import Child, listen
 
 ROOT = Path(__file__).parents[1]
@@ -294,13 +296,11 @@ def run_server(*arguments):
     ],
 )
 def test_a_bad_corpus_is_refused_in_one_line(tmp_path, content, complaint):
-    from retrieval_server import load_corpus, make_app
-
     path = tmp_path / "corpus.jsonl"
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(SystemExit) as refused:
-        make_app(load_corpus(str(path)), topk=3)
+        BM25.build(Corpus(path).texts())
     message = str(refused.value)
     assert complaint.lower() in message.lower() and "\n" not in message and ";" in message
     assert str(path) in message or "word" in complaint
@@ -396,6 +396,7 @@ def test_ctrl_c_ends_a_server_started_by_hand(tmp_path):
     corpus = write_corpus(tmp_path / "c", PASSAGES[:5])
     command = [sys.executable, SERVER, "--corpus", corpus, "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == f"5 passages of {corpus}, bm25\n"
         url = re.fullmatch(r"listening on (http://127\.0\.0\.1:\d+)\n", process.stdout.readline())[1]
         assert requests.get(url + "/health", timeout=5).status_code == 200
         process.send_signal(signal.SIGINT)

@@ -1,0 +1,1 @@
+"""What `retrieval_server.py` is made of: passages on disk, encoders, indexes, and how an index is built."""

@@ -1,0 +1,81 @@
+"""Text -> vectors: a BERT-type Hugging Face model with the prefixes and the pooling of its family."""
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModel, AutoTokenizer
+from transformers.utils import logging
+
+FAMILIES = {  # query prefix, passage prefix, pooling
+    "e5": ("query: ", "passage: ", "mean"),  # arXiv 2212.03533
+    "bge": ("Represent this sentence for searching relevant passages: ", "", "cls"),  # arXiv 2309.07597, English v1.5
+    "plain": ("", "", "mean"),  # sentence-transformers' MiniLM, MPNet and others
+}
+
+
+def family_of(model: str) -> str:
+    """The family that a model's name tells: "e5", "bge", else "plain"."""
+    name = model.rstrip("/").rsplit("/", 1)[-1].lower()
+    return next((family for family in ("e5", "bge") if family in name), "plain")
+
+
+class Encoder:
+    """Encodes queries and passages as rows of length 1: the inner product of two is their cosine.
+
+    `family` is a key of FAMILIES, or "" for the one that the name tells; texts are cut to `max_length` tokens.
+    fp16 on a GPU, fp32 on the CPU. SystemExit where the model cannot be loaded.
+    """
+
+    def __init__(self, model: str, family: str = "", max_length: int = 256, device: str = ""):
+        self.name, self.family = model, family or family_of(model)
+        self.query_prefix, self.passage_prefix, self.pooling = FAMILIES[self.family]
+        self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()  # the pooler's weights, which nothing here uses, are often absent
+        try:
+            config = AutoConfig.from_pretrained(model)
+            if config.is_encoder_decoder or config.is_decoder:
+                raise ValueError(f"a {config.model_type} is no encoder of the BERT type")
+            self._tokenizer = AutoTokenizer.from_pretrained(model)
+            dtype = torch.float16 if self.device.startswith("cuda") else torch.float32
+            self._model = AutoModel.from_pretrained(model, dtype=dtype).to(self.device).eval()
+        except (OSError, ValueError, KeyError, RuntimeError) as e:
+            why = next((line for line in str(e).splitlines() if line.strip()), type(e).__name__)
+            todo = "give a Hugging Face id or a local directory of a BERT-type model"
+            raise SystemExit(f"--encoder {model}: {why.rstrip('.')}; {todo}") from None
+        self.dimension: int = config.hidden_size
+        self.max_length = min(max_length, self._tokenizer.model_max_length, config.max_position_embeddings)
+        # tokens of a forward pass: enough to fill a GPU; a CPU's caches like few
+        self._budget = 1 << 16 if self.device.startswith("cuda") else 1 << 11
+
+    def queries(self, texts: list[str]) -> np.ndarray:
+        """Returns the vectors (N, d), fp32, of queries."""
+        return self._encode([self.query_prefix + text for text in texts])
+
+    def passages(self, texts: list[str]) -> np.ndarray:
+        """Returns the vectors (N, d), fp32, of passages."""
+        return self._encode([self.passage_prefix + text for text in texts])
+
+    @torch.inference_mode()
+    def _encode(self, texts: list[str]) -> np.ndarray:
+        ids = self._tokenizer(texts, truncation=True, max_length=self.max_length)["input_ids"] if texts else []
+        order = sorted(range(len(ids)), key=lambda k: len(ids[k]))  # of like length together: little padding
+        out = np.empty((len(ids), self.dimension), dtype=np.float32)
+        first = 0
+        while first < len(order):
+            last = first + 1
+            while last < len(order) and (last + 1 - first) * len(ids[order[last]]) <= self._budget:
+                last += 1
+            rows = order[first:last]
+            out[rows] = self._forward([ids[k] for k in rows])
+            first = last
+        return out
+
+    def _forward(self, rows: list[list[int]]) -> np.ndarray:
+        padded = self._tokenizer.pad({"input_ids": rows}, return_tensors="pt").to(self.device)
+        hidden = self._model(**padded).last_hidden_state.float()  # (B, T, d)
+        if self.pooling == "cls":
+            pooled = hidden[:, 0]  # (B, d)
+        else:
+            mask = padded["attention_mask"][..., None]  # (B, T, 1)
+            pooled = (hidden * mask).sum(1) / mask.sum(1)  # (B, d)
+        return torch.nn.functional.normalize(pooled, dim=-1).cpu().numpy()

@@ -1,0 +1,103 @@
+"""Passages -> vectors: encoded by one process a device, written in place into a flat FAISS index file, resumable."""
+
+import multiprocessing
+import os
+import signal
+import threading
+from multiprocessing.connection import wait
+from pathlib import Path
+
+import faiss
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from retrieval.corpus import Corpus
+from retrieval.encoder import Encoder
+
+CHUNK = 1024  # passages that are encoded, written and marked as done together
+
+
+def flat_header(n: int, d: int) -> bytes:
+    """The first bytes of FAISS's file of a flat inner-product index; n vectors of d fp32 numbers follow."""
+    one = faiss.IndexFlatIP(d)
+    one.add(np.zeros((1, d), dtype=np.float32))
+    header = bytearray(faiss.serialize_index(one).tobytes()[: -4 * d])
+    for at, there, value in ((8, 1, n), (len(header) - 8, d, n * d)):  # the number of vectors; of fp32 numbers
+        if int.from_bytes(header[at : at + 8], "little") != there:
+            raise SystemExit(f"faiss {faiss.__version__} writes flat indexes differently; install 1.15.1")
+        header[at : at + 8] = value.to_bytes(8, "little")
+    return bytes(header)
+
+
+def vectors_of(path: Path, d: int) -> np.ndarray:
+    """The vectors (N, d) of a flat index file, memory-mapped."""
+    return np.memmap(path, dtype="<f4", mode="r", offset=len(flat_header(1, d))).reshape(-1, d)
+
+
+def _work(plan: dict, partial: str, device: str, threads: int, todo: list[int], taken) -> None:
+    """A process that encodes the chunks of `todo` that no other has taken yet."""
+    parent = multiprocessing.parent_process().sentinel
+    threading.Thread(target=lambda: (wait([parent]), os._exit(1)), daemon=True).start()  # ends when `build` ends
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for `build` to answer
+    torch.set_num_threads(threads)
+    corpus = Corpus(plan["corpus"])
+    encoder = Encoder(plan["encoder"], plan["family"], plan["max_length"], device)
+    d = encoder.dimension
+    header = len(flat_header(1, d))
+    vectors = os.open(f"{partial}/vectors.faiss", os.O_WRONLY)
+    done = os.open(f"{partial}/done", os.O_WRONLY)
+    while True:
+        with taken.get_lock():
+            k = taken.value
+            taken.value += 1
+        if k >= len(todo):
+            return
+        first = todo[k] * CHUNK
+        x = encoder.passages(list(corpus.texts(first, min(first + CHUNK, len(corpus)))))
+        view, at = memoryview(np.ascontiguousarray(x)).cast("B"), header + 4 * d * first
+        while view:  # one write may take less than all
+            written = os.pwrite(vectors, view, at)
+            view, at = view[written:], at + written
+        os.fsync(vectors)  # the mark must not reach the disk before the vectors
+        os.pwrite(done, b"\1", todo[k])
+
+
+def encode(plan: dict, partial: Path, n: int, d: int, devices: list[str]) -> None:
+    """Fills `partial/vectors.faiss` with one process a device; SystemExit if one of them ends early."""
+    path, chunks = partial / "vectors.faiss", -(-n // CHUNK)
+    if not (partial / "done").exists():
+        with open(path, "wb") as f:
+            f.write(flat_header(n, d))
+            f.truncate(len(flat_header(n, d)) + 4 * d * n)
+        (partial / "done").write_bytes(bytes(chunks))
+    done = np.memmap(partial / "done", dtype=np.uint8, mode="r")
+    todo = np.flatnonzero(done == 0).tolist()
+    if not todo:
+        return
+    spawn = multiprocessing.get_context("spawn")
+    taken = spawn.Value("q", 0)
+    threads = max(1, torch.get_num_threads() // len(devices))
+    workers = [
+        spawn.Process(target=_work, args=(plan, str(partial), device, threads, todo, taken), daemon=True)
+        for device in devices[: len(todo)]
+    ]
+    for worker in workers:
+        worker.start()
+
+    def passages() -> int:
+        return min(n, int(done.sum()) * CHUNK)
+
+    with tqdm(total=n, initial=passages(), desc="encoding", unit=" passages") as bar:
+        while any(worker.exitcode is None for worker in workers):
+            wait([worker.sentinel for worker in workers if worker.exitcode is None], timeout=0.5)
+            if more := passages() - bar.n:
+                bar.update(more)
+            if failed := [worker for worker in workers if worker.exitcode]:
+                for worker in workers:
+                    worker.terminate()
+                raise SystemExit(
+                    f"an encoding process ended with code {failed[0].exitcode}; what is encoded is kept: "
+                    "run the same command again (with fewer --workers if memory ran out)"
+                )
+        bar.update(passages() - bar.n)
