@@ -33,7 +33,7 @@ class Config:
     train: str = knob("", "training questions, .jsonl or .parquet")
     test: str = knob("", "held-out questions, .jsonl or .parquet")
     corpus: str = knob("", "passages, .jsonl: the run serves them with BM25 (not with --retriever)")
-    retriever: str = knob("", "URL of a search server that runs already, as http://host:port")
+    retriever: str = knob("", "URL of a running search server, http://host:port; more with commas, for when it fails")
     optimizer_model: str = knob("", "model name at OPENAI_BASE_URL; 'scripted' starts the world's own server")
     instruction: str = knob("", "file with the first instruction; empty: Search-R1's (App. F)")
     out: str = knob("", "directory of the run; empty: runs/<time>-<model>-<mode>")

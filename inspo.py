@@ -270,7 +270,7 @@ def go(cfg: Config, run: Run, name: str, train, test, first: str, theta_0, token
     bar.write(
         f"INSPO, mode {cfg.mode}: {name} ({n / 1e6:,.2f}M parameters, {device}, torch engine) "
         f"on {len(train)} questions, {len(test)} held out\n"
-        f"search: {search.url}{'' if cfg.retriever else ' (BM25 over ' + cfg.corpus + ', started by this run)'}\n"
+        f"search: {cfg.retriever or f'{search.urls[0]} (BM25 over {cfg.corpus}, started by this run)'}\n"
         f"optimizer: {f'{cfg.optimizer_model} at {optimizer.url} (tokens: {counted})' if optimizer else 'none'}\n"
         f"{cfg.T} steps of {cfg.batch} questions x {cfg.G}, seed {cfg.seed}; everything goes to {run.path}"
     )
@@ -301,7 +301,7 @@ def go(cfg: Config, run: Run, name: str, train, test, first: str, theta_0, token
     def after_step(t: int, metrics: dict, clock: list[float]) -> None:
         parts = zip(("rollout", "update", "evolve"), clock, clock[1:], strict=False)
         metrics |= {f"time/{part}": end - begin for part, begin, end in parts}
-        metrics |= {"time/total": spent + time.time() - started, "search/retried": search.retried}
+        metrics |= {"time/total": spent + time.time() - started, "search/faults": search.faults}
         if cfg.eval_every and t % cfg.eval_every == 0 and t < cfg.T:
             metrics |= {f"test/{k}": v for k, v in s.evaluate(s.P.best().text, t).items()}
         run.log("metrics", {"t": t} | metrics)

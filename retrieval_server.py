@@ -29,7 +29,7 @@ from typing import Annotated
 from cachetools import LRUCache
 from fastapi import FastAPI, HTTPException, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from pydantic import BaseModel, Field
 
@@ -243,9 +243,9 @@ def make_app(corpus: Corpus, index, topk: int, *, max_batch=256, max_wait=0.002,
     async def health() -> dict[str, str | int]:
         return {"status": "ok", "passages": len(corpus), "index": index.name}
 
-    @app.get("/metrics")
-    async def show_metrics() -> Response:
-        return Response(generate_latest(metrics.registry), media_type="text/plain; version=0.0.4")
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def show_metrics() -> PlainTextResponse:
+        return PlainTextResponse(generate_latest(metrics.registry), media_type="text/plain; version=0.0.4")
 
     return app
 

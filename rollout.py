@@ -187,14 +187,17 @@ class Search:
     """Client of POST /retrieve: queries in, passages out.
 
     One thread sends whatever has queued up since its last request as one request, so batches form by themselves
-    under load and a lone query leaves at once; a query that is already under way is not sent again. Faults that
-    can pass (connection, timeout, 5xx) are retried with exponential back-off; `revive` is called before each retry
-    (the run restarts its own server there) and may give a new URL. After `retries` the futures raise SearchDown.
+    under load and a lone query leaves at once; a query that is already under way is not sent again. `url` may name
+    several servers, with commas: after a fault that can pass (connection, timeout, 5xx) the next one is asked. When
+    all have failed they are tried again, with exponential back-off or after the seconds of Retry-After; `revive` is
+    called before (the run restarts its own server there) and may give a new URL. After `retries` such rounds the
+    futures raise SearchDown.
     """
 
     def __init__(self, url: str, topk: int, timeout: float = 30, retries: int = 6, revive=lambda: ""):
-        self.url, self.topk, self.timeout, self.retries, self.revive = url.rstrip("/"), topk, timeout, retries, revive
-        self.retried = 0  # faults so far, for the metrics
+        self.urls = [u.strip().rstrip("/") for u in url.split(",")]  # the first is in use
+        self.topk, self.timeout, self.retries, self.revive = topk, timeout, retries, revive
+        self.faults = 0  # requests that failed, for the metrics
         self._http = requests.Session()
         self._http.trust_env = False  # a proxy from the environment would be asked even for loopback
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
@@ -229,32 +232,44 @@ class Search:
 
     def _retrieve(self, queries: list[str]) -> list[list[str]]:
         body = {"queries": queries, "topk": self.topk, "return_scores": True}
-        fault = ""
+        pause = 0.0  # what the servers asked for
         for attempt in range(self.retries + 1):
             if attempt:
-                self.retried += 1
-                time.sleep(min(8.0, 0.25 * 2**attempt))
+                time.sleep(max(pause, min(8.0, 0.25 * 2**attempt)))
                 try:
-                    self.url = (self.revive() or self.url).rstrip("/")
+                    self.urls[0] = (self.revive() or self.urls[0]).rstrip("/")
                 except SystemExit as e:  # in this thread it would end nothing but the thread, and the run would wait
-                    raise SearchDown(f"{self.url}: {e}") from None
-            try:
-                answer = self._http.post(f"{self.url}/retrieve", json=body, timeout=self.timeout)
-                if answer.status_code < 500:
-                    break
-                fault = f"HTTP {answer.status_code}"
-            except requests.RequestException as e:
-                fault = type(e).__name__
-        else:
-            raise SearchDown(f"{self.url}/retrieve: {fault}, {self.retries + 1} times")
+                    raise SearchDown(f"{self.urls[0]}: {e}") from None
+                pause = 0.0
+            for _ in self.urls:
+                answer, fault = self._post(body)
+                if not fault:
+                    return self._documents(answer, len(queries))
+                self.faults += 1
+                after = "" if answer is None else answer.headers.get("Retry-After", "")
+                pause = max(pause, min(60.0, float(after)) if after.isdecimal() else 0.0)
+                self.urls.append(self.urls.pop(0))
+        raise SearchDown(f"{' and '.join(self.urls)}/retrieve: {fault}, {self.retries + 1} times")
+
+    def _post(self, body: dict) -> tuple[requests.Response | None, str]:
+        """The answer of the server in use, and the fault if it is one that can pass."""
+        try:
+            timeout = (min(5, self.timeout), self.timeout)  # to connect, to answer
+            answer = self._http.post(f"{self.urls[0]}/retrieve", json=body, timeout=timeout)
+            return answer, f"HTTP {answer.status_code}" if answer.status_code >= 500 else ""
+        except requests.RequestException as e:
+            return None, type(e).__name__
+
+    def _documents(self, answer: requests.Response, n: int) -> list[list[str]]:
+        """The passages of n queries; SearchDown where the answer is not Search-R1's."""
         try:
             answer.raise_for_status()
             rows = answer.json()["result"]
-            if len(rows) != len(queries):
-                raise ValueError(f"{len(rows)} results for {len(queries)} queries")
+            if len(rows) != n:
+                raise ValueError(f"{len(rows)} results for {n} queries")
             documents = [[hit["document"]["contents"] for hit in hits] for hits in rows]
             if not all(isinstance(contents, str) for hits in documents for contents in hits):
                 raise TypeError("contents that are no text")
             return documents
         except (requests.RequestException, ValueError, KeyError, TypeError) as e:
-            raise SearchDown(f"{self.url}/retrieve: not a Search-R1 answer ({type(e).__name__}: {e})") from e
+            raise SearchDown(f"{self.urls[0]}/retrieve: not a Search-R1 answer ({type(e).__name__}: {e})") from e

@@ -24,10 +24,10 @@ from tqdm import tqdm
 
 from retrieval.corpus import Corpus
 from retrieval.encoder import FAMILIES, Encoder
-from retrieval.index import BM25, Dense, read_faiss, set_width
+from retrieval.index import BM25, Dense, read_faiss, set_width, words
 from retrieval.vectors import CHUNK, encode, vectors_of
 
-BLOCK = 1 << 20  # vectors that are added to an IVF or HNSW index at once
+BLOCK = 1 << 18  # vectors that are added to an IVF or HNSW index at once
 
 
 def cells(n: int) -> int:
@@ -41,15 +41,13 @@ def factory(kind: str, n: int) -> str:
     return names.get(kind, kind)
 
 
-def expected(name: str, n: int, d: int, bm25_tokens: float = 0) -> dict[str, float]:
+def expected(name: str, n: int, d: int) -> dict[str, float]:
     """What an index of n vectors of d numbers takes, in bytes: on disk at the end and on the way, in memory to build.
 
-    `name` is FAISS's. Flat: 4 d a vector, written in place. IVF: 8 for the id, and the vectors stay beside the lists
-    and their blocks until the end; memory for a block and for 64 training vectors a cell. HNSW and others: built in
-    memory. `bm25`: `bm25_tokens` words a passage; 12 bytes a posting on disk, 60 a word to build (measured, LOG.md).
+    `name` is FAISS's. Flat: 4 d a vector, written in place. IVF: 8 more for the id, and the vectors stay beside the
+    lists and their blocks until the end; memory for a block and for 64 training vectors a cell. HNSW and others are
+    built in memory.
     """
-    if name == "bm25":
-        return {"disk": 12 * 0.7 * bm25_tokens * n, "way": 12 * 0.7 * bm25_tokens * n, "build": 60 * bm25_tokens * n}
     flat = 4 * d * n
     code = d if "SQ8" in name else 2 * d if "SQfp16" in name else 4 * d
     if name == "Flat":
@@ -60,6 +58,11 @@ def expected(name: str, n: int, d: int, bm25_tokens: float = 0) -> dict[str, flo
         return {"disk": lists, "way": flat + 2 * lists, "build": 4 * d * min(n, 64 * nlist) + (code + 4 * d) * BLOCK}
     links = 4 * 65 + 12 if "HNSW" in name else 0  # 64 neighbours on the ground, 1 above on average, bookkeeping
     return {"disk": (code + links) * n, "way": flat + (code + links) * n, "build": (code + 2 * links) * n}
+
+
+def expected_bm25(n: int, length: float, distinct: float) -> dict[str, float]:
+    """The same for BM25 over n passages of `length` words, `distinct` of them different (measured, LOG.md)."""
+    return {"disk": 13 * distinct * n, "way": 13 * distinct * n, "build": 40 * length * n}
 
 
 # --- index ---
@@ -217,10 +220,11 @@ def _bm25(args, corpus: Corpus, partial: Path) -> dict:
     rows = sorted({len(corpus) * k // 2048 for k in range(2048)})
     start = time.perf_counter()
     sample = [corpus[row]["contents"] for row in rows]
-    tokens = sum(len(text.split()) for text in sample) / len(rows)
-    BM25.build([*sample, "word"])
+    BM25.build(sample)
     seconds = (time.perf_counter() - start) / len(rows) * len(corpus)
-    _announce(args, corpus, partial, "BM25", expected("bm25", len(corpus), 0, tokens), seconds)
+    split = [words(text) for text in sample]
+    need = expected_bm25(len(corpus), sum(map(len, split)) / len(rows), sum(len(set(x)) for x in split) / len(rows))
+    _announce(args, corpus, partial, "BM25", need, seconds)
     BM25.build(tqdm(corpus.texts(), total=len(corpus), desc="reading", unit=" passages"), progress=True).save(partial)
     return {"encoder": "bm25"}
 

@@ -125,17 +125,17 @@ def open_index(
     `shard_gpus` read once and split over the visible GPUs in fp16.
     """
     folder = Path(path)
-    try:
-        if folder.is_dir():
+    todo = "give a directory made by `build`, or a FAISS file"
+    if folder.is_file():
+        if not encoder:
+            raise SystemExit(f"--index {path}: a FAISS file; name the model that it was made with by --encoder")
+        made = {"encoder": encoder, "family": family, "max_length": 256, "file": folder.name}
+        folder = folder.parent
+    else:
+        try:
             made = json.loads((folder / "index.json").read_text())
-        else:
-            made = {"encoder": encoder, "family": family, "max_length": 256, "file": folder.name}
-            folder = folder.parent
-            if not encoder:
-                raise SystemExit(f"--index {path}: a FAISS file; name the model that it was made with by --encoder")
-    except (OSError, ValueError) as e:
-        why = getattr(e, "strerror", None) or e
-        raise SystemExit(f"--index {path}: {why}; give a directory made by `build`, or a FAISS file") from None
+        except (OSError, ValueError) as e:
+            raise SystemExit(f"{folder / 'index.json'}: {getattr(e, 'strerror', None) or e}; {todo}") from None
     for field, here in (("passages", len(corpus)), ("bytes", corpus.size)):
         if (there := made.get(field, here)) != here:
             raise SystemExit(

@@ -165,9 +165,9 @@ def test_our_own_retriever_is_restarted_when_it_dies(whole, tmp_path):
     code, _, stderr = finish(process)
     assert code == 0, stderr
     mine, theirs = metrics(out), metrics(whole[0])
-    assert mine[-1].pop("search/retried") > 0  # it did notice
+    assert mine[-1].pop("search/faults") > 0  # it did notice
     for row in mine + theirs:
-        row.pop("search/retried", None)
+        row.pop("search/faults", None)
     assert mine == theirs  # and nothing was scored without its results
 
 
@@ -185,7 +185,7 @@ def test_a_retriever_that_stays_away_ends_the_run_resumably(whole, tmp_path):
     assert len(metrics(out)) < 11
     code, _, stderr = finish(start("--out", out, *flags, "--resume"))  # now with a server of its own
     assert code == 0, stderr
-    drop = lambda rows: [{k: v for k, v in row.items() if k != "search/retried"} for row in rows]  # noqa: E731
+    drop = lambda rows: [{k: v for k, v in row.items() if k != "search/faults"} for row in rows]  # noqa: E731
     assert drop(metrics(out)) == drop(metrics(whole[0]))
 
 

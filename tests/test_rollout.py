@@ -365,6 +365,7 @@ class Retriever(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.faults, self.batches, self.gate = list(faults), [], threading.Event()
         self.gate.set()
+        self.retry_after, self.connections = [], 0
         self.url = f"http://127.0.0.1:{self.server_port}"
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
@@ -373,6 +374,12 @@ class Retriever(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"  # connections are kept
+
+    def setup(self):
+        super().setup()
+        self.server.connections += 1
+
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         fault = self.server.faults.pop(0) if self.server.faults else None
@@ -380,6 +387,7 @@ class Handler(BaseHTTPRequestHandler):
         self.server.body = body
         assert self.server.gate.wait(5)
         if fault == "drop":
+            self.close_connection = True
             return
         if fault == "hang":
             time.sleep(0.8)
@@ -388,6 +396,8 @@ class Handler(BaseHTTPRequestHandler):
         answer = fault.encode() if isinstance(fault, str) and fault != "hang" else json.dumps({"result": hits}).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(answer)))
+        if self.server.retry_after:
+            self.send_header("Retry-After", self.server.retry_after.pop(0))
         self.end_headers()
         self.wfile.write(answer)
 
@@ -463,7 +473,7 @@ def test_a_fault_that_can_pass_is_retried(retriever, naps, fault):
     server = retriever(fault, fault)
     search = Search(server.url, topk=3, timeout=0.4 if fault == "hang" else 10, retries=3)
     assert search.submit("who").result(10) == ['"who"\nText.']
-    assert server.batches == [["who"]] * 3 and search.retried == 2
+    assert server.batches == [["who"]] * 3 and search.faults == 2
     assert naps == [0.5, 1.0]  # longer each time
 
 
@@ -476,6 +486,39 @@ def test_a_fault_that_stays_is_search_down(retriever, naps, fault, told):
     assert naps == [0.5, 1.0] and len(server.batches) == 3
     server.faults.clear()
     assert search.submit("who").result(10)  # the client itself is well
+
+
+def test_after_a_fault_the_next_server_is_asked_at_once_and_stays_the_one_in_use(retriever, naps):
+    broken, well = retriever(500, "drop"), retriever()
+    search = Search(f"{broken.url}/, {well.url}", topk=3)
+    assert search.submit("who").result(10) == search.submit("who").result(10) == ['"who"\nText.']
+    assert len(broken.batches) == 1 and len(well.batches) == 2 and search.faults == 1 and naps == []
+    well.faults.append(503)
+    assert search.submit("when").result(10)
+    assert len(broken.batches) == 2 and search.faults == 3 and naps == [0.5]  # both failed: a pause, then well again
+    assert search.urls == [well.url, broken.url] and len(well.batches) == 4  # who, who, when, when
+
+
+def test_when_all_servers_are_gone_all_are_named(naps):
+    search = Search("http://127.0.0.1:9,http://127.0.0.1:19", topk=3, retries=1)
+    with pytest.raises(SearchDown, match="1:9 and http://127.0.0.1:19/retrieve: ConnectionError, 2 times"):
+        search.submit("who").result(10)
+    assert search.faults == 4 and naps == [0.5]
+
+
+def test_a_busy_server_is_left_alone_for_as_long_as_it_asks(retriever, naps):
+    server = retriever(503, 503, 503)
+    server.retry_after = ["3", "soon", "9000"]
+    assert Search(server.url, topk=3).submit("who").result(10)
+    assert naps == [3.0, 1.0, 60.0]  # what it asked; back-off where it asked nothing of use; never more than a minute
+
+
+def test_a_connection_is_kept(retriever):
+    server = retriever()
+    search = Search(server.url, topk=3)
+    for k in range(5):
+        search.submit(str(k)).result(10)
+    assert len(server.batches) == 5 and server.connections == 1
 
 
 def test_back_off_is_bounded(naps):
@@ -513,7 +556,7 @@ def test_before_a_retry_the_server_is_revived_and_its_new_url_used(retriever):
     urls = ["", new.url + "/"]  # the first attempt to revive it changes nothing
     search = Search("http://127.0.0.1:9", topk=3, revive=lambda: urls.pop(0))
     assert search.submit("who").result(10) == ['"who"\nText.']
-    assert not urls and search.url == new.url and search.retried == 2
+    assert not urls and search.urls == [new.url] and search.faults == 2
 
 
 def test_a_server_that_cannot_be_revived_is_search_down():

