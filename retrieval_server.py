@@ -33,8 +33,9 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from pydantic import BaseModel, Field
 
+from retrieval.bm25 import BM25
 from retrieval.corpus import Corpus
-from retrieval.index import BM25, Fused, open_index
+from retrieval.index import Fused, open_index
 from servers import listen, serve
 
 MAX_TOPK = 100
@@ -293,7 +294,7 @@ def main() -> None:
     sock = listen(args.host, args.port)  # before the corpus is read: a port in use is known at once
     corpus = Corpus(args.corpus)
     how = {name: getattr(args, name) for name in ("encoder", "family", "device", "nprobe", "ef", "shard_gpus")}
-    parts = [open_index(path, corpus, **how) for path in args.index] or [BM25.build(corpus.texts())]
+    parts = [open_index(path, corpus, **how) for path in args.index] or [BM25.build(corpus.texts)]
     index = parts[0] if len(parts) == 1 else Fused(parts)
     print(f"{len(corpus):,} passages of {corpus.path}, {index.name}", flush=True)
     app = make_app(

@@ -22,9 +22,10 @@ import torch
 from faiss.contrib.ondisk import merge_ondisk
 from tqdm import tqdm
 
+from retrieval.bm25 import BM25, words
 from retrieval.corpus import Corpus
 from retrieval.encoder import FAMILIES, Encoder
-from retrieval.index import BM25, Dense, read_faiss, set_width, words
+from retrieval.index import Dense, read_faiss, set_width
 from retrieval.vectors import CHUNK, encode, vectors_of
 
 BLOCK = 1 << 18  # vectors that are added to an IVF or HNSW index at once
@@ -60,9 +61,10 @@ def expected(name: str, n: int, d: int) -> dict[str, float]:
     return {"disk": (code + links) * n, "way": flat + (code + links) * n, "build": (code + 2 * links) * n}
 
 
-def expected_bm25(n: int, length: float, distinct: float) -> dict[str, float]:
-    """The same for BM25 over n passages of `length` words, `distinct` of them different (measured, LOG.md)."""
-    return {"disk": 13 * distinct * n, "way": 13 * distinct * n, "build": 40 * length * n}
+def expected_bm25(n: int, distinct: float) -> dict[str, float]:
+    """The same for BM25 over n passages of so many different words each."""
+    postings = distinct * n  # 8 bytes a score, 4 a row
+    return {"disk": 12 * postings, "way": 24 * postings, "build": 1e9}  # the vocabulary
 
 
 # --- index ---
@@ -220,12 +222,16 @@ def _bm25(args, corpus: Corpus, partial: Path) -> dict:
     rows = sorted({len(corpus) * k // 2048 for k in range(2048)})
     start = time.perf_counter()
     sample = [corpus[row]["contents"] for row in rows]
-    BM25.build(sample)
+    BM25.build(lambda: sample)
     seconds = (time.perf_counter() - start) / len(rows) * len(corpus)
-    split = [words(text) for text in sample]
-    need = expected_bm25(len(corpus), sum(map(len, split)) / len(rows), sum(len(set(x)) for x in split) / len(rows))
+    need = expected_bm25(len(corpus), sum(len(set(words(text))) for text in sample) / len(rows))
     _announce(args, corpus, partial, "BM25", need, seconds)
-    BM25.build(tqdm(corpus.texts(), total=len(corpus), desc="reading", unit=" passages"), progress=True).save(partial)
+    passes = iter(("counting words", "scoring"))
+
+    def texts():
+        return tqdm(corpus.texts(), total=len(corpus), desc=next(passes), unit=" passages")
+
+    BM25.build(texts, partial)
     return {"encoder": "bm25"}
 
 
@@ -263,8 +269,8 @@ def _dense(args, corpus: Corpus, partial: Path) -> dict:
 
 
 def _seconds_a_passage(encoder: Encoder, corpus: Corpus) -> float:
-    """Encodes passages from all over the corpus for 3 seconds."""
-    rows = np.random.default_rng(0).integers(len(corpus), size=(200, 32))
+    """Encodes passages from all over the corpus: for 3 seconds, or a twentieth of it."""
+    rows = np.random.default_rng(0).integers(len(corpus), size=(1 + len(corpus) // 640, 32))
     encoder.passages([corpus[row]["contents"] for row in rows[0]])  # the first call is slow
     start, k = time.perf_counter(), 0
     while time.perf_counter() - start < 3 and k < len(rows):

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
@@ -60,9 +61,9 @@ def _offsets(path: str) -> np.ndarray:
     stat = os.stat(path)
     stamp = [stat.st_size, stat.st_mtime_ns]
     kept = f"{path}.offsets"  # the stamp, then the offsets
-    if os.path.exists(kept) and os.path.getsize(kept) >= 24:
+    if os.path.exists(kept) and (length := os.path.getsize(kept)) >= 24 and length % 8 == 0:
         offsets = np.memmap(kept, dtype="<u8", mode="r")
-        if offsets[:2].tolist() == stamp:
+        if offsets[:2].tolist() == stamp and offsets[-1] == stat.st_size:  # of this file, and whole
             return offsets[2:]
     if stat.st_size < LARGE:
         return np.fromiter(_scan(path, stat.st_size), dtype="<u8")
@@ -76,9 +77,15 @@ def _offsets(path: str) -> np.ndarray:
     except OSError as e:
         print(f"{kept} cannot be written ({e.strerror}): every start reads the corpus anew", flush=True)
         return np.fromiter(_scan(path, stat.st_size), dtype="<u8")
-    finally:  # Ctrl-C too leaves no half of a file
-        Path(f"{kept}.{os.getpid()}").unlink(missing_ok=True)
+    finally:
+        _forget(f"{kept}.{os.getpid()}")
     return np.memmap(kept, dtype="<u8", mode="r")[2:]
+
+
+def _forget(path: str) -> None:
+    """Leaves no half of a file, after Ctrl-C too."""
+    with suppress(OSError):  # it was renamed, or the disk is read-only
+        os.unlink(path)
 
 
 def _scan(path: str, size: int) -> Iterator[int]:
@@ -132,19 +139,24 @@ def _as_jsonl(path: str) -> str:
     import pyarrow.parquet as pq
 
     out = f"{path}.jsonl"
+    half = f"{out}.{os.getpid()}"
     try:
         time = os.stat(path).st_mtime_ns
         if os.path.exists(out) and os.stat(out).st_mtime_ns == time:
             return out
         print(f"{path}: writing it out as {out}", flush=True)
-        with pq.ParquetFile(path) as parquet, open(f"{out}.{os.getpid()}", "w", encoding="utf-8") as f:
+        with pq.ParquetFile(path) as parquet, open(half, "w", encoding="utf-8") as f:
             names = [n for n in ("id", "contents", "title", "text") if n in parquet.schema_arrow.names]
             for batch in parquet.iter_batches(10_000, columns=names):
                 f.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in batch.to_pylist())
-        os.utime(f.name, ns=(time, time))  # the mark of the parquet file that it came from
-        os.replace(f.name, out)
-    except pa.ArrowInvalid as e:
-        raise SystemExit(f"{path}: not a parquet file ({str(e).splitlines()[0]}); give one as --corpus") from None
+        os.utime(half, ns=(time, time))  # the mark of the parquet file that it came from
+        os.replace(half, out)
+    except (pa.ArrowInvalid, TypeError) as e:  # TypeError: a column that JSON cannot write
+        why = str(e).splitlines()[0]
+        raise SystemExit(f"{path}: not a parquet file of passages ({why}); give one as --corpus") from None
     except OSError as e:
-        raise SystemExit(f"{e.filename or path}: {e.strerror}; give a readable file as --corpus") from None
+        why = e.strerror or str(e).splitlines()[0]
+        raise SystemExit(f"{e.filename or path}: {why}; give a readable file as --corpus") from None
+    finally:
+        _forget(half)
     return out

@@ -1,64 +1,12 @@
 """Queries -> rows of the corpus: BM25, vectors under FAISS, or both. An index is a directory, or a FAISS file."""
 
 import json
-import re
 from pathlib import Path
 
-import bm25s
 import numpy as np
 
+from retrieval.bm25 import BM25, Hits
 from retrieval.corpus import Corpus
-
-Hits = list[tuple[int, float]]  # (row of the corpus, score), best first
-
-
-def words(text: str) -> list[str]:
-    """Returns the lower-cased words of a text; stop words stay, nothing is stemmed."""
-    return re.findall(r"\w+", text.lower())
-
-
-class BM25:
-    """BM25 with Lucene's formula, k1 = 1.5, b = 0.75 (bm25s, arXiv 2407.03618)."""
-
-    name = "bm25"
-
-    def __init__(self, index: bm25s.BM25, vocabulary: dict[str, int]):
-        self.index, self.vocabulary = index, vocabulary
-
-    @classmethod
-    def build(cls, texts, progress: bool = False) -> "BM25":
-        """Indexes an iterable of texts, in memory; SystemExit if no text has a word."""
-        vocabulary: dict[str, int] = {}
-        tokens = [[vocabulary.setdefault(w, len(vocabulary)) for w in words(text)] for text in texts]
-        if not vocabulary:
-            raise SystemExit("no passage of the corpus has a word in it; check the file given as --corpus")
-        index = bm25s.BM25(method="lucene", k1=1.5, b=0.75, dtype="float64")
-        index.index((tokens, vocabulary), create_empty_token=False, show_progress=progress)
-        return cls(index, vocabulary)
-
-    @classmethod
-    def open(cls, folder: Path) -> "BM25":
-        """Memory-maps what `save` wrote."""
-        index = bm25s.BM25.load(folder, mmap=True)
-        return cls(index, index.vocab_dict)
-
-    def save(self, folder: Path) -> None:
-        self.index.save(folder, show_progress=False)
-
-    def search(self, queries: list[str], k: int) -> list[Hits]:
-        """Returns for each query the k best rows with score > 0; ties in corpus order."""
-        return [self._search(query, k) for query in queries]
-
-    def _search(self, query: str, k: int) -> Hits:
-        tokens = [self.vocabulary[w] for w in words(query) if w in self.vocabulary]
-        # Rounded to fp32, so that scores which tie on paper tie here too, in whatever order they were added.
-        scores = self.index.get_scores_from_ids(tokens).astype(np.float32)  # (passages,)
-        k = min(k, len(scores))
-        # bm25s's own top-k (argpartition) orders ties arbitrarily; a stable sort of all passages is slow.
-        threshold = np.partition(scores, -k)[-k]
-        hits = np.flatnonzero((scores >= threshold) & (scores > 0))
-        hits = hits[np.argsort(-scores[hits], kind="stable")[:k]]
-        return list(zip(hits.tolist(), scores[hits].tolist(), strict=True))
 
 
 class Dense:

@@ -20,8 +20,8 @@ import requests
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from retrieval.bm25 import BM25
 from retrieval.corpus import Corpus
-from retrieval.index import BM25
 from servers import Child, listen
 
 ROOT = Path(__file__).parents[1]
@@ -300,7 +300,7 @@ def test_a_bad_corpus_is_refused_in_one_line(tmp_path, content, complaint):
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(SystemExit) as refused:
-        BM25.build(Corpus(path).texts())
+        BM25.build(Corpus(path).texts)
     message = str(refused.value)
     assert complaint.lower() in message.lower() and "\n" not in message and ";" in message
     assert str(path) in message or "word" in complaint

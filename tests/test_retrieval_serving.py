@@ -25,8 +25,9 @@ import uvicorn
 from hypothesis import HealthCheck, given, settings
 from prometheus_client.parser import text_string_to_metric_families
 
+from retrieval.bm25 import BM25
 from retrieval.corpus import Corpus
-from retrieval.index import BM25, Fused, open_index
+from retrieval.index import Fused, open_index
 from retrieval_server import MAX_BODY, make_app
 from rollout import Search
 from servers import Child, listen
@@ -303,7 +304,7 @@ def test_a_body_too_large_is_refused(corpus, chunked):
 
 def test_requests_made_from_its_own_description_find_no_fault(tmp_path):
     corpus = Corpus(make_corpus(tmp_path / "c"))
-    with serving(BM25.build(corpus.texts()), corpus) as url:
+    with serving(BM25.build(corpus.texts), corpus) as url:
         schema = schemathesis.openapi.from_url(url + "/openapi.json")
         tried = []
         for operation in schema.get_all_operations():
@@ -398,7 +399,7 @@ def test_a_bad_command_line_fails_with_one_line(dense, arguments, complaint):
 def test_a_server_that_is_killed_in_the_middle_of_it_costs_the_client_nothing(tmp_path):
     path = make_corpus(tmp_path / "c", 400)
     corpus = Corpus(path)
-    right = BM25.build(corpus.texts())
+    right = BM25.build(corpus.texts)
     with Child([SERVER, "--corpus", path], tmp_path / "a") as a, Child([SERVER, "--corpus", path], tmp_path / "b") as b:
         search = Search(f"{a.url},{b.url}", topk=3)
         queries = [corpus[row]["contents"] for row in range(400)]
