@@ -11,6 +11,7 @@ import argparse
 import fcntl
 import json
 import os
+import re
 import shutil
 import time
 from pathlib import Path
@@ -57,7 +58,8 @@ def expected(name: str, n: int, d: int) -> dict[str, float]:
         nlist = int(name[3:].partition(",")[0])
         lists = (code + 8) * n + 4 * d * nlist
         return {"disk": lists, "way": flat + 2 * lists, "build": 4 * d * min(n, 64 * nlist) + (code + 4 * d) * BLOCK}
-    links = 4 * 65 + 12 if "HNSW" in name else 0  # 64 neighbours on the ground, 1 above on average, bookkeeping
+    m = re.search(r"HNSW(\d*)", name)  # M neighbours, twice as many on the ground level; 32 if not said
+    links = 4 * (2 * int(m[1] or 32) + 1) + 12 if m else 0  # 1 above the ground on average; bookkeeping
     return {"disk": (code + links) * n, "way": flat + (code + links) * n, "build": (code + 2 * links) * n}
 
 

@@ -167,7 +167,7 @@ def look_alike(index, corpus: Corpus, encoder, path: str) -> None:
     except RuntimeError:  # an index that cannot give its vectors back, as IVF without its map
         return
     here = encoder.passages([corpus[row]["contents"] for row in rows])
-    cosine = (there * here).sum(1) / np.linalg.norm(there, axis=1)
+    cosine = (there * here).sum(1) / np.maximum(np.linalg.norm(there, axis=1), 1e-9)
     if cosine.min() < 0.9:
         row = rows[int(cosine.argmin())]
         print(
