@@ -109,13 +109,13 @@ def test_a_search_with_the_whole_question_hardly_ever_finds_the_answer_of_severa
 
 
 def test_the_warm_start_searches_as_the_run_s_server_does(full_world):
-    from retrieval_server import BM25
+    from retrieval.bm25 import BM25
 
-    server = BM25(full_world.passages)
+    server = BM25.build(lambda: full_world.passages)
     queries = [f"{relation} of {name}" for name, relation in list(full_world.facts)[::10]]
     queries += [row["question"] for row in rows("test")] + ["of", "nothing known", ""]
     for query in queries:
-        assert [full_world.passages[i] for i, _ in server.search(query, 3)] == full_world.search(query), query
+        assert [full_world.passages[i] for i, _ in server.search([query], 3)[0]] == full_world.search(query), query
 
 
 # --- instructions -------------------------------------------------------------------------------------------------
