@@ -7,6 +7,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: its kernels run on the CPU
+
 from config import WORLD
 from engine import load_policy
 

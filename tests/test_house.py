@@ -53,9 +53,9 @@ def test_every_line_of_algorithm_1_is_marked_once():
 def test_every_equation_and_every_choice_is_marked_once():
     names = [f"Eq.{n}" for n in range(1, 7)] + [f"CHOICE-{n}" for n in range(1, 12)]
     found = tags()
-    # the kernel holds one half of Eq. 2 and 3 (surrogate, rho), grpo.py the other (average, A)
-    twice = {"Eq.2": 2, "Eq.3": 2}
-    assert {name: len(found.get(name, [])) for name in names} == dict.fromkeys(names, 1) | twice
+    # the kernel and its twin hold one half of Eq. 2 and 3 (surrogate, rho), grpo.py the other (average, A)
+    thrice = {"Eq.2": 3, "Eq.3": 3}
+    assert {name: len(found.get(name, [])) for name in names} == dict.fromkeys(names, 1) | thrice
 
 
 def test_the_readme_index_points_at_the_marks():
@@ -83,7 +83,7 @@ def test_imports_follow_the_arrows():
 def test_rooms_are_small():
     sizes = {path: len(path.read_text().splitlines()) for path in [*CODE, *ROOT.glob("retrieval/*.py")]}
     assert max(sizes.values()) <= 350, sizes
-    assert sum(sizes[path] for path in CODE if path.stem != "retrieval_server") <= 2600
+    assert sum(sizes[path] for path in CORE if path.stem != "retrieval_server") <= 2300
 
 
 def test_the_project_stands_alone():

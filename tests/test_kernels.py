@@ -1,16 +1,39 @@
-"""The GRPO head against Eq. 2 as it is printed: float64, autograd, the whole logits matrix alive."""
+"""The GRPO head against Eq. 2 as it is printed: float64, autograd, the whole logits matrix alive.
 
+Every test runs with the rows in torch and with the rows in the Triton kernel: compiled where there is a GPU, in
+Triton's interpreter elsewhere.
+"""
+
+import json
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kernels import grpo_head, token_logprobs
+import kernels.head
+from kernels import grpo_head, rows_torch, token_logprobs
+
+pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+
+
+@pytest.fixture(params=["torch", "triton"], autouse=True)
+def rows(request, monkeypatch):
+    """The module that works on the rows of logits; `head` picks it by the device, here the test does."""
+    from kernels import rows_triton
+
+    if request.param == "triton" and torch.cuda.is_available():
+        pytest.skip("compiled on a GPU: test_triton.py")
+    module = {"torch": rows_torch, "triton": rows_triton}[request.param]
+    monkeypatch.setattr(kernels.head, "_rows", lambda device: module)
+    return module
 
 
 def eq2(hidden, weight, targets, *, adv, w, old_logp=None, ref_logp=None, temperature=1.0,
-        eps_low=0.2, eps_high=0.2, delta=math.inf, beta=0.0, kind="clip"):
+        eps_low=0.2, eps_high=0.2, delta=math.inf, beta=0.0, entropy_coef=0.0, kind="clip"):
     """The reference: grpo_head's loss and extras in float64, for autograd to differentiate."""
     def f64(v):
         return None if v is None else torch.as_tensor(v).double()
@@ -29,7 +52,7 @@ def eq2(hidden, weight, targets, *, adv, w, old_logp=None, ref_logp=None, temper
         clipped = rho > high
     kl = torch.zeros_like(logp) if ref is None else torch.exp(ref - logp) - (ref - logp) - 1
     entropy = -(logp_all.exp() * logp_all).sum(1)
-    loss = -(w * (surrogate - beta * kl)).sum()
+    loss = -(w * (surrogate - beta * kl + entropy_coef * entropy)).sum()
     return loss, {"logp": logp, "entropy": entropy, "kl": kl, "clipped": clipped}
 
 
@@ -100,6 +123,8 @@ SETTINGS = {
     "delta": {"delta": 1.5, "beta": 0.04},
     "cispo": {"kind": "cispo"},
     "cispo, all": {"kind": "cispo", "eps_high": EPS, "temperature": 1.3, "beta": 0.04},
+    "entropy": {"entropy_coef": 0.01, "beta": 0.04},
+    "entropy, warm": {"entropy_coef": -0.3, "temperature": 1.7, "old_logp": None},
     "on-policy": {"old_logp": None},
     "on-policy cispo": {"kind": "cispo", "old_logp": None},
 }
@@ -114,7 +139,10 @@ def test_settings(setting, chunk):
     assert got["clipped"].any() == (kw["old_logp"] is not None)
 
 
-@pytest.mark.parametrize("N, H, V", [(1, 16, 1187), (33, 32, 151_936), (129, 64, 1187), (5, 3, 2)])
+SHAPES = [(1, 16, 1187), (33, 32, 151_936), (5, 32, 152_064), (129, 64, 1187), (5, 3, 2), (2, 4, 4096), (2, 4, 4097)]
+
+
+@pytest.mark.parametrize("N, H, V", SHAPES)
 def test_shapes(N, H, V):
     args, kw = batch(N, H, V)
     check(*args, beta=0.04, **kw)
@@ -192,7 +220,9 @@ def test_w_holds_the_averages_of_eq2():
     assert same(loss, torch.tensor(-J))
 
 
-def test_gradcheck():
+def test_gradcheck(rows):
+    if rows is not rows_torch:
+        pytest.skip("the kernel computes in float32")
     (hidden, weight, targets), kw = batch(N=7, H=3, V=11, dtype=torch.float64)
     for tensor in (hidden, weight):
         tensor.requires_grad_()
@@ -298,7 +328,7 @@ def test_tied_embeddings(into_grad):
 
 
 class Watch(TorchDispatchMode):
-    """Counts matrix products and remembers the largest tensor made."""
+    """Counts matrix products and remembers the bytes of the largest tensor made."""
 
     products = largest = 0
 
@@ -306,7 +336,7 @@ class Watch(TorchDispatchMode):
         out = func(*args, **kwargs or {})
         self.products += "mm" in func.__name__  # mm, addmm_
         if isinstance(out, torch.Tensor):
-            self.largest = max(self.largest, out.numel())
+            self.largest = max(self.largest, out.nbytes)
         return out
 
 
@@ -333,7 +363,7 @@ def test_the_logits_matrix_is_never_whole():
     args, kw = batch(N=129, H=4)
     with Watch() as seen:
         differentiate(grpo_head, *args, chunk=8, **kw)
-    assert seen.largest == 8 * 1187
+    assert seen.largest == 8 * 1187 * 4
 
 
 def test_extras_have_no_graph():
@@ -383,6 +413,16 @@ def test_bf16_inputs_are_computed_in_float32(weight_dtype):
     assert error(grad_weight, want["dW"]) < 1e-5
 
 
+def test_a_small_kl_keeps_its_digits(rows):
+    """exp(d) - d - 1 in float32 would be 0 or 6e-8 here."""
+    args, kw = batch(dtype=torch.float32)
+    logp = token_logprobs(*args)[0]
+    d = torch.logspace(-5, -1.2, 37) * torch.tensor([1.0, -1.0]).repeat(19)[:37]
+    kl = grpo_head(*args, **kw | {"ref_logp": logp + d, "beta": 0.1})[1]["kl"]
+    d = (logp + d).double() - logp.double()
+    assert torch.allclose(kl.double(), torch.expm1(d) - d, rtol=1e-2 if rows is rows_torch else 1e-5, atol=1e-13)
+
+
 # ---- what is refused
 
 
@@ -392,3 +432,57 @@ def test_refusals():
         grpo_head(*args, **kw, kind="ppo")
     with pytest.raises(ValueError, match="ref_logp"):
         grpo_head(*args, **kw | {"ref_logp": None}, beta=0.04)
+
+
+# ---- peers and company
+
+
+LIGER = {
+    "grpo": ({}, {"loss_type": "grpo"}),
+    "no KL": ({"beta": 0.0, "ref_logp": None}, {"beta": 0.0}),
+    "token mean": ({}, {"loss_type": "bnpo"}),
+    "two eps, delta": ({"eps_low": 0.1, "eps_high": 0.28, "delta": 1.6}, {"epsilon_low": 0.1, "epsilon_high": 0.28}),
+    "temperature": ({"temperature": 0.7}, {"temperature": 0.7}),
+    "cispo": ({"kind": "cispo", "eps_high": 0.3}, {"loss_type": "cispo", "epsilon_high": 1.3}),  # theirs is 1 + eps
+}
+
+
+@pytest.mark.parametrize("ours, theirs", LIGER.values(), ids=LIGER)
+def test_liger_gives_the_same(ours, theirs):
+    """LigerFusedLinearGRPOLoss on (B, T) tokens, a third of them masked, against the action tokens alone."""
+    grpo_loss = pytest.importorskip("liger_kernel.chunked_loss.grpo_loss")
+    B, T = 4, 9
+    (hidden, weight, targets), kw = batch(N=B * T)
+    g = torch.Generator().manual_seed(5)
+    mask = (torch.rand(B, T, generator=g) < 0.7).float()
+    adv = torch.randn(B, generator=g)
+    ours = {"beta": 0.04} | ours
+    theirs = {"beta": 0.04, "loss_type": "grpo"} | theirs
+    share = 1 / mask.sum(1, keepdim=True) / B if theirs["loss_type"] == "grpo" else 1 / mask.sum()
+    rows = mask.flatten().bool()
+    kw |= {"adv": adv.repeat_interleave(T), "w": (mask * share).flatten()}
+    got = differentiate(grpo_head, hidden[rows], weight, targets[rows], **{k: v[rows] for k, v in kw.items()} | ours)
+
+    liger = grpo_loss.LigerFusedLinearGRPOLoss(
+        **theirs, delta=ours.get("delta"), use_ref_model=ours["beta"] > 0, compiled=False
+    )
+    X, W = hidden.reshape(B, T, -1).requires_grad_(), weight.clone().requires_grad_()
+    ref = kw["ref_logp"].reshape(B, T) if ours["beta"] else None
+    old = kw["old_logp"].reshape(B, T)
+    loss, _ = liger(X, W, targets.reshape(B, T), mask, adv, ref_per_token_logps=ref, old_per_token_logps=old)
+    loss.backward()
+    assert same(got["loss"], loss, rtol=1e-4)
+    assert error(got["dX"], X.grad.reshape(B * T, -1)[rows]) < 1e-4 and error(got["dW"], W.grad) < 1e-4
+
+
+def test_inside_fsdp2(rows):
+    """Two processes, the head in the forward of a sharded module: loss and gradient are those of one process."""
+    if rows is not rows_torch:
+        pytest.skip("the rows do not know of it")
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "tests/fsdp_head.py"],
+        env=os.environ | {"PYTHONPATH": ".", "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    errors = json.loads(done.stdout.splitlines()[-1])
+    assert errors["loss"] < 1e-6 and errors["dW"] < 1e-5 and errors["dX"] < 1e-5, errors

@@ -1,0 +1,174 @@
+"""The GRPO head: vocabulary projection, Eq. 2 and their gradient in one pass over the action tokens.
+
+A vocabulary has up to 152,000 entries, so the logits of a batch are its largest matrix by far. Here they live one
+chunk of rows at a time, and the pass that reads the loss off a chunk writes its gradient as well: three matrix
+products in all, the least there can be, and nothing is computed twice.
+"""
+
+import math
+
+import torch
+
+
+def grpo_head(
+    hidden,
+    weight,
+    targets,
+    *,
+    adv,
+    w,
+    old_logp=None,
+    ref_logp=None,
+    temperature=1.0,
+    eps_low=0.2,
+    eps_high=0.2,
+    delta=math.inf,
+    beta=0.0,
+    entropy_coef=0.0,
+    kind="clip",
+    grad_weight=None,
+    chunk=4096,
+):
+    """GRPO loss of N action tokens, its gradient already taken (Eq. 2 of the paper, with the rho of Eq. 3).
+
+    With x = hidden @ weight.T / T, p = softmax(x), logp = log p[y] and rho = exp(logp - old), the loss is
+
+        L = -sum_n w * (S - beta * KL + entropy_coef * H),
+        S = min(rho * adv, clip(rho, 1 - eps_low, 1 + eps_high) * adv),    H = -sum_j p[j] log p[j]
+
+    Its gradient needs no second look at the logits:
+      1. S and KL depend on x only through logp:          dlogp/dx[j] = 1[j = y] - p[j]
+      2. drho/dlogp = rho, so where min takes rho * adv:  dS/dlogp = rho * adv, and 0 where the clip holds
+      3. KL = exp(d) - d - 1 with d = ref - logp (k3):    dKL/dlogp = 1 - exp(d)
+      4. one number a token is therefore enough:          c = w * (dS/dlogp - beta * dKL/dlogp)
+      5. the entropy adds a second:                       dH/dx[j] = -p[j] * (log p[j] + H),  a = w * entropy_coef
+      6. together, and with the 1/T of x:                 dL/dz[j] = (p[j] * (c + a * (log p[j] + H)) - c 1[j = y]) / T
+      7. and from the dz (n, V) of a chunk:               dX = dz @ weight,  dW = dz.T @ hidden
+
+    hidden (N, H), weight (V, H), targets (N,) int64. Half-precision inputs are multiplied as they are on a GPU, with
+    float32 logits, and in float32 elsewhere; float64 stays float64 (but on a GPU the row pass is float32).
+    adv, w, old_logp, ref_logp: (N,); eps_low, eps_high: scalars or (N,). No gradient flows into these.
+    w: mask / normaliser * importance weight, so any averaging scheme. Cheaper than w = 0: leave out the row.
+    old_logp: None is the on-policy step, rho = 1 with the gradient of rho. ref_logp: None is no KL.
+    delta: caps the first rho of the min too, which bounds S where adv < 0. Choose it above 1 + eps_high.
+    kind: "clip" is the above; "cispo" has S = min(rho, 1 + eps_high) * adv * logp, all but logp a constant,
+        so that every token keeps a gradient (eps_low and delta play no part).
+    grad_weight: (V, H), float32 or wider; backward adds dW to it and leaves the gradient of weight alone.
+    chunk: rows at a time; the memory is two matrices (chunk, V). Small ones cost: each reads weight and dW anew.
+
+    Returns L, a scalar, and a dict of detached (N,) tensors: logp, entropy (nats), kl, clipped (bool).
+    Raises ValueError for an unknown kind, and for beta without ref_logp.
+    """
+    if kind not in ("clip", "cispo"):
+        raise ValueError(f'kind must be "clip" or "cispo", not {kind!r}')
+    if beta and ref_logp is None:
+        raise ValueError(f"beta = {beta} needs ref_logp")
+    need_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    need_dX = need_grad and hidden.requires_grad
+    need_dW = need_grad and (weight.requires_grad or grad_weight is not None)
+
+    # Autocast would take the products in bf16: logp would be off by up to 0.1, half of eps.
+    with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
+        N, like = len(hidden), {"dtype": _wide(hidden.dtype), "device": hidden.device}
+        tokens = dict(adv=adv, w=w, old=old_logp, ref=ref_logp, eps_low=eps_low, eps_high=eps_high)
+        tokens = {k: _each(v, N, like) for k, v in tokens.items() if v is not None}
+        constants = dict(temperature=temperature, delta=delta, beta=beta, entropy_coef=entropy_coef, kind=kind)
+        loss_rows, W = _rows(hidden.device).loss_rows, weight.to(_factor(hidden))
+        dX = torch.empty(hidden.shape, **like) if need_dX else None  # (N, H)
+        dW = None  # (V, H)
+        J, logp, entropy, kl = torch.empty(4, N, **like)
+        clipped = torch.empty(N, dtype=torch.bool, device=hidden.device)
+        for rows, x, z in _chunks(hidden, W, chunk):
+            J[rows], logp[rows], entropy[rows], kl[rows], clipped[rows], dz = loss_rows(
+                z, targets[rows], W.dtype if need_grad else None, **{k: v[rows] for k, v in tokens.items()}, **constants
+            )
+            if need_dX:
+                dX[rows] = _product(dz, W)
+            if need_dW:
+                dW = _product(dz.T, x) if dW is None else _add_product(dW, dz.T, x)
+        if need_dW and dW is None:  # no tokens
+            dW = torch.zeros(weight.shape, **like)
+        loss = (-J).sum()  # over all N at once, so that chunk does not change the order of the sum
+    if need_grad:
+        loss = _Attach.apply(loss, hidden, weight, dX, dW, grad_weight)
+    return loss, {"logp": logp, "entropy": entropy, "kl": kl, "clipped": clipped}
+
+
+@torch.no_grad()
+def token_logprobs(hidden, weight, targets, temperature=1.0, chunk=4096):
+    """Log-probability of each target under softmax(hidden @ weight.T / temperature), and its entropy (nats).
+
+    hidden (N, H), weight (V, H), targets (N,) int64 -> (N,), (N,). No gradient; grpo_head's precision.
+    """
+    with torch.autocast(hidden.device.type, enabled=False):
+        logp_rows, W = _rows(hidden.device).logp_rows, weight.to(_factor(hidden))
+        logp, entropy = torch.empty(2, len(hidden), dtype=_wide(hidden.dtype), device=hidden.device)
+        for rows, _, z in _chunks(hidden, W, chunk):
+            logp[rows], entropy[rows] = logp_rows(z, targets[rows], temperature)
+    return logp, entropy
+
+
+def _rows(device):
+    """The module that works on rows of logits."""
+    if device.type == "cuda":
+        from kernels import rows_triton as rows  # here: a machine without CUDA may be without Triton
+    else:
+        from kernels import rows_torch as rows
+    return rows
+
+
+def _each(value, N, like):
+    """A scalar or an (N,) tensor as an (N,) tensor; a scalar is filled in, as a copy would wait for the GPU."""
+    return value.to(**like).expand(N) if torch.is_tensor(value) else torch.full((N,), value, **like)
+
+
+def _wide(dtype):
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _factor(hidden):
+    """The dtype of the factors of the products; only CUDA multiplies half precision into float32."""
+    return hidden.dtype if hidden.is_cuda else _wide(hidden.dtype)
+
+
+def _chunks(hidden, W, chunk):
+    """Yields for each chunk of n rows: their slice, their hidden states (n, H) and their logits (n, V)."""
+    for start in range(0, len(hidden), chunk):
+        rows = slice(start, start + chunk)
+        x = hidden[rows].to(W.dtype)
+        yield rows, x, _product(x, W.T)
+
+
+def _product(a, b):
+    """a @ b in float32, or float64."""
+    return a @ b if a.dtype == _wide(a.dtype) else torch.mm(a, b, out_dtype=torch.float32)
+
+
+def _add_product(total, a, b):
+    """total += a @ b, added up in float32, or float64: a bf16 sum of many chunks drifts."""
+    if a.dtype == total.dtype:
+        return total.addmm_(a, b)
+    return torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+
+
+class _Attach(torch.autograd.Function):
+    """Gives a finished loss the gradients that were computed along with it: backward only scales them."""
+
+    @staticmethod
+    def forward(ctx, loss, hidden, weight, dX, dW, grad_weight):
+        ctx.save_for_backward(dX, dW)
+        ctx.grad_weight, ctx.dtypes = grad_weight, (hidden.dtype, weight.dtype)
+        return loss.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, scale):
+        dX, dW = ctx.saved_tensors
+        if dX is not None:
+            dX = (scale * dX).to(ctx.dtypes[0])
+        if ctx.grad_weight is not None:
+            ctx.grad_weight.addcmul_(scale, dW)
+            dW = None
+        elif dW is not None:
+            dW = (scale * dW).to(ctx.dtypes[1])
+        return None, dX, dW, None, None, None

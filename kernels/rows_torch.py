@@ -1,0 +1,77 @@
+"""Rows of logits -> loss and gradient in plain torch: the twin of rows_triton.py, for every device."""
+
+import torch
+
+
+def loss_rows(
+    z,
+    targets,
+    grad_dtype,
+    *,
+    adv,
+    w,
+    eps_low,
+    eps_high,
+    temperature,
+    delta,
+    beta,
+    entropy_coef,
+    kind,
+    old=None,
+    ref=None,
+):
+    """The loss of n tokens and its gradient by their logits z (n, V), which are overwritten.
+
+    Returns J = w * (S - beta * KL + entropy_coef * H), logp, H, KL and whether the clip held, (n,) each, and dL/dz
+    (n, V) of L = -sum J, or None where grad_dtype is. Symbols and steps are those of `head.grpo_head`.
+    """
+    e, u, total, logp, entropy = _softmax(z, targets, temperature)
+    rho = torch.ones_like(logp) if old is None else torch.exp(logp - old)  # Eq.3
+    if kind == "clip":
+        clip = rho.clamp(min=1 - eps_low).clamp(max=1 + eps_high)
+        S = torch.minimum(rho.clamp(max=delta) * adv, clip * adv)  # Eq.2
+        clipped = S != rho * adv  # at a tie, above all rho = 1, the gradient is the unclipped one
+        dS = torch.where(clipped, 0, rho * adv)
+    else:
+        clipped = rho > 1 + eps_high
+        dS = rho.clamp(max=1 + eps_high) * adv
+        S = dS * logp
+    kl = torch.zeros_like(logp)
+    if ref is not None:
+        d = ref - logp
+        e_d = torch.expm1(d)  # accurate near d = 0, where exp(d) - 1 cancels
+        kl = e_d - d
+        if beta:  # with beta = 0 the KL is only reported, and may be infinite
+            S, dS = S - beta * kl, dS + beta * e_d
+    if entropy_coef:
+        S = S + entropy_coef * entropy
+    dz = None
+    if grad_dtype is not None:
+        c = w * dS / temperature
+        scale = c
+        if entropy_coef:  # p * (log p + H) = (u - e * (log total - H)) / total
+            a = w * entropy_coef / temperature
+            scale = c - a * (total.log() - entropy)
+        dz = e.mul_((scale / total)[:, None])  # in place: e is not needed again
+        if entropy_coef:
+            dz += u.mul_((a / total)[:, None])
+        dz[torch.arange(len(dz), device=dz.device), targets] -= c
+        dz = dz.to(grad_dtype)
+    return w * S, logp, entropy, kl, clipped, dz
+
+
+def logp_rows(z, targets, temperature):
+    """log p[y] and the entropy, (n,) each, of the logits z (n, V), which are overwritten."""
+    return _softmax(z, targets, temperature)[3:]
+
+
+def _softmax(z, targets, temperature):
+    """With x = z / T less its maximum: exp(x) (n, V), exp(x) * x in place of z, the total of exp(x), logp, entropy."""
+    if temperature != 1:
+        z /= temperature
+    z -= z.amax(1, keepdim=True)  # the same softmax, and exp cannot overflow
+    e = z.exp()
+    total = e.sum(1)  # adds pairwise: 10 times as exact as log_softmax at V = 152,000
+    logp = z.gather(1, targets[:, None])[:, 0] - total.log()
+    u = z.mul_(e)
+    return e, u, total, logp, total.log() - u.sum(1) / total

@@ -1,0 +1,135 @@
+"""Rows of logits -> loss and gradient in one launch: the kernel of the GRPO head.
+
+One program a row. It reads the row twice, V numbers each time, and writes V: first for log-probability and entropy,
+then, knowing from them the one or two numbers that the gradient needs, for dL/dz. Symbols and steps are those of
+`head.grpo_head`; `rows_torch.py` is the same in torch.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK, WARPS = 4096, 8  # logits that a program has in registers; 16 a thread
+LOW = tl.constexpr(-1e30)  # stands for -inf: finite, so that LOW - LOW is 0 and not NaN
+
+
+@triton.jit
+def rows_kernel(
+    Z,  # (n, V) logits, any float
+    Y,  # (n,) int64
+    DZ,  # (n, V), or None: no gradient
+    ADV, W, OLD, REF, EPS_LOW, EPS_HIGH,  # (n,) float32; ADV None: no loss; OLD None: rho = 1; REF None: no KL
+    J, LOGP, ENTROPY, KL, CLIPPED,  # (n,) results
+    V, inv_t, delta, beta, entropy_coef,
+    CISPO: tl.constexpr, WITH_KL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)  # row * V passes 2^31 at row 14,135
+    cols = tl.arange(0, BLOCK)
+
+    # Once over the row, each lane for itself: m = max x, s = sum exp(x - m), t = sum exp(x - m) * (x - m)
+    m = tl.full((BLOCK,), LOW, tl.float32)
+    s = tl.zeros((BLOCK,), tl.float32)
+    t = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, V, BLOCK):
+        j = start + cols
+        x = tl.load(Z + row * V + j, mask=j < V, other=0.0).to(tl.float32) * inv_t
+        x = tl.where(j < V, x, LOW)
+        top = tl.maximum(m, x)
+        old_scale, e = tl.exp(m - top), tl.exp(x - top)
+        t = old_scale * (t + s * (m - top)) + e * (x - top)
+        s = old_scale * s + e
+        m = top
+    # The lanes together. A lane that saw no logit has m = LOW, and so the scale exp(LOW - M) = 0.
+    M = tl.max(m, 0)
+    scale = tl.exp(m - M)
+    total = tl.sum(scale * s, 0)
+    log_total = tl.log(total)
+    entropy = log_total - tl.sum(scale * (t + s * (m - M)), 0) / total
+    y = tl.load(Y + row)
+    logp = (tl.load(Z + row * V + y).to(tl.float32) * inv_t - M) - log_total
+    tl.store(LOGP + row, logp)
+    tl.store(ENTROPY + row, entropy)
+
+    if ADV is not None:
+        adv, w = tl.load(ADV + row), tl.load(W + row)
+        high = 1.0 + tl.load(EPS_HIGH + row)
+        rho = 1.0 + 0.0 * adv
+        if OLD is not None:
+            rho = tl.exp(logp - tl.load(OLD + row))  # Eq.3
+        if CISPO:
+            clipped = rho > high
+            dS = tl.minimum(rho, high) * adv
+            S = dS * logp
+        else:
+            clip = tl.minimum(tl.maximum(rho, 1.0 - tl.load(EPS_LOW + row)), high)
+            S = tl.minimum(tl.minimum(rho, delta) * adv, clip * adv)  # Eq.2
+            clipped = S != rho * adv  # at a tie, above all rho = 1, the gradient is the unclipped one
+            dS = tl.where(clipped, 0.0, rho * adv)
+        kl = 0.0 * adv
+        if REF is not None:
+            d = tl.load(REF + row) - logp
+            series = d * d * (1 / 2 + d * (1 / 6 + d * (1 / 24 + d / 120)))  # near 0 exp(d) - d - 1 cancels
+            kl = tl.where(tl.abs(d) < 0.1, series, tl.exp(d) - d - 1.0)
+            if WITH_KL:  # with beta = 0 the KL is only reported, and may be infinite
+                S -= beta * kl
+                dS += beta * (kl + d)
+        tl.store(J + row, w * (S + entropy_coef * entropy))
+        tl.store(KL + row, kl)
+        tl.store(CLIPPED + row, clipped)
+
+        if DZ is not None:  # over the row again
+            c, a = w * dS * inv_t, w * entropy_coef * inv_t
+            for start in range(0, V, BLOCK):
+                j = start + cols
+                x = tl.load(Z + row * V + j, mask=j < V, other=0.0).to(tl.float32) * inv_t
+                log_p = (x - M) - log_total
+                dz = tl.exp(log_p) * (c + a * (log_p + entropy)) - tl.where(j == y, c, 0.0)
+                tl.store(DZ + row * V + j, dz.to(DZ.dtype.element_ty), mask=j < V)
+
+
+def loss_rows(
+    z,
+    targets,
+    grad_dtype,
+    *,
+    adv,
+    w,
+    eps_low,
+    eps_high,
+    temperature,
+    delta,
+    beta,
+    entropy_coef,
+    kind,
+    old=None,
+    ref=None,
+):
+    """What rows_torch.loss_rows returns; z (n, V) stays as it is."""
+    n = len(z)
+    J, logp, entropy, kl = torch.empty(4, n, device=z.device)
+    clipped = torch.empty(n, dtype=torch.bool, device=z.device)
+    dz = None if grad_dtype is None else torch.empty(z.shape, dtype=grad_dtype, device=z.device)
+    tokens = [v if v is None else v.contiguous() for v in (adv, w, old, ref, eps_low, eps_high)]
+    rows_kernel[(n,)](
+        z, targets.contiguous(), dz, *tokens, J, logp, entropy, kl, clipped,
+        z.shape[1], 1 / temperature, float(delta), float(beta), float(entropy_coef),
+        CISPO=kind == "cispo", WITH_KL=beta != 0, BLOCK=_block(z), num_warps=WARPS,
+    )  # fmt: skip
+    return J, logp, entropy, kl, clipped, dz
+
+
+def logp_rows(z, targets, temperature):
+    """log p[y] and the entropy, (n,) each, of the logits z (n, V)."""
+    logp, entropy = torch.empty(2, len(z), device=z.device)
+    absent = dict.fromkeys(("DZ", "ADV", "W", "OLD", "REF", "EPS_LOW", "EPS_HIGH", "J", "KL", "CLIPPED"))
+    rows_kernel[(len(z),)](
+        z, targets.contiguous(), **absent, LOGP=logp, ENTROPY=entropy,
+        V=z.shape[1], inv_t=1 / temperature, delta=0.0, beta=0.0, entropy_coef=0.0,
+        CISPO=False, WITH_KL=False, BLOCK=_block(z), num_warps=WARPS,
+    )  # fmt: skip
+    return logp, entropy
+
+
+def _block(z) -> int:
+    assert z.is_contiguous()
+    return min(BLOCK, triton.next_power_of_2(z.shape[1]))

@@ -1,0 +1,62 @@
+"""Compiles every variant of the row kernel for sm_80 and sm_90, without a GPU; prints what became of it as JSON.
+
+A script, because a process that has Triton's interpreter on cannot compile.
+"""
+
+import json
+import os
+import re
+import subprocess
+import tempfile
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kernels import rows_triton as rows
+
+cuobjdump = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin/cuobjdump")
+names = rows.rows_kernel.arg_names
+usual = dict.fromkeys(names, "*fp32") | {"Y": "*i64", "DZ": "*bf16", "CLIPPED": "*i1", "V": "i32"}
+usual |= dict.fromkeys(("inv_t", "delta", "beta", "entropy_coef"), "fp32")
+usual |= {"CISPO": False, "WITH_KL": True, "BLOCK": rows.BLOCK}
+settings = {
+    "loss and bf16 gradient": {},
+    "loss and fp32 gradient": {"DZ": "*fp32"},
+    "bf16 logits": {"Z": "*bf16"},
+    "cispo": {"CISPO": True},
+    "on-policy, no KL": {"OLD": None, "REF": None, "WITH_KL": False},
+    "loss alone": {"DZ": None},
+    "log-probs": dict.fromkeys(("DZ", "ADV", "W", "OLD", "REF", "EPS_LOW", "EPS_HIGH", "J", "KL", "CLIPPED")),
+}
+found = []
+for capability in (80, 90):
+    for setting, changed in settings.items():
+        kinds = usual | changed  # a type, or the value of a constant
+        signature = {name: kinds[name] if isinstance(kinds[name], str) else "constexpr" for name in names}
+        constants = {(k,): kinds[name] for k, name in enumerate(names) if signature[name] == "constexpr"}
+        # as the launcher finds them: pointers and V are multiples of 16
+        attrs = {
+            (k,): [["tt.divisibility", 16]] for k, name in enumerate(names) if signature[name][0] == "*" or name == "V"
+        }
+        source = ASTSource(fn=rows.rows_kernel, signature=signature, constexprs=constants, attrs=attrs)
+        target = GPUTarget("cuda", capability, 32)
+        compiled = triton.compile(source, target=target, options={"num_warps": rows.WARPS})
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
+            f.write(compiled.asm["cubin"])
+            f.flush()
+            usage = subprocess.run([cuobjdump, "-res-usage", f.name], capture_output=True, text=True, check=True).stdout
+        registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
+        ptx = compiled.asm["ptx"]
+        found.append(
+            {
+                "capability": capability,
+                "setting": setting,
+                "registers": int(registers),
+                "stack": int(stack),
+                "local": len(re.findall(r"(ld|st)\.local", ptx)),
+                "loads": re.findall(r"ld\.global\S*\.(v\d\.\w+)", ptx),
+                "stores": re.findall(r"st\.global\S*\.(v\d\.\w+)", ptx),
+            }
+        )
+print(json.dumps(found))

@@ -1,0 +1,60 @@
+"""Run by torchrun: the GRPO head in a module that FSDP2 shards over two processes, against one process."""
+
+import json
+import math
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+from kernels import grpo_head
+
+
+class Head(torch.nn.Module):
+    """The vocabulary projection with the loss; in `forward` FSDP2 has gathered the weight."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight)
+
+    def forward(self, hidden, targets, **tokens):
+        return grpo_head(hidden, self.weight, targets, beta=0.04, chunk=10, **tokens)[0]
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    g = torch.Generator().manual_seed(0)
+    N, H, V = 37, 16, 1187
+    hidden, weight = torch.randn(N, H, generator=g), torch.randn(V, H, generator=g)
+    targets = torch.randint(V, (N,), generator=g)
+    tokens = {"adv": torch.randn(N, generator=g), "w": torch.rand(N, generator=g)}
+    tokens |= {"old_logp": -8 + torch.rand(N, generator=g), "ref_logp": -8 + torch.rand(N, generator=g)}
+
+    whole, X = Head(weight.clone()), hidden.clone().requires_grad_()
+    loss = whole(X, targets, **tokens)
+    loss.backward()
+
+    sharded = fully_shard(Head(weight.clone()), mesh=dist.device_mesh.init_device_mesh("cpu", (2,)))
+    mine = slice(0, 20) if rank == 0 else slice(20, N)  # uneven: w has the averages in it, so the parts add up
+    x = hidden[mine].clone().requires_grad_()
+    part = sharded(x, targets[mine], **{k: v[mine] for k, v in tokens.items()})
+    (2 * part).backward()  # FSDP2 averages over the ranks
+    total = part.detach().clone()
+    dist.all_reduce(total)
+    dW = sharded.weight.grad.full_tensor()
+    errors = {
+        "loss": abs(total.item() / loss.item() - 1),
+        "dW": ((dW - whole.weight.grad).norm() / whole.weight.grad.norm()).item(),
+        "dX": ((x.grad / 2 - X.grad[mine]).norm() / X.grad[mine].norm()).item(),
+    }
+    assert all(map(math.isfinite, errors.values()))
+    if rank == 0:
+        print(json.dumps(errors), flush=True)
+    del sharded  # before the group is gone: gloo's threads abort otherwise
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

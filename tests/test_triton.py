@@ -1,0 +1,89 @@
+"""The Triton kernel of the GRPO head by itself: against its twin in torch, as compiled code, and on a GPU."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+
+from test_kernels import SETTINGS, batch, differentiate, eq2, error, same
+
+from kernels import grpo_head, rows_torch, rows_triton
+
+on_gpu = torch.cuda.is_available()
+
+
+@pytest.mark.skipif(on_gpu, reason="Triton's interpreter is off where there is a GPU")
+def test_the_kernel_is_its_twin():
+    """The same rows through both, each result; and dL/dz in bf16 is that in float32, rounded."""
+    g = torch.Generator().manual_seed(0)
+    z = 3 * torch.randn(33, 5000, generator=g)
+    y = torch.randint(5000, (33,), generator=g)
+    z[0, y[0]], z[1, y[1]] = 40, -40
+    logp = torch.log_softmax(z.double(), 1)[torch.arange(33), y].float()
+    noise = [0.3 * torch.randn(33, generator=g) for _ in "12"]
+    tokens = {"adv": torch.randn(33, generator=g), "w": torch.rand(33, generator=g), "old": logp + noise[0]}
+    tokens |= {"ref": logp + noise[1] * torch.tensor([1e-3, 1, 20]).repeat(11)}
+    tokens |= {"eps_low": torch.full((33,), 0.2), "eps_high": torch.linspace(0.1, 0.4, 33)}
+    constants = {"temperature": 0.9, "delta": 3.0, "beta": 0.02, "entropy_coef": 0.01}
+    for kind in ("clip", "cispo"):
+        twin = rows_torch.loss_rows(z.clone(), y, torch.float32, **tokens, **constants, kind=kind)
+        ours = rows_triton.loss_rows(z.clone(), y, torch.float32, **tokens, **constants, kind=kind)
+        for a, b in zip(ours, twin, strict=True):
+            assert a.dtype == b.dtype and a.shape == b.shape
+            assert error(a, b) < 3e-6
+        rounded = rows_triton.loss_rows(z.clone(), y, torch.bfloat16, **tokens, **constants, kind=kind)[-1]
+        assert rounded.dtype == torch.bfloat16 and error(rounded, ours[-1]) < 2.5e-3
+        assert rows_triton.loss_rows(z, y, None, **tokens, **constants, kind=kind)[-1] is None
+    half = rows_triton.loss_rows(z.bfloat16(), y, torch.bfloat16, **tokens, **constants, kind="clip")
+    again = rows_triton.loss_rows(z.bfloat16().float(), y, torch.bfloat16, **tokens, **constants, kind="clip")
+    assert all(torch.equal(a, b) for a, b in zip(half, again, strict=True))  # bf16 logits are read as they are
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """What every variant of the kernel becomes on an A100 and on an H100 or H200."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": "."}
+    script = [sys.executable, "tests/compile_kernel.py"]
+    done = subprocess.run(script, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_it_compiles_without_spills_and_moves_16_bytes_at_once(compiled):
+    assert {(c["capability"], c["setting"]) for c in compiled} >= {(80, "log-probs"), (90, "loss and bf16 gradient")}
+    for c in compiled:
+        assert c["stack"] == 0 and c["local"] == 0, c  # registers that spill go to local memory
+        assert 0 < c["registers"] <= 128, c
+        passes = 2 if "gradient" in c["setting"] or c["setting"] in ("bf16 logits", "cispo", "on-policy, no KL") else 1
+        assert c["loads"] == ["v4.b32"] * (passes * (2 if c["setting"] == "bf16 logits" else 4)), c
+        assert len(c["stores"]) == (0 if passes == 1 else 4 if "fp32 gradient" in c["setting"] else 2), c
+        assert set(c["stores"]) <= {"v4.b32"}, c
+
+
+@pytest.mark.skipif(not on_gpu, reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("N, H, V", [(37, 64, 1187), (130, 128, 151_936), (5, 128, 152_064)])
+def test_on_the_gpu(setting, dtype, N, H, V):
+    """float32: as everywhere. bf16: logits to 1e-5, gradients to the rounding of dL/dz; twice the same bits."""
+    args, kw = batch(N, H, V)
+    args = [v.to(dtype) if v.is_floating_point() else v for v in args]
+    setting = {k: v[:1].expand(N) if torch.is_tensor(v) else v for k, v in setting.items()}
+    want = differentiate(eq2, args[0].double(), args[1].double(), args[2], **kw | setting)
+    args = [v.cuda() for v in args]
+    kw = {k: v.cuda() if torch.is_tensor(v) else v for k, v in (kw | setting).items()}
+    torch.cuda.set_sync_debug_mode("error")  # no step waits for the GPU
+    got, again, cut = (differentiate(grpo_head, *args, **kw, chunk=c) for c in (4096, 4096, 50))
+    torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(got[k], again[k]) for k in got)
+    got, cut = ({k: v.cpu() for k, v in one.items()} for one in (got, cut))
+    bound = 1e-5 if dtype == torch.float32 else 5e-3
+    for one in (got, cut):
+        assert same(one["logp"], want["logp"], rtol=0, atol=2e-5) and same(one["loss"], want["loss"], rtol=1e-4)
+        assert same(one["entropy"], want["entropy"]) and torch.equal(one["clipped"], want["clipped"])
+        assert error(one["dX"], want["dX"]) < bound and error(one["dW"], want["dW"]) < bound
