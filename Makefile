@@ -6,7 +6,7 @@ ARGS   ?=
 # Threads that wait for each other spin only for a moment (LOG.md): as fast alone, twice as fast beside other programs.
 export GOMP_SPINCOUNT ?= 1000
 
-.PHONY: setup train static test test-slow lint bench-world bench-learn bench-step bench-retrieval warm-start ask
+.PHONY: setup train static test test-slow lint bench-world bench-learn bench-step bench-retrieval bench-kernels warm-start ask
 
 setup: .venv/done
 
@@ -45,6 +45,9 @@ bench-step: setup     ## rollouts, update and start-up time of the embedded defa
 
 bench-retrieval: setup ## the search server: queries/s and latency by clients; memory by corpus size (20 minutes)
 	$(PY) bench/retrieval.py $(ARGS)
+
+bench-kernels: setup  ## the GRPO head beside its peers, on a GPU (elsewhere small shapes, to test the script)
+	$(PY) bench/kernels.py $(ARGS)
 
 warm-start: setup     ## rebuild world/files from nothing: the policy that the run starts from
 	$(PY) -m world.warm_start

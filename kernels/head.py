@@ -86,6 +86,7 @@ def grpo_head(
                 dX[rows] = _product(dz, W)
             if need_dW:
                 dW = _product(dz.T, x) if dW is None else _add_product(dW, dz.T, x)
+            del z, dz  # before the next chunk's logits are made
         if need_dW and dW is None:  # no tokens
             dW = torch.zeros(weight.shape, **like)
         loss = (-J).sum()  # over all N at once, so that chunk does not change the order of the sum
@@ -105,6 +106,7 @@ def token_logprobs(hidden, weight, targets, temperature=1.0, chunk=4096):
         logp, entropy = torch.empty(2, len(hidden), dtype=_wide(hidden.dtype), device=hidden.device)
         for rows, _, z in _chunks(hidden, W, chunk):
             logp[rows], entropy[rows] = logp_rows(z, targets[rows], temperature)
+            del z  # before the next chunk's logits are made
     return logp, entropy
 
 

@@ -9,6 +9,7 @@ import math
 import os
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -364,6 +365,32 @@ def test_the_logits_matrix_is_never_whole():
     with Watch() as seen:
         differentiate(grpo_head, *args, chunk=8, **kw)
     assert seen.largest == 8 * 1187 * 4
+
+
+class Alive(TorchDispatchMode):
+    """Notes the largest number of tensors of `nbytes` that lived at the same time, by their memory."""
+
+    def __init__(self, nbytes):
+        super().__init__()
+        self.nbytes, self.made, self.most = nbytes, [], 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **kwargs or {})
+        if isinstance(out, torch.Tensor) and out.nbytes == self.nbytes:
+            self.made.append(weakref.ref(out))
+        self.made = [ref for ref in self.made if ref() is not None]
+        self.most = max(self.most, len({ref().untyped_storage().data_ptr() for ref in self.made}))
+        return out
+
+
+def test_two_matrices_of_a_chunk_live_at_once():
+    args, kw = batch(N=40, H=4)
+    with Alive(8 * 1187 * 4) as seen:
+        differentiate(grpo_head, *args, chunk=8, **kw)
+    assert seen.most == 2
+    with Alive(8 * 1187 * 4) as seen:
+        token_logprobs(*args, chunk=8)
+    assert 1 <= seen.most <= 2
 
 
 def test_extras_have_no_graph():

@@ -87,3 +87,15 @@ def test_on_the_gpu(setting, dtype, N, H, V):
         assert same(one["logp"], want["logp"], rtol=0, atol=2e-5) and same(one["loss"], want["loss"], rtol=1e-4)
         assert same(one["entropy"], want["entropy"]) and torch.equal(one["clipped"], want["clipped"])
         assert error(one["dX"], want["dX"]) < bound and error(one["dW"], want["dW"]) < bound
+
+
+def test_the_benchmark_runs(tmp_path):
+    """On any machine, with whatever peers there are; its last line is JSON, and what it measures is right."""
+    command = [sys.executable, "bench/kernels.py", "--tokens", "16", "--shapes", "32x512", "--masked", "0", "50"]
+    command += ["--rounds", "1", "--out", str(tmp_path / "kernels.png")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert max(found["errors"]["ours"] + found["errors"]["torch eager"]) < (2e-2 if on_gpu else 1e-5)
+    assert len(found["rows"]) == 20 and (tmp_path / "kernels.png").stat().st_size > 10_000
+    assert found["precision"]["ours"]["max"] < 1e-5 < 1e-3 < found["precision"]["bf16 logits"]["mean"]
