@@ -151,8 +151,10 @@ class Learner:
 
         The attention is causal and the padding on the right, so no real token sees it and no mask is needed.
         """
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-            return model.base_model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state[mask]
+        cuda = self.device.type == "cuda"
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=cuda):
+            hidden = model.base_model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state[mask]
+        return hidden.bfloat16() if cuda else hidden  # autocast leaves the last norm in float32
 
     def state_dict(self) -> dict:
         return {"optimizer": self.optimizer.state_dict()}

@@ -256,7 +256,7 @@ def precision(H=2048, V=151936, rows=8, each=16) -> dict:
     blocks = weight.split(8192)  # a float64 copy of the whole has 2.5 GB
     z64 = torch.cat([hidden.double() @ block.double().T for block in blocks], 1)
     z32 = torch.cat([hidden.float() @ block.float().T for block in blocks], 1)
-    targets = torch.multinomial(z64.softmax(1), each, generator=g)  # (rows, each)
+    targets = torch.multinomial(z64.softmax(1), each, replacement=True, generator=g)  # (rows, each)
     want, *found = (z.gather(1, targets) - z.logsumexp(1, keepdim=True) for z in (z64, z32, z32.bfloat16().float()))
     ours, _ = token_logprobs(hidden.repeat_interleave(each, 0), weight, targets.flatten())
     errors = [(logp - want).abs() for logp in (*found, ours.view(rows, each))]

@@ -45,16 +45,20 @@ def grpo_head(
       6. together, and with the 1/T of x:                 dL/dz[j] = (p[j] * (c + a * (log p[j] + H)) - c 1[j = y]) / T
       7. and from the dz (n, V) of a chunk:               dX = dz @ weight,  dW = dz.T @ hidden
 
-    hidden (N, H), weight (V, H), targets (N,) int64. Half-precision inputs are multiplied as they are on a GPU, with
-    float32 logits, and in float32 elsewhere; float64 stays float64 (but on a GPU the row pass is float32).
+    hidden (N, H), weight (V, H), targets (N,) int64. On a GPU bf16 hidden states are multiplied as they are, by the
+        weight in bf16, into float32, and dL/dz is rounded to bf16; all else is computed in float32, or float64
+        where it is given (on a GPU its rows in float32). Inside FSDP2 see to it that nothing but hidden is cast
+        (MixedPrecisionPolicy(cast_forward_inputs=False)): log-probs do not survive bf16.
     adv, w, old_logp, ref_logp: (N,); eps_low, eps_high: scalars or (N,). No gradient flows into these.
     w: mask / normaliser * importance weight, so any averaging scheme. Cheaper than w = 0: leave out the row.
-    old_logp: None is the on-policy step, rho = 1 with the gradient of rho. ref_logp: None is no KL.
+    old_logp: None is the on-policy step, rho = 1 with the gradient of rho. ref_logp: None is no KL. The differences
+        to logp are cut at +-80, so that all numbers stay finite.
     delta: caps the first rho of the min too, which bounds S where adv < 0. Choose it above 1 + eps_high.
     kind: "clip" is the above; "cispo" has S = min(rho, 1 + eps_high) * adv * logp, all but logp a constant,
         so that every token keeps a gradient (eps_low and delta play no part).
     grad_weight: (V, H), float32 or wider; backward adds dW to it and leaves the gradient of weight alone.
-    chunk: rows at a time; the memory is two matrices (chunk, V). Small ones cost: each reads weight and dW anew.
+    chunk: rows at a time; the memory is a float32 matrix (chunk, V) on a GPU, two elsewhere. Small chunks cost: each
+        reads weight and dW anew.
 
     Returns L, a scalar, and a dict of detached (N,) tensors: logp, entropy (nats), kl, clipped (bool).
     Raises ValueError for an unknown kind, and for beta without ref_logp.
@@ -129,8 +133,8 @@ def _wide(dtype):
 
 
 def _factor(hidden):
-    """The dtype of the factors of the products; only CUDA multiplies half precision into float32."""
-    return hidden.dtype if hidden.is_cuda else _wide(hidden.dtype)
+    """The dtype of the factors of the products. CUDA multiplies bf16 into float32; float16 cannot hold dL/dz."""
+    return hidden.dtype if hidden.is_cuda and hidden.dtype == torch.bfloat16 else _wide(hidden.dtype)
 
 
 def _chunks(hidden, W, chunk):

@@ -26,7 +26,7 @@ def loss_rows(
     (n, V) of L = -sum J, or None where grad_dtype is. Symbols and steps are those of `head.grpo_head`.
     """
     e, u, total, logp, entropy = _softmax(z, targets, temperature)
-    rho = torch.ones_like(logp) if old is None else torch.exp(logp - old)  # Eq.3
+    rho = torch.ones_like(logp) if old is None else torch.exp((logp - old).clamp(-80, 80))  # Eq.3; finite
     if kind == "clip":
         clip = rho.clamp(min=1 - eps_low).clamp(max=1 + eps_high)
         S = torch.minimum(rho.clamp(max=delta) * adv, clip * adv)  # Eq.2
@@ -38,7 +38,7 @@ def loss_rows(
         S = dS * logp
     kl = torch.zeros_like(logp)
     if ref is not None:
-        d = ref - logp
+        d = (ref - logp).clamp(-80, 80)
         e_d = torch.expm1(d)  # accurate near d = 0, where exp(d) - 1 cancels
         kl = e_d - d
         if beta:  # with beta = 0 the KL is only reported, and may be infinite

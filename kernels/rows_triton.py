@@ -1,8 +1,8 @@
 """Rows of logits -> loss and gradient in one launch: the kernel of the GRPO head.
 
-One program a row. It reads the row twice, V numbers each time, and writes V: first for log-probability and entropy,
-then, knowing from them the one or two numbers that the gradient needs, for dL/dz. Symbols and steps are those of
-`head.grpo_head`; `rows_torch.py` is the same in torch.
+One program a row. It reads the row twice: first for log-probability and entropy, then, knowing from them the one or
+two numbers that the gradient needs, to write dL/dz over it. Symbols and steps are those of `head.grpo_head`;
+`rows_torch.py` is the same in torch.
 """
 
 import torch
@@ -11,16 +11,17 @@ import triton.language as tl
 
 BLOCK, WARPS = 4096, 8  # logits that a program has in registers; 16 a thread
 LOW = tl.constexpr(-1e30)  # stands for -inf: finite, so that LOW - LOW is 0 and not NaN
+TOKENS = ["ADV", "W", "OLD", "REF", "EPS_LOW", "EPS_HIGH", "J", "LOGP", "ENTROPY", "KL", "CLIPPED"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=TOKENS)  # chunks start anywhere in these: no compilation for each
 def rows_kernel(
     Z,  # (n, V) logits, any float
     Y,  # (n,) int64
-    DZ,  # (n, V), or None: no gradient
+    DZ,  # (n, V), rows dz_stride apart: over Z, see _over; None: no gradient
     ADV, W, OLD, REF, EPS_LOW, EPS_HIGH,  # (n,) float32; ADV None: no loss; OLD None: rho = 1; REF None: no KL
     J, LOGP, ENTROPY, KL, CLIPPED,  # (n,) results
-    V, inv_t, delta, beta, entropy_coef,
+    V, dz_stride, inv_t, delta, beta, entropy_coef,
     CISPO: tl.constexpr, WITH_KL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)  # row * V passes 2^31 at row 14,135
@@ -46,7 +47,8 @@ def rows_kernel(
     log_total = tl.log(total)
     entropy = log_total - tl.sum(scale * (t + s * (m - M)), 0) / total
     y = tl.load(Y + row)
-    logp = (tl.load(Z + row * V + y).to(tl.float32) * inv_t - M) - log_total
+    z_y = tl.load(Z + row * V + y, mask=(y >= 0) & (y < V), other=float("nan"))  # no such token: NaN
+    logp = (z_y.to(tl.float32) * inv_t - M) - log_total
     tl.store(LOGP + row, logp)
     tl.store(ENTROPY + row, entropy)
 
@@ -55,7 +57,7 @@ def rows_kernel(
         high = 1.0 + tl.load(EPS_HIGH + row)
         rho = 1.0 + 0.0 * adv
         if OLD is not None:
-            rho = tl.exp(logp - tl.load(OLD + row))  # Eq.3
+            rho = tl.exp(tl.clamp(logp - tl.load(OLD + row), -80.0, 80.0))  # Eq.3; finite
         if CISPO:
             clipped = rho > high
             dS = tl.minimum(rho, high) * adv
@@ -67,13 +69,13 @@ def rows_kernel(
             dS = tl.where(clipped, 0.0, rho * adv)
         kl = 0.0 * adv
         if REF is not None:
-            d = tl.load(REF + row) - logp
+            d = tl.clamp(tl.load(REF + row) - logp, -80.0, 80.0)
             series = d * d * (1 / 2 + d * (1 / 6 + d * (1 / 24 + d / 120)))  # near 0 exp(d) - d - 1 cancels
             kl = tl.where(tl.abs(d) < 0.1, series, tl.exp(d) - d - 1.0)
             if WITH_KL:  # with beta = 0 the KL is only reported, and may be infinite
                 S -= beta * kl
                 dS += beta * (kl + d)
-        tl.store(J + row, w * (S + entropy_coef * entropy))
+        tl.store(J + row, w * (S + entropy_coef * entropy) + 0.0 * logp)  # min and max would hide a NaN
         tl.store(KL + row, kl)
         tl.store(CLIPPED + row, clipped)
 
@@ -84,7 +86,8 @@ def rows_kernel(
                 x = tl.load(Z + row * V + j, mask=j < V, other=0.0).to(tl.float32) * inv_t
                 log_p = (x - M) - log_total
                 dz = tl.exp(log_p) * (c + a * (log_p + entropy)) - tl.where(j == y, c, 0.0)
-                tl.store(DZ + row * V + j, dz.to(DZ.dtype.element_ty), mask=j < V)
+                tl.debug_barrier()  # bf16 goes where block j / 2 was: every thread must have read its logits first
+                tl.store(DZ + row * dz_stride + j, dz.to(DZ.dtype.element_ty), mask=j < V)
 
 
 def loss_rows(
@@ -104,15 +107,16 @@ def loss_rows(
     old=None,
     ref=None,
 ):
-    """What rows_torch.loss_rows returns; z (n, V) stays as it is."""
+    """What rows_torch.loss_rows returns; dL/dz lies over z (n, V)."""
     n = len(z)
     J, logp, entropy, kl = torch.empty(4, n, device=z.device)
     clipped = torch.empty(n, dtype=torch.bool, device=z.device)
-    dz = None if grad_dtype is None else torch.empty(z.shape, dtype=grad_dtype, device=z.device)
+    dz = None if grad_dtype is None else _over(z, grad_dtype)
     tokens = [v if v is None else v.contiguous() for v in (adv, w, old, ref, eps_low, eps_high)]
     rows_kernel[(n,)](
         z, targets.contiguous(), dz, *tokens, J, logp, entropy, kl, clipped,
-        z.shape[1], 1 / temperature, float(delta), float(beta), float(entropy_coef),
+        z.shape[1], 0 if dz is None else dz.stride(0),
+        1 / float(temperature), float(delta), float(beta), float(entropy_coef),
         CISPO=kind == "cispo", WITH_KL=beta != 0, BLOCK=_block(z), num_warps=WARPS,
     )  # fmt: skip
     return J, logp, entropy, kl, clipped, dz
@@ -124,10 +128,19 @@ def logp_rows(z, targets, temperature):
     absent = dict.fromkeys(("DZ", "ADV", "W", "OLD", "REF", "EPS_LOW", "EPS_HIGH", "J", "KL", "CLIPPED"))
     rows_kernel[(len(z),)](
         z, targets.contiguous(), **absent, LOGP=logp, ENTROPY=entropy,
-        V=z.shape[1], inv_t=1 / temperature, delta=0.0, beta=0.0, entropy_coef=0.0,
+        V=z.shape[1], dz_stride=0, inv_t=1 / float(temperature), delta=0.0, beta=0.0, entropy_coef=0.0,
         CISPO=False, WITH_KL=False, BLOCK=_block(z), num_warps=WARPS,
     )  # fmt: skip
     return logp, entropy
+
+
+def _over(z, dtype):
+    """(n, V) of a dtype, in the memory of z, row over row: bf16 fills the first half of a row of float32.
+
+    Block k of dL/dz then ends at byte 2 (k + 1) BLOCK of its row and block k + 1 of the logits starts at 4 (k + 1)
+    BLOCK: what is written has been read, if all threads of block k have.
+    """
+    return z if dtype == z.dtype else z.view(dtype)[:, : z.shape[1]]
 
 
 def _block(z) -> int:

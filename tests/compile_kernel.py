@@ -17,7 +17,7 @@ from kernels import rows_triton as rows
 
 cuobjdump = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin/cuobjdump")
 names = rows.rows_kernel.arg_names
-usual = dict.fromkeys(names, "*fp32") | {"Y": "*i64", "DZ": "*bf16", "CLIPPED": "*i1", "V": "i32"}
+usual = dict.fromkeys(names, "*fp32") | {"Y": "*i64", "DZ": "*bf16", "CLIPPED": "*u1", "V": "i32", "dz_stride": "i32"}
 usual |= dict.fromkeys(("inv_t", "delta", "beta", "entropy_coef"), "fp32")
 usual |= {"CISPO": False, "WITH_KL": True, "BLOCK": rows.BLOCK}
 settings = {
@@ -26,6 +26,7 @@ settings = {
     "bf16 logits": {"Z": "*bf16"},
     "cispo": {"CISPO": True},
     "on-policy, no KL": {"OLD": None, "REF": None, "WITH_KL": False},
+    "V = 1187": {"BLOCK": 2048},  # no multiple of 16
     "loss alone": {"DZ": None},
     "log-probs": dict.fromkeys(("DZ", "ADV", "W", "OLD", "REF", "EPS_LOW", "EPS_HIGH", "J", "KL", "CLIPPED")),
 }
@@ -35,10 +36,10 @@ for capability in (80, 90):
         kinds = usual | changed  # a type, or the value of a constant
         signature = {name: kinds[name] if isinstance(kinds[name], str) else "constexpr" for name in names}
         constants = {(k,): kinds[name] for k, name in enumerate(names) if signature[name] == "constexpr"}
-        # as the launcher finds them: pointers and V are multiples of 16
-        attrs = {
-            (k,): [["tt.divisibility", 16]] for k, name in enumerate(names) if signature[name][0] == "*" or name == "V"
-        }
+        # What the launcher finds out: matrices, and V if it is one of Qwen's, are multiples of 16.
+        aligned = ("Z", "Y", "DZ", "V", "dz_stride") if setting != "V = 1187" else ("Z", "Y", "DZ")
+        attrs = {(k,): [["tt.divisibility", 16]] for k, name in enumerate(names) if name in aligned}
+        attrs = {key: value for key, value in attrs.items() if key not in constants}
         source = ASTSource(fn=rows.rows_kernel, signature=signature, constexprs=constants, attrs=attrs)
         target = GPUTarget("cuda", capability, 32)
         compiled = triton.compile(source, target=target, options={"num_warps": rows.WARPS})
@@ -48,6 +49,7 @@ for capability in (80, 90):
             usage = subprocess.run([cuobjdump, "-res-usage", f.name], capture_output=True, text=True, check=True).stdout
         registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
         ptx = compiled.asm["ptx"]
+        steps = re.findall(r"(ld|st)\.global\S*\.v4|(bar)\.sync", ptx)  # in the order of the code
         found.append(
             {
                 "capability": capability,
@@ -55,6 +57,7 @@ for capability in (80, 90):
                 "registers": int(registers),
                 "stack": int(stack),
                 "local": len(re.findall(r"(ld|st)\.local", ptx)),
+                "steps": "".join({"ld": "L", "st": "S", "": "B"}[move] for move, _ in steps),
                 "loads": re.findall(r"ld\.global\S*\.(v\d\.\w+)", ptx),
                 "stores": re.findall(r"st\.global\S*\.(v\d\.\w+)", ptx),
             }

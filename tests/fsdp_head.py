@@ -5,7 +5,7 @@ import math
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from kernels import grpo_head
 
@@ -31,27 +31,32 @@ def main() -> None:
     tokens = {"adv": torch.randn(N, generator=g), "w": torch.rand(N, generator=g)}
     tokens |= {"old_logp": -8 + torch.rand(N, generator=g), "ref_logp": -8 + torch.rand(N, generator=g)}
 
-    whole, X = Head(weight.clone()), hidden.clone().requires_grad_()
-    loss = whole(X, targets, **tokens)
-    loss.backward()
-
-    sharded = fully_shard(Head(weight.clone()), mesh=dist.device_mesh.init_device_mesh("cpu", (2,)))
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
     mine = slice(0, 20) if rank == 0 else slice(20, N)  # uneven: w has the averages in it, so the parts add up
-    x = hidden[mine].clone().requires_grad_()
-    part = sharded(x, targets[mine], **{k: v[mine] for k, v in tokens.items()})
-    (2 * part).backward()  # FSDP2 averages over the ranks
-    total = part.detach().clone()
-    dist.all_reduce(total)
-    dW = sharded.weight.grad.full_tensor()
-    errors = {
-        "loss": abs(total.item() / loss.item() - 1),
-        "dW": ((dW - whole.weight.grad).norm() / whole.weight.grad.norm()).item(),
-        "dX": ((x.grad / 2 - X.grad[mine]).norm() / X.grad[mine].norm()).item(),
-    }
+    errors = {}
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        whole, X = Head(weight.to(dtype).float()), hidden.to(dtype, copy=True).requires_grad_()
+        loss = whole(X, targets, **tokens)
+        loss.backward()
+
+        # By default FSDP2 would cast old_logp and ref_logp to bf16 too.
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        sharded = fully_shard(Head(weight.clone()), mesh=mesh, mp_policy=policy)
+        x = hidden[mine].to(dtype, copy=True).requires_grad_()
+        part = sharded(x, targets[mine], **{k: v[mine] for k, v in tokens.items()})
+        (2 * part).backward()  # FSDP2 averages over the ranks
+        total = part.detach().clone()
+        dist.all_reduce(total)
+        dW = sharded.weight.grad.full_tensor()
+        errors |= {
+            f"{name} loss": abs(total.item() / loss.item() - 1),
+            f"{name} dW": ((dW - whole.weight.grad).norm() / whole.weight.grad.norm()).item(),
+            f"{name} dX": ((x.grad / 2 - X.grad[mine]).float().norm() / X.grad[mine].float().norm()).item(),
+        }
+        del sharded  # before the group is gone: gloo's threads abort otherwise
     assert all(map(math.isfinite, errors.values()))
     if rank == 0:
         print(json.dumps(errors), flush=True)
-    del sharded  # before the group is gone: gloo's threads abort otherwise
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,7 +1,7 @@
 """The GRPO head against Eq. 2 as it is printed: float64, autograd, the whole logits matrix alive.
 
-Every test runs with the rows in torch and with the rows in the Triton kernel: compiled where there is a GPU, in
-Triton's interpreter elsewhere.
+Every test runs with the rows in torch on the CPU, and with the rows in the Triton kernel: on the GPU where there is
+one, in Triton's interpreter elsewhere.
 """
 
 import json
@@ -26,11 +26,30 @@ def rows(request, monkeypatch):
     """The module that works on the rows of logits; `head` picks it by the device, here the test does."""
     from kernels import rows_triton
 
-    if request.param == "triton" and torch.cuda.is_available():
-        pytest.skip("compiled on a GPU: test_triton.py")
-    module = {"torch": rows_torch, "triton": rows_triton}[request.param]
-    monkeypatch.setattr(kernels.head, "_rows", lambda device: module)
-    return module
+    if request.param == "torch":
+        monkeypatch.setattr(kernels.head, "_rows", lambda device: rows_torch)
+        return rows_torch
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(kernels.head, "_rows", lambda device: rows_triton)
+    for function in (grpo_head, token_logprobs):
+        if torch.cuda.is_available():
+            monkeypatch.setattr(sys.modules[__name__], function.__name__, there_and_back(function))
+    return rows_triton
+
+
+def there_and_back(function):
+    """The function on the GPU, with arguments and results on the CPU."""
+
+    def call(*args, grad_weight=None, **kw):
+        if grad_weight is not None:
+            pytest.skip("a copy on the GPU would be added to")
+        args = [v.cuda() for v in args]
+        results = function(*args, **{k: v.cuda() if torch.is_tensor(v) else v for k, v in kw.items()})
+        first, second = results
+        second = {k: v.cpu() for k, v in second.items()} if isinstance(second, dict) else second.cpu()
+        return first.cpu(), second
+
+    return call
 
 
 def eq2(hidden, weight, targets, *, adv, w, old_logp=None, ref_logp=None, temperature=1.0,
@@ -184,7 +203,8 @@ def test_a_tie_keeps_the_whole_gradient(eps):
     kw |= {"eps_low": eps, "eps_high": eps}
     implied = differentiate(grpo_head, *args, **kw | {"old_logp": None})
     given = differentiate(grpo_head, *args, **kw | {"old_logp": token_logprobs(*args)[0]})
-    assert all(torch.equal(implied[k], given[k]) for k in implied)
+    equal = same if torch.cuda.is_available() else torch.equal  # log-probs come from another compilation there
+    assert all(equal(implied[k], given[k]) for k in implied)
     assert not implied["clipped"].any()
 
     hidden, weight = (v.double().requires_grad_() for v in args[:2])
@@ -199,6 +219,40 @@ def test_delta_bounds_a_negative_advantage():
     assert differentiate(grpo_head, *args, **kw)["loss"] > 1e15
     bounded = check(*args, delta=4.0, **kw)
     assert same(bounded["loss"], torch.tensor(37 * 4.0)) and not bounded["dX"].any()
+
+
+@pytest.mark.parametrize("adv", [0.0, 1.0, -1.0])
+def test_far_from_old_and_reference_all_stays_finite(adv):
+    """Log-ratios are cut at +-80, where exp is still a float32; with w = 0 nothing of it is left."""
+    args, kw = batch(N=6)
+    logp = token_logprobs(*args)[0]
+    far = torch.tensor([math.inf, 1000, 200, -200, -1000, -math.inf])
+    for w in (torch.ones(6), torch.zeros(6)):
+        kw |= {"adv": torch.full((6,), adv), "w": w, "old_logp": logp + far, "ref_logp": logp + far.roll(1)}
+        got = differentiate(grpo_head, *args, **kw, beta=0.04)
+        assert all(v.isfinite().all() for v in got.values())
+        assert w.any() or not (got["loss"] or got["dX"].any() or got["dW"].any())
+
+
+def test_what_is_not_a_number_is_not_hidden(rows):
+    (hidden, weight, targets), kw = batch(N=5)
+    hidden[2] = math.nan
+    got = differentiate(grpo_head, hidden, weight, targets, beta=0.04, **kw)
+    assert got["loss"].isnan() and got["dX"][2].isnan().all() and got["dX"][3].isfinite().all()
+    assert got["logp"].isnan().tolist() == [False, False, True, False, False]
+
+
+@pytest.mark.parametrize("target", [-100, 1187])
+def test_a_target_that_is_no_token_is_an_error_or_nan(rows, target):
+    """Asking the GPU would make it wait."""
+    (hidden, weight, targets), kw = batch(N=5)
+    targets[3] = target
+    if rows is rows_torch:
+        with pytest.raises((IndexError, RuntimeError)):
+            grpo_head(hidden, weight, targets, **kw)
+    else:
+        loss, extras = grpo_head(hidden, weight, targets, **kw)
+        assert loss.isnan() and extras["logp"].isnan().tolist() == [False, False, False, True, False]
 
 
 def test_w_holds_the_averages_of_eq2():
@@ -383,11 +437,12 @@ class Alive(TorchDispatchMode):
         return out
 
 
-def test_two_matrices_of_a_chunk_live_at_once():
+def test_how_many_matrices_of_a_chunk_live_at_once(rows):
+    """Two in torch; in the kernel dL/dz lies over the logits."""
     args, kw = batch(N=40, H=4)
     with Alive(8 * 1187 * 4) as seen:
         differentiate(grpo_head, *args, chunk=8, **kw)
-    assert seen.most == 2
+    assert seen.most == (2 if rows is rows_torch else 1)
     with Alive(8 * 1187 * 4) as seen:
         token_logprobs(*args, chunk=8)
     assert 1 <= seen.most <= 2
@@ -512,4 +567,5 @@ def test_inside_fsdp2(rows):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     errors = json.loads(done.stdout.splitlines()[-1])
-    assert errors["loss"] < 1e-6 and errors["dW"] < 1e-5 and errors["dX"] < 1e-5, errors
+    assert all(errors[k] < 1e-5 for k in ("fp32 loss", "fp32 dW", "fp32 dX")), errors
+    assert all(errors[k] < 5e-3 for k in ("bf16 loss", "bf16 dW", "bf16 dX")), errors

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -59,33 +60,39 @@ def test_it_compiles_without_spills_and_moves_16_bytes_at_once(compiled):
     for c in compiled:
         assert c["stack"] == 0 and c["local"] == 0, c  # registers that spill go to local memory
         assert 0 < c["registers"] <= 128, c
+        if c["setting"] == "V = 1187":
+            continue
         passes = 2 if "gradient" in c["setting"] or c["setting"] in ("bf16 logits", "cispo", "on-policy, no KL") else 1
         assert c["loads"] == ["v4.b32"] * (passes * (2 if c["setting"] == "bf16 logits" else 4)), c
         assert len(c["stores"]) == (0 if passes == 1 else 4 if "fp32 gradient" in c["setting"] else 2), c
         assert set(c["stores"]) <= {"v4.b32"}, c
+        # dL/dz over the logits: all threads have read a block before any of them writes
+        assert passes == 1 or re.search("^L+B+L+BS+$", c["steps"]), c
 
 
 @pytest.mark.skipif(not on_gpu, reason="needs a CUDA device")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)])
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("N, H, V", [(37, 64, 1187), (130, 128, 151_936), (5, 128, 152_064)])
 def test_on_the_gpu(setting, dtype, N, H, V):
-    """float32: as everywhere. bf16: logits to 1e-5, gradients to the rounding of dL/dz; twice the same bits."""
-    args, kw = batch(N, H, V)
-    args = [v.to(dtype) if v.is_floating_point() else v for v in args]
-    setting = {k: v[:1].expand(N) if torch.is_tensor(v) else v for k, v in setting.items()}
-    want = differentiate(eq2, args[0].double(), args[1].double(), args[2], **kw | setting)
-    args = [v.cuda() for v in args]
-    kw = {k: v.cuda() if torch.is_tensor(v) else v for k, v in (kw | setting).items()}
+    """float32: as everywhere. bf16: logits to 2e-5, gradients to the rounding of dL/dz; twice the same bits."""
+    (hidden, weight, targets), kw = batch(N, H, V)
+    hidden, weight = hidden.to(dtype[0]), weight.to(dtype[1])
+    kw |= {k: v[:1].expand(N) if torch.is_tensor(v) else v for k, v in setting.items()}
+    want = differentiate(eq2, hidden.double(), weight.to(dtype[0]).double(), targets, **kw)  # so it is multiplied
+    args = [v.cuda() for v in (hidden, weight, targets)]
+    kw = {k: v.cuda() if torch.is_tensor(v) else v for k, v in kw.items()}
     torch.cuda.set_sync_debug_mode("error")  # no step waits for the GPU
-    got, again, cut = (differentiate(grpo_head, *args, **kw, chunk=c) for c in (4096, 4096, 50))
-    torch.cuda.set_sync_debug_mode("default")
+    try:
+        got, again, cut = (differentiate(grpo_head, *args, **kw, chunk=c) for c in (4096, 4096, 50))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
     assert all(torch.equal(got[k], again[k]) for k in got)
-    got, cut = ({k: v.cpu() for k, v in one.items()} for one in (got, cut))
-    bound = 1e-5 if dtype == torch.float32 else 5e-3
+    bound = 3e-5 if dtype[0] == torch.float32 else 5e-3
     for one in (got, cut):
+        one = {k: v.cpu() for k, v in one.items()}
         assert same(one["logp"], want["logp"], rtol=0, atol=2e-5) and same(one["loss"], want["loss"], rtol=1e-4)
-        assert same(one["entropy"], want["entropy"]) and torch.equal(one["clipped"], want["clipped"])
+        assert same(one["entropy"], want["entropy"], atol=2e-5) and torch.equal(one["clipped"], want["clipped"])
         assert error(one["dX"], want["dX"]) < bound and error(one["dW"], want["dW"]) < bound
 
 
@@ -98,4 +105,10 @@ def test_the_benchmark_runs(tmp_path):
     found = json.loads(done.stdout.splitlines()[-1])
     assert max(found["errors"]["ours"] + found["errors"]["torch eager"]) < (2e-2 if on_gpu else 1e-5)
     assert len(found["rows"]) == 20 and (tmp_path / "kernels.png").stat().st_size > 10_000
-    assert found["precision"]["ours"]["max"] < 1e-5 < 1e-3 < found["precision"]["bf16 logits"]["mean"]
+    # a GPU's tensor cores cut what they add
+    assert (
+        found["precision"]["ours"]["max"]
+        < (1e-4 if on_gpu else 1e-5)
+        < 1e-3
+        < found["precision"]["bf16 logits"]["mean"]
+    )
