@@ -6,6 +6,8 @@
     python retrieval_server.py --corpus wiki.jsonl --index wiki-e5 wiki-bm25                both, ranks fused
     python retrieval_server.py --corpus wiki-18.jsonl --index e5_Flat.index --encoder intfloat/e5-base-v2
 
+    curl localhost:8000/retrieve -H 'Content-Type: application/json' -d '{"queries": ["who wrote Emma ?"]}'
+
     POST /retrieve  {"queries": ["who wrote it ?"], "topk": 3, "return_scores": true}
                  -> {"result": [[{"document": {"id": "7", "contents": "\\"Title\\"\\ntext"}, "score": 2.5}]]}
     GET  /health -> {"status": "ok", "passages": 1000, "index": "bm25"}
@@ -39,11 +41,16 @@ from retrieval.index import Fused, open_index
 from servers import listen, serve
 
 MAX_TOPK = 100
+MAX_QUERIES = 16384  # of a request: Search-R1 sends all of a step's at once
+MAX_QUERY = 4096  # characters
 MAX_BODY = 16 << 20  # bytes
 
 
 class Search(BaseModel):
-    queries: list[Annotated[str, Field(max_length=4096)]] = Field(max_length=1024)
+    # a limit, if one without effect, makes pydantic refuse half of a surrogate pair, which no encoder takes
+    queries: list[Annotated[str, Field(max_length=MAX_BODY)]] = Field(
+        max_length=MAX_QUERIES, description=f"the first {MAX_QUERY} characters of each count"
+    )
     topk: int | None = Field(None, ge=1, le=MAX_TOPK, description="the server's --topk if null")
     return_scores: bool = False
 
@@ -64,6 +71,10 @@ class Found(BaseModel):
 
 class Busy(Exception):
     """The queue is full; `args[0]` is the number of seconds after which it should have room."""
+
+
+class SearchFailed(Exception):
+    """The encoder, the index or a row of the corpus; `args[0]` tells."""
 
 
 class Metrics:
@@ -93,14 +104,15 @@ class Batcher:
 
     A batch leaves when `max_batch` queries wait, or `max_wait` seconds after the first of them. A query that waits or
     is being searched already is not searched again; answers stay in an LRU cache of `cache_bytes`. More than
-    `max_queue` waiting queries are refused. `answer(keys)` returns the JSON of each key's hits; it runs in the thread,
-    everything else on the event loop.
+    `max_queue` waiting queries are refused. `answer(keys)` returns the JSON of each key's hits, or an exception for a
+    key; it runs in the thread, everything else on the event loop.
     """
 
     def __init__(self, answer, metrics: Metrics, max_batch: int, max_wait: float, max_queue: int, cache_bytes: int):
         self.answer, self.metrics = answer, metrics
         self.max_batch, self.max_wait, self.max_queue = max_batch, max_wait, max_queue
-        self._cache = LRUCache(cache_bytes, getsizeof=lambda fragment: len(fragment) + 300)  # and its key
+        # key -> (query, answer): the query as well, for it may be the longer one
+        self._cache = LRUCache(cache_bytes, getsizeof=lambda kept: sys.getsizeof(kept[0]) + len(kept[1]) + 300)
         self._queue: deque[Key] = deque()
         self._open: dict[Key, asyncio.Future] = {}  # waiting, or being searched
         self._some, self._full = asyncio.Event(), asyncio.Event()
@@ -108,17 +120,17 @@ class Batcher:
         self._pace = 0.01  # seconds a query, smoothed
 
     async def ask(self, keys: list[Key]) -> list[bytes]:
-        """Returns the JSON of each key's hits; raises Busy, having queued nothing, when the queue is full."""
+        """Returns the JSON of each key's hits; raises SearchFailed, or Busy, having queued nothing, on a full queue."""
         fresh = {key for key in keys if key not in self._cache and key not in self._open}
         self.metrics.queries.inc(len(keys))
         # into an empty queue any request fits: it could never be served otherwise
-        if self._queue and len(self._queue) + len(fresh) > self.max_queue:
+        if fresh and self._queue and len(self._queue) + len(fresh) > self.max_queue:
             raise Busy(math.ceil(len(self._queue) * self._pace))
-        answers: list[bytes | asyncio.Future] = []
+        answers: list[bytes | Exception | asyncio.Future] = []
         for key in keys:
             if key in self._cache:
                 self.metrics.cached.inc()
-                answers.append(self._cache[key])
+                answers.append(self._cache[key][1])
                 continue
             if key in self._open:
                 self.metrics.shared.inc()
@@ -133,7 +145,10 @@ class Batcher:
             self._full.set()
         if pending := {answer for answer in answers if isinstance(answer, asyncio.Future)}:
             await asyncio.wait(pending)  # not `await` on each: a request that is given up would cancel it for others
-        return [answer.result() if isinstance(answer, asyncio.Future) else answer for answer in answers]
+        found = [answer.result() if isinstance(answer, asyncio.Future) else answer for answer in answers]
+        if failed := [answer for answer in found if isinstance(answer, Exception)]:
+            raise SearchFailed(f"{type(failed[0]).__name__}: {failed[0]}")
+        return found
 
     async def run(self) -> None:
         """Searches batch after batch, until cancelled."""
@@ -151,16 +166,17 @@ class Batcher:
             start = time.perf_counter()
             try:
                 answers = await asyncio.get_running_loop().run_in_executor(self._thread, self.answer, batch)
-            except Exception as e:  # these requests fail, the server goes on
-                for key in batch:
-                    self._open.pop(key).set_exception(e)
-                continue
+            except Exception as e:  # the encoder or FAISS: these requests fail, the server goes on
+                answers = [e] * len(batch)
+            for text in {f"{type(e).__name__}: {e}" for e in answers if isinstance(e, Exception)}:
+                print(f"search failed: {text}", file=sys.stderr, flush=True)
             seconds = time.perf_counter() - start
             self.metrics.search_s.observe(seconds)
             self._pace += 0.1 * (seconds / len(batch) - self._pace)
             for key, answer in zip(batch, answers, strict=True):
-                with suppress(ValueError):  # larger than the whole cache
-                    self._cache[key] = answer
+                if isinstance(answer, bytes):
+                    with suppress(ValueError):  # larger than the whole cache
+                        self._cache[key] = key[0], answer
                 self._open.pop(key).set_result(answer)
 
 
@@ -197,7 +213,7 @@ def make_app(corpus: Corpus, index, topk: int, *, max_batch=256, max_wait=0.002,
     metrics = Metrics()
     metrics.passages.set(len(corpus))
 
-    def answer(keys: list[Key]) -> list[bytes]:
+    def answer(keys: list[Key]) -> list[bytes | Exception]:
         found: dict[Key, list] = {}
         for k in {k for _, k, _ in keys}:  # one search a value of topk: an answer does not depend on its neighbours
             queries = list(dict.fromkeys(query for query, its_k, _ in keys if its_k == k))
@@ -224,6 +240,7 @@ def make_app(corpus: Corpus, index, topk: int, *, max_batch=256, max_wait=0.002,
 
     errors = {
         413: {"description": "Body too large"},
+        500: {"description": "Search failed"},
         503: {"description": "Queue full; come back after Retry-After seconds"},
     }
 
@@ -231,13 +248,13 @@ def make_app(corpus: Corpus, index, topk: int, *, max_batch=256, max_wait=0.002,
     async def retrieve(search: Search) -> Response:
         """Finds the best passages of each query; with BM25 a query without a known word finds none."""
         try:
-            hits = await batcher.ask([(query, search.topk or topk, search.return_scores) for query in search.queries])
+            k = search.topk or topk
+            hits = await batcher.ask([(query[:MAX_QUERY], k, search.return_scores) for query in search.queries])
         except Busy as e:
             wait = {"retry-after": str(e.args[0])}
             return JSONResponse({"detail": f"{max_queue} queries wait already; come back later"}, 503, wait)
-        except Exception as e:  # the encoder or the disk; the next batch may fare better
-            print(f"search failed: {type(e).__name__}: {e}", file=sys.stderr, flush=True)
-            return JSONResponse({"detail": f"search failed: {type(e).__name__}: {e}"}, 500)
+        except SearchFailed as e:  # the next batch may fare better
+            return JSONResponse({"detail": f"search failed: {e}"}, 500)
         return Response(b'{"result":[' + b",".join(hits) + b"]}", media_type="application/json")
 
     @app.get("/health")
@@ -251,8 +268,11 @@ def make_app(corpus: Corpus, index, topk: int, *, max_batch=256, max_wait=0.002,
     return app
 
 
-def _json(corpus: Corpus, hits: list[tuple[int, float]], scored: bool) -> bytes:
-    documents = [(corpus[row], score) for row, score in hits]
+def _json(corpus: Corpus, hits: list[tuple[int, float]], scored: bool) -> bytes | Exception:
+    try:
+        documents = [(corpus[row], score) for row, score in hits]
+    except (ValueError, OSError) as e:  # a row that cannot be read is no fault of the batch
+        return e
     rows = [{"document": d, "score": score} for d, score in documents] if scored else [d for d, _ in documents]
     return json.dumps(rows, ensure_ascii=False).encode()
 
@@ -268,7 +288,7 @@ def main() -> None:
     add = parser.add_argument
     add("--corpus", required=True, help='.jsonl or .parquet: {"id", "contents"} or {"id", "title", "text"}')
     add("--index", nargs="+", default=[], help="directories that `build` made, or a FAISS file (BM25 in memory)")
-    add("--encoder", default="", help="the model of a FAISS file that `build` did not make")
+    add("--encoder", default="", help="the model of a FAISS file that `build` did not make, or where it is now")
     add("--family", default="", choices=["", "e5", "bge", "plain"], help="its prefixes and pooling (by its name)")
     add("--device", default="", help="of the encoder: cpu, cuda, cuda:1 (a GPU if there is one)")
     add("--shard_gpus", action="store_true", help="split the FAISS index over the visible GPUs, fp16")
@@ -310,4 +330,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("\nstopped")

@@ -1,5 +1,6 @@
 """BM25: queries -> rows of the corpus by the words they share, with scores made once per word and passage (bm25s)."""
 
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -56,8 +57,8 @@ class BM25:
 
         indptr = np.concatenate(([0], there.cumsum())).astype(np.int64)
         if folder:
-            data = np.memmap(folder / "scores", dtype=np.float64, mode="w+", shape=indptr[-1])
-            indices = np.memmap(folder / "rows", dtype=np.int32, mode="w+", shape=indptr[-1])
+            data = _on_disk(folder / "scores", np.float64, indptr[-1])
+            indices = _on_disk(folder / "rows", np.int32, indptr[-1])
         else:
             data, indices = np.empty(indptr[-1]), np.empty(indptr[-1], dtype=np.int32)
         heads = indptr[:-1].copy()  # where the next passage of each word goes
@@ -98,3 +99,11 @@ class BM25:
         hits = np.flatnonzero((scores >= threshold) & (scores > 0))
         hits = hits[np.argsort(-scores[hits], kind="stable")[:k]]
         return list(zip(hits.tolist(), scores[hits].tolist(), strict=True))
+
+
+def _on_disk(path: Path, dtype, n: int) -> np.ndarray:
+    """A new array in a file; OSError now, and no crash in the middle, where the disk is too small for it."""
+    with open(path, "wb") as f:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(f.fileno(), 0, int(n) * np.dtype(dtype).itemsize)
+    return np.memmap(path, dtype=dtype, mode="r+" if hasattr(os, "posix_fallocate") else "w+", shape=int(n))

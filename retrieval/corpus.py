@@ -1,7 +1,9 @@
 """Passages on disk: a JSONL file of any size of which only the offsets of its rows are held, memory-mapped."""
 
+import hashlib
 import json
 import os
+import uuid
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import islice
@@ -50,6 +52,11 @@ class Corpus:
         except SystemExit as e:
             raise ValueError(f"the corpus has changed since the server started: {e}") from None
 
+    def digest(self) -> str:
+        """What tells this corpus from others: of its number of rows, its bytes and 256 rows from all over it."""
+        sample = [self[row] for row in sorted({len(self) * k // 256 for k in range(256)})]
+        return hashlib.sha256(json.dumps([len(self), self.size, sample]).encode()).hexdigest()
+
     def texts(self, first: int = 0, last: int | None = None) -> Iterator[str]:
         """Yields the contents of the rows first, ..., last - 1 in their order."""
         for row in range(first, len(self) if last is None else last):
@@ -67,18 +74,19 @@ def _offsets(path: str) -> np.ndarray:
             return offsets[2:]
     if stat.st_size < LARGE:
         return np.fromiter(_scan(path, stat.st_size), dtype="<u8")
+    half = f"{kept}.{uuid.uuid4().hex}"  # of this process alone, on shared disks too
     try:
-        with open(f"{kept}.{os.getpid()}", "wb") as f:
+        with open(half, "wb") as f:
             np.array(stamp, dtype="<u8").tofile(f)
             starts = _scan(path, stat.st_size)
             while len(block := np.fromiter(islice(starts, 1 << 20), dtype="<u8")):
                 block.tofile(f)
-        os.replace(f.name, kept)
+        os.replace(half, kept)
     except OSError as e:
         print(f"{kept} cannot be written ({e.strerror}): every start reads the corpus anew", flush=True)
         return np.fromiter(_scan(path, stat.st_size), dtype="<u8")
     finally:
-        _forget(f"{kept}.{os.getpid()}")
+        _forget(half)
     return np.memmap(kept, dtype="<u8", mode="r")[2:]
 
 
@@ -139,7 +147,7 @@ def _as_jsonl(path: str) -> str:
     import pyarrow.parquet as pq
 
     out = f"{path}.jsonl"
-    half = f"{out}.{os.getpid()}"
+    half = f"{out}.{uuid.uuid4().hex}"
     try:
         time = os.stat(path).st_mtime_ns
         if os.path.exists(out) and os.stat(out).st_mtime_ns == time:

@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModel, AutoTokenizer
+from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoConfig, AutoModel, AutoTokenizer
 from transformers.utils import logging
 
 FAMILIES = {  # query prefix, passage prefix, pooling
@@ -29,11 +29,15 @@ class Encoder:
         self.name, self.family = model, family or family_of(model)
         self.query_prefix, self.passage_prefix, self.pooling = FAMILIES[self.family]
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            torch.empty(0, device=self.device)
+        except (RuntimeError, AssertionError) as e:
+            raise SystemExit(f"--device {device}: {str(e).splitlines()[0].rstrip('.')}; leave it out, or cpu") from None
         logging.disable_progress_bar()
         logging.set_verbosity_error()  # the pooler's weights, which nothing here uses, are often absent
         try:
             config = AutoConfig.from_pretrained(model)
-            if config.is_encoder_decoder or config.is_decoder:
+            if config.is_encoder_decoder or type(config) not in MODEL_FOR_MASKED_LM_MAPPING:
                 raise ValueError(f"a {config.model_type} is no encoder of the BERT type")
             self._tokenizer = AutoTokenizer.from_pretrained(model)
             dtype = torch.float16 if self.device.startswith("cuda") else torch.float32

@@ -68,9 +68,9 @@ def open_index(
 ) -> BM25 | Dense:
     """Opens an index directory or a FAISS file (Search-R1's) over `corpus`; SystemExit where they do not fit.
 
-    A directory knows its encoder; `encoder` and `family` are for a FAISS file. `nprobe` is the number of an IVF
-    index's cells that a query visits, `ef` the width of a search in an HNSW graph. The file is memory-mapped, or with
-    `shard_gpus` read once and split over the visible GPUs in fp16.
+    A directory knows its encoder; `encoder` and `family` go before it, as when the model has moved. `nprobe` is the
+    number of an IVF index's cells that a query visits, `ef` the width of a search in an HNSW graph. The file is
+    memory-mapped, or with `shard_gpus` read once and split over the visible GPUs in fp16.
     """
     folder = Path(path)
     todo = "give a directory made by `build`, or a FAISS file"
@@ -82,15 +82,21 @@ def open_index(
     else:
         try:
             made = json.loads((folder / "index.json").read_text())
-        except (OSError, ValueError) as e:
-            raise SystemExit(f"{folder / 'index.json'}: {getattr(e, 'strerror', None) or e}; {todo}") from None
-    for field, here in (("passages", len(corpus)), ("bytes", corpus.size)):
-        if (there := made.get(field, here)) != here:
-            raise SystemExit(
-                f"--index {path}: made from {there:,} {field}, {corpus.path} has {here:,}; give its corpus"
-            )
-    if made["encoder"] == "bm25":
-        return BM25.open(folder)
+            passages, digest, _ = made["passages"], made["digest"], made["encoder"]
+            for name, size in made["files"].items():
+                if (folder / name).stat().st_size != size:
+                    raise SystemExit(f"{folder / name}: not whole, {size:,} bytes were built; copy it again")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+            where = getattr(e, "filename", None) or folder / "index.json"
+            raise SystemExit(f"{where}: {getattr(e, 'strerror', None) or 'not what `build` wrote'}; {todo}") from None
+        if passages != len(corpus):
+            have = f"made from {passages:,} passages, {corpus.path} has {len(corpus):,}"
+            raise SystemExit(f"--index {path}: {have}; give its corpus")
+        if digest != corpus.digest():
+            raise SystemExit(f"--index {path}: made from other passages than those of {corpus.path}; give its corpus")
+        if made["encoder"] == "bm25":
+            return BM25.open(folder)
+        made |= {key: value for key, value in (("encoder", encoder), ("family", family)) if value}
 
     from retrieval.encoder import Encoder  # here: torch takes seconds, and BM25 needs none
 
@@ -102,8 +108,8 @@ def open_index(
     if index.d != model.dimension:
         have = f"vectors of {index.d}, {model.name} makes {model.dimension}"
         raise SystemExit(f"--index {path}: {have}; give its --encoder")
-    look_alike(index, corpus, model, path)
     set_width(index, nprobe, ef)
+    look_alike(index, corpus, model, path)
     name = f"{kind_of(index)} {model.name}"
     if shard_gpus:
         index = _on_gpus(index)
@@ -130,6 +136,8 @@ def read_faiss(path: Path):
 
     file, beside = str(path), faiss.IO_FLAG_ONDISK_SAME_DIR
     try:
+        if path.name == "index.faiss" and (path.parent / "lists.ivfdata").exists():  # IVF as `build` makes it
+            return faiss.read_index(file, faiss.IO_FLAG_READ_ONLY | beside)
         try:
             return faiss.read_index(file, faiss.IO_FLAG_MMAP_IFC | faiss.IO_FLAG_MMAP | beside)
         except RuntimeError:  # IVF lists have a map of their own kind,
@@ -155,18 +163,19 @@ def set_width(index, nprobe: int, ef: int) -> None:
 
     if hasattr(inner := faiss.downcast_index(index), "hnsw"):
         inner.hnsw.efSearch = ef
-    elif kind_of(index) == "IVF":
-        faiss.extract_index_ivf(index).nprobe = nprobe
+    elif ivf := faiss.try_extract_index_ivf(index):
+        ivf.nprobe = nprobe
 
 
 def look_alike(index, corpus: Corpus, encoder, path: str) -> None:
     """Warns where vectors of the index are not those of their passages: another encoder, prefix or corpus order."""
     rows = sorted({len(corpus) * k // 4 for k in range(4)})
+    here = encoder.passages([corpus[row]["contents"] for row in rows])  # (4, d)
     try:
-        there = np.stack([index.reconstruct(row) for row in rows])  # (4, d)
-    except RuntimeError:  # an index that cannot give its vectors back, as IVF without its map
-        return
-    here = encoder.passages([corpus[row]["contents"] for row in rows])
+        there = np.stack([index.reconstruct(row) for row in rows])
+    except RuntimeError:  # IVF cannot give its vectors back: those of the passages that it takes for them
+        found = index.search(here, 1)[1][:, 0]
+        there = encoder.passages([corpus[int(row)]["contents"] for row in found])
     cosine = (there * here).sum(1) / np.maximum(np.linalg.norm(there, axis=1), 1e-9)
     if cosine.min() < 0.9:
         row = rows[int(cosine.argmin())]

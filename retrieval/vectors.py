@@ -39,9 +39,10 @@ def _work(plan: dict, partial: str, device: str, threads: int, todo: list[int], 
     """A process that encodes the chunks of `todo` that no other has taken yet."""
     parent = multiprocessing.parent_process().sentinel
     threading.Thread(target=lambda: (wait([parent]), os._exit(1)), daemon=True).start()  # ends when `build` ends
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for `build` to answer
     torch.set_num_threads(threads)
     corpus = Corpus(plan["corpus"])
+    if corpus.digest() != plan["digest"]:
+        raise SystemExit(f"{corpus.path}: has changed since the build began")
     encoder = Encoder(plan["encoder"], plan["family"], plan["max_length"], device)
     d = encoder.dimension
     header = len(flat_header(1, d))
@@ -66,11 +67,13 @@ def _work(plan: dict, partial: str, device: str, threads: int, todo: list[int], 
 def encode(plan: dict, partial: Path, n: int, d: int, devices: list[str]) -> None:
     """Fills `partial/vectors.faiss` with one process a device; SystemExit if one of them ends early."""
     path, chunks = partial / "vectors.faiss", -(-n // CHUNK)
-    if not (partial / "done").exists():
+    if not (partial / "done").exists() or (partial / "done").stat().st_size != chunks:
         with open(path, "wb") as f:
             f.write(flat_header(n, d))
             f.truncate(len(flat_header(n, d)) + 4 * d * n)
-        (partial / "done").write_bytes(bytes(chunks))
+            os.fsync(f.fileno())
+        (partial / "done.tmp").write_bytes(bytes(chunks))
+        os.replace(partial / "done.tmp", partial / "done")
     done = np.memmap(partial / "done", dtype=np.uint8, mode="r")
     todo = np.flatnonzero(done == 0).tolist()
     if not todo:
@@ -82,8 +85,10 @@ def encode(plan: dict, partial: Path, n: int, d: int, devices: list[str]) -> Non
         spawn.Process(target=_work, args=(plan, str(partial), device, threads, todo, taken), daemon=True)
         for device in devices[: len(todo)]
     ]
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for this process: workers inherit it ignored
     for worker in workers:
         worker.start()
+    signal.signal(signal.SIGINT, before)
 
     def passages() -> int:
         return min(n, int(done.sum()) * CHUNK)
@@ -93,11 +98,14 @@ def encode(plan: dict, partial: Path, n: int, d: int, devices: list[str]) -> Non
             wait([worker.sentinel for worker in workers if worker.exitcode is None], timeout=0.5)
             if more := passages() - bar.n:
                 bar.update(more)
-            if failed := [worker for worker in workers if worker.exitcode]:
-                for worker in workers:
-                    worker.terminate()
-                raise SystemExit(
-                    f"an encoding process ended with code {failed[0].exitcode}; what is encoded is kept: "
-                    "run the same command again (with fewer --workers if memory ran out)"
-                )
+            if any(worker.exitcode for worker in workers):
+                break
         bar.update(passages() - bar.n)
+    if not done.all():
+        code = next((worker.exitcode for worker in workers if worker.exitcode), 0)
+        for worker in workers:
+            worker.terminate()
+        raise SystemExit(
+            f"an encoding process ended with code {code}; what is encoded is kept: "
+            "run the same command again (with fewer --workers if memory ran out)"
+        )

@@ -200,6 +200,22 @@ def test_an_answer_is_kept_until_others_push_it_out(corpus):
         assert metrics(url)["retrieval_cached_total"] == 1
 
 
+def test_long_queries_count_in_the_cache(corpus):
+    gate = Gate(50)
+    with serving(gate, corpus, cache_bytes=4000) as url:
+        for _ in "12":
+            assert ask(url, "0" * 3500 + "1", topk=1).ok  # an answer of 100 bytes, but 4000 with its query
+            ask(url, "2", "3", topk=1)
+        assert [len(queries) for queries, _ in gate.batches] == [1, 2, 1, 2]  # each pushes the other out
+
+
+def test_a_long_query_is_cut_and_not_refused(corpus):
+    gate = Gate(50)
+    with serving(gate, corpus) as url:
+        assert ids(ask(url, "0" * 4095 + "7" + "9" * 5000, topk=1)) == [["p7"]]
+        assert gate.batches[0][0] == ["0" * 4095 + "7"]
+
+
 def test_without_a_cache_every_query_is_searched(corpus):
     gate = Gate(50)
     with serving(gate, corpus, cache_bytes=0) as url:
@@ -225,6 +241,13 @@ def test_a_full_queue_refuses_with_a_time_to_come_back_and_forgets_nobody(corpus
         gate.open.set()
         assert ids(blocker.result()) and [len(ids(answer.result())) for answer in waiting] == [2, 2, 2]
         assert ids(ask(url, "5")) == [["p5", "p6", "p7"]]
+        gate.open.clear()
+        large = pool.submit(ask, url, *map(str, range(30, 50)))
+        until(lambda: len(gate.batches[-1][0]) == 20)
+        more = [pool.submit(ask, url, str(k)) for k in range(5)]  # answered before: no place in the queue needed
+        assert all(ids(answer.result()) for answer in more)
+        gate.open.set()
+        assert large.result().ok
         assert len(ids(ask(url, *map(str, range(10, 30))))) == 20  # more than the queue, but it is empty
         assert metrics(url)["retrieval_requests_total503"] == 1
         assert not any("5" in queries for queries, _ in gate.batches[:2])
@@ -266,10 +289,31 @@ def test_a_search_that_fails_is_a_500_and_the_next_one_is_well(corpus, capfd):
         answer = ask(url, "1")
         assert answer.status_code == 500
         assert answer.json() == {"detail": "search failed: MemoryError: no room for the batch"}
+        assert ask(url, "2", "3", "4").status_code == 500
         gate.fault = None
         assert ids(ask(url, "1")) == [["p1", "p2", "p3"]]  # the failure was not cached
-        assert metrics(url)["retrieval_requests_total500"] == 1
-    assert capfd.readouterr().err == "search failed: MemoryError: no room for the batch\n"
+        assert metrics(url)["retrieval_requests_total500"] == 2
+    assert capfd.readouterr().err == "search failed: MemoryError: no room for the batch\n" * 2
+
+
+def test_a_row_that_cannot_be_read_fails_the_request_that_asked_for_it(tmp_path, pool, capfd):
+    path = make_corpus(tmp_path / "c")
+    gate = Gate(50)
+    with serving(gate, Corpus(path)) as url:
+        gate.open.clear()
+        blocker = pool.submit(ask, url, "20")
+        until(lambda: gate.batches)
+        lines = Path(path).read_bytes().splitlines(keepends=True)
+        with open(path, "r+b") as f:
+            f.seek(sum(map(len, lines[:7])))
+            f.write(b"#" * 20)
+        bad, good = pool.submit(ask, url, "7", "8"), pool.submit(ask, url, "30", "31")
+        until(lambda: metrics(url)["retrieval_waiting"] == 4)
+        gate.open.set()
+        assert blocker.result().ok and ids(good.result())[0] == ["p30", "p31", "p32"]
+        assert bad.result().status_code == 500 and "row 7" in bad.result().json()["detail"]
+        assert len(gate.batches) == 2
+    assert capfd.readouterr().err.count("\n") == 1
 
 
 def test_who_hangs_up_takes_nothing_from_the_others(corpus, pool):
