@@ -121,7 +121,7 @@ def test_weights_and_probabilities_follow_the_recorded_rewards(whole):
             assert w == pytest.approx(sum(window) / len(window) if window else 0.0, abs=2e-4)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_killed_at_a_random_step_and_resumed_it_is_bit_identical(whole, tmp_path, seed):
     out = tmp_path / "killed"
     process = start("--out", out, *SMALL)

