@@ -28,7 +28,7 @@ ask: setup            ## talk to the agent of the newest run
 test: lint            ## everything that takes minutes
 	$(PY) -m pytest -m "not slow" $(ARGS)
 
-test-slow: setup      ## whole runs: it learns; the warm start from nothing
+test-slow: setup      ## whole runs: it learns; the warm start from nothing; killed and resumed
 	$(PY) -m pytest -m slow $(ARGS)
 
 lint: setup
