@@ -105,10 +105,5 @@ def test_the_benchmark_runs(tmp_path):
     found = json.loads(done.stdout.splitlines()[-1])
     assert max(found["errors"]["ours"] + found["errors"]["torch eager"]) < (2e-2 if on_gpu else 1e-5)
     assert len(found["rows"]) == 20 and (tmp_path / "kernels.png").stat().st_size > 10_000
-    # a GPU's tensor cores cut what they add
-    assert (
-        found["precision"]["ours"]["max"]
-        < (1e-4 if on_gpu else 1e-5)
-        < 1e-3
-        < found["precision"]["bf16 logits"]["mean"]
-    )
+    assert found["precision"]["ours"]["max"] < (1e-4 if on_gpu else 1e-5)  # a GPU's tensor cores cut what they add
+    assert found["precision"]["bf16 logits"]["mean"] > 1e-3
