@@ -103,7 +103,8 @@ class BM25:
 
 def _on_disk(path: Path, dtype, n: int) -> np.ndarray:
     """A new array in a file; OSError now, and no crash in the middle, where the disk is too small for it."""
-    with open(path, "wb") as f:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(f.fileno(), 0, int(n) * np.dtype(dtype).itemsize)
-    return np.memmap(path, dtype=dtype, mode="r+" if hasattr(os, "posix_fallocate") else "w+", shape=int(n))
+    array = np.memmap(path, dtype=dtype, mode="w+", shape=int(n))
+    if hasattr(os, "posix_fallocate"):
+        with open(path, "r+b") as f:
+            os.posix_fallocate(f.fileno(), 0, array.nbytes)
+    return array

@@ -161,8 +161,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--yes", action="store_true", help="build even where disk or memory look too small")
     args = parser.parse_args(argv)
     out = Path(args.index)
-    if out.exists():
-        raise SystemExit(f"--index {out}: exists; remove it or name another directory")
+    _must_be_new(out)
     if args.max_length < 8 or args.workers < 0:
         parser.error("--max_length is at least 8, --workers at least 0")
     corpus = Corpus(args.corpus)
@@ -174,11 +173,10 @@ def main(argv: list[str]) -> None:
         partial.mkdir(parents=True, exist_ok=True)
         with open(partial / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if out.exists():  # another build has ended since
-                raise SystemExit(f"--index {out}: exists; remove it or name another directory")
+            _must_be_new(out)  # another build may have ended since
             made = _bm25(args, corpus, partial) if args.encoder == "bm25" else _dense(args, corpus, partial)
             parts = [p for p in partial.iterdir() if p.name in ("index.faiss", "lists.ivfdata") or ".index." in p.name]
-            made |= {"passages": len(corpus), "digest": corpus.digest()}
+            made |= {"passages": len(corpus), "digest": corpus.digest}
             _write_json(partial / "index.json", made | {"files": {p.name: p.stat().st_size for p in parts}})
             for path in partial.iterdir():
                 if path not in parts and path.name not in ("index.json", "build.json", "lock"):
@@ -198,6 +196,11 @@ def main(argv: list[str]) -> None:
     print(f"made {out}: {_size(size)}")
 
 
+def _must_be_new(out: Path) -> None:
+    if out.exists():
+        raise SystemExit(f"--index {out}: exists; remove it or name another directory")
+
+
 def _write_json(path: Path, value: dict) -> None:
     Path(f"{path}.tmp").write_text(json.dumps(value, indent=1))
     os.replace(f"{path}.tmp", path)
@@ -205,7 +208,7 @@ def _write_json(path: Path, value: dict) -> None:
 
 def _plan(args, corpus: Corpus, partial: Path, name: str, settings: dict) -> None:
     """Notes what is being built, so that only the same build is gone on with."""
-    plan = settings | {"type": name, "passages": len(corpus), "digest": corpus.digest()}
+    plan = settings | {"type": name, "passages": len(corpus), "digest": corpus.digest}
     noted = partial / "build.json"
     if noted.exists() and (there := json.loads(noted.read_text())) != plan:
         other = ", ".join(f"{k} {there.get(k)}" for k in plan if there.get(k) != plan[k] and k != "digest")
@@ -281,7 +284,7 @@ def _dense(args, corpus: Corpus, partial: Path) -> dict:
     )
     _announce(args, corpus, partial, what, expected(name, n, encoder.dimension), seconds)
     if not (partial / "index.faiss").exists():
-        encode({"corpus": args.corpus, "digest": corpus.digest()} | settings, partial, n, encoder.dimension, devices)
+        encode({"corpus": args.corpus, "digest": corpus.digest} | settings, partial, n, encoder.dimension, devices)
     path = make_index(name, partial, encoder.dimension)
     index = read_faiss(path)
     set_width(index, 64, 128)

@@ -6,12 +6,13 @@ import os
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
-TODO = 'write one {"id": ..., "contents": "\\"Title\\"\\ntext"} a line'
+FORM = 'write one {"id": ..., "contents": "\\"Title\\"\\ntext"} a line'
 LARGE = 64 << 20  # bytes; the offsets of a larger corpus are kept in a file, those of a smaller one take no time
 
 
@@ -52,6 +53,7 @@ class Corpus:
         except SystemExit as e:
             raise ValueError(f"the corpus has changed since the server started: {e}") from None
 
+    @cached_property
     def digest(self) -> str:
         """What tells this corpus from others: of its number of rows, its bytes and 256 rows from all over it."""
         sample = [self[row] for row in sorted({len(self) * k // 256 for k in range(256)})]
@@ -123,15 +125,15 @@ def _passage(line: bytes, where: str) -> dict[str, str]:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as e:
-        raise SystemExit(f"{where}: not valid JSON ({e}); {TODO}") from None
+        raise SystemExit(f"{where}: not valid JSON ({e}); {FORM}") from None
     if not isinstance(row, dict):
-        raise SystemExit(f"{where}: a row is a JSON object, not {type(row).__name__}; {TODO}")
+        raise SystemExit(f"{where}: a row is a JSON object, not {type(row).__name__}; {FORM}")
     titled = "contents" not in row and "title" in row
     for field in ("id", "title", "text") if titled else ("id", "contents"):
         if field not in row:
-            raise SystemExit(f'{where}: no "{field}"; {TODO}')
+            raise SystemExit(f'{where}: no "{field}"; {FORM}')
         if type(row[field]) not in ((str, int) if field == "id" else (str,)):
-            raise SystemExit(f'{where}: "{field}" is of type {type(row[field]).__name__}; {TODO}')
+            raise SystemExit(f'{where}: "{field}" is of type {type(row[field]).__name__}; {FORM}')
     contents = f'"{row["title"]}"\n{row["text"]}' if titled else row["contents"]
     passage = {"id": str(row["id"]), "contents": contents}
     try:

@@ -92,7 +92,7 @@ def open_index(
         if passages != len(corpus):
             have = f"made from {passages:,} passages, {corpus.path} has {len(corpus):,}"
             raise SystemExit(f"--index {path}: {have}; give its corpus")
-        if digest != corpus.digest():
+        if digest != corpus.digest:
             raise SystemExit(f"--index {path}: made from other passages than those of {corpus.path}; give its corpus")
         if made["encoder"] == "bm25":
             return BM25.open(folder)
@@ -136,12 +136,10 @@ def read_faiss(path: Path):
 
     file, beside = str(path), faiss.IO_FLAG_ONDISK_SAME_DIR
     try:
-        if path.name == "index.faiss" and (path.parent / "lists.ivfdata").exists():  # IVF as `build` makes it
-            return faiss.read_index(file, faiss.IO_FLAG_READ_ONLY | beside)
         try:
             return faiss.read_index(file, faiss.IO_FLAG_MMAP_IFC | faiss.IO_FLAG_MMAP | beside)
         except RuntimeError:  # IVF lists have a map of their own kind,
-            index = faiss.read_index(file, faiss.IO_FLAG_MMAP | beside)
+            index = faiss.read_index(file, faiss.IO_FLAG_MMAP)
             lists = faiss.downcast_InvertedLists(faiss.extract_index_ivf(index).invlists)
             if lists.filename != file:  # which this flag leaves out where they are in a file of their own
                 index = faiss.read_index(file, faiss.IO_FLAG_READ_ONLY | beside)

@@ -41,7 +41,7 @@ def _work(plan: dict, partial: str, device: str, threads: int, todo: list[int], 
     threading.Thread(target=lambda: (wait([parent]), os._exit(1)), daemon=True).start()  # ends when `build` ends
     torch.set_num_threads(threads)
     corpus = Corpus(plan["corpus"])
-    if corpus.digest() != plan["digest"]:
+    if corpus.digest != plan["digest"]:
         raise SystemExit(f"{corpus.path}: has changed since the build began")
     encoder = Encoder(plan["encoder"], plan["family"], plan["max_length"], device)
     d = encoder.dimension

@@ -68,6 +68,13 @@ def make_bert(folder, d=24):
     return str(folder)
 
 
+def reversed_corpus(folder, tmp_path):
+    """As many rows and as many bytes as the fixture's."""
+    lines = (folder / "corpus").read_text().splitlines(keepends=True)
+    (tmp_path / "reversed").write_text("".join(lines[::-1]))
+    return Corpus(tmp_path / "reversed")
+
+
 def refusal(call, *args, **more):
     with pytest.raises(SystemExit) as refused:
         call(*args, **more)
@@ -355,9 +362,7 @@ def test_the_expected_size_of_bm25_is_the_size(folder, tmp_path):
 def test_an_index_of_another_corpus_or_encoder_is_refused(folder, tmp_path):
     flat, other = str(folder / "flat"), Corpus(make_corpus(tmp_path / "c", N - 1))
     assert "made from 2,100 passages" in refusal(open_index, flat, other)
-    lines = (folder / "corpus").read_text().splitlines(keepends=True)
-    (tmp_path / "reversed").write_text("".join(lines[::-1]))  # as many rows, as many bytes
-    assert "other passages" in refusal(open_index, flat, Corpus(tmp_path / "reversed"))
+    assert "other passages" in refusal(open_index, flat, reversed_corpus(folder, tmp_path))
     file = flat + "/index.faiss"
     assert "2,100 vectors" in refusal(open_index, file, other, encoder=MINILM)
     bert = make_bert(tmp_path / "bert")
@@ -403,17 +408,8 @@ def test_vectors_of_another_prefix_or_order_are_warned_of(folder, tmp_path, caps
     open_index(file, corpus, encoder=MINILM, family="bge")  # CLS pooling of what was pooled by the mean
     out = capsys.readouterr().out
     assert out.startswith("warning: ") and "--family" in out and out.count("\n") == 1
-    shuffled = tmp_path / "c"
-    lines = (folder / "corpus").read_text().splitlines(keepends=True)
-    shuffled.write_text("".join(lines[::-1]))
-    open_index(file, Corpus(shuffled), encoder=MINILM)
+    open_index(file, reversed_corpus(folder, tmp_path), encoder=MINILM)
     assert "the index's order" in capsys.readouterr().out
-
-
-def reversed_corpus(folder, tmp_path):
-    lines = (folder / "corpus").read_text().splitlines(keepends=True)
-    (tmp_path / "reversed").write_text("".join(lines[::-1]))
-    return Corpus(tmp_path / "reversed")
 
 
 def test_passages_that_an_encoder_cannot_tell_apart_are_no_fault(bert, tmp_path):
