@@ -54,9 +54,12 @@ class RowCache:
 class TorchEngine:
     """Sampling from a Hugging Face causal LM, with the protocol that `rollout` needs.
 
-    `begin(seed)` starts a batch of new rows; `generate` continues rows by one turn; `max_rows` is how many rows at
-    once. `stop`: strings that end a turn and stay in it (a turn also ends with the tokenizer's EOS).
+    `begin(seed)` starts a batch of new rows; `generate` starts a turn of rows and yields turns that have ended, here of
+    all that it was given; `lockstep`: it wants all rows that go on in one call; `max_rows`: how many rows at once.
+    `stop`: strings that end a turn and stay in it (a turn also ends with the tokenizer's EOS).
     """
+
+    lockstep = True
 
     def __init__(self, model, tokenizer, stop: tuple[str, ...], max_rows: int = 512):
         self.model, self.tokenizer, self.stop, self.max_rows = model, tokenizer, stop, max_rows

@@ -2,13 +2,16 @@
 
 Tokens in, tokens out: a trajectory keeps the ids and log-probabilities that the engine sampled. Text is decoded
 only to find the query or the answer in it, and never encoded again, so the trainer scores exactly what was sampled.
+
+There is no barrier between turns: a search is sent when its turn has ended and the next turn begins when the search is
+back, while other rows generate. Only an engine in `lockstep` waits for all searches, which makes runs repeatable.
 """
 
 import queue
 import re
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
 from dataclasses import asdict, dataclass, field
 
 import requests
@@ -132,16 +135,19 @@ def _rollout(
         tau = Trajectory(instruction, question.id, group, list(ids), len(ids), [0] * len(ids), [0.0] * len(ids))
         trajectories.append(tau)
 
-    live = list(range(len(trajectories)))
     engine.begin(seed)
-    for turn in range(max_turns + 1):  # CHOICE-1: `max_turns` searches, then one turn to answer
-        for k in live:
+    ready = list(range(len(trajectories)))  # rows whose next turn begins
+    generating = 0  # rows that the engine is at work on
+    waiting: dict[int, Future | None] = {}  # row -> its search; None where it asked for none
+    while ready or generating or waiting:
+        for k in ready:
             if len(trajectories[k].ids) > max_prompt:
                 trajectories[k].stop = "length"
-        live = [k for k in live if not trajectories[k].stop]
-        waiting: dict[int, Future | None] = {}
+        contexts = {k: trajectories[k].ids for k in ready if not trajectories[k].stop}
+        generating += len(contexts)
         # A row's search is sent the moment its turn ends, while the other rows still generate.
-        for k, ids, logps in engine.generate({k: trajectories[k].ids for k in live}, max_response, temperature):
+        for k, ids, logps in engine.generate(contexts, max_response, temperature):
+            generating -= 1
             tau = trajectories[k]
             tau.act(ids, logps)
             text = tokenizer.decode(ids, skip_special_tokens=False)
@@ -153,16 +159,17 @@ def _rollout(
             query = query_of(text)
             tau.asked += query is not None
             tau.invalid += query is None
-            if turn == max_turns:
+            if len(tau.turns) > max_turns:  # CHOICE-1: `max_turns` searches, then one turn to answer
                 tau.stop = "turns"
             elif query is None:
                 waiting[k] = None
             else:
                 tau.turns[-1]["query"] = query
                 waiting[k] = search.submit(query[:4096])  # more than the server takes
-        # Results are taken up in the order of the jobs, so the next turn's batch does not depend on timing.
-        for k in sorted(waiting):
-            tau, result = trajectories[k], waiting[k]
+
+        ready = _back(waiting, everyone=engine.lockstep, idle=not generating)
+        for k in ready:
+            tau, result = trajectories[k], waiting.pop(k)
             if result is None:
                 tau.observe(invalid)
             else:
@@ -170,13 +177,21 @@ def _rollout(
                 tau.turns[-1]["documents"] = documents
                 tau.served += 1
                 tau.observe(observation_ids(tokenizer, documents, max_observation))
-        live = sorted(waiting)
-        if not live:
-            break
 
     for tau in trajectories:
         tau.response = tokenizer.decode(tau.ids[tau.prompt_tokens :], skip_special_tokens=False)
     return trajectories
+
+
+def _back(waiting: dict[int, Future | None], everyone: bool, idle: bool) -> list[int]:
+    """Rows whose search is back, in the order of the jobs: all of them, or those that are back by now.
+
+    `everyone` makes the next turn's batch independent of timing. An idle engine waits for at least one.
+    """
+    searches = [result for result in waiting.values() if result]
+    if everyone or (idle and len(searches) == len(waiting)):
+        wait(searches, return_when=ALL_COMPLETED if everyone else FIRST_COMPLETED)
+    return sorted(k for k, result in waiting.items() if result is None or result.done())
 
 
 class SearchDown(Exception):

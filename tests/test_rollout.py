@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,7 +51,7 @@ class Script:
     Its log-probs are -1, -2, ... in each turn.
     """
 
-    max_rows = 512
+    max_rows, lockstep = 512, True
 
     def __init__(self, tokenizer, *texts):
         self.tokenizer, self.texts = tokenizer, texts
@@ -239,6 +240,88 @@ def test_a_search_leaves_while_other_rows_still_generate(tokenizer, search):
     assert events[:4] == ["b", 1, "a", 0]
 
 
+class Free(Script):
+    """A script without lockstep: a turn of row k takes as many calls of `generate` as its text has words."""
+
+    max_rows, lockstep = 10**9, False
+
+    def begin(self, seed):
+        self.under_way, self.turns, self.calls = {}, {}, 0
+
+    def generate(self, contexts, max_new, temperature):
+        self.calls += 1
+        assert self.calls < 1000
+        for row, ids in contexts.items():
+            self.contexts.append((self.calls, row, list(ids)))
+            text = self.texts[row][self.turns.setdefault(row, 0)]
+            self.turns[row] += 1
+            self.under_way[row] = text, len(text.split())
+        for row, (text, left) in list(self.under_way.items()):
+            self.under_way[row] = text, left - 1
+            if left == 1:
+                del self.under_way[row]
+                ids = spelled(self.tokenizer, text)
+                yield row, ids, [-1.0 - k for k in range(len(ids))]
+
+
+def test_without_lockstep_no_row_waits_for_another(tokenizer):
+    """Row 1's search never comes back before row 0 has ended; row 2 generates for long."""
+    held, asked = Future(), []
+
+    class Held(Found):
+        def submit(self, query):
+            asked.append(query)
+            return held if query == "slow" else super().submit(query)
+
+    class Watched(Free):
+        def generate(self, contexts, *rest):
+            if self.calls == 30:  # row 0 has long ended
+                held.set_result(['"S"\nslow'])
+            yield from super().generate(contexts, *rest)
+
+    search, answer = "<search>fast</search>", "<answer>x</answer>"
+    long = "<search> a" + " b" * 50 + "</search>"
+    script = [search, search, answer], ["<search>slow</search>", answer], [long, answer]
+    engine = Watched(tokenizer, *script)
+    taus = rollout(engine, tokenizer, Held('"F"\nfast'), [(0, "", ASKED, k) for k in range(3)], **LIMITS)
+    assert [[turn["text"] for turn in tau.turns] for tau in taus] == [list(texts) for texts in script]
+    starts = [(call, row) for call, row, _ in engine.contexts]
+    assert starts[:5] == [(1, 0), (1, 1), (1, 2), (2, 0), (3, 0)]  # row 0 goes on while 1 searches and 2 generates
+    assert starts[5][1] == 1 and 30 < starts[5][0] < 35 and starts[6][0] > 50
+    assert asked[:3] == ["fast", "slow", "fast"]
+    for _, row, ids in engine.contexts:  # every turn continues the row's own context
+        assert taus[row].ids[: len(ids)] == ids
+
+
+def test_an_engine_with_nothing_to_do_waits_for_a_search_instead_of_spinning(tokenizer):
+    held = Future()
+
+    class Held(Found):
+        def submit(self, query):
+            threading.Timer(0.2, held.set_result, [['"S"\nslow']]).start()
+            return held
+
+    engine = Free(tokenizer, ["<search>slow</search>", "<answer>x</answer>"])
+    [tau] = rollout(engine, tokenizer, Held(), [(0, "", ASKED, 0)], **LIMITS)
+    assert tau.served == 1 and engine.calls <= 3
+
+
+def test_in_lockstep_a_turn_begins_when_all_searches_are_back(tokenizer):
+    slow = Future()
+
+    class Held(Found):
+        def submit(self, query):
+            if query == "slow":
+                threading.Timer(0.2, slow.set_result, [['"S"\nslow']]).start()
+                return slow
+            return super().submit(query)
+
+    answer = "<answer>x</answer>"
+    engine = Script(tokenizer, ["<search>slow</search>", answer], ["<search>fast</search>", answer])
+    rollout(engine, tokenizer, Held(), [(0, "", ASKED, 0)] * 2, **LIMITS)
+    assert [list(rows) for rows in engine.contexts] == [[0, 1], [0, 1]]
+
+
 @pytest.mark.parametrize(
     "text, query",
     [
@@ -281,7 +364,9 @@ class Found:
         self.documents = list(documents)
 
     def submit(self, query):
-        return SimpleNamespace(result=lambda: self.documents)
+        future = Future()
+        future.set_result(self.documents)
+        return future
 
 
 def test_the_example_in_the_instruction_is_never_the_prediction(tokenizer):
