@@ -15,7 +15,8 @@ import torch
 
 from config import HERE, Config
 from data import Question, load_questions
-from engine import TorchEngine, load_policy
+from engine import TorchEngine
+from policy import load_policy
 from rollout import STOP, Search, rollout
 from servers import Child
 

@@ -37,7 +37,7 @@ class Config:
     optimizer_model: str = knob("", "model name at OPENAI_BASE_URL; 'scripted' starts the world's own server")
     instruction: str = knob("", "file with the first instruction; empty: Search-R1's (App. F)")
     out: str = knob("", "directory of the run; empty: runs/<time>-<model>-<mode>")
-    resume: bool = knob(False, "go on with the run in --out from its last checkpoint")
+    resume: bool = knob(False, "go on with the run in --out from its last checkpoint, on any number of ranks")
     device: str = knob("", "cpu or cuda; empty: cuda where there is one")
     tracker: str = knob("", "wandb or tensorboard, where installed, beside metrics.jsonl")
     seed: int = knob(0, "seed of everything random")
@@ -46,13 +46,14 @@ class Config:
     T: int = knob(300, "T: training steps")
     batch: int = knob(512, "questions a step")
     mini: int = knob(256, "questions an optimizer update (CHOICE-10)")
-    micro_tokens: int = knob(32768, "tokens a forward pass, padding included; changes speed and memory alone")
+    micro_tokens: int = knob(32768, "tokens a forward pass of a rank; changes speed and memory alone")
     G: int = knob(5, "G: trajectories a question")
     lr: float = knob(5e-7, "peak learning rate of AdamW; cosine")
     warmup: float = knob(0.1, "share of T in which lr rises")
     eps: float = knob(0.2, "epsilon of Eq. 2: the clip")
     beta: float = knob(0.001, "beta of Eq. 2: weight of the KL to the first policy; 0: no reference model")
     loss_agg: str = knob("trajectory", "trajectory: Eq. 2's average; token: verl's token mean (CHOICE-9)")
+    tis: float = knob(0.0, "cap of a token's weight pi_old / pi_engine, for engines that round otherwise; 0: no weight")
 
     # rollouts (§2.1, App. B)
     temperature: float = knob(1.0, "sampling temperature of the policy (top_p is 1: the whole distribution)")
@@ -63,6 +64,17 @@ class Config:
     topk: int = knob(3, "passages a search returns")
     search_retries: int = knob(6, "times a search is repeated (0.5 s to 8 s apart) before the run stops resumably")
     max_rows: int = knob(512, "rows the torch engine generates at once; changes speed and memory alone")
+
+    # where it runs (torchrun starts the ranks, one a GPU)
+    engine: str = knob("auto", "auto: vllm on a GPU where it is installed, else torch; or vllm, or torch")
+    vllm: str = knob("colocate", "colocate: vLLM in every rank, asleep while it trains; or URLs of `vllm serve`")
+    vllm_memory: float = knob(0.5, "share of a GPU's memory that colocated vLLM may take: its weights and KV cache")
+    recompute: int = knob(1, "1: a block's activations are computed again in the backward pass; 0: they are kept")
+    offload_reference: bool = knob(False, "keep the reference model in the CPU's memory")
+    patience: float = knob(30.0, "minutes that a rank waits for the others before the job ends")
+    dry_run: bool = knob(False, "print the memory that --gpus of --gpu_mem would need, and stop")
+    gpus: int = knob(8, "GPUs of --dry_run")
+    gpu_mem: float = knob(80.0, "memory of each, in GB, of --dry_run")
 
     # the population of instructions (§3.1, Eq. 4 and 6)
     N_P: int = knob(7, "N_P: size of the population")
@@ -87,7 +99,7 @@ class Config:
     eval_every: int = knob(100, "steps between evaluations on --test; 0: at start and end alone")
     eval_n: int = knob(0, "test questions an evaluation uses; 0: all")
     save_every: int = knob(25, "steps between checkpoints")
-    keep: int = knob(2, "checkpoints that are kept, the newest ones")
+    keep: int = knob(2, "checkpoints that are kept, the newest ones; the one with the best --test score is too")
 
 
 PRESETS: dict[str, dict] = {
@@ -95,7 +107,7 @@ PRESETS: dict[str, dict] = {
         model=str(WORLD / "policy"), train=str(WORLD / "train.jsonl"), test=str(WORLD / "test.jsonl"),
         corpus=str(WORLD / "corpus.jsonl"), instruction=str(WORLD / "instruction.txt"), optimizer_model="scripted",
         T=60, batch=24, mini=24, micro_tokens=4096, lr=1e-4, max_response=48, max_observation=100, max_prompt=480,
-        K_p=3, K_e=9, T_e=40, D_B=48, buffer=960, max_instruction=120, eval_every=0, save_every=9,
+        K_p=3, K_e=9, T_e=40, D_B=48, buffer=960, max_instruction=120, eval_every=0, save_every=9, recompute=0,
     ),
     "qwen2.5-3b": dict(model="Qwen/Qwen2.5-3B"),
     "qwen2.5-7b": dict(model="Qwen/Qwen2.5-7B", lr=3e-7, max_turns=6),
@@ -107,7 +119,8 @@ def parse(argv: list[str] | None = None) -> Config:
     parser = argparse.ArgumentParser("inspo.py", allow_abbrev=False, formatter_class=argparse.RawTextHelpFormatter)
     parser.description = "INSPO: train a search agent while its instruction evolves (arXiv 2512.01945)."
     parser.usage = "inspo.py [--flag value ...]"
-    parser.error = lambda message: parser.exit(2, f"inspo.py: {message} (inspo.py --help lists the flags)\n")
+    first = os.environ.get("RANK", "0") == "0"  # one of torchrun's processes speaks for all
+    parser.error = lambda why: parser.exit(2, f"inspo.py: {why} (inspo.py --help lists the flags)\n" if first else None)
     for f in dataclasses.fields(Config):
         kind = {"action": "store_true"} if f.type is bool else {"type": f.type, "metavar": f.type.__name__}
         doc = f.metadata["doc"] + ("" if f.type is bool or f.default == "" else f" [{f.default}]")
@@ -137,19 +150,32 @@ def wrong(cfg: Config) -> str:
     at_least_1 = (
         "T", "batch", "mini", "micro_tokens", "max_turns", "max_response", "max_observation", "max_prompt", "topk",
         "max_rows", "N_P", "N_parent", "window", "K_p", "K_e", "failures", "D_B", "top_n", "rounds", "buffer",
-        "max_instruction", "prompt_budget", "save_every", "keep",
+        "max_instruction", "prompt_budget", "save_every", "keep", "gpus",
     )  # fmt: skip
     for name in at_least_1:
         if getattr(cfg, name) < 1:
             return f"--{name} {getattr(cfg, name)}: must be at least 1"
-    for name in ("eval_every", "eval_n", "T_e", "beta", "seed", "search_retries", "optimizer_retries"):
+    for name in ("eval_every", "eval_n", "T_e", "beta", "seed", "search_retries", "optimizer_retries", "tis"):
         if not getattr(cfg, name) >= 0:  # nan, too
             return f"--{name} {getattr(cfg, name)}: must not be negative"
-    for name in ("lr", "temperature", "tau_s", "eps"):
+    for name in ("lr", "temperature", "tau_s", "eps", "patience", "gpu_mem"):
         if not getattr(cfg, name) > 0:
             return f"--{name} {getattr(cfg, name)}: must be above 0"
     if not 0 <= cfg.warmup < 1:
         return f"--warmup {cfg.warmup}: a share of T, from 0 to below 1"
+    if cfg.engine not in ("auto", "vllm", "torch"):
+        return f"--engine {cfg.engine}: choose auto, vllm or torch"
+    if cfg.vllm != "colocate" and not cfg.vllm.startswith(("http://", "https://")):
+        return f"--vllm {cfg.vllm}: choose colocate, or give the URL of a server, http://host:port"
+    if cfg.vllm != "colocate" and cfg.engine == "torch":
+        return f"--vllm {cfg.vllm}: it is not used with --engine torch"
+    if not 0 < cfg.vllm_memory < 1:
+        return f"--vllm_memory {cfg.vllm_memory}: a share of the GPU's memory, between 0 and 1"
+    if cfg.recompute not in (0, 1):
+        return f"--recompute {cfg.recompute}: choose 0 or 1"
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    if cfg.mini * cfg.G < ranks:
+        return f"{ranks} ranks for {cfg.mini * cfg.G} trajectories an update: start fewer, or raise --mini"
     if cfg.max_observation < 32:
         return f"--max_observation {cfg.max_observation}: must be at least 32, or its closing tag does not fit"
     if cfg.G < 2:
@@ -160,6 +186,8 @@ def wrong(cfg: Config) -> str:
         return f"--batch {cfg.batch} is not a multiple of --mini {cfg.mini}: every update needs as many questions"
     if cfg.resume and not cfg.out:
         return "--resume: say which run with --out"
+    if cfg.dry_run:
+        return ""  # what follows is not looked at
     for name in ("train", "test"):
         if not getattr(cfg, name):
             return f"--{name} is missing: give a .jsonl or .parquet file of questions"

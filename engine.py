@@ -1,11 +1,10 @@
-"""Tokens in, tokens out: the policy as Hugging Face stores it, and generation with its KV cache.
+"""Tokens in, tokens out: generation with a KV cache in plain torch.
 
 `TorchEngine` runs any Hugging Face causal LM. It generates one turn for a batch of rows at a time; a row that has
 ended leaves the batch, and the keys and values of its context stay for the next turn. It shares the trainer's
 weights, so there is nothing to synchronise, and it is deterministic: the same calls give the same bits.
 """
 
-import sys
 from collections.abc import Iterator
 
 import torch
@@ -71,6 +70,20 @@ class TorchEngine:
         self.may_stop = {i for i, text in enumerate(texts) if last & set(text)}
         self.tail = 4 * max(map(len, stop))  # tokens that surely cover a stop string
         self.begin(0)
+
+    @torch.no_grad()
+    def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Take new weights, (name, tensor) at a time; for an engine whose model is not the trainer's own."""
+        mine = dict(self.model.named_parameters())
+        for name, tensor in weights:
+            mine[name].copy_(tensor)
+
+    def sleep(self) -> None:
+        """Give back what only generation needs: the keys and values of the last rows."""
+        self.begin(0)
+
+    def close(self) -> None:
+        self.sleep()
 
     def begin(self, seed: int) -> None:
         """Forget all rows; the samples that follow are a function of `seed` and the calls alone."""
@@ -189,25 +202,3 @@ class TorchEngine:
         else:
             tokens = logps.argmax(-1, keepdim=True)
         return tokens[:, 0], logps.gather(1, tokens)[:, 0]
-
-
-def load_policy(path: str, device: str):
-    """(model, tokenizer) of a Hugging Face causal LM; what cannot be trained here is one line."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer, logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    except (OSError, ValueError) as e:
-        sys.exit(f"--model {path}: no causal LM can be loaded from it ({str(e).splitlines()[0]}); check the path or id")
-    if not tokenizer.chat_template:
-        sys.exit(f"--model {path}: its tokenizer has no chat template; add one to tokenizer_config.json")
-    head = model.get_output_embeddings()
-    if getattr(head, "bias", None) is not None or getattr(model.config, "final_logit_softcapping", None):
-        sys.exit(f"--model {path}: its head has a bias or soft-capped logits, which the loss does not know")
-    # Weights that lie unaligned in the file's memory give other last bits on the CPU than copies of them do.
-    for p in model.parameters():
-        p.data = p.data.to(device, copy=True)
-    return model.to(device), tokenizer

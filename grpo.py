@@ -1,12 +1,15 @@
 """Trajectories -> new policy: group advantages, packing by length, the masked token-level loss (§2.2, Eq. 2 and 3)."""
 
+import heapq
 import math
-from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
 
-from kernels import grpo_head, token_logprobs
-from rollout import Trajectory
+from policy import score
+from rollout import EngineFault, Trajectory
 
 
 def advantages(trajectories: list[Trajectory]) -> dict[int, float]:
@@ -22,16 +25,24 @@ def advantages(trajectories: list[Trajectory]) -> dict[int, float]:
     return A
 
 
-def micro_batches(trajectories: list[Trajectory], micro_tokens: int) -> Iterator[list[Trajectory]]:
-    """Trajectories of like length together, at most `micro_tokens` a batch, padding counted."""
-    batch: list[Trajectory] = []
-    for tau in sorted(trajectories, key=lambda tau: len(tau.ids)):
-        if batch and len(tau.ids) * (len(batch) + 1) > micro_tokens:
-            yield batch
-            batch = []
-        batch.append(tau)
-    if batch:
-        yield batch
+def micro_batches(trajectories: list[Trajectory], micro_tokens: int, ranks: int = 1) -> list[list[Trajectory]]:
+    """Trajectories in batches of at most `micro_tokens` (a longer one is alone) and of nearly equal size.
+
+    Their number is a multiple of `ranks`, as all ranks must work in step; some may be empty then.
+    """
+    longest_first = sorted(trajectories, key=lambda tau: -len(tau.ids))
+    n = min(len(trajectories), math.ceil(sum(len(tau.ids) for tau in trajectories) / micro_tokens))
+    while True:
+        n = math.ceil(n / ranks) * ranks
+        fill = [(0, k) for k in range(n)]  # a heap: the emptiest batch is first
+        batches: list[list[Trajectory]] = [[] for _ in range(n)]
+        for tau in longest_first:
+            tokens, k = heapq.heappop(fill)
+            batches[k].append(tau)
+            heapq.heappush(fill, (tokens + len(tau.ids), k))
+        if all(tokens <= micro_tokens or len(batches[k]) == 1 for tokens, k in fill):
+            return batches
+        n += 1
 
 
 def lr_at(t: int, lr: float, T: int, warmup: float) -> float:
@@ -43,7 +54,11 @@ def lr_at(t: int, lr: float, T: int, warmup: float) -> float:
 
 
 class Learner:
-    """The policy with its optimizer; `reference` is its frozen first version, pi_ref of Eq. 2."""
+    """The policy with its optimizer; `reference` is its frozen first version, pi_ref of Eq. 2.
+
+    Models that `policy.shard` has cut over ranks are trained by all ranks together: each calls `update` with the same
+    trajectories and computes its share of the micro-batches. The result is that of one process.
+    """
 
     def __init__(
         self,
@@ -58,41 +73,49 @@ class Learner:
         temperature: float,
         loss_agg: str,
         micro_tokens: int,
+        tis: float = 0.0,
+        max_gap: float = math.inf,
     ):
         self.model, self.schedule = model, (lr, T, warmup)
         self.eps, self.beta, self.temperature = eps, beta, temperature
-        self.loss_agg, self.micro_tokens = loss_agg, micro_tokens
-        self.device = next(model.parameters()).device
+        self.loss_agg, self.micro_tokens, self.tis, self.max_gap = loss_agg, micro_tokens, tis, max_gap
+        first = next(model.parameters())
+        self.device, self.sharded = first.device, isinstance(first, DTensor)
+        self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if self.sharded else (0, 1)
         self.reference = reference.requires_grad_(False).eval() if beta else None
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.999), weight_decay=0.01, fused=True)
 
     def update(self, t: int, minibatches: list[list[Trajectory]], A: dict[int, float]) -> dict[str, float]:
         """One optimizer update for each mini-batch; returns the step's metrics.
 
-        The loss has one denominator a mini-batch, so it does not depend on how that is cut into micro-batches.
+        The loss has one denominator a mini-batch, so it does not depend on how that is cut into micro-batches, nor on
+        the number of ranks. Raises EngineFault, before anything is changed, where the log-probs that the engine gave
+        the sampled tokens are on average further than `max_gap` from the trainer's.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = lr_at(t, *self.schedule)
+        shares = [micro_batches(part, self.micro_tokens, self.ranks)[self.rank :: self.ranks] for part in minibatches]
         # pi_old is the policy before the step's first update; with a single update that is the policy itself.
-        old = {} if len(minibatches) == 1 else self.old_logprobs([tau for part in minibatches for tau in part])
-        total: dict[str, float] = dict.fromkeys(("loss", "kl", "entropy", "clipped", "gap"), 0.0)
-        tokens, norm = 0, 0.0
+        old = {} if len(minibatches) == 1 and not self.tis else self.old_logprobs(sum(shares, []))
+        total = dict.fromkeys(("loss", "kl", "entropy", "clipped", "gap", "tokens"), 0.0)
+        norm = 0.0
         self.model.train()
-        for part in minibatches:
+        for k, (part, share) in enumerate(zip(minibatches, shares, strict=True)):
             actions = sum(sum(tau.mask) for tau in part)
-            for batch in micro_batches(part, self.micro_tokens):
+            for batch in share:
                 loss, extras, sampled = self.loss(batch, A, old, len(part), actions)
                 loss.backward()
                 total["loss"] += loss.item() / len(minibatches)
                 for name in ("kl", "entropy", "clipped"):
                     total[name] += extras[name].float().sum().item()
-                before = torch.cat([old[id(tau)] for tau in batch]) if old else extras["logp"]
+                before = torch.cat([old[id(tau)] for tau in batch]) if old and batch else extras["logp"]
                 total["gap"] += (before - sampled).abs().sum().item()
-                tokens += len(sampled)
-            norm += torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0).item() / len(minibatches)
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
-        tokens = max(1, tokens)
+                total["tokens"] += len(sampled)
+            if k == 0:
+                self.refuse_a_stale_engine(total)
+            norm += self.step() / len(minibatches)
+        total = self.sum_over_ranks(total)
+        tokens = max(1, total["tokens"])
         return {
             "loss": total["loss"],
             "kl": total["kl"] / tokens,
@@ -103,66 +126,72 @@ class Learner:
             "lr": lr_at(t, *self.schedule),
         }
 
+    def step(self) -> float:
+        """One step of the optimizer on gradients of norm 1 at most; their norm before."""
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return (norm.full_tensor() if self.sharded else norm).item()
+
+    def refuse_a_stale_engine(self, total: dict[str, float]) -> None:
+        total = self.sum_over_ranks(total)
+        gap = total["gap"] / max(1, total["tokens"])
+        if not gap <= self.max_gap:  # nan, too
+            self.optimizer.zero_grad(set_to_none=True)
+            raise EngineFault(f"log-probs of engine and trainer differ by {gap:.3f} nat a token")
+
+    def sum_over_ranks(self, total: dict[str, float]) -> dict[str, float]:
+        if not self.sharded:
+            return total
+        values = torch.tensor(list(total.values()), dtype=torch.float64, device=self.device)
+        dist.all_reduce(values)
+        return dict(zip(total, values.tolist(), strict=True))
+
     def loss(self, batch: list[Trajectory], A, old, n_trajectories: int, n_actions: int):
         """(loss, extras, engine log-probs) of a micro-batch of a mini-batch with these totals."""
-        ids, mask = self.tensors(batch)
-        counts = mask.sum(1)  # (B,) action tokens
-        rows = torch.repeat_interleave(torch.arange(len(batch), device=self.device), counts)  # (N,)
-        adv = torch.tensor([A[id(tau)] for tau in batch], device=self.device)[rows]
+        packed = self.pack(batch)
+        counts = torch.tensor([sum(tau.mask) for tau in batch], dtype=torch.long, device=self.device)  # (B,)
+        tau_of = torch.repeat_interleave(torch.arange(len(batch), device=self.device), counts)  # (N,)
+        adv = torch.tensor([A[id(tau)] for tau in batch], device=self.device)[tau_of]
         if self.loss_agg == "trajectory":  # Eq.2: tokens of a trajectory, then the group, then the mini-batch. CHOICE-9
-            w = 1.0 / (counts[rows] * n_trajectories)
+            w = 1.0 / (counts[tau_of] * n_trajectories)
         else:
             w = torch.full_like(adv, 1.0 / max(1, n_actions))
-        targets = ids[:, 1:][mask]
+        sampled = [lp for tau in batch for lp, m in zip(tau.logps, tau.mask, strict=True) if m]
+        sampled = torch.tensor(sampled, device=self.device)  # (N,)
+        old_logp = torch.cat([old[id(tau)] for tau in batch]) if old and batch else None
+        if self.tis and batch:
+            w = w * (old_logp - sampled).exp().clamp(max=self.tis)
         ref_logp = None
         if self.reference is not None:
             with torch.no_grad():
-                hidden = self.hidden(self.reference, ids, mask)
-                ref_logp, _ = token_logprobs(hidden, head_weight(self.reference), targets, self.temperature)
-        hidden = self.hidden(self.model, ids, mask)
-        loss, extras = grpo_head(
-            hidden, head_weight(self.model), targets, adv=adv, w=w, ref_logp=ref_logp, beta=self.beta,
-            old_logp=torch.cat([old[id(tau)] for tau in batch]) if old else None,
-            eps_low=self.eps, eps_high=self.eps, temperature=self.temperature,
+                ref_logp, _ = score(self.reference, *packed, self.temperature)
+        loss, extras = score(
+            self.model, *packed, self.temperature, adv=adv, w=w, ref_logp=ref_logp, beta=self.beta, old_logp=old_logp,
+            eps_low=self.eps, eps_high=self.eps,
         )  # fmt: skip
-        sampled = [lp for tau in batch for lp, m in zip(tau.logps, tau.mask, strict=True) if m]
-        return loss, extras, torch.tensor(sampled, device=self.device)
+        return loss, extras, sampled
 
     @torch.no_grad()
-    def old_logprobs(self, trajectories: list[Trajectory]) -> dict[int, torch.Tensor]:
+    def old_logprobs(self, batches: list[list[Trajectory]]) -> dict[int, torch.Tensor]:
         """id(trajectory) -> log-probs of its action tokens under the present policy, (actions,)."""
         out = {}
-        for batch in micro_batches(trajectories, self.micro_tokens):
-            ids, mask = self.tensors(batch)
-            hidden = self.hidden(self.model, ids, mask)
-            logp, _ = token_logprobs(hidden, head_weight(self.model), ids[:, 1:][mask], self.temperature)
-            out |= zip(map(id, batch), logp.split(mask.sum(1).tolist()), strict=True)
+        for batch in batches:
+            logp, _ = score(self.model, *self.pack(batch), self.temperature)
+            out |= zip(map(id, batch), logp.split([sum(tau.mask) for tau in batch]), strict=True)
         return out
 
-    def tensors(self, batch: list[Trajectory]) -> tuple[torch.Tensor, torch.Tensor]:
-        """ids (B, L) padded on the right, and the mask of the tokens that are predicted, (B, L-1)."""
-        width = max(len(tau.ids) for tau in batch)
-        ids = torch.tensor([tau.ids + [0] * (width - len(tau.ids)) for tau in batch], device=self.device)
-        mask = torch.tensor([tau.mask + [0] * (width - len(tau.mask)) for tau in batch], device=self.device)
-        return ids, mask[:, 1:].bool()
-
-    def hidden(self, model, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Hidden states (N, H) from which the N action tokens were predicted.
-
-        The attention is causal and the padding on the right, so no real token sees it and no mask is needed.
-        """
-        cuda = self.device.type == "cuda"
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=cuda):
-            hidden = model.base_model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state[mask]
-        return hidden.bfloat16() if cuda else hidden  # autocast leaves the last norm in float32
+    def pack(self, batch: list[Trajectory]):
+        """ids (T,) one trajectory after another, their lengths, and of the N action tokens: where predicted, which."""
+        ids = torch.tensor([i for tau in batch for i in tau.ids] or [0], device=self.device)
+        mask = torch.tensor([m for tau in batch for m in [*tau.mask[1:], 0]] or [0], device=self.device)
+        rows = mask.nonzero()[:, 0]
+        return ids, [len(tau.ids) for tau in batch] or [1], rows, ids[rows + 1]
 
     def state_dict(self) -> dict:
-        return {"optimizer": self.optimizer.state_dict()}
+        """Weights and optimizer by the parameters' names, for torch.distributed.checkpoint: a rank has its shares."""
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
 
     def load_state_dict(self, state: dict) -> None:
-        self.optimizer.load_state_dict(state["optimizer"])
-
-
-def head_weight(model) -> torch.Tensor:
-    """The (V, H) matrix from hidden states to logits."""
-    return model.get_output_embeddings().weight
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])

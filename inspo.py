@@ -12,7 +12,6 @@ an LLM reflects on fresh failures and proposes new ones, which join if they veri
 """
 
 import contextlib
-import copy
 import json
 import os
 import sys
@@ -20,6 +19,7 @@ import time
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import torch
 from tqdm import tqdm
@@ -28,16 +28,16 @@ import reflect
 import report
 from config import HERE, PRESETS, SEARCH_R1, Config, parse, scripted, warnings
 from data import Question, em, load_questions
-from engine import TorchEngine, load_policy
-from grpo import Learner, advantages
+from grpo import advantages
+from policy import load_config, load_tokenizer
 from population import Experience, Instruction, Population, ReplayBuffer
+from ranks import Ranks, Team, follow
 from reflect import Optimizer, OptimizerDown, paid_calls, same, token_counter
-from rollout import STOP, Search, SearchDown, Trajectory, rollout
+from rollout import EngineFault, Search, SearchDown, Trajectory
 from run import Ledger, Run, tracker
 from servers import Child
 from session import Session, rng
-
-MAX_LOGP_GAP = {"cpu": 1e-3, "cuda": 0.1}  # mean nat a token between engine and trainer: fp32, bf16
+from worker import Worker, choose_engine
 
 
 def reward(tau: Trajectory, q: Question) -> float:
@@ -45,7 +45,7 @@ def reward(tau: Trajectory, q: Question) -> float:
     return em(tau.prediction, q.golds)  # Eq.1: its expectation is what the policy maximizes
 
 
-def algorithm_1(s: Session, learner: Learner, start: int, after_step, save) -> None:
+def algorithm_1(s: Session, team: Team, start: int, after_step, save) -> None:
     """Steps start+1..T of Algorithm 1; `after_step(t, metrics, clock)` logs a step, `save(t)` keeps its state."""
     cfg, P, B = s.cfg, s.P, s.B
     for t in range(start + 1, cfg.T + 1):  # Alg.1 L3
@@ -57,7 +57,7 @@ def algorithm_1(s: Session, learner: Learner, start: int, after_step, save) -> N
         jobs = [(I[k].id, I[k].text, q[k], k) for k in range(len(q)) for _ in range(cfg.G)]
         try:
             taus = s.trajectories(jobs, t, "rollout")  # Alg.1 L6
-        except (SearchDown, KeyboardInterrupt):
+        except (SearchDown, EngineFault, KeyboardInterrupt):
             save(t - 1)  # nothing of step t has happened yet
             raise
         clock.append(time.time())
@@ -66,7 +66,7 @@ def algorithm_1(s: Session, learner: Learner, start: int, after_step, save) -> N
 
         per = cfg.mini * cfg.G  # CHOICE-10
         minibatches = [taus[k : k + per] for k in range(0, len(taus), per)]
-        metrics = learner.update(t, minibatches, advantages(taus))  # Alg.1 L8 Eq.5
+        metrics = team.update(t, minibatches, advantages(taus))  # Alg.1 L8 Eq.5
         clock.append(time.time())
 
         rewards: dict[int, list[float]] = {}
@@ -190,48 +190,65 @@ def start_population(s: Session, first: str) -> None:
 def main(argv: list[str] | None = None) -> None:
     started = time.time()
     cfg = parse(argv)
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        sys.exit("inspo.py: it trains in one process; start it with python, not with torchrun")
+    device = cfg.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if cfg.dry_run:
+        return will_it_fit(cfg, "vllm", cfg.gpus, cfg.gpu_mem, tell=print)
+    if device == "cuda" and not torch.cuda.is_available():
+        sys.exit("--device cuda: torch finds no CUDA device here; leave it out, or choose cpu")
+    ranks = Ranks(device, cfg.patience)
+    make = partial(Worker, cfg, ranks)
+    if ranks.rank:
+        return follow(ranks, make)
     name = next((k for k, v in PRESETS.items() if v["model"] == cfg.model), Path(cfg.model).name)
     train, test = load_questions(cfg.train), load_questions(cfg.test)
     first = Path(cfg.instruction).read_text().strip() if cfg.instruction else SEARCH_R1
     if not first:
         sys.exit(f"--instruction {cfg.instruction}: the file is empty")
-    device = cfg.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        sys.exit("--device cuda: torch finds no CUDA device here; leave it out, or choose cpu")
-    theta_0, tokenizer = load_policy(cfg.model, device)
+    engine, why = choose_engine(cfg, device)
+    if device == "cuda":
+        will_it_fit(cfg, engine, ranks.size, torch.cuda.get_device_properties(0).total_memory / 1e9)
+    load_config(cfg.model), load_tokenizer(cfg.model)  # what is wrong with them is said before weights are loaded
     run = Run(cfg, name)
     try:
         with contextlib.ExitStack() as stack:
-            go(cfg, run, name, {q.id: q for q in train}, test, first, theta_0, tokenizer, stack, started)
+            team = Team(ranks, engine, make)
+            stack.callback(team.dismiss)
+            n = sum(p.numel() for p in team.worker.learner.model.parameters())
+            on = device if ranks.size == 1 else f"{ranks.size} x {device}"
+            what = f"{name} ({n / 1e6:,.2f}M parameters, {on}, {engine} engine: {why})"
+            go(cfg, run, team, what, {q.id: q for q in train}, test, first, stack, started)
     except SystemExit:
         run.discard_if_empty()
         raise
     except SearchDown as e:
-        sys.exit(f"\nthe search server does not answer ({e}); nothing was scored without it\n{how_to_resume(run)}")
+        sys.exit(f"\nthe search server does not answer ({e}); nothing was scored without it\n{run.how_to_resume()}")
+    except EngineFault as e:
+        sys.exit(f"\n{e}; nothing was trained on it\n{run.how_to_resume()}")
     except KeyboardInterrupt:
-        sys.exit(f"\nstopped\n{how_to_resume(run)}")
+        sys.exit(f"\nstopped\n{run.how_to_resume()}")
 
 
-def how_to_resume(run: Run) -> str:
-    saved = run.checkpoints()
-    where = f"step {int(saved[-1].name[5:])}" if saved else "the start"
-    return f"go on from {where} with: the same flags, --out {run.path} --resume"
+def will_it_fit(cfg: Config, engine: str, gpus: int, gpu_mem: float, tell=lambda table: None) -> None:
+    from fit import estimate
+
+    fit = estimate(cfg, load_config(cfg.model), engine, gpus, gpu_mem)
+    tell(fit.table())
+    if fault := fit.fault():
+        sys.exit(fault)
 
 
-def go(cfg: Config, run: Run, name: str, train, test, first: str, theta_0, tokenizer, stack, started: float) -> None:
+def go(cfg: Config, run: Run, team: Team, what: str, train, test, first: str, stack, started: float) -> None:
     """A whole run in `run`, from servers to summary; `stack` closes what is opened here."""  # Alg.1 L1
     track = tracker(cfg.tracker, run.path, cfg)
     checkpoint, state = run.rewind() if cfg.resume else (None, {})
-    device = str(theta_0.device.type)
 
     servers: dict[str, Child] = {}
 
     def serve(*argv: str) -> str:
-        """Start our own server, again if it has died; its URL."""
+        """Start our own server, again on its port if it has died; its URL."""
         if argv[0] not in servers or not servers[argv[0]].alive():
-            servers[argv[0]] = stack.enter_context(Child([*argv], run.path / "servers.log"))
+            port = urlsplit(servers[argv[0]].url).port if argv[0] in servers else 0
+            servers[argv[0]] = stack.enter_context(Child([*argv], run.path / "servers.log", port=port))
         return servers[argv[0]].url
 
     if cfg.retriever:
@@ -252,24 +269,14 @@ def go(cfg: Config, run: Run, name: str, train, test, first: str, theta_0, token
         optimizer = Optimizer(url, cfg.optimizer_model, key, retries=cfg.optimizer_retries)
         optimizer.paid = paid_calls(run.rows("reflections"))
 
-    model = load_policy(str(checkpoint), device)[0] if checkpoint else copy.deepcopy(theta_0)
-    learner = Learner(
-        model, theta_0, lr=cfg.lr, T=cfg.T, warmup=cfg.warmup, eps=cfg.eps, beta=cfg.beta,
-        temperature=cfg.temperature, loss_agg=cfg.loss_agg, micro_tokens=cfg.micro_tokens,
-    )  # fmt: skip
-    limits = dict(max_turns=cfg.max_turns, max_response=cfg.max_response, max_observation=cfg.max_observation)
-    limits |= dict(max_prompt=cfg.max_prompt)
-    roll = partial(rollout, TorchEngine(model, tokenizer, STOP, cfg.max_rows), tokenizer, search, **limits)
-    roll_0 = partial(rollout, TorchEngine(theta_0, tokenizer, STOP, cfg.max_rows), tokenizer, search, **limits)
+    team.worker.search = search
     bar = stack.enter_context(tqdm(total=cfg.T, unit="step", dynamic_ncols=True, smoothing=0.1, disable=None))
-    P = Population(cfg.tau_s, cfg.window)
-    s = Session(cfg, run, train, test, roll, reward, optimizer, P, ReplayBuffer(cfg.buffer), bar)
+    P, B, roll = Population(cfg.tau_s, cfg.window), ReplayBuffer(cfg.buffer), partial(team.rollout, search)
+    s = Session(cfg, run, train, test, roll, reward, optimizer, P, B, bar)
 
-    n = sum(p.numel() for p in model.parameters())
     _, counted = token_counter()
     bar.write(
-        f"INSPO, mode {cfg.mode}: {name} ({n / 1e6:,.2f}M parameters, {device}, torch engine) "
-        f"on {len(train)} questions, {len(test)} held out\n"
+        f"INSPO, mode {cfg.mode}: {what} on {len(train)} questions, {len(test)} held out\n"
         f"search: {cfg.retriever or f'{search.urls[0]} (BM25 over {cfg.corpus}, started by this run)'}\n"
         f"optimizer: {f'{cfg.optimizer_model} at {optimizer.url} (tokens: {counted})' if optimizer else 'none'}\n"
         f"{cfg.T} steps of {cfg.batch} questions x {cfg.G}, seed {cfg.seed}; everything goes to {run.path}"
@@ -281,7 +288,7 @@ def go(cfg: Config, run: Run, name: str, train, test, first: str, theta_0, token
         s.P.load_state_dict(state["population"])
         s.B.load_state_dict(state["buffer"])
         s.ledger = Ledger(**state["ledger"])
-        learner.load_state_dict(state["learner"])
+        team.ask("load", checkpoint.absolute())
         em_start = state["start"]
         bar.update(state["t"])
         bar.write(f"resumed after step {state['t']}")
@@ -294,21 +301,18 @@ def go(cfg: Config, run: Run, name: str, train, test, first: str, theta_0, token
     spent = state.get("seconds", 0.0)
 
     def save(t: int) -> None:
-        parts = {"population": s.P.state_dict(), "buffer": s.B.state_dict(), "learner": learner.state_dict()}
-        parts |= {"ledger": asdict(s.ledger), "start": em_start, "seconds": spent + time.time() - started}
-        run.checkpoint(t, model, tokenizer, parts)
+        parts = {"population": s.P.state_dict(), "buffer": s.B.state_dict(), "ledger": asdict(s.ledger)}
+        parts |= {"start": em_start, "seconds": spent + time.time() - started}
+        run.checkpoint(t, partial(team.ask, "save"), parts)
 
     def after_step(t: int, metrics: dict, clock: list[float]) -> None:
         parts = zip(("rollout", "update", "evolve"), clock, clock[1:], strict=False)
         metrics |= {f"time/{part}": end - begin for part, begin, end in parts}
-        metrics |= {"time/total": spent + time.time() - started, "search/faults": search.faults}
+        metrics |= {"time/total": spent + time.time() - started, "search/faults": sum(team.ask("faults"))}
         if cfg.eval_every and t % cfg.eval_every == 0 and t < cfg.T:
             metrics |= {f"test/{k}": v for k, v in s.evaluate(s.P.best().text, t).items()}
         run.log("metrics", {"t": t} | metrics)
         track({k: v for k, v in metrics.items() if isinstance(v, (int, float))}, t)
-        if metrics["logp_gap"] > MAX_LOGP_GAP[device]:
-            gap = f"{metrics['logp_gap']:.3f} nat a token"
-            sys.exit(f"step {t}: log-probs of engine and trainer differ by {gap}: the engine's weights are stale")
         line = (
             f"reward {metrics['reward']:.2f}  searches {metrics['searches']:.2f}  KL {metrics['kl']:.4f}  "
             f"|P| {len(s.P)}  best w {s.P.best().w:.2f}  {clock[-1] - clock[0]:.1f} s/step"
@@ -317,20 +321,19 @@ def go(cfg: Config, run: Run, name: str, train, test, first: str, theta_0, token
         bar.update()
         if bar.disable and t % max(1, cfg.T // 20) == 0:  # no terminal, no bar: a line now and then
             print(f"step {t:3d}  {line}", flush=True)
-        if t % cfg.save_every == 0 or t == cfg.T:
+        if t % cfg.save_every == 0 or t == cfg.T or "test/em" in metrics:
             save(t)
 
-    algorithm_1(s, learner, state.get("t", 0), after_step, save)
+    algorithm_1(s, team, state.get("t", 0), after_step, save)
 
     I_star = s.P.best()  # Alg.1 L26
     run.write("I_star.txt", I_star.text + "\n")
-    model.save_pretrained(run.path / "policy")
-    tokenizer.save_pretrained(run.path / "policy")
+    team.ask("export", run.path.absolute() / "policy")
     rows = {"trained policy, first instruction": (end := s.evaluate(first, cfg.T))}
     rows["first policy, first instruction"] = em_start
     if I_star.text != first:
         rows = {"trained policy, I_star": (end := s.evaluate(I_star.text, cfg.T))} | rows
-        s.roll = roll_0
+        team.ask("back_to_first_policy")
         rows["first policy, I_star"] = s.evaluate(I_star.text, cfg.T)
     summary = {  # other programs may rely on these keys
         "mode": cfg.mode, "seed": cfg.seed, "steps": cfg.T, "em_start": em_start["em"], "em_best": end["em"],

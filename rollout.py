@@ -122,9 +122,7 @@ def rollout(
     return done
 
 
-def _rollout(
-    engine, tokenizer, search, jobs, max_turns, max_response, max_observation, max_prompt, temperature, seed
-):
+def _rollout(engine, tokenizer, search, jobs, max_turns, max_response, max_observation, max_prompt, temperature, seed):
     invalid = tokenizer(INVALID, add_special_tokens=False)["input_ids"]
     trajectories = []
     encoded: dict[tuple[str, str], list[int]] = {}
@@ -192,6 +190,10 @@ def _back(waiting: dict[int, Future | None], everyone: bool, idle: bool) -> list
     if everyone or (idle and len(searches) == len(waiting)):
         wait(searches, return_when=ALL_COMPLETED if everyone else FIRST_COMPLETED)
     return sorted(k for k, result in waiting.items() if result is None or result.done())
+
+
+class EngineFault(Exception):
+    """The engine does not answer, or it samples from another policy than the trainer trains."""
 
 
 class SearchDown(Exception):

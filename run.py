@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from config import Config
 
 # Knobs that may differ when a run is resumed: they change where and how fast, not what.
 FREE = {"out", "resume", "device", "tracker", "retriever", "keep", "save_every", "search_retries", "optimizer_retries"}
+FREE |= {"engine", "vllm", "vllm_memory", "recompute", "offload_reference", "patience", "gpus", "gpu_mem"}
 
 
 class Run:
@@ -73,23 +75,35 @@ class Run:
         with gzip.open(path, "wt", compresslevel=1) as f:
             f.writelines(json.dumps(row) + "\n" for row in rows)
 
-    def checkpoint(self, t: int, model, tokenizer, state: dict) -> None:
-        """Everything that step t+1 needs: a Hugging Face directory with state.pt beside the weights."""
+    def checkpoint(self, t: int, save: Callable[[Path], None], state: dict) -> None:
+        """Everything that step t+1 needs: what `save` writes into a directory, and `state` beside it."""
         path = self.path / "checkpoints" / f"step-{t:06d}"
         if path.exists():
             return
-        temporary = path.with_name(f".{path.name}.tmp")
+        temporary = path.with_name(f".{path.name}.tmp").absolute()
         shutil.rmtree(temporary, ignore_errors=True)
-        model.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
+        temporary.mkdir()
+        save(temporary)
         torch.save(state | {"t": t}, temporary / "state.pt")
         os.replace(temporary, path)
+        best = self.best()
         for old in self.checkpoints()[: -self.keep]:
-            shutil.rmtree(old)
+            if old != best:
+                shutil.rmtree(old)
 
     def checkpoints(self) -> list[Path]:
         """Whole checkpoints, oldest first."""
         return sorted((self.path / "checkpoints").glob("step-*"))
+
+    def how_to_resume(self) -> str:
+        saved = self.checkpoints()
+        where = f"step {int(saved[-1].name[5:])}" if saved else "the start"
+        return f"go on from {where} with: the same flags, --out {self.path} --resume"
+
+    def best(self) -> Path | None:
+        """The checkpoint with the best score on the held-out questions, where steps were evaluated."""
+        score = {f"step-{row['t']:06d}": row["test/em"] for row in self.rows("metrics") if "test/em" in row}
+        return max((x for x in self.checkpoints() if x.name in score), key=lambda x: score[x.name], default=None)
 
     def rewind(self) -> tuple[Path | None, dict]:
         """(checkpoint, its state) to resume from, (None, {}) if there is none; later log lines are dropped.

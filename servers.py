@@ -57,13 +57,13 @@ def _exit_with_stdin() -> None:
 
 
 class Child:
-    """A server script run as `python *argv --port 0 --child`, ready at `.url`; SystemExit if it never is.
+    """A server script run as `python *argv --port N --child`, ready at `.url`; SystemExit if it never is.
 
     It ends when this process ends, however that happens; its standard error is appended to the file `log`.
     """
 
-    def __init__(self, argv: list[str], log: str | Path, deadline: float = 60.0):
-        command = [sys.executable, *argv, "--port", "0", "--child"]
+    def __init__(self, argv: list[str], log: str | Path, deadline: float = 60.0, port: int = 0):
+        command = [sys.executable, *argv, "--port", str(port), "--child"]
         here = str(Path(__file__).parent)  # for `-m module`, wherever the parent was started
         here = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
         env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": here}  # one thread: the trainer needs the cores

@@ -41,8 +41,9 @@ def main() -> None:
 
     from config import PRESETS, Config
     from data import em, load_questions
-    from engine import TorchEngine, load_policy
+    from engine import TorchEngine
     from grpo import Learner, advantages
+    from policy import load_policy
     from rollout import STOP, Search, rollout
     from servers import Child
 

@@ -33,7 +33,8 @@ def main() -> None:
 
     from config import PRESETS, Config
     from data import em, load_questions
-    from engine import TorchEngine, load_policy
+    from engine import TorchEngine
+    from policy import load_policy
     from rollout import STOP, Search, rollout
     from servers import Child
     from world.clauses import CLAUSES, write

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
@@ -247,13 +248,12 @@ def test_the_reference_never_learns(model, reference):
         assert torch.equal(p, frozen) and frozen.grad is None
 
 
-def test_padding_changes_nothing(model, reference):
+def test_packed_is_as_if_each_were_alone(model, reference):
     taus, _ = batch_of(1)
     long, _ = batch_of(1, seed=9, longest=400)
     assert len(long[0].ids) > 3 * max(len(tau.ids) for tau in taus)
     learner = learner_of(model, reference, micro_tokens=10**6)
-    assert len(list(micro_batches(taus + long, 10**6))) == 1
-    beside = learner.old_logprobs(taus + long)
+    beside = learner.old_logprobs([taus + long])
     for tau in taus:
         want = logprobs(model, tau).detach()
         torch.testing.assert_close(beside[id(tau)], want, atol=1e-6, rtol=0)
@@ -283,9 +283,9 @@ def test_a_mini_batch_without_any_turn_is_survived(model, reference, loss_agg):
 def test_an_update_makes_the_better_trajectory_likelier(model, reference):
     taus, _ = batch_of(1)
     learner = learner_of(model, reference, beta=0.0)
-    before = learner.old_logprobs(taus)
+    before = learner.old_logprobs([taus])
     learner.update(2, [taus], {id(tau): a for tau, a in zip(taus, (1.0, -1.0, 0.0), strict=True)})
-    after = learner.old_logprobs(taus)
+    after = learner.old_logprobs([taus])
     good, bad = [(after[id(tau)] - before[id(tau)]).mean().item() for tau in taus[:2]]
     assert good > 0.01 and bad < -0.01
 
@@ -322,15 +322,20 @@ def test_groups_are_told_apart_by_their_id_alone():
 # ---- micro-batches and the learning rate
 
 
-def test_micro_batches_keep_to_their_size_and_lose_nothing():
+@pytest.mark.parametrize("ranks", [1, 2, 7])
+@pytest.mark.parametrize("micro_tokens", [1, 60, 200, 500, 10**6])
+def test_micro_batches_keep_to_their_size_and_lose_nothing(micro_tokens, ranks):
     taus, _ = batch_of(10)
-    for micro_tokens in (1, 60, 200, 10**6):
-        batches = list(micro_batches(taus, micro_tokens))
-        for batch in batches:
-            assert len(batch) == 1 or len(batch) * max(len(tau.ids) for tau in batch) <= micro_tokens
-        assert sorted(id(tau) for batch in batches for tau in batch) == sorted(map(id, taus))
-    assert len(batches) == 1
-    assert list(micro_batches([], 10)) == []
+    batches = micro_batches(taus, micro_tokens, ranks)
+    sizes = [sum(len(tau.ids) for tau in batch) for batch in batches]
+    assert all(size <= micro_tokens or len(batch) == 1 for size, batch in zip(sizes, batches, strict=True))
+    assert sorted(id(tau) for batch in batches for tau in batch) == sorted(map(id, taus))
+    assert len(batches) % ranks == 0
+    if micro_tokens >= 200:  # several fit into one: hardly more batches than tokens ask for, and equally full
+        longest = max(len(tau.ids) for tau in taus)
+        least = math.ceil(sum(sizes) / micro_tokens)
+        assert len(batches) <= least * 1.4 + ranks and max(sizes) - min(sizes) <= longest
+    assert micro_batches([], 10, ranks) == []
 
 
 def test_the_learning_rate_rises_peaks_and_falls():
@@ -350,12 +355,18 @@ def test_the_learning_rate_at_the_edges():
 # ---- engine and trainer
 
 
+def found(documents):
+    future = Future()
+    future.set_result(documents)
+    return future
+
+
 @pytest.fixture(scope="module")
 def sampled(world):
     """temperature -> trajectories that the engine has sampled with the world's policy."""
     model, tokenizer = world
     document = '"Pais Kranford"\nA city with country Blaur Neia and mayor Krinoun Lizais.'
-    search = SimpleNamespace(submit=lambda query: SimpleNamespace(result=lambda: [document] * (1 + len(query) % 3)))
+    search = SimpleNamespace(submit=lambda query: found([document] * (1 + len(query) % 3)))
     asked = ["What is the mayor of the city Pais Kranford?", "Name the base of the producer of the film Leglex?"]
     jobs = [(0, "Search, then answer.", Question("q", asked[k % 2], ("x",), ""), k % 2) for k in range(10)]
     limits = dict(max_turns=2, max_response=30, max_observation=60, max_prompt=400, seed=5)

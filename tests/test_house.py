@@ -9,14 +9,20 @@ CORE = sorted(p for p in ROOT.glob("*.py"))
 CODE = CORE + sorted(ROOT.glob("kernels/*.py"))
 
 ARROWS = {  # who may import whom, of the project's own modules
-    "inspo": {"config", "data", "engine", "grpo", "population", "reflect", "report", "rollout", "run", "servers"}
-    | {"session"},
+    "inspo": {"config", "data", "fit", "grpo", "policy", "population", "ranks", "reflect", "report", "rollout", "run"}
+    | {"servers", "session", "worker"},
     "session": {"config", "data", "population", "reflect", "rollout", "run"},
     "report": {"data", "population", "rollout", "run"},
-    "grpo": {"kernels", "rollout"},
+    "worker": {"config", "engine", "grpo", "policy", "ranks", "rollout", "vllm_engine"},
+    "ranks": {"rollout"},
+    "grpo": {"policy", "rollout"},
+    "policy": {"kernels"},
+    "fit": {"config", "policy"},
+    "vllm_engine": {"rollout"},
     "rollout": {"data"},
     "run": {"config"},
-    "ask": {"config", "data", "engine", "rollout", "servers"},
+    "ask": {"config", "data", "engine", "policy", "rollout", "servers"},
+    "export": {"config", "grpo", "policy", "population"},
     "retrieval_server": {"retrieval", "servers"},
 }
 
@@ -84,10 +90,11 @@ def test_rooms_are_small():
     rooms = [*CODE, *ROOT.glob("retrieval/*.py"), *ROOT.glob("bench/*.py")]
     sizes = {path: len(path.read_text().splitlines()) for path in rooms}
     assert max(sizes.values()) <= 350, sizes
-    assert sum(sizes[path] for path in CORE if path.stem != "retrieval_server") <= 2300
+    assert sum(sizes[path] for path in CORE if path.stem != "retrieval_server") <= 3200
 
 
 def test_the_project_stands_alone():
     for path in ROOT.rglob("*"):
-        if path.suffix in (".py", ".md", ".txt", ".toml") and ".venv" not in path.parts and "runs" not in path.parts:
+        elsewhere = any(part.startswith(".venv") or part == "runs" for part in path.parts)
+        if path.suffix in (".py", ".md", ".txt", ".toml") and not elsewhere:
             assert "../" + "shared" not in path.read_text(errors="ignore"), path

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from data import em, load_questions
-from engine import TorchEngine, load_policy
+from engine import TorchEngine
+from policy import load_policy
 from rollout import STOP, Search, rollout
 from servers import Child
 from world.clauses import BEST, START, write

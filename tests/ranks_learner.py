@@ -1,0 +1,70 @@
+"""Run by torchrun: the learner on a policy that FSDP2 has cut over all ranks; writes what it has computed.
+
+    torchrun --nproc_per_node=2 tests/ranks_learner.py POLICY BATCHES OUT [--bf16] [--recompute] [--offload] [--load D]
+
+Two updates on the trajectories in BATCHES (a pickle); OUT gets result.pt (metrics and weights, by rank 0), `dcp/` with
+the state after the first update, and `policy/`. With --load the first update is replaced by that state.
+"""
+
+import argparse
+import pickle
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from grpo import Learner
+from policy import blocks, export, fill, load_config, load_model, load_tokenizer, shard, skeleton, weights
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("policy")
+    parser.add_argument("batches")
+    parser.add_argument("out", type=Path)
+    for flag in ("bf16", "recompute", "offload"):
+        parser.add_argument(f"--{flag}", action="store_true")
+    parser.add_argument("--load")
+    args = parser.parse_args()
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    config, source = load_config(args.policy), load_model(args.policy) if rank == 0 else None
+    model = shard(skeleton(config), "cpu", compute=torch.bfloat16 if args.bf16 else None)
+    fill(model, source)
+    reference = shard(skeleton(config), "cpu", offload=args.offload)
+    fill(reference, source)
+    for (name, whole), copy in zip(weights(model), weights(reference), strict=True):
+        assert torch.equal(whole, copy) and (source is None or torch.equal(whole, source.get_parameter(name)))
+    shares = sum(p.to_local().numel() for p in model.parameters())
+    whole = sum(p.numel() for p in model.parameters())
+    assert len(blocks(model)) == config.num_hidden_layers
+    assert shares <= whole / dist.get_world_size() * 1.2 + 1000, (shares, whole)
+    if args.recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    learner = Learner(
+        model, reference, lr=1e-3, T=10, warmup=0.2, eps=0.2, beta=0.1, temperature=0.9, loss_agg="trajectory",
+        micro_tokens=300,
+    )  # fmt: skip
+    minibatches, A = pickle.loads(Path(args.batches).read_bytes())
+    A = {id(tau): a for tau, a in zip((tau for part in minibatches for tau in part), A, strict=True)}
+    metrics = []
+    if args.load:
+        state = learner.state_dict()
+        dcp.load(state, checkpoint_id=args.load)
+        learner.load_state_dict(state)
+    else:
+        metrics.append(learner.update(1, minibatches, A))
+        dcp.save(learner.state_dict(), checkpoint_id=args.out / "dcp")
+    metrics.append(learner.update(2, minibatches, A))
+    final = {name: tensor.clone() for name, tensor in weights(model)}
+    export(config, weights(model), load_tokenizer(args.policy), args.out / "policy" if rank == 0 else None)
+    if rank == 0:
+        torch.save({"metrics": metrics, "weights": final}, args.out / "result.pt")
+    del learner, model, reference  # before the group is gone: gloo's threads abort otherwise
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
