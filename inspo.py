@@ -19,7 +19,6 @@ import time
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import torch
 from tqdm import tqdm
@@ -35,7 +34,7 @@ from ranks import Ranks, Team, follow
 from reflect import Optimizer, OptimizerDown, paid_calls, same, token_counter
 from rollout import EngineFault, Search, SearchDown, Trajectory
 from run import Ledger, Run, tracker
-from servers import Child
+from servers import Servers
 from session import Session, rng
 from worker import Worker, choose_engine
 
@@ -242,15 +241,7 @@ def go(cfg: Config, run: Run, team: Team, what: str, train, test, first: str, st
     track = tracker(cfg.tracker, run.path, cfg)
     checkpoint, state = run.rewind() if cfg.resume else (None, {})
 
-    servers: dict[str, Child] = {}
-
-    def serve(*argv: str) -> str:
-        """Start our own server, again on its port if it has died; its URL."""
-        if argv[0] not in servers or not servers[argv[0]].alive():
-            port = urlsplit(servers[argv[0]].url).port if argv[0] in servers else 0
-            servers[argv[0]] = stack.enter_context(Child([*argv], run.path / "servers.log", port=port))
-        return servers[argv[0]].url
-
+    serve = stack.enter_context(Servers(run.path / "servers.log"))
     if cfg.retriever:
         try:
             Search(cfg.retriever, cfg.topk, retries=0).submit("is anyone there").result()

@@ -122,6 +122,31 @@ class Child:
         self.stop()
 
 
+class Servers:
+    """The servers that a run starts for itself; `servers(*argv)` starts one if it does not run, and returns its URL.
+
+    One that has died comes again on the port that it had: the clients of other ranks know no other.
+    """
+
+    def __init__(self, log: str | Path):
+        self.log = log
+        self._running: dict[str, Child] = {}
+
+    def __call__(self, *argv: str) -> str:
+        last = self._running.get(argv[0])
+        if last is None or not last.alive():
+            port = urlsplit(last.url).port if last else 0
+            self._running[argv[0]] = Child([*argv], self.log, port=port)
+        return self._running[argv[0]].url
+
+    def __enter__(self) -> "Servers":
+        return self
+
+    def __exit__(self, *_) -> None:
+        for child in self._running.values():
+            child.stop()
+
+
 def _last_line(log: str | Path, start: int) -> str:
     with open(log, "rb") as f:
         f.seek(start)  # what came before is from an earlier process

@@ -107,11 +107,11 @@ class Worker:
 
     def save(self, path: Path) -> None:
         """Weights and optimizer, every rank its shares; any number of ranks can load them."""
-        dcp.save(self.learner.state_dict(), checkpoint_id=path)
+        dcp.save(self.learner.state_dict(), checkpoint_id=path, no_dist=not self.ranks.grouped)
 
     def load(self, path: Path) -> None:
         state = self.learner.state_dict()
-        dcp.load(state, checkpoint_id=path)
+        dcp.load(state, checkpoint_id=path, no_dist=not self.ranks.grouped)
         self.learner.load_state_dict(state)
         self.fresh = self.shared
 

@@ -34,7 +34,7 @@ def main() -> None:
     fill(model, source)
     reference = shard(skeleton(config), "cpu", offload=args.offload)
     fill(reference, source)
-    for (name, whole), copy in zip(weights(model), weights(reference), strict=True):
+    for (name, whole), (_, copy) in zip(weights(model), weights(reference), strict=True):
         assert torch.equal(whole, copy) and (source is None or torch.equal(whole, source.get_parameter(name)))
     shares = sum(p.to_local().numel() for p in model.parameters())
     whole = sum(p.numel() for p in model.parameters())

@@ -1,0 +1,239 @@
+"""Several processes (torchrun, gloo, FSDP2) against one: the same update, the same run, checkpoints for any number."""
+
+import copy
+import json
+import os
+import pickle
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from test_grpo import batch_of
+from test_inspo import ENV, ROOT, SMALL, children_of, finish, metrics, wait_for_step
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from config import WORLD
+from grpo import Learner
+from policy import load_policy
+from run import read_jsonl
+
+pytestmark = pytest.mark.ranks
+ENV = ENV | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+SETTINGS = dict(lr=1e-3, T=10, warmup=0.2, eps=0.2, beta=0.1, temperature=0.9, loss_agg="trajectory", micro_tokens=300)
+
+
+def torchrun(n: int, *argv: object) -> subprocess.Popen:
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={n}", *map(str, argv)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=ENV, cwd=ROOT, start_new_session=True)
+
+
+# ---- one update
+
+
+@pytest.fixture(scope="module")
+def batches(tmp_path_factory):
+    """Seven groups of three: 12 and 9 trajectories, which neither 2 nor 4 ranks can share evenly."""
+    taus, A = batch_of(7, seed=3)
+    for tau in taus:
+        tau.ids = [i % 600 for i in tau.ids]
+    path = tmp_path_factory.mktemp("batches") / "b.pkl"
+    path.write_bytes(pickle.dumps(([taus[:12], taus[12:]], [3 * A[id(tau)] for tau in taus])))
+    return path
+
+
+@pytest.fixture(scope="module", params=["world", "tiny"])
+def path(request, tiny_path):
+    """A policy whose embeddings are tied, and one whose are not."""
+    return str(WORLD / "policy") if request.param == "world" else tiny_path
+
+
+def alone(path, batches, updates=2, load=None):
+    """(metrics, weights) of the same updates by one process, the model whole."""
+    minibatches, A = pickle.loads(batches.read_bytes())
+    A = {id(tau): a for tau, a in zip((tau for part in minibatches for tau in part), A, strict=True)}
+    model = load_policy(path, "cpu")[0]
+    learner = Learner(model, copy.deepcopy(model), **SETTINGS)
+    found = [learner.update(t, minibatches, A) for t in range(1, updates + 1)]
+    return found, dict(model.named_parameters())
+
+
+@pytest.fixture(scope="module")
+def one(path, batches):
+    return alone(path, batches)
+
+
+def together(n, path, batches, out, *flags):
+    out.mkdir()
+    code, _, stderr = finish(torchrun(n, "tests/ranks_learner.py", path, batches, out, *flags), 180)
+    assert code == 0, stderr
+    found = torch.load(out / "result.pt")
+    return found["metrics"], found["weights"]
+
+
+@pytest.fixture(scope="module")
+def two(path, batches, tmp_path_factory):
+    out = tmp_path_factory.mktemp("ranks") / "two"
+    return out, *together(2, path, batches, out)
+
+
+def same(found, weights, one, last=2):
+    """In float32: the metrics to 2e-5 of their size, and after two steps of 1e-3 every weight to 1e-5."""
+    for mine, theirs in zip(found, one[0][-len(found) :], strict=True):
+        assert mine == pytest.approx(theirs, rel=2e-5, abs=1e-6)
+    moved = 0.0
+    assert set(weights) == set(one[1])
+    for name, w in weights.items():
+        torch.testing.assert_close(w, one[1][name].detach(), atol=1e-5, rtol=0)
+        moved = max(moved, (w - w.mean()).abs().max().item())
+    assert moved > 0.01
+
+
+def test_two_processes_compute_what_one_does(two, one):
+    assert one[0][0]["grad_norm"] > 0.5 and one[0][1]["clip_fraction"] > 0 and one[0][1]["kl"] > 1e-3
+    same(two[1], two[2], one)
+
+
+def test_so_do_four(path, batches, tmp_path, one):
+    same(*together(4, path, batches, tmp_path / "o"), one)
+
+
+def test_recomputed_activations_and_a_reference_in_cpu_memory_change_nothing(path, batches, tmp_path, one):
+    same(*together(2, path, batches, tmp_path / "o", "--recompute", "--offload"), one)
+
+
+def test_in_bf16_they_agree_within_its_rounding(path, batches, tmp_path, one):
+    found, _ = together(2, path, batches, tmp_path / "o", "--bf16")
+    mine, theirs = found[0], one[0][0]  # Adam's first step magnifies rounding: the second update is another one
+    for name in ("loss", "grad_norm", "kl", "entropy"):
+        assert mine[name] == pytest.approx(theirs[name], rel=0.02, abs=2e-3), name
+    assert mine["grad_norm"] != pytest.approx(theirs["grad_norm"], rel=1e-6)  # it was bf16
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_checkpoint_of_two_is_loaded_by_any_number(path, batches, tmp_path, two, one, n):
+    found, weights = together(n, path, batches, tmp_path / "o", "--load", two[0] / "dcp")
+    assert len(found) == 1
+    same(found, weights, one)
+
+
+def test_the_exported_directory_is_a_plain_hugging_face_model(two, one, path):
+    model = AutoModelForCausalLM.from_pretrained(two[0] / "policy", dtype=torch.float32)
+    assert AutoTokenizer.from_pretrained(two[0] / "policy").chat_template
+    assert {name: p.shape for name, p in model.named_parameters()} == {name: p.shape for name, p in one[1].items()}
+    for name, p in model.named_parameters():
+        assert torch.equal(p, two[2][name])
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert tied == model.config.tie_word_embeddings
+
+
+# ---- whole runs
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs") / "whole"
+    code, stdout, stderr = finish(torchrun(2, "inspo.py", "--out", out, *SMALL, "--eval_every", 4), 240)
+    assert code == 0, stderr
+    return out, stdout, stderr
+
+
+def test_a_run_of_two_processes_is_told_once_and_leaves_what_one_leaves(whole):
+    out, stdout, stderr = whole
+    assert stdout.count("INSPO, mode inspo") == 1 and "2 x cpu, torch engine: no GPU" in stdout
+    assert "Traceback" not in stderr and "warn" not in stderr.lower().replace("omp_num_threads", "")
+    rows = metrics(out)
+    assert [row["t"] for row in rows] == list(range(11)) and all(row["logp_gap"] < 1e-4 for row in rows[1:])
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["ledger"]["training_rollouts"] == 10 * 2 * 2
+    AutoModelForCausalLM.from_pretrained(out / "policy")
+    kept = [path.name for path in sorted((out / "checkpoints").iterdir())]
+    scores = {row["t"]: row["test/em"] for row in rows if "test/em" in row and row["t"]}
+    assert set(scores) == {4, 8}
+    best = max(scores, key=lambda t: (scores[t], -t))  # the first of equals
+    assert kept == sorted({f"step-{best:06d}", "step-000009", "step-000010"})
+
+
+def test_every_trajectory_is_there_once_in_the_order_of_the_jobs(whole):
+    import gzip
+
+    with gzip.open(whole[0] / "trajectories" / "step-000003.jsonl.gz", "rt") as f:
+        rows = [json.loads(line) for line in f]
+    assert [row["group"] for row in rows] == [0, 0, 1, 1]
+
+
+def test_a_killed_rank_ends_the_job_and_it_goes_on_with_another_number_of_ranks(whole, tmp_path):
+    out = tmp_path / "killed"
+    process = torchrun(2, "inspo.py", "--out", out, *SMALL, "--eval_every", 4)
+    wait_for_step(out, random.Random(5).randint(4, 7), process)
+    [victim] = [pid for pid in children_of(process) if b"RANK=1" in environment(pid)]
+    start = time.time()
+    os.kill(int(victim), signal.SIGKILL)
+    code, _, _ = finish(process, 60)
+    assert code != 0 and time.time() - start < 45
+    assert not any(Path(f"/proc/{pid}").exists() for pid in [victim])
+    saved = sorted(path.name for path in (out / "checkpoints").glob("step-*"))
+    assert saved
+    code, stdout, stderr = finish(torchrun(3, "inspo.py", "--out", out, *SMALL, "--eval_every", 4, "--resume"), 240)
+    assert code == 0, stderr
+    assert f"resumed after step {int(saved[-1][5:])}" in stdout
+    mine, theirs = metrics(out), metrics(whole[0])
+    assert [row["t"] for row in mine] == [row["t"] for row in theirs]
+    done = [row for row in mine if row["t"] <= int(saved[-1][5:])]
+    drop = lambda rows: [{k: v for k, v in row.items() if k != "search/faults"} for row in rows]  # noqa: E731
+    for a, b in zip(drop(done), drop(theirs), strict=False):  # gloo adds in any order
+        assert a.keys() == b.keys() and a["t"] == b["t"]
+    calls = [row["call"]["key"] for row in read_jsonl(out / "reflections.jsonl") if "call" in row]
+    assert len(calls) == len(set(calls))
+
+
+def environment(pid: str) -> bytes:
+    return Path(f"/proc/{pid}/environ").read_bytes()
+
+
+def test_ctrl_c_saves_and_ends_every_rank(tmp_path):
+    out = tmp_path / "r"
+    process = torchrun(2, "inspo.py", "--out", out, *SMALL, "--T", 500, "--save_every", 500)
+    wait_for_step(out, 3, process)
+    process.send_signal(signal.SIGINT)
+    code, _, stderr = finish(process, 60)
+    assert code != 0 and "go on from step" in stderr
+    t = int(re.search(r"go on from step (\d+)", stderr).group(1))
+    assert t >= 3 and (out / "checkpoints" / f"step-{t:06d}" / "state.pt").exists()
+
+
+def test_a_search_server_that_stays_away_ends_all_ranks_resumably(tmp_path):
+    from servers import Child
+
+    out = tmp_path / "r"
+    server = [str(ROOT / "retrieval_server.py"), "--corpus", str(WORLD / "corpus.jsonl")]
+    with Child(server, tmp_path / "log") as child:
+        process = torchrun(2, "inspo.py", "--out", out, *SMALL, "--search_retries", 1, "--retriever", child.url)
+        wait_for_step(out, 4, process)
+    code, _, stderr = finish(process, 90)
+    assert code != 0 and stderr.count("does not answer") == 1 and stderr.count("--resume") == 1
+    ours = stderr[: stderr.index("torch/distributed/elastic")] if "torch/distributed/elastic" in stderr else stderr
+    assert "Traceback" not in ours
+
+
+@pytest.mark.parametrize(
+    "flags, says",
+    [
+        (["--no_such_flag", "1"], "unrecognized arguments: --no_such_flag"),
+        (["--mini", "1", "--batch", "1", "--G", "2"], "4 ranks for 2 trajectories an update"),
+        (["--instruction", "/dev/null"], "--instruction"),
+        (["--model", "/no/such", "--train", "T", "--test", "T", "--corpus", "T", "--mode", "static"], "no causal LM"),
+    ],
+    ids=lambda x: x[0] if isinstance(x, list) else "",
+)
+def test_bad_input_is_said_once_whatever_the_number_of_ranks(tmp_path, flags, says):
+    flags = [str(WORLD / "train.jsonl") if flag == "T" else flag for flag in flags]
+    code, stdout, stderr = finish(torchrun(4, "inspo.py", "--out", tmp_path / "r", *flags), 90)
+    assert code != 0 and stderr.count(says) == 1, stderr
+    assert stdout == "" and not (tmp_path / "r").exists()
