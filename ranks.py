@@ -5,6 +5,7 @@ call (gradients, weights) over the collectives that its work consists of.
 """
 
 import datetime
+import gc
 import os
 import signal
 from dataclasses import replace
@@ -50,7 +51,9 @@ class Ranks:
         return answers
 
     def leave(self) -> None:
+        """The end, for all ranks; the caller has let go of its models, whose streams gloo's threads abort with."""
         if self.grouped:
+            gc.collect()  # a sharded model refers to itself
             dist.barrier(self.orders)
             dist.destroy_process_group()
 
@@ -95,7 +98,7 @@ class Team:
             if self.ranks.size > 1:
                 self.ranks.tell(None)
             self.worker.close()
-            del self.worker  # models go before the group: gloo's threads abort otherwise
+            del self.worker
             self.ranks.leave()
 
 

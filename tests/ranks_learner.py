@@ -7,6 +7,7 @@ the state after the first update, and `policy/`. With --load the first update is
 """
 
 import argparse
+import gc
 import pickle
 from pathlib import Path
 
@@ -61,7 +62,8 @@ def main() -> None:
     export(config, weights(model), load_tokenizer(args.policy), args.out / "policy" if rank == 0 else None)
     if rank == 0:
         torch.save({"metrics": metrics, "weights": final}, args.out / "result.pt")
-    del learner, model, reference  # before the group is gone: gloo's threads abort otherwise
+    del learner, model, reference
+    gc.collect()  # before the group is gone: gloo's threads abort otherwise
     dist.barrier()
     dist.destroy_process_group()
 

@@ -15,6 +15,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine, NCCLWeightTransferEngine
 
 from vllm_engine import rebuild_heads
+from vllm_server import VllmServer
 
 
 def join(info, rank: int) -> StatelessProcessGroup:
@@ -68,6 +69,16 @@ class TrainerEngine(NCCLTrainerWeightTransferEngine):
         for _, tensor in self._checked_iter(source, meta) if self.is_sender else source:
             if self.is_sender:
                 self.group.broadcast_obj(tensor.contiguous().clone(), src=0)
+
+
+class Server(VllmServer):
+    """The client as it is but for what says NCCL."""
+
+    backend = "store"
+
+    @staticmethod
+    def transfer_info():
+        return TrainerInfo
 
 
 WeightTransferEngineFactory.register_engine("store", WorkerEngine)

@@ -108,12 +108,14 @@ def test_recomputed_activations_and_a_reference_in_cpu_memory_change_nothing(pat
     same(*together(2, path, batches, tmp_path / "o", "--recompute", "--offload"), one)
 
 
-def test_in_bf16_they_agree_within_its_rounding(path, batches, tmp_path, one):
-    found, _ = together(2, path, batches, tmp_path / "o", "--bf16")
-    mine, theirs = found[0], one[0][0]  # Adam's first step magnifies rounding: the second update is another one
-    for name in ("loss", "grad_norm", "kl", "entropy"):
-        assert mine[name] == pytest.approx(theirs[name], rel=0.02, abs=2e-3), name
-    assert mine["grad_norm"] != pytest.approx(theirs["grad_norm"], rel=1e-6)  # it was bf16
+def test_in_bf16_two_agree_with_one_within_its_rounding(path, batches, tmp_path, one):
+    """Of the first update, and not of the KL there: Adam's first steps magnify rounding."""
+    (mine, *_), _ = together(2, path, batches, tmp_path / "2", "--bf16")
+    (theirs, *_), _ = together(1, path, batches, tmp_path / "1", "--bf16")
+    for name in ("loss", "grad_norm", "entropy"):
+        assert mine[name] == pytest.approx(theirs[name], rel=0.02, abs=1e-3), name
+        assert mine[name] == pytest.approx(one[0][0][name], rel=0.1, abs=2e-3), name
+    assert mine["grad_norm"] != pytest.approx(one[0][0]["grad_norm"], rel=1e-6)  # it was bf16
 
 
 @pytest.mark.parametrize("n", [1, 3])
