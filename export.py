@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import json
 import sys
+import warnings
 from pathlib import Path
 
 import torch
@@ -45,6 +46,7 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(f"export.py: {to} is there already; remove it, or choose another with --to")
     config = load_config(cfg.model)
     state = {"model": empty(config, torch.float32, "cpu").state_dict()}
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")
     dcp.load(state, checkpoint_id=saved[-1], no_dist=True)
     export(config, state["model"].items(), load_tokenizer(cfg.model), to)
     P = Population(cfg.tau_s, cfg.window)

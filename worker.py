@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import warnings
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from policy import empty, export, fill, load_config, load_model, load_tokenizer,
 from ranks import Ranks
 from rollout import STOP, Search, Trajectory, rollout
 
+warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a checkpoint by one process is what is meant
 MAX_LOGP_GAP = {"cpu": 1e-3, "cuda": 0.1}  # mean nat a token between engine and trainer: fp32, bf16
 
 
@@ -68,11 +70,13 @@ class Worker:
         self.search: Search | None = None  # rank 0 is given one that restarts its server
 
     def vllm(self, dtype: str):
-        from vllm_engine import VllmEngine, VllmServer
-
         cfg, max_len = self.cfg, self.cfg.max_prompt + self.cfg.max_response
         if cfg.vllm != "colocate":
+            from vllm_server import VllmServer
+
             return VllmServer(cfg.vllm, self.tokenizer, STOP, model=cfg.model, max_len=max_len)
+        from vllm_engine import VllmEngine
+
         return VllmEngine(
             cfg.model, self.tokenizer, STOP, max_len=max_len, dtype=dtype, memory=cfg.vllm_memory,
             seed=cfg.seed + self.ranks.rank,

@@ -200,6 +200,15 @@ def test_an_unknown_abbreviated_or_mistyped_flag_is_refused(refuses, argv, said)
         ("--warmup nan", "--warmup nan"),
         ("--device cuda:7", "--device cuda:7"),
         ("--device tpu", "--device tpu"),
+        ("--engine sglang", "--engine sglang"),
+        ("--vllm 10.0.0.1:8000", "--vllm 10.0.0.1:8000"),
+        ("--engine torch --vllm http://h:1", "not used with --engine torch"),
+        ("--vllm_memory 1", "--vllm_memory 1"),
+        ("--vllm_memory nan", "--vllm_memory nan"),
+        ("--recompute 2", "--recompute 2"),
+        ("--tis -1", "--tis -1"),
+        ("--patience 0", "--patience 0"),
+        ("--gpus 0", "--gpus 0"),
         ("--resume", "--out"),
         ("--train /nowhere/q.jsonl", "--train /nowhere/q.jsonl: no such file"),
         ("--test /nowhere/q.jsonl", "--test /nowhere/q.jsonl: no such file"),
@@ -211,6 +220,23 @@ def test_an_unknown_abbreviated_or_mistyped_flag_is_refused(refuses, argv, said)
 )
 def test_an_impossible_configuration_is_refused(refuses, argv, said):
     assert said in refuses(*argv.split())
+
+
+def test_every_rank_must_have_a_trajectory_to_train_on(refuses, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert "8 ranks for 6 trajectories an update" in refuses("--batch", "3", "--mini", "3", "--G", "2")
+    assert parse(["--batch", "4", "--mini", "4", "--G", "2"]).mini == 4
+
+
+def test_one_rank_speaks_for_all(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(SystemExit) as stop:
+        parse(["--G", "1"])
+    assert stop.value.code == 2 and capsys.readouterr() == ("", "")
+
+
+def test_a_dry_run_needs_no_data():
+    assert parse(["--model", "qwen2.5-7b", "--dry_run", "--gpus", "4"]).gpus == 4
 
 
 def test_without_questions_a_search_or_an_optimizer_there_is_no_run(refuses, questions, monkeypatch):

@@ -11,7 +11,7 @@ import torch
 from data import Question
 from engine import TorchEngine
 from grpo import Learner, advantages, lr_at, micro_batches
-from rollout import STOP, Trajectory, rollout
+from rollout import STOP, EngineFault, Trajectory, rollout
 
 G = 3
 EPS, BETA = 0.2, 0.1
@@ -288,6 +288,50 @@ def test_an_update_makes_the_better_trajectory_likelier(model, reference):
     after = learner.old_logprobs([taus])
     good, bad = [(after[id(tau)] - before[id(tau)]).mean().item() for tau in taus[:2]]
     assert good > 0.01 and bad < -0.01
+
+
+def test_a_stale_engine_is_refused_before_anything_has_changed(model, reference):
+    taus, A = batch_of(4)
+    minibatches = [taus[: 2 * G], taus[2 * G :]]
+    learner = learner_of(model, reference)
+    with torch.no_grad():
+        gap = [(logprobs(learner.model, tau) - torch.tensor([x for x, m in zip(tau.logps, tau.mask, strict=True) if m]))
+               for tau in minibatches[0]]  # fmt: skip
+    gap = torch.cat(gap).abs().mean().item()  # of the first mini-batch, which is what there is before the first step
+    before = [p.clone() for p in learner.model.parameters()]
+    learner.max_gap = gap * 0.999
+    with pytest.raises(EngineFault, match=f"differ by {gap:.3f} nat a token"):
+        learner.update(2, minibatches, A)
+    assert all(torch.equal(p, q) and p.grad is None for p, q in zip(learner.model.parameters(), before, strict=True))
+    assert not learner.optimizer.state
+    learner.max_gap = gap * 1.001
+    learner.update(2, minibatches, A)
+    taus[0].logps[taus[0].mask.index(1)] = math.nan  # an engine that computes nonsense
+    with pytest.raises(EngineFault):
+        learner.update(3, minibatches, A)
+
+
+@pytest.mark.parametrize("cap", [0.5, 2.0])
+def test_truncated_importance_weights_by_hand(model, reference, cap):
+    """The loss of every token times min(pi_old / pi_engine, cap), a constant (no gradient flows through it)."""
+    taus, A = batch_of(3)
+    learner = learner_of(model, reference, tis=cap)
+    terms = []
+    for tau in taus:
+        logp = logprobs(learner.model, tau)
+        engine = torch.tensor([x for x, m in zip(tau.logps, tau.mask, strict=True) if m], dtype=torch.float64)
+        weight = torch.minimum(torch.exp(logp.detach() - engine), torch.tensor(cap))
+        with torch.no_grad():
+            ref = logprobs(reference, tau)
+        kl = torch.exp(ref - logp) - (ref - logp) - 1
+        terms.append((weight * (torch.exp(logp - logp.detach()) * A[id(tau)] - BETA * kl)).mean())
+    loss = -torch.stack(terms).mean()
+    want = gradient(loss, learner.model)
+    [got], metrics, _ = gradients(learner, [taus], A)
+    assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-5)
+    assert error(got, clip(want)) < 1e-5
+    [plain], _, _ = gradients(learner_of(model, reference), [taus], A)
+    assert error(plain, clip(want)) > 0.05
 
 
 # ---- Eq. 3

@@ -13,16 +13,18 @@ ARROWS = {  # who may import whom, of the project's own modules
     | {"servers", "session", "worker"},
     "session": {"config", "data", "population", "reflect", "rollout", "run"},
     "report": {"data", "population", "rollout", "run"},
-    "worker": {"config", "engine", "grpo", "policy", "ranks", "rollout", "vllm_engine"},
+    "worker": {"config", "engine", "grpo", "policy", "ranks", "rollout", "vllm_engine"}
+    | {"vllm_server"},
     "ranks": {"rollout"},
     "grpo": {"policy", "rollout"},
     "policy": {"kernels"},
     "fit": {"config", "policy"},
     "vllm_engine": {"rollout"},
+    "vllm_server": {"rollout", "vllm_engine"},
     "rollout": {"data"},
     "run": {"config"},
     "ask": {"config", "data", "engine", "policy", "rollout", "servers"},
-    "export": {"config", "grpo", "policy", "population"},
+    "export": {"config", "policy", "population", "run"},
     "retrieval_server": {"retrieval", "servers"},
 }
 
