@@ -27,6 +27,7 @@ import reflect
 import report
 from config import HERE, PRESETS, SEARCH_R1, Config, parse, scripted, warnings
 from data import Question, em, load_questions
+from fit import estimate, shapes
 from grpo import advantages
 from policy import load_config, load_tokenizer
 from population import Experience, Instruction, Population, ReplayBuffer
@@ -191,7 +192,7 @@ def main(argv: list[str] | None = None) -> None:
     cfg = parse(argv)
     device = cfg.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if cfg.dry_run:
-        return will_it_fit(cfg, "vllm", cfg.gpus, cfg.gpu_mem, tell=print)
+        return will_it_fit(cfg, "torch" if cfg.engine == "torch" else "vllm", cfg.gpus, cfg.gpu_mem, tell=print)
     if device == "cuda" and not torch.cuda.is_available():
         sys.exit("--device cuda: torch finds no CUDA device here; leave it out, or choose cpu")
     ranks = Ranks(device, cfg.patience)
@@ -228,9 +229,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def will_it_fit(cfg: Config, engine: str, gpus: int, gpu_mem: float, tell=lambda table: None) -> None:
-    from fit import estimate
 
-    fit = estimate(cfg, load_config(cfg.model), engine, gpus, gpu_mem)
+    fit = estimate(cfg, shapes(cfg.model), engine, gpus, gpu_mem)
     tell(fit.table())
     if fault := fit.fault():
         sys.exit(fault)

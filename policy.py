@@ -131,18 +131,20 @@ def blocks(model) -> list[torch.nn.Module]:
     return found or list(max((m for m in model.modules() if isinstance(m, torch.nn.ModuleList)), key=len))
 
 
-def shard(model, device: str, *, compute=None, offload: bool = False):
+def shard(model, device: str, *, compute=None, frozen: bool = False, offload: bool = False):
     """Cut a model from `skeleton` over all ranks, in place, with memory but without values (`fill` brings them).
 
-    `compute`: dtype in which a block is gathered and run (None: the model's own). `offload` keeps the shares in the
-    CPU's memory.
+    `compute`: dtype in which a block is gathered and run (None: the model's own). `frozen`: it is never trained, so
+    what is gathered can go at once. `offload` keeps the shares in the CPU's memory.
     """
     mesh = dist.device_mesh.init_device_mesh(device, (dist.get_world_size(),))
     # By default FSDP would cast the log-probs that go into the loss as well.
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    kwargs = dict(mesh=mesh, mp_policy=policy) | (
-        dict(offload_policy=CPUOffloadPolicy(pin_memory=device == "cuda")) if offload else {}
-    )
+    kwargs = dict(mesh=mesh, mp_policy=policy)
+    if frozen:  # else FSDP keeps what is needed last, and first in the backward pass
+        kwargs["reshard_after_forward"] = True
+    if offload:
+        kwargs["offload_policy"] = CPUOffloadPolicy(pin_memory=device == "cuda")
     for part in [*blocks(model), model]:  # the last: embedding, norm and head, which are needed together
         fully_shard(part, **kwargs)
         part.set_gradient_divide_factor(1.0)  # the loss has its denominator over all ranks: gradients add up

@@ -47,7 +47,7 @@ class Worker:
             model = source
         reference = None
         if cfg.beta and ranks.grouped:
-            shares = shard(skeleton(self.config, compute), ranks.device, offload=cfg.offload_reference)
+            shares = shard(skeleton(self.config, compute), ranks.device, frozen=True, offload=cfg.offload_reference)
             reference = fill(shares, source)
         elif cfg.beta:
             reference = copy.deepcopy(source)

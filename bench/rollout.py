@@ -64,9 +64,9 @@ def raw(pipe, path: str, max_len: int) -> None:
     import torch
 
     threads = torch.get_num_threads()
-    from vllm_engine import settings
-
     from vllm import LLM, SamplingParams, TokensPrompt
+
+    from vllm_engine import settings
 
     llm = LLM(**settings(path, max_len=max_len, dtype="float32", memory=0.1, seed=0) | {"load_format": "auto"})
     torch.set_num_threads(threads)

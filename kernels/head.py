@@ -175,6 +175,6 @@ class _Attach(torch.autograd.Function):
         if ctx.grad_weight is not None:
             ctx.grad_weight.addcmul_(scale, dW)
             dW = None
-        elif dW is not None:
-            dW = (scale * dW).to(ctx.dtypes[1])
+        elif dW is not None:  # straight into its dtype: a second (V, H) in float32 would be the peak of the memory
+            dW = torch.mul(dW, scale, out=torch.empty(dW.shape, dtype=ctx.dtypes[1], device=dW.device))
         return None, dX, dW, None, None, None

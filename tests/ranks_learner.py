@@ -33,7 +33,7 @@ def main() -> None:
     config, source = load_config(args.policy), load_model(args.policy) if rank == 0 else None
     model = shard(skeleton(config), "cpu", compute=torch.bfloat16 if args.bf16 else None)
     fill(model, source)
-    reference = shard(skeleton(config), "cpu", offload=args.offload)
+    reference = shard(skeleton(config), "cpu", frozen=True, offload=args.offload)
     fill(reference, source)
     for (name, whole), (_, copy) in zip(weights(model), weights(reference), strict=True):
         assert torch.equal(whole, copy) and (source is None or torch.equal(whole, source.get_parameter(name)))

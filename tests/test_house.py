@@ -92,7 +92,8 @@ def test_rooms_are_small():
     rooms = [*CODE, *ROOT.glob("retrieval/*.py"), *ROOT.glob("bench/*.py")]
     sizes = {path: len(path.read_text().splitlines()) for path in rooms}
     assert max(sizes.values()) <= 350, sizes
-    assert sum(sizes[path] for path in CORE if path.stem != "retrieval_server") <= 3200
+    apart = {"retrieval_server", "vllm_engine", "vllm_server", "fit", "export"}  # read when they are needed
+    assert sum(sizes[path] for path in CORE if path.stem not in apart) <= 2900
 
 
 def test_the_project_stands_alone():

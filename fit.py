@@ -1,0 +1,219 @@
+"""Will it fit? The memory of one GPU, part by part, from shapes alone: no weights are read, no GPU is needed.
+
+In a rollout the engine has its weights and its KV cache, and of the trainer there is what outlives a step. In an update
+vLLM sleeps, and activations and gradients come on top. The larger of the two has to fit.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from config import Config
+from policy import blocks, load_config, skeleton
+
+RESERVE = 0.06  # of a GPU, for what no shape tells: CUDA's context, NCCL's buffers, fragmentation
+ASLEEP = 1e9  # bytes that a sleeping vLLM does not give back, an allowance: CUDA graphs and the like
+CHUNK = 4096  # rows of logits that kernels/head.py has at a time
+KNOWN = {  # so that the presets' sums need no hub
+    "Qwen/Qwen2.5-3B": dict(
+        hidden_size=2048, intermediate_size=11008, num_hidden_layers=36, num_attention_heads=16, num_key_value_heads=2,
+        vocab_size=151936, tie_word_embeddings=True,
+    ),
+    "Qwen/Qwen2.5-7B": dict(
+        hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
+        vocab_size=152064, tie_word_embeddings=False,
+    ),
+}  # fmt: skip
+
+
+def shapes(model: str):
+    """The Hugging Face config of a model, as far as its shapes go."""
+    if model not in KNOWN:
+        return load_config(model)
+    from transformers import Qwen2Config
+
+    return Qwen2Config(**KNOWN[model])
+
+
+@dataclass
+class Part:
+    name: str
+    update: float  # bytes on a GPU where the update is largest
+    rollout: float  # and in a rollout
+    cure: str = ""  # what makes it smaller
+
+
+@dataclass
+class Fit:
+    who: str
+    parts: list[Part]
+    usable: float  # bytes
+    notes: list[str]
+    starved: str  # what is wrong with vLLM's share, though it fits; "" if nothing is
+
+    @property
+    def update(self) -> float:
+        return sum(part.update for part in self.parts)
+
+    @property
+    def rollout(self) -> float:
+        return sum(part.rollout for part in self.parts)
+
+    def table(self) -> str:
+        """Parts, sums and what follows from them, as text of at most 100 columns."""
+
+        def row(name: str, *columns: float) -> str:
+            return f"{name:<72}" + "".join(f"{x / 1e9:10.1f}" if x else f"{'-':>10}" for x in columns)
+
+        lines = [f"{self.who}: GB on each GPU, computed from shapes", "", f"{'part':<72}{'update':>10}{'rollout':>10}"]
+        lines += [row(part.name, part.update, part.rollout) for part in self.parts if part.update or part.rollout]
+        lines += ["-" * 92, row("sum", self.update, self.rollout)]
+        lines += [row(f"usable (all but {RESERVE:.0%}: CUDA, NCCL, fragmentation)", self.usable, self.usable), ""]
+        lines += self.notes
+        if not self.fault():
+            lines.append(f"It fits, with {(self.usable - max(self.update, self.rollout)) / 1e9:.1f} GB to spare.")
+        return "\n".join(lines)
+
+    def fault(self) -> str:
+        """Why it cannot fit and what to change, in one line; "" if it fits."""
+        phase = max("update", "rollout", key=lambda phase: getattr(self, phase))
+        need = getattr(self, phase)
+        if need <= self.usable:
+            return self.starved
+        parts = sorted(((getattr(part, phase), part) for part in self.parts), key=lambda one: -one[0])
+        largest = ", ".join(f"{part.name} {size / 1e9:.1f}" for size, part in parts[:3])
+        cures = dict.fromkeys(part.cure for size, part in parts if part.cure and size > need / 20)
+        return (
+            f"{self.who} do not fit: the {phase} needs {need / 1e9:.1f} GB on each, {self.usable / 1e9:.1f} are usable;"
+            f" largest: {largest}; try {', '.join(cures)}"
+        )
+
+
+def estimate(cfg: Config, config, engine: str, gpus: int, gpu_mem: float) -> Fit:
+    """The memory of each of `gpus` GPUs of `gpu_mem` GB (1e9 bytes), for a model of this Hugging Face `config`."""
+    model = skeleton(config, torch.bfloat16)
+    P = sum(p.numel() for p in model.parameters())  # a tied head is the embedding and counts once
+    share = sum(math.ceil(len(p) / gpus) * (p.numel() // len(p)) for p in model.parameters())  # FSDP2 pads dim 0
+    in_blocks = [sum(p.numel() for p in block.parameters()) for block in blocks(model)]
+    block, root = max(in_blocks), P - sum(in_blocks)  # root: embedding, last norm and head
+    V, H = model.get_output_embeddings().weight.shape
+    # A turn may begin at max_prompt, and its search still comes back. A longer trajectory than micro_tokens is alone.
+    longest = cfg.max_prompt + cfg.max_response + cfg.max_observation
+    tokens = max(cfg.micro_tokens, longest)
+    kept, again = activations(model, tokens, cfg.recompute)
+
+    # Where the update may be largest, and the bytes there of: gathered weights, gradients on their way to the shares,
+    # activations, those of a block, the head. bfloat16 has 2 bytes, float32 4; FSDP2 reduces in float32, and has one
+    # block gathered ahead and one still being reduced. The reference runs before all this, and with less.
+    moments = {
+        "the forward pass of the head": (
+            2 * root + 2 * block, 0, kept, 0, 4 * min(CHUNK, tokens) * V + 4 * V * H + (2 + 4) * tokens * H,
+        ),
+        "the backward pass of the head": (
+            2 * root + 2 * block, 0, kept, 0, (4 + 2) * V * H + (2 + 4) * tokens * H,
+        ),
+        "the backward pass of a block": (
+            2 * root + 2 * (2 * block), 2 * V * H + (2 + 4 + 4 / gpus) * block, kept, again, 0,
+        ),
+        "the end, when the gradients of embedding and head are reduced": (0, (2 + 4 + 4 / gpus) * root, 0, 0, 0),
+    }  # fmt: skip
+    peak = max(moments, key=lambda name: sum(moments[name]))
+    gathered, reduced, kept, again, head = moments[peak]
+    notes = [f"The update is largest in {peak}."]
+
+    more, state = "more GPUs", 0 if cfg.offload_reference else 2 * share
+    fewer = "a smaller --micro_tokens" if cfg.micro_tokens > longest else "a smaller --max_prompt"
+    parts = [
+        Part("policy (float32 shares)", 4 * share, 4 * share, more),
+        Part("moments of AdamW (float32 shares)", 8 * share, 8 * share, more),
+        Part("gradients (float32 shares)", 4 * share, 0, more),
+    ]
+    if cfg.beta:
+        parts += [Part("reference (bfloat16 shares)", state, state, "--offload_reference")]
+    parts += [
+        Part("policy (embedding, head and two blocks, gathered in bfloat16)", gathered, 0),
+        Part("gradients on their way to the shares", reduced, 0),
+        Part(f"activations kept of {tokens:,} tokens", kept, 0, fewer if cfg.recompute else "--recompute 1"),
+        Part("activations and their gradients in one block", again, 0, fewer),
+        Part("the head's logits and gradients", head, 0),
+    ]
+
+    who = f"{P / 1e6:,.0f}M parameters on {gpus} x {gpu_mem:.0f} GB"
+    row = cfg.max_prompt + cfg.max_response  # tokens of the longest context that the engine has
+    kv, starved = kv_bytes(config), ""
+    if engine == "torch":
+        cache = 2 * kv * row * cfg.max_rows  # rows that go on are copied before the others are forgotten
+        parts += [
+            Part("torch engine (weights)", 2 * P, 2 * P, "--engine vllm"),
+            Part(f"torch engine (KV cache of {cfg.max_rows} rows, twice)", 0, cache, "a smaller --max_rows"),
+            Part("torch engine (logits)", 0, 3 * 4 * V * cfg.max_rows, "a smaller --max_rows"),
+        ]
+    elif cfg.vllm == "colocate":
+        room = max(0, cfg.vllm_memory * gpu_mem * 1e9 - 2 * P)
+        parts += [
+            Part("vLLM (weights)", 0, 2 * P, "a smaller --vllm_memory"),
+            Part("vLLM (KV cache)", 0, room, "a smaller --vllm_memory"),
+            Part("vLLM (what it keeps asleep, an allowance)", ASLEEP, ASLEEP),
+        ]
+        if room < kv * row:
+            starved = (
+                f"{who} do not fit: the {cfg.vllm_memory * gpu_mem:.1f} GB of vLLM have no room for its weights"
+                f" ({2 * P / 1e9:.1f}) and one context of {row:,} tokens; try a larger --vllm_memory"
+            )
+        notes.append(
+            f"vLLM's cache has room for at most {room / kv:,.0f} tokens of {kv / 1e3:.1f} kB,"
+            f" {int(room / kv / row):,} contexts of {row:,} tokens at once."
+        )
+    taus = cfg.batch * cfg.G
+    sampled = taus * min((cfg.max_turns + 1) * cfg.max_response, row)
+    notes.append(
+        f"A step is {taus:,} trajectories: at most {sampled:,} tokens to sample, and"
+        f" {taus * longest:,} to train on.\n"
+        "(Upper bounds: what --max_turns, --max_response, --max_observation and --max_prompt allow.)"
+    )
+    return Fit(who, parts, (1 - RESERVE) * gpu_mem * 1e9, notes, starved)
+
+
+def activations(model, tokens: int, recompute: int) -> tuple[float, float]:
+    """Bytes that (the forward pass keeps for the backward pass, the backward pass of a block needs on top).
+
+    Counted: the model of the meta device runs, and what autograd would keep is added up.
+    """
+    from transformers import AttentionInterface
+
+    AttentionInterface.register("shapes", attention_of_shapes)
+    model.set_attn_implementation("shapes")
+    weights = {t.untyped_storage()._cdata for t in [*model.parameters(), *model.buffers()]}
+    saved: dict[int, int] = {}  # storage -> bytes
+    ends = [0]  # bytes saved up to the end of each block
+
+    def keep(t):
+        if t.untyped_storage()._cdata not in weights:
+            saved[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
+        return t
+
+    for block in blocks(model):
+        block.register_forward_hook(lambda *_: ends.append(sum(saved.values())))
+    ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        stream = model.train().base_model(input_ids=ids, position_ids=ids, use_cache=False).last_hidden_state
+    total, of_block = sum(saved.values()), max(b - a for a, b in zip(ends, ends[1:], strict=False))
+    gradients = stream.nbytes + 2 * max(saved.values())  # of the block's output, and of gate and up projection, say
+    if recompute:
+        return len(blocks(model)) * stream.nbytes + total - ends[-1], of_block + gradients
+    return total, gradients
+
+
+def attention_of_shapes(module, query, key, value, attention_mask, **kwargs):
+    """policy.packed_attention as a GPU has it. (On the meta device SDPA is the one with matrices (T, T).)"""
+    out = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True)[0]
+    return torch.cat([out], dim=2).transpose(1, 2), None
+
+
+def kv_bytes(config) -> int:
+    """Bytes of a token's keys and values, in bfloat16."""
+    config = config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * 2 * config.num_hidden_layers * heads * dim

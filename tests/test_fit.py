@@ -1,0 +1,335 @@
+"""The memory that a run will need, against numbers by hand, against autograd, and against two real processes."""
+
+import copy
+import inspect
+import json
+import os
+import subprocess
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+from ranks_fit import Live
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+
+import fit
+from config import Config, parse
+from data import Question
+from fit import activations, estimate, kv_bytes
+from kernels import grpo_head
+from policy import empty, skeleton
+from rollout import prompt_ids, rollout
+
+ROOT = Path(__file__).parent.parent
+P3, P7 = 3_085_938_688, 7_615_616_512
+B3 = Qwen2Config(
+    hidden_size=2048, intermediate_size=11008, num_hidden_layers=36, num_attention_heads=16, num_key_value_heads=2,
+    vocab_size=151936, tie_word_embeddings=True,
+)  # fmt: skip
+B7 = Qwen2Config(
+    hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
+    vocab_size=152064, tie_word_embeddings=False,
+)  # fmt: skip
+CFG0, CFG3, CFG7 = (parse(["--dry_run", "--model", name]) for name in ("world", "qwen2.5-3b", "qwen2.5-7b"))
+
+
+def of(fitted, column="update"):
+    return {part.name: getattr(part, column) for part in fitted.parts}
+
+
+# --- by hand ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cfg, config, P", [(CFG3, B3, P3), (CFG7, B7, P7)])
+@pytest.mark.parametrize("gpus", [1, 4, 8])
+def test_the_model_s_state_is_16_bytes_a_parameter_and_2_of_the_reference(cfg, config, P, gpus):
+    fitted = estimate(cfg, config, "vllm", gpus, 80)  # no padding: all first dimensions are multiples of 8
+    update, rollout = of(fitted), of(fitted, "rollout")
+    for name, bytes in {"policy": 4, "moments of AdamW": 8, "gradients": 4}.items():
+        assert update[f"{name} (float32 shares)"] == bytes * P / gpus
+    assert update["reference (bfloat16 shares)"] == rollout["reference (bfloat16 shares)"] == 2 * P / gpus
+    assert rollout["policy (float32 shares)"] == 4 * P / gpus
+    assert rollout["gradients (float32 shares)"] == 0
+    assert fitted.who == f"{P / 1e6:,.0f}M parameters on {gpus} x 80 GB"
+
+
+def test_what_is_gathered_and_reduced_by_hand():
+    H, I, kv, V = 3584, 18944, 512, 152064
+    block = H * (H + 2 * kv) + (H + 2 * kv) + H * H + 3 * H * I + 2 * H
+    root = 2 * V * H + H
+    assert 28 * block + root == P7
+    update = of(estimate(CFG7, B7, "vllm", 8, 80))
+    assert update["policy (embedding, head and two blocks, gathered in bfloat16)"] == 2 * root + 4 * block
+    # the head's gradient in bfloat16; a block's in bfloat16, in float32 for the reduction, and its share of the result
+    assert update["gradients on their way to the shares"] == 2 * V * H + (2 + 4 + 0.5) * block
+
+
+def test_a_tied_head_is_gathered_once():
+    H, I, kv, V = 2048, 11008, 256, 151936
+    block = H * (H + 2 * kv) + (H + 2 * kv) + H * H + 3 * H * I + 2 * H
+    update = of(estimate(CFG3, B3, "vllm", 8, 80))
+    gathered = update["policy (embedding, head and two blocks, gathered in bfloat16)"]
+    assert gathered == 2 * (V + 1) * H + 4 * block
+
+
+def test_the_cache_by_hand():
+    assert kv_bytes(B3) == 2 * 36 * 2 * 128 * 2 and kv_bytes(B7) == 2 * 28 * 4 * 128 * 2
+    fitted = estimate(CFG7, B7, "vllm", 8, 80)
+    rollout = of(fitted, "rollout")
+    assert rollout["vLLM (weights)"] == 2 * P7
+    assert rollout["vLLM (weights)"] + rollout["vLLM (KV cache)"] == pytest.approx(0.5 * 80e9)
+    tokens = (0.5 * 80e9 - 2 * P7) / 57344
+    assert (
+        f"at most {tokens:,.0f} tokens" in fitted.table()
+        and f"{tokens // 4596:.0f} contexts of 4,596" in fitted.table()
+    )
+
+
+def test_tokens_of_a_step_are_bounded_by_the_limits():
+    text = estimate(CFG7, B7, "vllm", 8, 80).table()
+    assert "2,560 trajectories: at most 8,960,000 tokens to sample" in text  # 2560 x 7 turns x 500
+    assert "13,045,760 to train on" in text  # 2560 x (4096 + 500 + 500)
+    assert "Upper bounds" in text
+
+
+class LongTurns:
+    """An engine whose turns are all as long as they may be, and end in a search."""
+
+    lockstep, max_rows = True, 9
+
+    def __init__(self, tokenizer):
+        self.search = tokenizer("<search>who</search>", add_special_tokens=False)["input_ids"]
+
+    def begin(self, seed):
+        pass
+
+    def generate(self, contexts, max_new, temperature):
+        for key in contexts:
+            yield key, self.search[:1] * (max_new - len(self.search)) + self.search, [0.0] * max_new
+
+
+def test_the_longest_trajectory_is_what_a_rollout_can_make(tiny):
+    from concurrent.futures import Future
+
+    class Endless:
+        def submit(self, query):
+            future = Future()
+            future.set_result(["Title\n" + "word " * 999])
+            return future
+
+    _, tokenizer = tiny
+    q = Question("q", "Who?", ["x"], "")
+    prompt = len(prompt_ids(tokenizer, "Answer.", q.text))
+    limits = dict(max_turns=4, max_response=60, max_observation=50)
+    longest = 0
+    for max_prompt in range(prompt, prompt + 240, 10):  # where a turn begins, against where contexts may
+        [tau] = rollout(
+            LongTurns(tokenizer), tokenizer, Endless(), [(0, "Answer.", q, 0)], max_prompt=max_prompt, temperature=1.0,
+            seed=0, **limits,
+        )  # fmt: skip
+        longest = max(longest, len(tau.ids) - max_prompt)
+    assert longest == 60 + 50  # max_response + max_observation past max_prompt
+    cfg = replace(CFG7, micro_tokens=100)
+    assert "activations kept of 5,096 tokens" in of(estimate(cfg, B7, "vllm", 8, 80))
+    assert "activations kept of 32,768 tokens" in of(estimate(CFG7, B7, "vllm", 8, 80))
+
+
+def test_the_presets_shapes_need_no_hub(monkeypatch):
+    for name, config, P in (("Qwen/Qwen2.5-3B", B3, P3), ("Qwen/Qwen2.5-7B", B7, P7)):
+        known = fit.shapes(name)
+        assert sum(p.numel() for p in skeleton(known).parameters()) == P
+        for key in ("hidden_size", "num_hidden_layers", "num_key_value_heads", "vocab_size", "tie_word_embeddings"):
+            assert getattr(known, key) == getattr(config, key)
+    assert fit.shapes(CFG0.model).num_hidden_layers == 3  # the world's, from its file
+
+
+def test_the_command_prints_the_table_and_refuses_what_cannot_fit():
+    run = [sys.executable, "inspo.py", "--model", "qwen2.5-7b", "--dry_run"]
+    done = subprocess.run([*run, "--gpus", "8", "--gpu_mem", "80"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr == "" and "7,616M parameters on 8 x 80 GB" in done.stdout
+    assert done.stdout == estimate(CFG7, B7, "vllm", 8, 80).table() + "\n"
+    done = subprocess.run([*run, "--gpus", "1", "--gpu_mem", "24"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "do not fit" in done.stderr
+
+
+# --- what it says -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cfg, config", [(CFG3, B3), (CFG7, B7)])
+def test_the_paper_s_setting_fits_8_gpus_of_80_gb(cfg, config):
+    fitted = estimate(cfg, config, "vllm", 8, 80)
+    assert fitted.fault() == ""
+    text = fitted.table()
+    assert max(map(len, text.splitlines())) <= 100
+    assert f"{fitted.update / 1e9:10.1f}{fitted.rollout / 1e9:10.1f}" in text
+    assert text.splitlines()[-1].startswith("It fits, with ")
+
+
+def test_less_memory_the_other_way_round():
+    """Every knob that --help or a fault recommends makes the sum that it is meant for smaller."""
+    base = estimate(CFG7, B7, "vllm", 8, 80)
+    more = estimate(CFG7, B7, "vllm", 16, 80)
+    assert more.update < base.update and more.rollout < base.rollout
+    offloaded = estimate(replace(CFG7, offload_reference=True), B7, "vllm", 8, 80)
+    assert base.update - offloaded.update == base.rollout - offloaded.rollout == 2 * P7 / 8
+    without = estimate(replace(CFG7, beta=0.0), B7, "vllm", 8, 80)
+    assert without.update == offloaded.update and not any(name.startswith("reference") for name in of(without))
+    assert estimate(replace(CFG7, recompute=0), B7, "vllm", 8, 80).update > 3 * base.update
+    assert estimate(replace(CFG7, micro_tokens=16384), B7, "vllm", 8, 80).update < base.update
+    less = estimate(replace(CFG7, vllm_memory=0.4), B7, "vllm", 8, 80)
+    assert base.rollout - less.rollout == pytest.approx(0.1 * 80e9) and less.update == base.update
+    served = estimate(replace(CFG7, vllm="http://a:8000"), B7, "vllm", 8, 80)
+    assert not any(name.startswith("vLLM") for name in of(served)) and "vLLM" not in served.table()
+    fewer = estimate(replace(CFG7, max_rows=8), B7, "torch", 8, 80)
+    assert fewer.rollout < estimate(CFG7, B7, "torch", 8, 80).rollout
+
+
+@pytest.mark.parametrize(
+    "change, engine, gpus, gpu_mem, largest, cures",
+    [
+        ({}, "vllm", 1, 24, "moments of AdamW (float32 shares) 60.9", ["more GPUs", "--offload_reference"]),
+        ({"recompute": 0}, "vllm", 8, 80, "activations kept of 32,768 tokens 214.1", ["--recompute 1"]),
+        (
+            {"micro_tokens": 131072},
+            "vllm",
+            8,
+            80,
+            "activations and their gradients in one block 41",
+            ["--micro_tokens"],
+        ),
+        ({"vllm_memory": 0.9}, "vllm", 8, 80, "vLLM (KV cache) 56.8", ["--vllm_memory"]),
+        ({}, "torch", 8, 80, "torch engine (KV cache of 512 rows, twice) 269.9", ["--max_rows"]),
+    ],
+)
+def test_what_cannot_fit_is_refused_with_the_largest_part_and_a_cure(change, engine, gpus, gpu_mem, largest, cures):
+    fitted = estimate(replace(CFG7, **change), B7, engine, gpus, gpu_mem)
+    fault = fitted.fault()
+    assert "\n" not in fault and "do not fit" in fault and f"largest: {largest}" in fault
+    assert all(cure in fault.split("; try ")[1] for cure in cures)
+    assert "It fits" not in fitted.table()
+
+
+def test_a_share_of_vllm_that_holds_no_trajectory_is_refused():
+    fault = estimate(replace(CFG7, vllm_memory=0.19), B7, "vllm", 8, 80).fault()  # 15.2 GB, the weights are 15.23
+    assert "15.2 GB of vLLM have no room" in fault and "a larger --vllm_memory" in fault
+    assert estimate(replace(CFG7, vllm_memory=0.2), B7, "vllm", 8, 80).fault() == ""
+
+
+def test_the_caller_s_config_is_left_as_it_was():
+    config, before = copy.deepcopy(B3), B3.to_dict()
+    estimate(CFG3, config, "vllm", 8, 80)
+    assert config.to_dict() == before and config._attn_implementation == B3._attn_implementation
+
+
+def test_every_cure_is_a_flag():
+    flags = {f"--{f.name}" for f in fields(Config)}
+    said = [part.cure for engine in ("vllm", "torch") for part in estimate(CFG7, B7, engine, 8, 80).parts]
+    assert {word for cure in said for word in cure.split() if word.startswith("--")} <= flags
+
+
+# --- activations: against a formula, and against what autograd holds on the CPU ------------------------------------
+
+SMALL = dict(
+    hidden_size=128, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+    vocab_size=512, tie_word_embeddings=False, head_dim=32,
+)  # fmt: skip
+LENGTHS = [200, 312]
+T = sum(LENGTHS)
+
+
+@pytest.mark.parametrize("kind", [Qwen2Config, LlamaConfig, Qwen3Config])
+@pytest.mark.parametrize("recompute", [0, 1])
+def test_activations_are_those_that_autograd_holds(kind, recompute):
+    config = kind(**SMALL)
+    model = empty(config, torch.bfloat16, "cpu").train()
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.02)
+        p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))  # as FSDP2, which reduces them
+    if recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    with Live([*model.parameters(), *model.buffers()]) as live:
+        positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+        hidden = model.base_model(
+            input_ids=torch.zeros_like(positions), position_ids=positions, use_cache=False, lengths=LENGTHS
+        ).last_hidden_state
+        held, loss = live.now(), hidden.sum()
+        del hidden
+        loss.backward()
+    kept, again = activations(skeleton(config, torch.bfloat16), T, recompute)
+    output = T * 128 * 2  # of the last norm: `held` has it, `kept` has not
+    shared = T * 2 * 2 * 32 if recompute else 0  # cos and sin, which `activations` gives to a block
+    assert kept + output + shared == pytest.approx(held, rel=0.01)
+    assert 0.99 < (kept + again) / live.most < 1.08  # what the last norm has kept may be gone by then
+
+
+def test_a_block_of_qwen2_by_hand():
+    """Bytes a token: norms 16 H, attention 6 q + 4 kv + 4 heads, gate, up and what they become 8 I."""
+    H, I, q, kv, heads = 3584, 18944, 3584, 512, 28
+    norms = 2 * (4 * H + 2 * H + 2 * H + 4)  # float32 copy, normalized, output; 1 / root mean square
+    attention = 2 * q + 2 * 2 * kv + 2 * q + 4 * heads + 2 * q  # q, k, v, out, log-sum-exp, out as rows
+    mlp = 2 * 4 * I
+    gradients = 2 * H + 2 * 2 * I
+    position = 2 * 2 * 128  # cos and sin, once
+    kept, again = activations(skeleton(B7, torch.bfloat16), 1000, 1)
+    assert kept == pytest.approx(1000 * (28 * 2 * H + 4 * H + 2 * H), rel=1e-4)
+    assert again == pytest.approx(1000 * (norms + attention + mlp + gradients + position), rel=1e-4)
+
+
+def test_the_head_s_gradients_are_what_its_backward_pass_holds():
+    N, H, V = 8, 32, 3000
+    hidden = torch.randn(N, H, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(V, H, dtype=torch.bfloat16, requires_grad=True)
+    with Live([hidden, weight]) as live:
+        loss, _ = grpo_head(hidden, weight, torch.zeros(N, dtype=torch.long), adv=torch.ones(N), w=torch.ones(N))
+        live.most = 0
+        loss.backward()
+    small = dict(hidden_size=H, intermediate_size=64, num_hidden_layers=1, vocab_size=V)
+    cfg = replace(CFG7, micro_tokens=N, max_prompt=4, max_response=4, max_observation=4)
+    fitted = estimate(cfg, Qwen2Config(**SMALL | small), "vllm", 8, 80)
+    assert "largest in the backward pass of the head" in fitted.table()
+    assert of(fitted)["the head's logits and gradients"] == pytest.approx(live.most, rel=0.02)
+
+
+def test_the_head_s_logits_are_one_chunk_in_float32():
+    assert inspect.signature(grpo_head).parameters["chunk"].default == fit.CHUNK
+    small = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, vocab_size=3000)
+    cfg = replace(CFG7, micro_tokens=5000, max_prompt=4, max_response=4, max_observation=4)
+    fitted = estimate(cfg, Qwen2Config(**SMALL | small), "vllm", 8, 80)
+    assert "largest in the forward pass of the head" in fitted.table()
+    wanted = 4 * 4096 * 3000 + 4 * 3000 * 32 + (2 + 4) * 5000 * 32  # logits, dW, hidden states and dX
+    assert of(fitted)["the head's logits and gradients"] == wanted
+
+
+# --- against two processes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks
+def test_two_real_ranks_have_what_is_estimated(tmp_path):
+    config = Qwen2Config(**SMALL | dict(vocab_size=301, intermediate_size=333, num_hidden_layers=3))  # odd: padded
+    config.save_pretrained(tmp_path)
+    run = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node=2",
+        "tests/ranks_fit.py",
+        tmp_path,
+        tmp_path,
+    ]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(run, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    cfg = replace(CFG7, micro_tokens=256, max_prompt=50, max_response=50, max_observation=50, vllm="http://a:8000")
+    fitted = estimate(cfg, config, "vllm", 2, 80)
+    whole = sum(p.numel() for p in skeleton(config).parameters())
+    assert whole / 2 < of(fitted)["policy (float32 shares)"] / 4 < whole / 2 * 1.01  # FSDP2 pads 301 rows to 302
+    for rank in (0, 1):
+        measured = json.loads((tmp_path / f"{rank}.json").read_text())
+        most = measured.pop("most")
+        assert len(measured) == 4
+        for name, bytes in measured.items():
+            assert bytes == pytest.approx(of(fitted)[name], rel=0.01), (rank, name)
+        there = sum(measured[name] for name in measured if "shares" in name and "gradients" not in name)
+        assert 1 < fitted.update / (there + most) < 1.15, rank  # the peaks of its parts are not all at one time
