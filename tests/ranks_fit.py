@@ -6,6 +6,7 @@ The parts are those of `fit.estimate`, by its names; gradients are measured righ
 "most" is the most that the second update had at a time beside policy, moments and the reference's shares.
 """
 
+import gc
 import json
 import random
 import sys
@@ -96,7 +97,8 @@ def main(path: str, out: Path) -> None:
     dist.init_process_group("gloo")
     config = load_config(path)
     source = AutoModelForCausalLM.from_config(config) if dist.get_rank() == 0 else None
-    measured = measure(config, source)  # its models are gone before the group is: gloo's threads abort otherwise
+    measured = measure(config, source)
+    gc.collect()  # its models go before the group: gloo's threads abort otherwise
     (out / f"{dist.get_rank()}.json").write_text(json.dumps(measured))
     dist.barrier()
     dist.destroy_process_group()

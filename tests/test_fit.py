@@ -285,7 +285,7 @@ def test_the_head_s_gradients_are_what_its_backward_pass_holds():
         loss, _ = grpo_head(hidden, weight, torch.zeros(N, dtype=torch.long), adv=torch.ones(N), w=torch.ones(N))
         live.most = 0
         loss.backward()
-    small = dict(hidden_size=H, intermediate_size=64, num_hidden_layers=1, vocab_size=V)
+    small = dict(hidden_size=H, intermediate_size=64, num_hidden_layers=1, vocab_size=V, tie_word_embeddings=True)
     cfg = replace(CFG7, micro_tokens=N, max_prompt=4, max_response=4, max_observation=4)
     fitted = estimate(cfg, Qwen2Config(**SMALL | small), "vllm", 8, 80)
     assert "largest in the backward pass of the head" in fitted.table()
