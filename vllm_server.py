@@ -73,6 +73,7 @@ class VllmServer:
                 raise EngineDown(f"{url} has --logprobs-mode {mode}, which leaves the temperature out")
             if backend != self.backend:
                 raise EngineDown(f"{url} has the weight transfer {backend}, not {self.backend}")
+            self.ask(url, "/resume", {})  # a run that was killed may have left it paused
             self.turn(url, [self.tokenizer.eos_token_id], sampling(self, 0, [0], 1, 1.0))
         except EngineDown as e:
             sys.exit(f"--vllm {e}; start it with: {command}")
@@ -152,14 +153,18 @@ class VllmServer:
 
     def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         """As VllmEngine's, but without its proof: a server's layers cannot be reached."""
-        self.barrier()  # no rank's turns run while the weights change
+        self.begin(self.seed)
+        self.barrier()
         self.loads += 1
         self.source.weights = weights
+        if self.rank == 0:
+            self.all("/pause")  # ends turns that somebody has forgotten: vLLM would crash if the weights left them
         self.sender.send_weights()
         if self.rank == 0:
             if not all(answer["success"] for answer in self.all("/reset_prefix_cache")):
                 raise EngineDown(f"{','.join(self.urls)}: could not forget what the old weights have cached")
-        self.barrier()
+            self.all("/resume")
+        self.barrier()  # no rank's turns begin before
 
     def barrier(self) -> None:
         if dist.is_initialized():
@@ -198,6 +203,9 @@ class VllmServer:
                 fault = f"{got.status_code} {got.text[:300]}"
                 if got.status_code < 500:
                     break
+            except requests.ReadTimeout:
+                fault = f"no answer within {self.timeout:.0f} s"
+                break
             except requests.RequestException as e:
                 fault = type(e).__name__
         raise EngineDown(f"{url}{path.partition('?')[0]}: {fault}")
@@ -205,10 +213,9 @@ class VllmServer:
     def close(self) -> None:
         self.pool.shutdown(wait=False, cancel_futures=True)
         if self.rank == 0:
-            with ThreadPoolExecutor(1) as both:  # the two sides leave together
-                left = both.submit(self.all, "/shutdown_weight_transfer_engine")
+            with ThreadPoolExecutor(1) as both:  # the two sides leave together; a server that is away has left
+                both.submit(self.all, "/shutdown_weight_transfer_engine")
                 self.sender.shutdown()
-                left.result()
 
 
 class Source:

@@ -19,7 +19,9 @@ from vllm_server import VllmServer
 
 
 def join(info, rank: int) -> StatelessProcessGroup:
-    return StatelessProcessGroup.create(info.master_address, info.master_port, rank, info.world_size)
+    group = StatelessProcessGroup.create(info.master_address, info.master_port, rank, info.world_size)
+    assert group.store.add(f"members/{rank}", 1) == 1, f"rank {rank} is there twice"  # as NCCL would say
+    return group
 
 
 @dataclass

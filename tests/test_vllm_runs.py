@@ -42,12 +42,12 @@ def whole(tmp_path_factory):
     return out, stdout
 
 
-def check(out: Path, steps: int) -> None:
+def check(out: Path, steps: int, learned: bool = True) -> None:
     rows = metrics(out)
     assert [row["t"] for row in rows] == list(range(steps + 1))
     for row in rows[1:]:
         assert row["logp_gap"] < 1e-4  # of every token of the step, after every sync
-    assert any(row["grad_norm"] > 0 for row in rows[1:])
+    assert not learned or any(row["grad_norm"] > 0 for row in rows[1:])
 
 
 def test_a_run_with_tied_embeddings_in_one_process(whole):
@@ -69,9 +69,9 @@ def test_a_run_with_embeddings_of_their_own_on_own_data_in_two_processes(tiny, t
     for name in ("train", "test", "corpus"):
         flags += [f"--{name}", FIXTURE / f"{name}.jsonl"]
     flags += "--T 2 --batch 3 --mini 3 --G 3 --max_response 24 --max_prompt 900 --max_observation 120".split()
-    code, stdout, stderr = finish(start(2, *flags, "--eval_n", 2, "--lr", "1e-3"), 300)
+    code, stdout, stderr = finish(start(2, *flags, "--eval_n", 2, "--vllm_memory", 0.05), 300)
     assert code == 0, stderr
-    check(tmp_path / "r", 2)
+    check(tmp_path / "r", 2, learned=False)  # random weights never find an answer
 
 
 def test_killed_and_resumed_in_two_processes(whole, tmp_path):

@@ -1,0 +1,516 @@
+"""vLLM in the process and behind `vllm serve`, on the CPU, against TorchEngine and transformers' own forward pass.
+
+    .venv-vllm/bin/python -m pytest tests/test_vllm.py
+"""
+
+import copy
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import requests
+import torch
+from test_engine import contexts_of, plain_logprobs
+
+import vllm_engine
+import vllm_server
+from config import WORLD
+from engine import TorchEngine
+from policy import load_policy, weights
+from rollout import STOP
+from vllm_engine import StaleWeights, VllmEngine, check_vllm, vllm_installed
+from vllm_server import EngineDown, VllmServer
+
+pytest.importorskip("vllm")
+ROOT = Path(__file__).parent.parent
+ENV = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+MAX_LEN = 500
+
+
+@pytest.fixture(scope="module", autouse=True)
+def starting(tiny_path):
+    """Two `vllm serve` of the tiny policy, which start while the tests of the engine run: (url, process) of each."""
+    command = [
+        sys.executable, "tests/store_transfer.py", "serve", tiny_path, "--host", "127.0.0.1", "--dtype", "float32",
+        "--max-model-len", str(MAX_LEN), "--logprobs-mode", "processed_logprobs", "--enable-scale-out",
+        "--weight-transfer-config", '{"backend": "store"}', "--load-format", "dummy", "--enforce-eager",
+        "--no-enable-chunked-prefill", "--gpu-memory-utilization", "0.08",
+    ]  # fmt: skip
+    env = ENV | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    started = []
+    for _ in range(2):
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        own = [*command, "--port", str(port)]
+        process = subprocess.Popen(own, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, start_new_session=True)
+        started.append((f"http://127.0.0.1:{port}", process))
+    yield started
+    for _, process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def turns(engine, contexts, max_new, temperature, seed=0):
+    """key -> (ids, log-probs) of a turn of every row, from a fresh start."""
+    engine.begin(seed)
+    return more(engine, contexts, max_new, temperature)
+
+
+def more(engine, contexts, max_new, temperature):
+    ended = list(engine.generate(contexts, max_new, temperature))
+    while len(ended) < len(contexts):
+        ended += engine.generate({}, max_new, temperature)
+    assert not list(engine.generate({}, max_new, temperature))
+    return {key: (ids, logps) for key, ids, logps in ended}
+
+
+def off(model, contexts, ended, temperature):
+    """The largest difference of the log-probs from transformers'; greedy tokens must be the likeliest."""
+    worst = 0.0
+    for key, (ids, logps) in ended.items():
+        wanted = plain_logprobs(model, contexts[key], ids, temperature)
+        of_sampled = wanted.gather(1, torch.tensor(ids)[:, None])[:, 0]
+        assert len(logps) == len(ids)
+        assert temperature or (of_sampled > wanted.amax(1) - 1e-4).all()
+        worst = max(worst, (of_sampled - torch.tensor(logps).double()).abs().max().item())
+    return worst
+
+
+def changed(model, factor=1.2):
+    """A copy whose weights have all moved."""
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(factor)
+    return other
+
+
+# ---- in the process: `world` has a tied head, `tiny` has not
+
+
+@pytest.fixture(scope="module", params=["world", "tiny"])
+def pair(request, tiny_path):
+    """(engine with the policy's weights, model, tokenizer)"""
+    path = {"world": str(WORLD / "policy"), "tiny": tiny_path}[request.param]
+    model, tokenizer = load_policy(path, "cpu")
+    assert model.config.tie_word_embeddings == (request.param == "world")
+    engine = VllmEngine(path, tokenizer, STOP, max_len=MAX_LEN, dtype="float32", memory=0.1, seed=0)
+    engine.load(weights(model))
+    yield engine, model, tokenizer
+    engine.close()
+
+
+@pytest.fixture
+def engine(pair):
+    """With the policy's weights, whatever a test before has loaded."""
+    engine, model, tokenizer = pair
+    yield engine
+    engine.stop, engine.tokenizer = STOP, tokenizer
+    engine.load(weights(model))
+
+
+def test_greedy_turns_are_the_torch_engine_s_token_by_token(pair, engine):
+    _, model, tokenizer = pair
+    contexts = contexts_of(tokenizer)
+    # What it says by itself has no stop string in it, so ends of words that it says are made stop strings.
+    texts = [tokenizer.decode(ids) for ids, _ in turns(engine, contexts, 30, 0.0).values()]
+    engine.stop = stop = tuple({text[k : k + 3] for text, k in zip(texts, (8, 14, 20, 30, 40), strict=False)})
+    twin = TorchEngine(model, tokenizer, stop)
+    engine.begin(0)
+    lengths = set()
+    for turn in range(3):
+        ours, theirs = more(engine, contexts, 20, 0.0), more(twin, contexts, 20, 0.0)
+        assert {key: ids for key, (ids, _) in ours.items()} == {key: ids for key, (ids, _) in theirs.items()}
+        torch.testing.assert_close([lp for _, lp in ours.values()], [theirs[k][1] for k in ours], atol=1e-4, rtol=0)
+        lengths |= {len(ids) for ids, _ in ours.values()}
+        seen = {row: tokenizer("the city is " * (1 + row % 3))["input_ids"] for row in contexts}
+        contexts = {row: contexts[row] + ours[row][0] + seen[row] for row in contexts if row != turn}
+    assert len(lengths) > 3  # some ended at a stop string, early or late
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_log_probs_are_those_of_transformers_at_the_temperature(pair, engine, temperature):
+    contexts = contexts_of(pair[2])
+    assert off(pair[1], contexts, turns(engine, contexts, 30, temperature), temperature) < 1e-4
+
+
+def test_tokens_are_drawn_from_the_softmax_at_the_temperature(pair, engine):
+    _, model, tokenizer = pair
+    context, n = contexts_of(tokenizer)[0], 1500
+    drawn = [ids[0] for ids, _ in turns(engine, dict.fromkeys(range(n), context), 1, 0.7).values()]
+    p = plain_logprobs(model, context, [0], 0.7)[0].exp()
+    share = torch.bincount(torch.tensor(drawn), minlength=len(p)) / n
+    assert ((share - p).abs() < 4.5 * (p * (1 - p) / n).sqrt() + 1 / n).all()
+
+
+def test_only_the_tokenizer_s_eos_ends_a_turn_and_it_is_kept(pair, engine):
+    tokenizer, contexts = pair[2], dict.fromkeys(range(24), contexts_of(pair[2])[0])
+    engine.load(weights(changed(pair[1], factor=0.0)))  # any token is as likely
+    engine.stop = ("never" * 3,)
+    for eos in (tokenizer.eos_token_id, 77):  # the second is not the one of the model's own files
+        engine.tokenizer = SimpleNamespace(eos_token_id=eos)
+        ended = [ids for ids, _ in turns(engine, contexts, 200, 1.0, seed=eos).values()]
+        assert all(eos not in ids[:-1] and (ids[-1] == eos or len(ids) == 200) for ids in ended)
+        assert 0 < sum(ids[-1] == eos for ids in ended) < 24
+    assert any(tokenizer.eos_token_id in ids for ids in ended)  # and went on
+
+
+def test_samples_are_a_function_of_the_seed_however_turns_are_mixed(pair, engine):
+    contexts = contexts_of(pair[2])
+    together = turns(engine, contexts, 12, 1.0, seed=7)
+    torch.randn(3)  # torch's global generator plays no part
+    engine.begin(7)
+    one_by_one = {}
+    for key in reversed(contexts):
+        one_by_one |= more(engine, {key: contexts[key]}, 12, 1.0)
+    assert {key: ids for key, (ids, _) in one_by_one.items()} == {key: ids for key, (ids, _) in together.items()}
+    other = turns(engine, contexts, 12, 1.0, seed=8)
+    assert sum(other[key][0] == together[key][0] for key in contexts) < len(contexts) / 2
+    rows = turns(engine, dict.fromkeys(range(8), contexts[0]), 12, 1.0)
+    assert len({tuple(ids) for ids, _ in rows.values()}) > 4
+
+
+def test_new_turns_begin_while_others_run(pair, engine):
+    engine.stop = ("never" * 3,)
+    contexts = contexts_of(pair[2])
+    alone = turns(engine, contexts, 30, 0.0)
+    engine.begin(0)
+    assert not list(engine.generate({0: contexts[0]}, 30, 0.0))
+    for _ in range(4):
+        assert not list(engine.generate({}, 30, 0.0))
+    new = {key: contexts[key] for key in contexts if key}
+    ended = list(engine.generate(new, 5, 0.0))
+    while len(ended) < len(contexts):
+        ended += engine.generate({}, 5, 0.0)
+    assert ended[-1][0] == 0  # the first to begin, with the longer turn, is the last to end
+    for key, ids, _ in ended:
+        want = alone[key][0] if key == 0 else alone[key][0][:5]
+        assert ids == want
+
+
+def test_begin_forgets_running_rows(pair, engine):
+    contexts = contexts_of(pair[2])
+    list(engine.generate(contexts, 30, 1.0))
+    ended = turns(engine, {3: contexts[3]}, 30, 0.0)
+    assert list(ended) == [3] and off(pair[1], contexts, ended, 0.0) < 1e-4
+
+
+# ---- its weights
+
+
+def test_new_weights_are_used_at_once_and_nothing_of_the_old_is_remembered(pair, engine):
+    _, model, tokenizer = pair
+    other, contexts = changed(model), contexts_of(tokenizer)
+    before = turns(engine, contexts, 10, 1.0)
+    assert off(other, contexts, before, 1.0) > 0.05
+    engine.load(weights(other))
+    assert engine.unproven == 0
+    assert off(other, contexts, turns(engine, contexts, 10, 1.0), 1.0) < 1e-4
+    engine.load(weights(model))
+    assert turns(engine, contexts, 10, 1.0) == before
+
+
+def test_after_sleep_a_load_brings_it_back(pair, engine):
+    contexts = contexts_of(pair[2])
+    before = turns(engine, contexts, 10, 1.0)
+    list(engine.generate(contexts, 10, 1.0))
+    engine.sleep()
+    engine.load(weights(pair[1]))
+    assert turns(engine, contexts, 10, 1.0) == before
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.embed_tokens.weight",
+        "model.layers.0.input_layernorm.weight",
+        "model.layers.0.self_attn.q_proj.bias",
+        "model.layers.0.self_attn.v_proj.weight",
+        "model.layers.1.mlp.up_proj.weight",
+        "model.layers.1.mlp.down_proj.weight",
+        "model.norm.weight",
+    ],
+)
+def test_a_weight_that_the_engine_has_otherwise_is_named(pair, engine, name, monkeypatch):
+    watch = vllm_engine.Proof.watch
+
+    def one_update_old(self, named):
+        for key, tensor in watch(self, named):
+            yield key, tensor * (1 + 1e-4) + 1e-6 if key == name else tensor
+
+    monkeypatch.setattr(vllm_engine.Proof, "watch", one_update_old)
+    with pytest.raises(StaleWeights, match=f"^{name} .*off"):
+        engine.load(weights(pair[1]))
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.self_attn.k_proj.weight", "model.layers.0.self_attn.o_proj.weight"])
+def test_a_weight_that_was_not_sent_is_named(pair, engine, name):
+    with pytest.raises(StaleWeights, match=f"^{name} was not sent"):
+        engine.load((key, tensor) for key, tensor in weights(pair[1]) if key != name)
+
+
+@pytest.mark.parametrize("pair", ["world"], indirect=True)
+def test_a_tied_head_that_vllm_leaves_as_it_was_is_named(pair, engine, monkeypatch):
+    monkeypatch.setattr(vllm_engine, "rebuild_heads", lambda model: None)
+    with pytest.raises(StaleWeights, match=r"^lm_head\.weight .*off"):
+        engine.load(weights(changed(pair[1])))
+
+
+def test_weights_without_a_known_place_are_counted(pair, engine):
+    proof = vllm_engine.Proof(engine.dtype)
+    list(proof.watch((f"elsewhere.{name}", tensor) for name, tensor in weights(pair[1])))
+    [model] = engine.engine.collective_rpc("get_model")
+    assert proof.check(model) == len(proof.sent)
+
+
+@pytest.mark.parametrize("pair", ["tiny"], indirect=True)
+def test_in_bfloat16_one_small_update_is_told_from_none(pair, tiny_path, monkeypatch):
+    _, model, tokenizer = pair
+    engine = VllmEngine(tiny_path, tokenizer, STOP, max_len=MAX_LEN, dtype="bfloat16", memory=0.2, seed=0)
+    try:
+        engine.load(weights(model))
+        assert engine.unproven == 0
+        contexts = contexts_of(tokenizer)
+        assert off(model, contexts, turns(engine, contexts, 20, 1.0), 1.0) < 0.02
+        watch, name = vllm_engine.Proof.watch, "model.layers.0.self_attn.v_proj.weight"
+
+        def one_update_old(self, named):
+            for key, tensor in watch(self, named):
+                yield key, tensor + 1e-5 * torch.randn_like(tensor).sign() if key == name else tensor
+
+        monkeypatch.setattr(vllm_engine.Proof, "watch", one_update_old)
+        with pytest.raises(StaleWeights, match=name):
+            engine.load(weights(model))
+    finally:
+        engine.close()
+
+
+# ---- processes
+
+
+def run(*argv):
+    """What tests/ranks_vllm.py prints in each process; its exit code must be 0."""
+    done = subprocess.run([sys.executable, *map(str, argv)], env=ENV, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(one) for one in re.findall(r"{.*?}", done.stdout)]
+
+
+def torchrun(*argv):
+    return run("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "tests/ranks_vllm.py", *argv)
+
+
+def test_a_process_with_an_engine_ends_well(tiny_path):
+    [only] = run("tests/ranks_vllm.py", tiny_path)
+    assert max(only["errors"]) < 1e-4
+
+
+def test_each_of_two_ranks_has_its_engine_with_the_weights_of_the_sharded_policy():
+    both = torchrun(WORLD / "policy")
+    assert sorted(one["rank"] for one in both) == [0, 1]
+    assert max(error for one in both for error in one["errors"]) < 1e-4
+
+
+# ---- servers
+
+
+@pytest.fixture(scope="module")
+def urls(starting):
+    end = time.time() + 180
+    for url, process in starting:
+        while True:
+            assert process.poll() is None and time.time() < end, "vllm serve did not start"
+            try:
+                if requests.get(f"{url}/health", timeout=1).ok:
+                    break
+            except requests.RequestException:
+                time.sleep(0.3)
+    return ",".join(url for url, _ in starting)
+
+
+@pytest.fixture(scope="module")
+def server(urls, tiny, tiny_path):
+    """A client of both servers, which have the tiny policy's weights."""
+    from store_transfer import Server
+
+    server = Server(urls, tiny[1], STOP, model=tiny_path, max_len=MAX_LEN)
+    server.load(weights(tiny[0]))
+    yield server
+    server.close()
+
+
+def test_two_servers_are_one_engine(server, tiny):
+    model, tokenizer = tiny
+    contexts = contexts_of(tokenizer)
+    server.stop = (tokenizer.decode(turns(server, {0: contexts[0]}, 10, 0.0)[0][0])[-3:],)
+    ours, theirs = (turns(e, contexts, 20, 0.0) for e in (server, TorchEngine(model, tokenizer, server.stop)))
+    server.stop = STOP
+    assert {key: ids for key, (ids, _) in ours.items()} == {key: ids for key, (ids, _) in theirs.items()}
+    assert len(ours[0][0]) == 10
+    for temperature in (0.0, 0.7, 1.0):
+        ended = turns(server, contexts, 30, temperature, seed=5)
+        assert off(model, contexts, ended, temperature) < 1e-4
+        again = turns(server, contexts, 30, temperature, seed=5)
+        assert {key: ids for key, (ids, _) in again.items()} == {key: ids for key, (ids, _) in ended.items()}
+    assert turns(server, contexts, 30, 1.0, seed=6) != ended
+
+
+def test_new_turns_begin_while_servers_work(server, tiny):
+    contexts = contexts_of(tiny[1])
+    server.begin(0)
+    ended = list(server.generate({0: contexts[0]}, 300, 0.0))
+    ended += server.generate({key: contexts[key] for key in contexts if key}, 2, 0.0)
+    while len(ended) < len(contexts):
+        ended += server.generate({}, 2, 0.0)
+    order = [key for key, _, _ in ended]
+    assert sorted(order) == sorted(contexts) and order.index(0) > 2  # the first to begin, with the longest turn
+
+
+def test_both_servers_get_new_weights(server, tiny):
+    model, tokenizer = tiny
+    other, contexts = changed(model), contexts_of(tokenizer)
+    server.load(weights(other))
+    assert off(other, contexts, turns(server, contexts, 10, 1.0), 1.0) < 1e-4
+    server.load(weights(model))
+    assert off(model, contexts, turns(server, contexts, 10, 1.0), 1.0) < 1e-4
+
+
+def test_turns_that_were_forgotten_do_not_meet_the_new_weights(server, tiny):
+    contexts = contexts_of(tiny[1])
+    list(server.generate(contexts, 300, 1.0))
+    server.load(weights(tiny[0]))
+    assert off(tiny[0], contexts, more(server, contexts, 10, 1.0), 1.0) < 1e-4
+
+
+def test_a_server_with_other_weights_than_the_last_ones_is_noticed(server, tiny):
+    url = server.urls[1]
+    requests.post(f"{url}/update_weight_version", json={"new_version": "default"})  # as after a restart
+    with pytest.raises(StaleWeights, match=f"{url}.*restarted"):
+        turns(server, contexts_of(tiny[1]), 3, 1.0)
+    server.load(weights(tiny[0]))
+    turns(server, contexts_of(tiny[1]), 3, 1.0)
+
+
+def test_a_request_that_fails_is_sent_again(server, tiny, monkeypatch):
+    post, faults = server.http.post, iter([requests.ConnectionError(), requests.exceptions.ChunkedEncodingError()])
+
+    def flaky(*args, **how):
+        for fault in faults:
+            raise fault
+        return post(*args, **how)
+
+    monkeypatch.setattr(server.http, "post", flaky)
+    contexts = {0: contexts_of(tiny[1])[0]}
+    assert off(tiny[0], contexts, turns(server, contexts, 5, 0.0), 0.0) < 1e-4
+
+
+def test_a_server_that_does_not_answer_is_not_waited_for_twice(server, tiny, monkeypatch):
+    monkeypatch.setattr(server, "timeout", 0.05)
+    begin = time.time()
+    with pytest.raises(EngineDown, match="generate: no answer within 0 s"):
+        turns(server, {0: contexts_of(tiny[1])[0]}, 400, 1.0)
+    assert time.time() - begin < 1
+
+
+def test_a_request_that_the_server_refuses_is_said_at_once(server):
+    with pytest.raises(EngineDown, match=r"generate: 400 .*500"):
+        turns(server, {0: [5] * (MAX_LEN + 1)}, 5, 0.0)
+
+
+@pytest.mark.parametrize(
+    "part, key, value, says",
+    [
+        ("model_config", "max_model_len", 400, "takes 400 tokens, 500 are needed"),
+        ("model_config", "logprobs_mode", "raw_logprobs", "--logprobs-mode raw_logprobs"),
+        (None, "weight_transfer_config", None, "weight transfer None"),
+    ],
+)
+def test_a_server_that_was_started_otherwise(server, tiny, tiny_path, monkeypatch, part, key, value, says):
+    ask = type(server).ask
+
+    def other(self, url, path, *args, **how):
+        answer = ask(self, url, path, *args, **how)
+        if path.startswith("/server_info"):
+            config = answer["vllm_config"]
+            (config[part] if part else config)[key] = value
+        return answer
+
+    monkeypatch.setattr(type(server), "ask", other)
+    with pytest.raises(SystemExit) as e:
+        type(server)(server.urls[0], tiny[1], STOP, model=tiny_path, max_len=MAX_LEN)
+    line = str(e.value)
+    assert says in line and "\n" not in line
+    port = server.urls[0].rpartition(":")[2]
+    assert f"VLLM_SERVER_DEV_MODE=1 vllm serve {tiny_path} --host 127.0.0.1 --port {port} --dtype bfloat16" in line
+    assert "--max-model-len 500 --logprobs-mode processed_logprobs --enable-scale-out" in line
+
+
+def test_the_real_client_wants_nccl(server, tiny, tiny_path):
+    with pytest.raises(SystemExit, match="weight transfer store, not nccl.*'{\"backend\": \"nccl\"}'"):
+        VllmServer(server.urls[0], tiny[1], STOP, model=tiny_path, max_len=MAX_LEN)
+
+
+@pytest.mark.parametrize("answers, says", [({"version": "0.31.2"}, "is vLLM 0.31.2"), (None, "/version: 404 nothing")])
+def test_a_server_that_is_something_else(tiny, tiny_path, answers, says):
+    class Other(BaseHTTPRequestHandler):
+        def do_GET(self):
+            body = json.dumps(answers).encode() if answers else b"nothing here"
+            self.send_response(200 if answers else 404)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    other = HTTPServer(("127.0.0.1", 0), Other)
+    threading.Thread(target=other.serve_forever, daemon=True).start()
+    with pytest.raises(SystemExit, match=says):
+        VllmServer(f"http://127.0.0.1:{other.server_port}", tiny[1], STOP, model=tiny_path, max_len=MAX_LEN)
+    other.shutdown()
+
+
+def test_two_ranks_send_the_sharded_policy_to_the_servers(server, urls, tiny_path):
+    both = torchrun(tiny_path, urls)  # they take the servers from `server`
+    assert max(error for one in both for error in one["errors"]) < 1e-4
+
+
+def test_a_server_that_stays_away_ends_the_run_with_one_line(server, starting, tiny, tiny_path, monkeypatch):
+    url, process = starting[1]
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    monkeypatch.setattr(vllm_server.VllmServer, "tries", 2)
+    server.loads = 0
+    with pytest.raises(EngineDown, match=f"^{url}/inference/v1/generate: ConnectionError$"):
+        turns(server, contexts_of(tiny[1]), 5, 0.0)
+    with pytest.raises(SystemExit, match=f"--vllm {url}/version: ConnectionError; start it with: VLLM_SERVER_DEV_MODE"):
+        VllmServer(url, tiny[1], STOP, model=tiny_path, max_len=MAX_LEN)
+
+
+# ---- is it there
+
+
+def test_the_version_is_checked_without_importing_it(monkeypatch):
+    check_vllm()
+    assert vllm_installed()
+    monkeypatch.setattr(vllm_engine, "version", lambda package: "0.31.0")
+    with pytest.raises(SystemExit, match=r"vLLM 0\.32, found 0\.31\.0: pip install vllm==0\.32\.0 .*--engine torch"):
+        check_vllm()
+
+    def missing(package):
+        raise vllm_engine.PackageNotFoundError(package)
+
+    monkeypatch.setattr(vllm_engine, "version", missing)
+    with pytest.raises(SystemExit, match="found none: pip install"):
+        check_vllm()
+    assert not vllm_installed()
