@@ -166,6 +166,8 @@ def wrong(cfg: Config) -> str:
         return f"--warmup {cfg.warmup}: a share of T, from 0 to below 1"
     if cfg.engine not in ("auto", "vllm", "torch"):
         return f"--engine {cfg.engine}: choose auto, vllm or torch"
+    if cfg.engine != "torch" and cfg.temperature > 2:
+        return f"--temperature {cfg.temperature}: vLLM takes 2 at most (--engine torch any)"
     if cfg.vllm != "colocate" and not cfg.vllm.startswith(("http://", "https://")):
         return f"--vllm {cfg.vllm}: choose colocate, or give the URL of a server, http://host:port"
     if cfg.vllm != "colocate" and cfg.engine == "torch":

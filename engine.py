@@ -59,6 +59,7 @@ class TorchEngine:
     """
 
     lockstep = True
+    unproven = 0  # weights that it may have otherwise than they were sent
 
     def __init__(self, model, tokenizer, stop: tuple[str, ...], max_rows: int = 512):
         self.model, self.tokenizer, self.stop, self.max_rows = model, tokenizer, stop, max_rows

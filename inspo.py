@@ -13,6 +13,7 @@ an LLM reflects on fresh failures and proposes new ones, which join if they veri
 
 import contextlib
 import json
+import math
 import os
 import sys
 import time
@@ -207,7 +208,10 @@ def main(argv: list[str] | None = None) -> None:
     engine, why = choose_engine(cfg, device)
     if device == "cuda":
         will_it_fit(cfg, engine, ranks.size, torch.cuda.get_device_properties(0).total_memory / 1e9)
-    load_config(cfg.model), load_tokenizer(cfg.model)  # what is wrong with them is said before weights are loaded
+    positions = getattr(load_config(cfg.model), "max_position_embeddings", None) or math.inf
+    if cfg.max_prompt + cfg.max_response > positions:
+        sys.exit(f"--max_prompt {cfg.max_prompt} + --max_response {cfg.max_response}: the model has {positions} positions")
+    load_tokenizer(cfg.model)  # what is wrong with it is said before weights are loaded
     run = Run(cfg, name)
     try:
         with contextlib.ExitStack() as stack:
@@ -287,6 +291,8 @@ def go(cfg: Config, run: Run, team: Team, what: str, train, test, first: str, st
         start_population(s, first)
         em_start = s.evaluate(first, 0)
         run.log("metrics", {"t": 0} | {f"test/{k}": v for k, v in em_start.items()})
+    if unproven := team.worker.engine.unproven:
+        bar.write(f"note: {unproven} weights cannot be found again in the engine: its log-probs alone are checked")
     told = f"EM {em_start['em']:.3f}, {em_start['searches']:.2f} searches"
     bar.write(f"held-out questions, first policy, first instruction: {told}")
     spent = state.get("seconds", 0.0)

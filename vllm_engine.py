@@ -7,11 +7,14 @@ then proves that it runs with them. New turns may be added while others run (`lo
 import gc
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
 import torch.distributed as dist
+
+from rollout import EngineFault
 
 VERSION = "0.32"  # the only one whose insides (reload, packing, weight transfer) this file was written against
 
@@ -39,7 +42,7 @@ def check_vllm() -> None:
         )
 
 
-class StaleWeights(Exception):
+class StaleWeights(EngineFault):
     """The engine does not run with the weights that it was sent."""
 
 
@@ -58,25 +61,12 @@ class VllmEngine:
         self, path: str, tokenizer, stop: tuple[str, ...], *, max_len: int, dtype: str, memory: float, seed: int
     ):
         check_vllm()
-        cuda = torch.cuda.is_available()
-        ours = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        os.environ.update(ours)  # read when vllm is imported
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        how = settings(path, max_len=max_len, dtype=dtype, memory=memory, seed=seed)
         from vllm import EngineArgs, LLMEngine
 
         set_num_threads = torch.set_num_threads  # vLLM's CPU worker takes it away from everybody
-        torchrun = int(os.environ.get("WORLD_SIZE", 1)) > 1
         self.had_group = dist.is_initialized()
-        self.engine = LLMEngine.from_engine_args(
-            EngineArgs(
-                model=path, tokenizer=path, dtype=dtype, max_model_len=max_len, seed=seed, load_format="dummy",
-                gpu_memory_utilization=memory, enable_prefix_caching=True, enforce_eager=not cuda,
-                enable_sleep_mode=cuda, generation_config="vllm", logprobs_mode="processed_logprobs",
-                hf_overrides={"head_dtype": "float32"},  # logits in float32, as the trainer has them
-                distributed_executor_backend="external_launcher" if torchrun else None, disable_log_stats=True,
-                enable_chunked_prefill=cuda,  # half a prompt with a seed crashes vLLM 0.32 on the CPU
-            )
-        )  # fmt: skip
+        self.engine = LLMEngine.from_engine_args(EngineArgs(**how))
         torch.set_num_threads = set_num_threads
         self.dtype = self.engine.model_config.dtype
         self.tokenizer, self.stop = tokenizer, stop
@@ -146,6 +136,32 @@ class VllmEngine:
         self.engine.engine_core.shutdown()
         del self.engine
         gc.collect()
+
+
+def settings(path: str, *, max_len: int, dtype: str, memory: float, seed: int) -> dict:
+    """vLLM's arguments for an engine in this process; to be asked for before vllm is imported."""
+    cuda = torch.cuda.is_available()
+    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    warnings.filterwarnings("ignore", "`torch.distributed.reduce_op` is deprecated")  # vLLM's own
+    return {
+        "model": path,
+        "tokenizer": path,
+        "dtype": dtype,
+        "seed": seed,
+        "max_model_len": max_len,
+        "gpu_memory_utilization": memory,
+        "load_format": "dummy",  # the weights come by `load`
+        "hf_overrides": {"head_dtype": "float32"},  # logits in float32, as the trainer has them
+        "logprobs_mode": "processed_logprobs",  # at the temperature that was sampled at
+        "generation_config": "vllm",  # no top_p or the like from the model's files
+        "enable_prefix_caching": True,
+        "enable_sleep_mode": cuda,
+        "enforce_eager": not cuda,
+        "enable_chunked_prefill": cuda,  # half a prompt with a seed crashes vLLM 0.32 on the CPU
+        "distributed_executor_backend": "external_launcher" if int(os.environ.get("WORLD_SIZE", 1)) > 1 else None,
+        "disable_log_stats": True,
+    }
 
 
 def sampling(engine, key: int, ids: list[int], max_new: int, temperature: float) -> dict:

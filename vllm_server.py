@@ -15,10 +15,11 @@ import requests
 import torch
 import torch.distributed as dist
 
+from rollout import EngineFault
 from vllm_engine import VERSION, StaleWeights, check_vllm, sampling
 
 
-class EngineDown(Exception):
+class EngineDown(EngineFault):
     """A vLLM server does not answer, or not as it should."""
 
 
@@ -49,6 +50,7 @@ class VllmServer:
         self.pool = ThreadPoolExecutor(rows)
         self.workers = [config["parallel_config"]["world_size"] for config in configs]
         self.source = Source(model, getattr(torch, configs[0]["model_config"]["dtype"].removeprefix("torch.")))
+        self.unproven = len(self.source.parameters)  # a server's layers cannot be reached
         self.sender = self.connect()
 
     def inspect(self, url: str, model: str, max_len: int) -> dict:
@@ -152,7 +154,7 @@ class VllmServer:
         """The servers have their own devices."""
 
     def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """As VllmEngine's, but without its proof: a server's layers cannot be reached."""
+        """As VllmEngine's, but without its proof."""
         self.begin(self.seed)
         self.barrier()
         self.loads += 1

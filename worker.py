@@ -1,7 +1,6 @@
 """One rank's share of a run: its rollouts, its micro-batches, its part of policy, optimizer and reference."""
 
 import copy
-import importlib.util
 import warnings
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from engine import TorchEngine
 from grpo import Learner
 from policy import empty, export, fill, load_config, load_model, load_tokenizer, shard, skeleton, weights
 from ranks import Ranks
-from rollout import STOP, Search, Trajectory, rollout
+from rollout import STOP, EngineFault, Search, Trajectory, rollout
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a checkpoint by one process is what is meant
 MAX_LOGP_GAP = {"cpu": 1e-3, "cuda": 0.1}  # mean nat a token between engine and trainer: fp32, bf16
@@ -25,10 +24,10 @@ def choose_engine(cfg: Config, device: str) -> tuple[str, str]:
         return "torch", "as asked"
     if cfg.engine == "auto" and device == "cpu":
         return "torch", "no GPU"
-    if cfg.engine == "auto" and not importlib.util.find_spec("vllm"):
-        return "torch", "vllm is not installed"
-    from vllm_engine import check_vllm
+    from vllm_engine import check_vllm, vllm_installed
 
+    if cfg.engine == "auto" and not vllm_installed():
+        return "torch", "vllm is not installed"
     check_vllm()
     return "vllm", "as asked" if cfg.engine == "vllm" else "a GPU, and vllm is installed"
 
@@ -104,7 +103,10 @@ class Worker:
         self.engine.sleep()
         self.fresh = self.shared
         taus = (tau for part in minibatches for tau in part)
-        return self.learner.update(t, minibatches, {id(tau): a for tau, a in zip(taus, A, strict=True)})
+        try:
+            return self.learner.update(t, minibatches, {id(tau): a for tau, a in zip(taus, A, strict=True)})
+        except EngineFault as e:
+            raise EngineFault(f"{e} ({self.engine.unproven} of its weights were sent without proof)") from None
 
     def faults(self) -> int:
         return self.search.faults if self.search else 0

@@ -17,6 +17,7 @@ import torch
 
 from run import read_jsonl
 from servers import Child
+from vllm_engine import vllm_installed
 
 ROOT = Path(__file__).parent.parent
 FIXTURE = Path(__file__).parent / "fixture"
@@ -263,7 +264,10 @@ BAD = [
     (["--resume", "--out", "EMPTY"], "holds no run"),
     (["--tracker", "wandb"], "not installed"),
     (["--instruction", "FILE"], "is empty"),
+    (["--max_prompt", "1000"], "--max_prompt 1000 + --max_response 48: the model has 1024 positions"),
 ]
+if not vllm_installed():
+    BAD.append((["--engine", "vllm"], "--engine vllm needs vLLM 0.32, found none: pip install"))
 if not torch.cuda.is_available():
     BAD.append((["--device", "cuda"], "no CUDA device"))
 
