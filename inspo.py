@@ -210,7 +210,7 @@ def main(argv: list[str] | None = None) -> None:
         will_it_fit(cfg, engine, ranks.size, torch.cuda.get_device_properties(0).total_memory / 1e9)
     positions = getattr(load_config(cfg.model), "max_position_embeddings", None) or math.inf
     if cfg.max_prompt + cfg.max_response > positions:
-        sys.exit(f"--max_prompt {cfg.max_prompt} + --max_response {cfg.max_response}: the model has {positions} positions")
+        sys.exit(f"--max_prompt {cfg.max_prompt} + --max_response {cfg.max_response}: the model ends at {positions}")
     load_tokenizer(cfg.model)  # what is wrong with it is said before weights are loaded
     run = Run(cfg, name)
     try:

@@ -68,14 +68,17 @@ class VllmEngine:
         self.had_group = dist.is_initialized()
         self.engine = LLMEngine.from_engine_args(EngineArgs(**how))
         torch.set_num_threads = set_num_threads
-        self.dtype = self.engine.model_config.dtype
+        self.dtype, self.cuda = self.engine.model_config.dtype, torch.cuda.is_available()
         self.tokenizer, self.stop = tokenizer, stop
         self.unproven = 0  # weights of the last `load` whose place in the engine is not known
         self.begin(seed)
 
     def begin(self, seed: int) -> None:
-        """Forget all rows; the samples that follow are a function of `seed` and the contexts."""
+        """Forget all rows. On CUDA the samples that follow depend on `seed` and the contexts alone, on the CPU also on
+        which rows are together."""
         self.seed = seed
+        if not self.cuda:
+            torch.manual_seed(seed)
         self.engine.abort_request(list(self.engine.output_processor.request_states), internal=True)
 
     def generate(
@@ -87,19 +90,23 @@ class VllmEngine:
         softmax at `temperature` (at 1 where it is 0). What an earlier turn has cached of a context is not computed
         again. Nothing runs and `contexts` is empty: yields nothing.
         """
-        from vllm import SamplingParams
-        from vllm.inputs.engine import tokens_input
-        from vllm.sampling_params import RequestOutputKind
-
         for key, ids in contexts.items():
-            how = SamplingParams(
-                **sampling(self, key, ids, max_new, temperature), output_kind=RequestOutputKind.FINAL_ONLY
-            )
-            self.engine.add_request(str(key), tokens_input(ids), how)
+            self.add(key, ids, max_new, temperature)
         if self.engine.has_unfinished_requests():
             for turn in self.engine.step():
                 out = turn.outputs[0]
                 yield int(turn.request_id), list(out.token_ids), out.logprobs.logprobs
+
+    def add(self, key: int, ids: list[int], max_new: int, temperature: float) -> None:
+        """Queue a turn of row `key`."""
+        from vllm import SamplingParams
+        from vllm.inputs.engine import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        how = sampling(self, max_new, temperature) | {"output_kind": RequestOutputKind.FINAL_ONLY}
+        if self.cuda:  # independent of timing; rows of one prompt differ. On the CPU a seed costs a sixth of the speed,
+            how["seed"] = hash((self.seed, key, len(ids))) % 2**63  # and crashes where a prompt is cut into chunks
+        self.engine.add_request(str(key), tokens_input(ids), SamplingParams(**how))
 
     def sleep(self) -> None:
         """Give the device's memory back, weights and cache; `load` wakes up. (The CPU has no sleep mode.)"""
@@ -158,18 +165,16 @@ def settings(path: str, *, max_len: int, dtype: str, memory: float, seed: int) -
         "enable_prefix_caching": True,
         "enable_sleep_mode": cuda,
         "enforce_eager": not cuda,
-        "enable_chunked_prefill": cuda,  # half a prompt with a seed crashes vLLM 0.32 on the CPU
         "distributed_executor_backend": "external_launcher" if int(os.environ.get("WORLD_SIZE", 1)) > 1 else None,
         "disable_log_stats": True,
     }
 
 
-def sampling(engine, key: int, ids: list[int], max_new: int, temperature: float) -> dict:
+def sampling(engine, max_new: int, temperature: float) -> dict:
     """vLLM's sampling parameters of a turn, the same for the engine in the process and for a server."""
     return {
         "max_tokens": max_new,
         "temperature": temperature,
-        "seed": hash((engine.seed, key, len(ids))) % 2**63,  # independent of timing; rows of one prompt differ
         "logprobs": 0,  # of the sampled token alone
         "flat_logprobs": True,  # as a list of floats
         "stop": list(engine.stop),

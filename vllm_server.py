@@ -76,7 +76,7 @@ class VllmServer:
             if backend != self.backend:
                 raise EngineDown(f"{url} has the weight transfer {backend}, not {self.backend}")
             self.ask(url, "/resume", {})  # a run that was killed may have left it paused
-            self.turn(url, [self.tokenizer.eos_token_id], sampling(self, 0, [0], 1, 1.0))
+            self.turn(url, [self.tokenizer.eos_token_id], sampling(self, 1, 1.0))
         except EngineDown as e:
             sys.exit(f"--vllm {e}; start it with: {command}")
         return config
@@ -123,7 +123,7 @@ class VllmServer:
     ) -> Iterator[tuple[int, list[int], list[float]]]:
         """As VllmEngine's; where nothing has ended it waits for a few milliseconds."""
         for key, ids in contexts.items():
-            how = sampling(self, key, ids, max_new, temperature)
+            how = sampling(self, max_new, temperature) | {"seed": hash((self.seed, key, len(ids))) % 2**63}
             self.pool.submit(self.run, self.ended, key, ids, how)
             self.running += 1
         wait = 0.005

@@ -4,8 +4,10 @@ The same trajectories' worth of tokens three ways, one after another, again and 
   ours    `rollout`: a row's next turn begins when its own search is back
   rounds  as Search-R1 runs them: all rows generate, then all queries are searched, then the next round
   raw     LLM.generate alone: for each trajectory one request with its prompt and observations as prompt, which
-          generates as many tokens as the trajectory sampled; no tool, no text, nothing to wait for
-Every search takes `--latency` seconds more than the real server does.
+          generates as many tokens as the trajectory sampled; no tool, nothing to wait for
+Every search takes `--latency` seconds more than the real server does. How long turns are (40 to 250 tokens, lognormal)
+and how many searches a trajectory makes (0 to 3) is drawn beforehand, the same for all three; the policy is
+a small one with random weights, which writes nothing of its own.
 """
 
 import argparse
@@ -21,10 +23,12 @@ from concurrent.futures import Future
 from pathlib import Path
 
 HERE = Path(__file__).parent.parent
-sys.path.insert(0, str(HERE))
+sys.path[:0] = [str(HERE), str(HERE / "tests")]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from bench.step import BEST  # noqa: E402
+
+LONGEST = 400  # tokens of a turn
 
 
 class Late:
@@ -59,24 +63,34 @@ class Rounds:
         yield from ended
 
 
-def raw(pipe, path: str, max_len: int) -> None:
+def grow(path: str, layers: int) -> None:
+    """More layers for the model in `path`, so that a step takes as long as one of a real policy on a GPU."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(path)
+    config.num_hidden_layers, config.layer_types = layers, ["full_attention"] * layers
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+
+
+def raw(pipe, path: str, how: dict) -> None:
     """A process of its own, which does nothing while the other works: LLM.generate with the settings of our engine."""
     import torch
 
     threads = torch.get_num_threads()
-    from vllm import LLM, SamplingParams, TokensPrompt
-
     from vllm_engine import settings
 
-    llm = LLM(**settings(path, max_len=max_len, dtype="float32", memory=0.1, seed=0) | {"load_format": "auto"})
+    arguments = settings(path, max_len=2048, dtype="float32", memory=0.1, seed=0) | {"load_format": "auto"}
+    from vllm import LLM, SamplingParams, TokensPrompt
+
+    llm = LLM(**arguments)
     torch.set_num_threads(threads)
     pipe.send("ready")
     while True:
         prompts, counts = pipe.recv()
-        how = [SamplingParams(max_tokens=n, ignore_eos=True, logprobs=0, seed=k) for k, n in enumerate(counts)]
+        params = [SamplingParams(**how | {"max_tokens": n}) for n in counts]
         llm.reset_prefix_cache()
         start = time.perf_counter()
-        out = llm.generate([TokensPrompt(prompt_token_ids=ids) for ids in prompts], how, use_tqdm=False)
+        out = llm.generate([TokensPrompt(prompt_token_ids=ids) for ids in prompts], params, use_tqdm=False)
         seconds = time.perf_counter() - start
         assert [len(o.outputs[0].token_ids) for o in out] == counts
         pipe.send(seconds)
@@ -84,46 +98,83 @@ def raw(pipe, path: str, max_len: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trajectories", type=int, default=256, help="at once")
+    parser.add_argument("--trajectories", type=int, default=64, help="at once")
     parser.add_argument("--latency", type=float, nargs="*", default=[0.0, 0.1, 0.5], help="seconds")
     parser.add_argument("--repeat", type=int, default=3, help="the median counts")
+    parser.add_argument("--layers", type=int, default=24, help="of the policy, 64 wide")
     args = parser.parse_args()
 
+    import numpy as np
     import torch
+    from tiny_model import make_tiny_model
 
+    import vllm_engine
     from config import PRESETS, Config
     from data import load_questions
     from policy import load_policy, weights
-    from rollout import STOP, Search, rollout
+    from rollout import Search, rollout
     from servers import Child
-    from vllm_engine import VllmEngine
+    from vllm_engine import VllmEngine, sampling
+
+    class Planned(VllmEngine):
+        """Its turns are as long as their row's plan says, and end in a search, or an answer at the end of the plan.
+
+        The tokens are sampled by the engine; only the last ones, the tag, are put in their place.
+        """
+
+        def begin(self, seed: int) -> None:
+            super().begin(seed)
+            self.turn = [0] * args.trajectories
+
+        def add(self, key, ids, max_new, temperature):
+            super().add(key, ids, self.plans[key][self.turn[key]], temperature)
+
+        def generate(self, contexts, max_new, temperature):
+            for key, ids, logps in super().generate(contexts, max_new, temperature):
+                self.turn[key] += 1
+                tag = self.tags[self.turn[key] == len(self.plans[key])]
+                yield key, (ids[: -len(tag)] + tag)[-len(ids) :], logps
 
     cfg = Config(**PRESETS["world"])
-    model, tokenizer = load_policy(cfg.model, "cpu")
-    limits = dict(max_turns=cfg.max_turns, max_response=cfg.max_response, max_observation=cfg.max_observation)
-    limits |= dict(max_prompt=cfg.max_prompt, temperature=1.0)
-    max_len = cfg.max_prompt + cfg.max_response + cfg.max_turns * cfg.max_observation
-    engine = VllmEngine(cfg.model, tokenizer, STOP, max_len=max_len, dtype="float32", memory=0.1, seed=0)
+    temporary = tempfile.TemporaryDirectory()
+    path = make_tiny_model(temporary.name)
+    grow(path, args.layers)
+    model, tokenizer = load_policy(path, "cpu")
+    limits = dict(max_turns=cfg.max_turns, max_response=LONGEST, max_observation=cfg.max_observation)
+    limits |= dict(max_prompt=2048 - LONGEST, temperature=1.0)
+    never = "no such words are written"  # looked for after every token, as the tags are
+    # A turn is as long as its plan: EOS ends none.
+    vllm_engine.sampling = lambda *of: sampling(*of) | {"stop_token_ids": []}
+    engine = Planned(path, tokenizer, (never,), max_len=2048, dtype="float32", memory=0.1, seed=0)
     engine.load(weights(model))
+    words = "<search> Who is the director of the film Gibax? </search>", "<answer> Gibax </answer>"
+    engine.tags = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in words]
+    dice = np.random.default_rng(0)
+    searches = dice.integers(0, 4, args.trajectories)  # 1.5 on average
+    engine.plans = [np.clip(dice.lognormal(4.2, 0.9, n + 1), 30, LONGEST).astype(int).tolist() for n in searches]
     jobs = [(0, BEST, q, k) for k, q in enumerate(load_questions(cfg.train)[: args.trajectories])]
 
     def play(how, search, seed):
-        """(trajectories, seconds)."""
+        """(trajectories, tokens sampled a second)."""
         engine.engine.reset_prefix_cache()
         start = time.perf_counter()
         taus = rollout(how, tokenizer, search, jobs, **limits, seed=seed)
-        return taus, time.perf_counter() - start
+        return taus, sum(sum(tau.mask) for tau in taus) / (time.perf_counter() - start)
 
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
-    child = multiprocessing.get_context("spawn").Process(target=raw, args=(theirs, cfg.model, max_len), daemon=True)
+    child = multiprocessing.get_context("spawn").Process(
+        target=raw, args=(theirs, path, vllm_engine.sampling(engine, 1, 1.0)), daemon=True
+    )
     child.start()
+    theirs.close()  # if it dies, that ends us too
     ours.recv()
 
     def generate(taus) -> float:
-        """Seconds of LLM.generate for as many tokens."""
+        """LLM.generate's tokens a second, for as many tokens."""
         prompts = [[i for i, m in zip(tau.ids, tau.mask, strict=True) if not m] for tau in taus]
-        ours.send((prompts, [sum(tau.mask) for tau in taus]))
-        return ours.recv()
+        counts = [sum(tau.mask) for tau in taus]
+        ours.send((prompts, counts))
+        return sum(counts) / ours.recv()
 
     found: dict = {"threads": torch.get_num_threads(), "trajectories": args.trajectories, "rows": []}
     serve = [str(HERE / "retrieval_server.py"), "--corpus", cfg.corpus]
@@ -133,11 +184,10 @@ def main() -> None:
         for latency in args.latency:
             speeds: dict[str, list[float]] = {"ours": [], "rounds": [], "raw": []}
             for k in range(args.repeat):
-                taus, seconds = play(engine, Late(search, latency), 1 + k)
-                speeds["ours"].append(sum(sum(t.mask) for t in taus) / seconds)
-                speeds["raw"].append(sum(sum(t.mask) for t in taus) / generate(taus))
-                also, seconds = play(Rounds(engine), Late(search, latency), 1 + k)
-                speeds["rounds"].append(sum(sum(t.mask) for t in also) / seconds)
+                taus, speed = play(engine, Late(search, latency), 1 + k)
+                speeds["ours"].append(speed)
+                speeds["raw"].append(generate(taus))
+                speeds["rounds"].append(play(Rounds(engine), Late(search, latency), 1 + k)[1])
             row = {"latency_ms": round(1000 * latency)} | {k: round(statistics.median(v)) for k, v in speeds.items()}
             row |= {"of raw": round(row["ours"] / row["raw"], 2), "x rounds": round(row["ours"] / row["rounds"], 2)}
             found["rows"].append(row)

@@ -264,7 +264,7 @@ BAD = [
     (["--resume", "--out", "EMPTY"], "holds no run"),
     (["--tracker", "wandb"], "not installed"),
     (["--instruction", "FILE"], "is empty"),
-    (["--max_prompt", "1000"], "--max_prompt 1000 + --max_response 48: the model has 1024 positions"),
+    (["--max_prompt", "1000"], "--max_prompt 1000 + --max_response 48: the model ends at 1024"),
 ]
 if not vllm_installed():
     BAD.append((["--engine", "vllm"], "--engine vllm needs vLLM 0.32, found none: pip install"))
