@@ -3,6 +3,7 @@
 Turns go to vLLM's own endpoint for token ids; weights come to the servers over NCCL, by vLLM's weight transfer.
 """
 
+import contextlib
 import queue
 import socket
 import sys
@@ -159,14 +160,19 @@ class VllmServer:
         self.barrier()
         self.loads += 1
         self.source.weights = weights
-        if self.rank == 0:
-            self.all("/pause")  # ends turns that somebody has forgotten: vLLM would crash if the weights left them
-        self.sender.send_weights()
-        if self.rank == 0:
-            if not all(answer["success"] for answer in self.all("/reset_prefix_cache")):
+        try:
+            if self.rank == 0:
+                self.all("/pause")  # ends turns that somebody has forgotten: vLLM would crash if the weights left them
+            self.sender.send_weights()
+            if self.rank == 0 and not all(answer["success"] for answer in self.all("/reset_prefix_cache")):
                 raise EngineDown(f"{','.join(self.urls)}: could not forget what the old weights have cached")
-            self.all("/resume")
-        self.barrier()  # no rank's turns begin before
+        finally:  # whatever became of rank 0: the others gather what is left, and must not wait for it
+            for _ in weights:
+                pass
+            if self.rank == 0:
+                with contextlib.suppress(EngineDown):
+                    self.all("/resume")
+            self.barrier()  # no rank's turns begin before
 
     def barrier(self) -> None:
         if dist.is_initialized():

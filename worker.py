@@ -87,7 +87,7 @@ class Worker:
         if not self.fresh:
             self.engine.load(weights(self.learner.model))
             self.fresh = True
-        if self.search is None or (rank and ",".join(self.search.urls) != url):
+        if self.search is None or (rank and sorted(self.search.urls) != sorted(url.split(","))):  # in any order
             self.search = Search(url, cfg.topk, retries=cfg.search_retries)
         number = {group: k for k, group in enumerate(dict.fromkeys(job[3] for job in jobs))}
         mine = [k for k, job in enumerate(jobs) if number[job[3]] % self.ranks.size == rank]

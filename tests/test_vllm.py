@@ -390,6 +390,24 @@ def test_turns_that_were_forgotten_do_not_meet_the_new_weights(server, tiny):
     assert off(tiny[0], contexts, more(server, contexts, 10, 1.0), 1.0) < 1e-4
 
 
+def test_a_load_that_fails_leaves_no_rank_waiting(server, tiny, monkeypatch):
+    model, tokenizer = tiny
+    contexts = {0: tokenizer("Who", add_special_tokens=False)["input_ids"]}
+
+    def broken():
+        next(server.source.weights)
+        raise EngineDown("the network is gone")
+
+    stream = iter(weights(model))
+    with monkeypatch.context() as patch:
+        patch.setattr(server.sender, "send_weights", broken)
+        with pytest.raises(EngineDown, match="the network is gone"):
+            server.load(stream)
+    assert next(stream, None) is None  # what the other ranks gather is gathered to its end
+    server.load(weights(model))  # and the servers take turns again
+    assert turns(server, contexts, 5, 0.0)
+
+
 def test_a_server_with_other_weights_than_the_last_ones_is_noticed(server, tiny):
     url = server.urls[1]
     requests.post(f"{url}/update_weight_version", json={"new_version": "default"})  # as after a restart
