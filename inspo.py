@@ -205,6 +205,8 @@ def main(argv: list[str] | None = None) -> None:
     first = Path(cfg.instruction).read_text().strip() if cfg.instruction else SEARCH_R1
     if not first:
         sys.exit(f"--instruction {cfg.instruction}: the file is empty")
+    if ranks.nodes > 1 and (not cfg.retriever or "//127." in cfg.retriever or "//localhost" in cfg.retriever):
+        sys.exit(f"{ranks.nodes} nodes: give --retriever with an address that all of them can reach")
     engine, why = choose_engine(cfg, device)
     if device == "cuda":
         will_it_fit(cfg, engine, ranks.size, torch.cuda.get_device_properties(0).total_memory / 1e9)
@@ -244,7 +246,6 @@ def go(cfg: Config, run: Run, team: Team, what: str, train, test, first: str, st
     """A whole run in `run`, from servers to summary; `stack` closes what is opened here."""  # Alg.1 L1
     track = tracker(cfg.tracker, run.path, cfg)
     checkpoint, state = run.rewind() if cfg.resume else (None, {})
-
     serve = stack.enter_context(Servers(run.path / "servers.log"))
     if cfg.retriever:
         try:

@@ -42,7 +42,8 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, le
             window_size=(window - 1, 0),
         )  # fmt: skip
         return out[None], None
-    gqa = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
+    times = query.shape[1] // key.shape[1]
+    gqa = {"enable_gqa": True} if times > 1 else {}
     parts = []
     for q, k, v in zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True):
         n = q.shape[2]
@@ -51,7 +52,8 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, le
             far = torch.arange(n, device=q.device)
             far = far[:, None] - far
             how = {"attn_mask": (far >= 0) & (far < window)}
-        parts.append(F.scaled_dot_product_attention(q, k, v, scale=scaling, **how, **gqa))
+            k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)  # no fast kernel takes mask and GQA
+        parts.append(F.scaled_dot_product_attention(q, k, v, scale=scaling, **(how if window < n else how | gqa)))
     return torch.cat(parts, dim=2).transpose(1, 2), None
 
 

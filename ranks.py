@@ -8,6 +8,7 @@ import datetime
 import gc
 import os
 import signal
+import sys
 from dataclasses import replace
 
 import torch
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from rollout import EngineFault, SearchDown, Trajectory
 
-PASSED_ON = (SearchDown, EngineFault, KeyboardInterrupt)  # faults after which all ranks can still go on together
+PASSED_ON = (SearchDown, EngineFault)  # faults after which all ranks can still go on together
 
 
 class Ranks:
@@ -23,12 +24,16 @@ class Ranks:
 
     def __init__(self, device: str, minutes: float):
         self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.nodes = self.size // int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
         self.device, self.grouped = device, self.size > 1 or device == "cuda"
         if not self.grouped:
             return
         wait = datetime.timedelta(minutes=minutes)  # for every collective, so that nothing hangs for ever
         if device == "cuda":
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+            local, there = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+            if local >= there:
+                sys.exit(f"{local + 1} processes on a machine with {there} GPUs: lower --nproc_per_node")
+            torch.cuda.set_device(local)
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
         alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
         dist.init_process_group(backend, timeout=wait, **alone)
@@ -71,10 +76,17 @@ class Team:
         """Every rank's result of worker.name(*arguments), by rank; a fault of one is raised when all have ended."""
         if self.ranks.size == 1:
             return [getattr(self.worker, name)(*arguments)]
-        self.busy = True
-        self.ranks.tell((name, arguments))
-        answers = self.ranks.gather(_try(self.worker, name, arguments))
+        self.busy, stop = True, []
+        # Ctrl-C waits until all ranks are through: in a collective it would leave the others waiting for this one.
+        before = signal.signal(signal.SIGINT, lambda *_: stop.append(True))
+        try:
+            self.ranks.tell((name, arguments))
+            answers = self.ranks.gather(_try(self.worker, name, arguments))
+        finally:
+            signal.signal(signal.SIGINT, before)
         self.busy = False
+        if stop:
+            raise KeyboardInterrupt
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer

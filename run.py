@@ -17,6 +17,7 @@ from config import Config
 # Knobs that may differ when a run is resumed: they change where and how fast, not what.
 FREE = {"out", "resume", "device", "tracker", "retriever", "keep", "save_every", "search_retries", "optimizer_retries"}
 FREE |= {"engine", "vllm", "vllm_memory", "recompute", "offload_reference", "patience", "gpus", "gpu_mem"}
+FREE |= {"micro_tokens", "max_rows"}
 
 
 class Run:
@@ -33,7 +34,7 @@ class Run:
             raise SystemExit(f"--resume: {self.path} holds no run; check --out")
         mine = dataclasses.asdict(cfg)
         if cfg.resume:
-            theirs = json.loads(config.read_text())
+            theirs = {f.name: f.default for f in dataclasses.fields(Config)} | json.loads(config.read_text())
             if other := [k for k in mine if k not in FREE and mine[k] != theirs.get(k)]:
                 k = other[0]
                 raise SystemExit(f"--resume: {self.path} has --{k} {theirs.get(k)}, now {mine[k]}: use the same")

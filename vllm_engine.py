@@ -149,6 +149,7 @@ def settings(path: str, *, max_len: int, dtype: str, memory: float, seed: int) -
     """vLLM's arguments for an engine in this process; to be asked for before vllm is imported."""
     cuda = torch.cuda.is_available()
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind")
+    os.environ["VLLM_DISTRIBUTED_USE_SPLIT_GROUP"] = "0"  # the trainer's process group is not bound to a device
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     warnings.filterwarnings("ignore", "`torch.distributed.reduce_op` is deprecated")  # vLLM's own
     return {

@@ -160,19 +160,24 @@ class VllmServer:
         self.barrier()
         self.loads += 1
         self.source.weights = weights
+        fault = [None]
         try:
             if self.rank == 0:
                 self.all("/pause")  # ends turns that somebody has forgotten: vLLM would crash if the weights left them
             self.sender.send_weights()
             if self.rank == 0 and not all(answer["success"] for answer in self.all("/reset_prefix_cache")):
                 raise EngineDown(f"{','.join(self.urls)}: could not forget what the old weights have cached")
-        finally:  # whatever became of rank 0: the others gather what is left, and must not wait for it
-            for _ in weights:
-                pass
-            if self.rank == 0:
-                with contextlib.suppress(EngineDown):
-                    self.all("/resume")
-            self.barrier()  # no rank's turns begin before
+        except EngineDown as e:
+            fault = [str(e)]
+        for _ in weights:  # whatever became of rank 0: the others gather what is left, and must not wait for it
+            pass
+        if self.rank == 0:
+            with contextlib.suppress(EngineDown):
+                self.all("/resume")
+        if dist.is_initialized():  # no rank's turns begin before; and all know
+            dist.broadcast_object_list(fault, 0)
+        if fault[0]:
+            raise EngineDown(fault[0])
 
     def barrier(self) -> None:
         if dist.is_initialized():

@@ -7,6 +7,7 @@ import pickle
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -197,6 +198,21 @@ def test_a_killed_rank_ends_the_job_and_it_goes_on_with_another_number_of_ranks(
 
 def environment(pid: str) -> bytes:
     return Path(f"/proc/{pid}/environ").read_bytes()
+
+
+def test_two_nodes_need_a_search_server_that_both_can_reach(tmp_path):
+    """The README's line for several nodes, with two agents on this machine."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    node = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d"]
+    argv = [sys.executable, *node, f"--rdzv_endpoint=127.0.0.1:{port}", "inspo.py", "--out", str(tmp_path / "r")]
+    pipe = subprocess.PIPE
+    both = [subprocess.Popen(argv, stdout=pipe, stderr=pipe, text=True, env=ENV, cwd=ROOT) for _ in range(2)]
+    ends = [finish(process, 120) for process in both]
+    assert all(code != 0 for code, _, _ in ends)
+    said = "2 nodes: give --retriever with an address that all of them can reach"
+    assert sum(err.count(said) for *_, err in ends) == 1
 
 
 def test_ctrl_c_saves_and_ends_every_rank(tmp_path):
