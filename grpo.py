@@ -103,14 +103,12 @@ class Learner:
         for k, (part, share) in enumerate(zip(minibatches, shares, strict=True)):
             actions = sum(sum(tau.mask) for tau in part)
             for batch in share:
-                loss, extras, sampled = self.loss(batch, A, old, len(part), actions)
+                loss, extras = self.loss(batch, A, old, len(part), actions)
                 loss.backward()
                 total["loss"] += loss.item() / len(minibatches)
-                for name in ("kl", "entropy", "clipped"):
+                for name in ("kl", "entropy", "clipped", "gap"):
                     total[name] += extras[name].float().sum().item()
-                before = torch.cat([old[id(tau)] for tau in batch]) if old and batch else extras["logp"]
-                total["gap"] += (before - sampled).abs().sum().item()
-                total["tokens"] += len(sampled)
+                total["tokens"] += len(extras["logp"])
             if k == 0:
                 self.refuse_a_stale_engine(total)
             norm += self.step() / len(minibatches)
@@ -148,7 +146,7 @@ class Learner:
         return dict(zip(total, values.tolist(), strict=True))
 
     def loss(self, batch: list[Trajectory], A, old, n_trajectories: int, n_actions: int):
-        """(loss, extras, engine log-probs) of a micro-batch of a mini-batch with these totals."""
+        """(loss, extras) of a micro-batch of a mini-batch with these totals; "gap", (N,): |pi_old - engine|."""
         packed = self.pack(batch)
         counts = torch.tensor([sum(tau.mask) for tau in batch], dtype=torch.long, device=self.device)  # (B,)
         tau_of = torch.repeat_interleave(torch.arange(len(batch), device=self.device), counts)  # (N,)
@@ -170,7 +168,8 @@ class Learner:
             self.model, *packed, self.temperature, adv=adv, w=w, ref_logp=ref_logp, beta=self.beta, old_logp=old_logp,
             eps_low=self.eps, eps_high=self.eps,
         )  # fmt: skip
-        return loss, extras, sampled
+        gap = (extras["logp"] if old_logp is None else old_logp) - sampled
+        return loss, extras | {"gap": gap.abs()}
 
     @torch.no_grad()
     def old_logprobs(self, batches: list[list[Trajectory]]) -> dict[int, torch.Tensor]:

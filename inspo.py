@@ -235,7 +235,6 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def will_it_fit(cfg: Config, engine: str, gpus: int, gpu_mem: float, tell=lambda table: None) -> None:
-
     fit = estimate(cfg, shapes(cfg.model), engine, gpus, gpu_mem)
     tell(fit.table())
     if fault := fit.fault():

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from kernels import grpo_head, token_logprobs
+from rollout import STOP
 
 FLASH = importlib.util.find_spec("flash_attn") is not None
 
@@ -68,7 +69,7 @@ def load_tokenizer(path: str):
         sys.exit(f"--model {path}: no tokenizer can be loaded from it ({_first_line(e)}); check the path or id")
     if not tokenizer.chat_template:
         sys.exit(f"--model {path}: its tokenizer has no chat template; add one to tokenizer_config.json")
-    for tag in ("</search>", "</answer>"):
+    for tag in STOP:
         ids = tokenizer(f"x {tag}", add_special_tokens=False)["input_ids"]
         if tag not in tokenizer.decode(ids, skip_special_tokens=False):
             sys.exit(f"--model {path}: its tokenizer cannot write {tag}, so no turn would end; choose another model")

@@ -104,8 +104,8 @@ class VllmEngine:
         from vllm.sampling_params import RequestOutputKind
 
         how = sampling(self, max_new, temperature) | {"output_kind": RequestOutputKind.FINAL_ONLY}
-        if self.cuda:  # independent of timing; rows of one prompt differ. On the CPU a seed costs a sixth of the speed,
-            how["seed"] = hash((self.seed, key, len(ids))) % 2**63  # and crashes where a prompt is cut into chunks
+        if self.cuda:  # independent of timing; rows of one prompt differ. (On the CPU it crashes half a prompt.)
+            how["seed"] = hash((self.seed, key, len(ids))) % 2**63
         self.engine.add_request(str(key), tokens_input(ids), SamplingParams(**how))
 
     def sleep(self) -> None:

@@ -16,6 +16,7 @@ import requests
 import torch
 import torch.distributed as dist
 
+from policy import load_config, skeleton
 from rollout import EngineFault
 from vllm_engine import VERSION, StaleWeights, check_vllm, sampling
 
@@ -235,13 +236,11 @@ class Source:
     """vLLM's WeightSource: what will be sent, known beforehand, and the tensors one at a time."""
 
     def __init__(self, model: str, dtype: torch.dtype):
-        from transformers import AutoConfig, AutoModelForCausalLM
         from vllm.distributed.weight_transfer.base import ParamMeta
 
-        with torch.device("meta"):
-            skeleton = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+        shapes = skeleton(load_config(model)).named_parameters()
         self.dtype, self.weights = dtype, iter(())
-        self.parameters = [ParamMeta(name, dtype, tuple(p.shape)) for name, p in skeleton.named_parameters()]
+        self.parameters = [ParamMeta(name, dtype, tuple(p.shape)) for name, p in shapes]
 
     def metadata(self) -> list:
         return self.parameters

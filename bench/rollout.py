@@ -5,7 +5,7 @@ The same trajectories' worth of tokens three ways, one after another, again and 
   rounds  as Search-R1 runs them: all rows generate, then all queries are searched, then the next round
   raw     LLM.generate alone: for each trajectory one request with its prompt and observations as prompt, which
           generates as many tokens as the trajectory sampled; no tool, nothing to wait for
-Every search takes `--latency` seconds more than the real server does. How long turns are (40 to 250 tokens, lognormal)
+Every search takes `--latency` seconds more than the real server does. How long turns are (30 to 400 tokens, lognormal)
 and how many searches a trajectory makes (0 to 3) is drawn beforehand, the same for all three; the policy is
 a small one with random weights, which writes nothing of its own.
 """
@@ -64,7 +64,7 @@ class Rounds:
 
 
 def grow(path: str, layers: int) -> None:
-    """More layers for the model in `path`, so that a step takes as long as one of a real policy on a GPU."""
+    """More layers for the narrow model in `path`, so that a step costs little more with many rows than with few."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(path)
