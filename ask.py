@@ -15,10 +15,10 @@ import torch
 
 from config import HERE, Config
 from data import Question, load_questions
-from engine import TorchEngine
-from policy import load_policy
+from engines.torch_engine import TorchEngine
+from harness.servers import Child
 from rollout import STOP, Search, rollout
-from servers import Child
+from training.model import load_policy
 
 
 def newest_run() -> Path:

@@ -16,9 +16,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from config import Config
-from policy import empty, export, load_config, load_tokenizer
+from harness.directory import Run
 from population import Population
-from run import Run
+from training.model import empty, export, load_config, load_tokenizer
 
 
 def main(argv: list[str] | None = None) -> None:

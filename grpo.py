@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
-from policy import score
 from rollout import EngineFault, Trajectory
+from training.model import score
 
 
 def advantages(trajectories: list[Trajectory]) -> dict[int, float]:

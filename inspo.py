@@ -28,17 +28,17 @@ import reflect
 import report
 from config import HERE, PRESETS, SEARCH_R1, Config, parse, scripted, warnings
 from data import Question, em, load_questions
-from fit import estimate, shapes
 from grpo import advantages
-from policy import load_config, load_tokenizer
+from harness.directory import Ledger, Run, tracker
+from harness.log import Session, rng
+from harness.servers import Servers
 from population import Experience, Instruction, Population, ReplayBuffer
-from ranks import Ranks, Team, follow
 from reflect import Optimizer, OptimizerDown, paid_calls, same, token_counter
 from rollout import EngineFault, Search, SearchDown, Trajectory
-from run import Ledger, Run, tracker
-from servers import Servers
-from session import Session, rng
-from worker import Worker, choose_engine
+from training.fit import estimate, shapes
+from training.model import load_config, load_tokenizer
+from training.ranks import Ranks, Team, follow
+from training.worker import Worker, choose_engine
 
 
 def reward(tau: Trajectory, q: Question) -> float:

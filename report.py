@@ -4,9 +4,9 @@ import re
 from pathlib import Path
 
 from data import Question, f1
+from harness.directory import read_jsonl
 from population import Instruction, Population
 from rollout import Trajectory
-from run import read_jsonl
 
 
 def step_metrics(taus: list[Trajectory], asked: dict[str, Question], rewards, P: Population, G: int) -> dict:

@@ -35,10 +35,10 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from pydantic import BaseModel, Field
 
+from harness.servers import listen, serve
 from retrieval.bm25 import BM25
 from retrieval.corpus import Corpus
 from retrieval.index import Fused, open_index
-from servers import listen, serve
 
 MAX_TOPK = 100
 MAX_QUERIES = 16384  # of a request: Search-R1 sends all of a step's at once

@@ -13,7 +13,7 @@ from pathlib import Path
 HERE = Path(__file__).parent.parent
 sys.path.insert(0, str(HERE))
 
-from run import read_jsonl  # noqa: E402
+from harness.directory import read_jsonl  # noqa: E402
 
 
 def run(mode: str, seed: int, lr: str, every: int, folder: Path) -> Path:

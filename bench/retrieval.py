@@ -78,7 +78,7 @@ def plain(corpus: str, index: str, encoder: str) -> None:
     def health():
         return {"status": "ok"}
 
-    from servers import listen
+    from harness.servers import listen
 
     sock = listen("127.0.0.1", 0)
     print(f"listening on http://127.0.0.1:{sock.getsockname()[1]}", flush=True)

@@ -77,7 +77,7 @@ def raw(pipe, path: str, how: dict) -> None:
     import torch
 
     threads = torch.get_num_threads()
-    from vllm_engine import settings
+    from engines.vllm_engine import settings
 
     arguments = settings(path, max_len=2048, dtype="float32", memory=0.1, seed=0) | {"load_format": "auto"}
     from vllm import LLM, SamplingParams, TokensPrompt
@@ -108,13 +108,13 @@ def main() -> None:
     import torch
     from tiny_model import make_tiny_model
 
-    import vllm_engine
+    import engines.vllm_engine as vllm_engine
     from config import PRESETS, Config
     from data import load_questions
-    from policy import load_policy, weights
+    from engines.vllm_engine import VllmEngine, sampling
+    from harness.servers import Child
     from rollout import Search, rollout
-    from servers import Child
-    from vllm_engine import VllmEngine, sampling
+    from training.model import load_policy, weights
 
     class Planned(VllmEngine):
         """Its turns are as long as their row's plan says, and end in a search, or an answer at the end of the plan.

@@ -41,11 +41,11 @@ def main() -> None:
 
     from config import PRESETS, Config
     from data import em, load_questions
-    from engine import TorchEngine
+    from engines.torch_engine import TorchEngine
     from grpo import Learner, advantages
-    from policy import load_policy
+    from harness.servers import Child
     from rollout import STOP, Search, rollout
-    from servers import Child
+    from training.model import load_policy
 
     cfg = Config(**PRESETS["world"])
     questions = load_questions(cfg.train)[: cfg.batch]

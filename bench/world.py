@@ -33,10 +33,10 @@ def main() -> None:
 
     from config import PRESETS, Config
     from data import em, load_questions
-    from engine import TorchEngine
-    from policy import load_policy
+    from engines.torch_engine import TorchEngine
+    from harness.servers import Child
     from rollout import STOP, Search, rollout
-    from servers import Child
+    from training.model import load_policy
     from world.clauses import CLAUSES, write
     from world.optimizer import revise
 

@@ -11,7 +11,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: its kernels run on the CPU
 
 from config import WORLD
-from policy import load_policy
+from training.model import load_policy
 
 torch.set_num_threads(2)
 

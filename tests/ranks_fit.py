@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from grpo import Learner
-from policy import fill, load_config, shard, skeleton
 from rollout import Trajectory
+from training.model import fill, load_config, shard, skeleton
 
 
 def storage(t: torch.Tensor):

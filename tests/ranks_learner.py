@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from grpo import Learner
-from policy import blocks, export, fill, load_config, load_model, load_tokenizer, shard, skeleton, weights
+from training.model import blocks, export, fill, load_config, load_model, load_tokenizer, shard, skeleton, weights
 
 
 def main() -> None:

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from policy import fill, load_config, load_model, load_tokenizer, score, shard, skeleton, weights
+from engines.vllm_engine import VllmEngine
 from rollout import STOP
-from vllm_engine import VllmEngine
+from training.model import fill, load_config, load_model, load_tokenizer, score, shard, skeleton, weights
 
 
 @torch.no_grad()

@@ -14,8 +14,8 @@ from vllm.distributed.weight_transfer.base import TrainerInitInfo, WeightTransfe
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory, WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine, NCCLWeightTransferEngine
 
-from vllm_engine import rebuild_heads
-from vllm_server import VllmServer
+from engines.vllm_engine import rebuild_heads
+from engines.vllm_server import VllmServer
 
 
 def join(info, rank: int) -> StatelessProcessGroup:

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from engine import TorchEngine
+from engines.torch_engine import TorchEngine
 from rollout import STOP, prompt_ids
 
 INSTRUCTION = "Think in <think> </think>, search with <search> </search>, answer in <answer> </answer>."

@@ -14,13 +14,13 @@ import torch
 from ranks_fit import Live
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
-import fit
+import training.fit as fit
 from config import Config, parse
 from data import Question
-from fit import activations, estimate, kv_bytes
 from kernels import grpo_head
-from policy import empty, skeleton
 from rollout import prompt_ids, rollout
+from training.fit import activations, estimate, kv_bytes
+from training.model import empty, skeleton
 
 ROOT = Path(__file__).parent.parent
 P3, P7 = 3_085_938_688, 7_615_616_512

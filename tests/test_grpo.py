@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from data import Question
-from engine import TorchEngine
+from engines.torch_engine import TorchEngine
 from grpo import Learner, advantages, lr_at, micro_batches
 from rollout import STOP, EngineFault, Trajectory, rollout
 

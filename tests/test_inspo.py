@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from run import read_jsonl
-from servers import Child
-from vllm_engine import vllm_installed
+from engines.vllm_engine import vllm_installed
+from harness.directory import read_jsonl
+from harness.servers import Child
 
 ROOT = Path(__file__).parent.parent
 FIXTURE = Path(__file__).parent / "fixture"

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from config import WORLD
-from policy import (
+from training.model import (
     blocks,
     empty,
     export,

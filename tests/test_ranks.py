@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from config import WORLD
 from grpo import Learner
-from policy import load_policy
-from run import read_jsonl
+from harness.directory import read_jsonl
+from training.model import load_policy
 
 pytestmark = pytest.mark.ranks
 ENV = ENV | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -227,7 +227,7 @@ def test_ctrl_c_saves_and_ends_every_rank(tmp_path):
 
 
 def test_a_search_server_that_stays_away_ends_all_ranks_resumably(tmp_path):
-    from servers import Child
+    from harness.servers import Child
 
     out = tmp_path / "r"
     server = [str(ROOT / "retrieval_server.py"), "--corpus", str(WORLD / "corpus.jsonl")]

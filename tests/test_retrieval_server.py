@@ -20,9 +20,9 @@ import requests
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.servers import Child, listen
 from retrieval.bm25 import BM25
 from retrieval.corpus import Corpus
-from servers import Child, listen
 
 ROOT = Path(__file__).parents[1]
 SERVER = str(ROOT / "retrieval_server.py")
@@ -362,7 +362,7 @@ def test_stop_leaves_no_process(tmp_path):
 
 PARENT = """
 import sys, time
-from servers import Child
+from harness.servers import Child
 with Child(sys.argv[2:], sys.argv[1]) as child:
     print(child._process.pid, child.url, flush=True)
     time.sleep(60)

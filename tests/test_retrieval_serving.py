@@ -25,13 +25,13 @@ import uvicorn
 from hypothesis import HealthCheck, given, settings
 from prometheus_client.parser import text_string_to_metric_families
 
+from harness.servers import Child, listen
 from retrieval import build
 from retrieval.bm25 import BM25
 from retrieval.corpus import Corpus
 from retrieval.index import Fused, open_index
 from retrieval_server import MAX_BODY, make_app
 from rollout import Search
-from servers import Child, listen
 
 ROOT = Path(__file__).parents[1]
 SERVER = str(ROOT / "retrieval_server.py")

@@ -14,10 +14,10 @@ from tiny_model import FIXTURE
 import rollout as module
 from config import SEARCH_R1
 from data import Question
-from engine import TorchEngine
+from engines.torch_engine import TorchEngine
 from grpo import advantages
+from harness.servers import Child
 from rollout import INVALID, STOP, Search, SearchDown, observation, observation_ids, prompt_ids, query_of, rollout
-from servers import Child
 
 ROOT = Path(__file__).parents[1]
 ASKED = Question("q-0", "Who designed the Sydney Opera House?", ("Jørn Utzon",), "fixture")

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from data import Question
-from session import Session, rng
+from harness.log import Session, rng
 
 
 def batches(n: int, batch: int, steps: int, seed: int = 0) -> list[list[str]]:

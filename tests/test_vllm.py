@@ -22,14 +22,14 @@ import requests
 import torch
 from test_engine import contexts_of, plain_logprobs
 
-import vllm_engine
-import vllm_server
+import engines.vllm_engine as vllm_engine
+import engines.vllm_server as vllm_server
 from config import WORLD
-from engine import TorchEngine
-from policy import load_policy, weights
+from engines.torch_engine import TorchEngine
+from engines.vllm_engine import StaleWeights, VllmEngine, check_vllm, vllm_installed
+from engines.vllm_server import EngineDown, VllmServer
 from rollout import STOP
-from vllm_engine import StaleWeights, VllmEngine, check_vllm, vllm_installed
-from vllm_server import EngineDown, VllmServer
+from training.model import load_policy, weights
 
 pytest.importorskip("vllm")
 ROOT = Path(__file__).parent.parent

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from data import em, load_questions
-from engine import TorchEngine
-from policy import load_policy
+from engines.torch_engine import TorchEngine
+from harness.servers import Child
 from rollout import STOP, Search, rollout
-from servers import Child
+from training.model import load_policy
 from world.clauses import BEST, START, write
 
 ROOT = Path(__file__).parent.parent

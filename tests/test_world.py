@@ -13,10 +13,10 @@ import torch
 from transformers import AutoTokenizer
 
 from data import em, last_answer
+from harness.servers import Child
 from reflect import Optimizer, check, paraphrase_prompt, reflection_prompt, same
 from reflect import parse as parse_reply
 from rollout import INVALID, observation, prompt_ids
-from servers import Child
 from world import demos, warm_start
 from world.clauses import BEST, CLAUSES, FILLERS, FRAMES, SAYS, START, read, write
 from world.demos import demo, demonstrate, random_clauses

@@ -13,7 +13,7 @@ import hashlib
 import random
 import re
 
-from servers import listen, serve
+from harness.servers import listen, serve
 from world.clauses import CLAUSES, read, write
 
 HARM = ("memory", "verbose", "terse", "early", "whole")

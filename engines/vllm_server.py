@@ -16,9 +16,9 @@ import requests
 import torch
 import torch.distributed as dist
 
-from policy import load_config, skeleton
+from engines.vllm_engine import VERSION, StaleWeights, check_vllm, sampling
 from rollout import EngineFault
-from vllm_engine import VERSION, StaleWeights, check_vllm, sampling
+from training.model import load_config, skeleton
 
 
 class EngineDown(EngineFault):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from config import Config
-from policy import blocks, load_config, skeleton
+from training.model import blocks, load_config, skeleton
 
 RESERVE = 0.06  # of a GPU, for what no shape tells: CUDA's context, NCCL's buffers, fragmentation
 ASLEEP = 1e9  # bytes that a sleeping vLLM does not give back, an allowance: CUDA graphs and the like

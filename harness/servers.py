@@ -64,7 +64,7 @@ class Child:
 
     def __init__(self, argv: list[str], log: str | Path, deadline: float = 60.0, port: int = 0):
         command = [sys.executable, *argv, "--port", str(port), "--child"]
-        here = str(Path(__file__).parent)  # for `-m module`, wherever the parent was started
+        here = str(Path(__file__).parents[1])  # for `-m module`, wherever the parent was started
         here = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
         env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": here}  # one thread: the trainer needs the cores
         pipe = subprocess.PIPE

@@ -9,10 +9,10 @@ from tqdm import tqdm
 
 from config import Config
 from data import Question, f1
+from harness.directory import Ledger, Run
 from population import Population, ReplayBuffer
 from reflect import Optimizer
 from rollout import Trajectory
-from run import Ledger, Run
 
 
 def rng(seed: int, t: int, purpose: str) -> np.random.Generator:

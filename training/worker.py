@@ -8,11 +8,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from config import Config
-from engine import TorchEngine
+from engines.torch_engine import TorchEngine
 from grpo import Learner
-from policy import empty, export, fill, load_config, load_model, load_tokenizer, shard, skeleton, weights
-from ranks import Ranks
 from rollout import STOP, EngineFault, Search, Trajectory, rollout
+from training.model import empty, export, fill, load_config, load_model, load_tokenizer, shard, skeleton, weights
+from training.ranks import Ranks
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a checkpoint by one process is what is meant
 MAX_LOGP_GAP = {"cpu": 1e-3, "cuda": 0.1}  # mean nat a token between engine and trainer: fp32, bf16
@@ -24,7 +24,7 @@ def choose_engine(cfg: Config, device: str) -> tuple[str, str]:
         return "torch", "as asked"
     if cfg.engine == "auto" and device == "cpu":
         return "torch", "no GPU"
-    from vllm_engine import check_vllm, vllm_installed
+    from engines.vllm_engine import check_vllm, vllm_installed
 
     if cfg.engine == "auto" and not vllm_installed():
         return "torch", "vllm is not installed"
@@ -71,10 +71,10 @@ class Worker:
     def vllm(self, dtype: str):
         cfg, max_len = self.cfg, self.cfg.max_prompt + self.cfg.max_response
         if cfg.vllm != "colocate":
-            from vllm_server import VllmServer
+            from engines.vllm_server import VllmServer
 
             return VllmServer(cfg.vllm, self.tokenizer, STOP, model=cfg.model, max_len=max_len)
-        from vllm_engine import VllmEngine
+        from engines.vllm_engine import VllmEngine
 
         return VllmEngine(
             cfg.model, self.tokenizer, STOP, max_len=max_len, dtype=dtype, memory=cfg.vllm_memory,

@@ -1,0 +1,1 @@
+"""Everything around a run: its directory, its log, its servers."""

@@ -1,0 +1,1 @@
+"""The policy in training: its model, its shares over the ranks, the memory it needs."""
