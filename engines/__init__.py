@@ -1,1 +1,54 @@
-"""Tokens in, tokens out."""
+"""Tokens in, tokens out: the protocol between the agent loop and whatever samples from the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:  # `inspo.py --help` imports this module and must not wait for torch
+    import torch
+
+
+class Turn(NamedTuple):
+    """One finished turn of a row."""
+
+    key: int  # the caller's name for the row
+    ids: list[int]  # sampled tokens, the one that ended the turn included
+    logps: list[float]  # log-probability of each, at the sampling temperature
+
+
+class Engine(Protocol):
+    """Samples turns from the policy.
+
+    A row is one trajectory in the making, named by a key of the caller's choice; `begin` starts a batch of rows, and
+    each `generate` starts further turns in it. All contexts and turns are token ids. Errors are EngineFault.
+    """
+
+    max_rows: int  # rows that one batch may hold
+    lockstep: bool  # samples depend on which rows are generated together: start all turns of a round in one call
+    unproven: int  # weights of the last `load` that could not be compared with those the engine computes with
+
+    def begin(self, seed: int) -> None:
+        """Forget all rows, also unfinished ones, and seed the samples that follow."""
+
+    def generate(self, contexts: dict[int, list[int]], max_new: int, temperature: float) -> Iterator[Turn]:
+        """Start a turn for every row in `contexts` (key -> its whole context) and yield turns as they finish.
+
+        A turn finishes with a stop string (which stays in it), with EOS, or after `max_new` tokens. A lockstep engine
+        yields all turns before the iterator ends, and forgets rows that `contexts` leaves out. Any other engine
+        generates a little, yields what has finished so far, possibly nothing, and continues on the next call, for
+        which `contexts` may be empty. Cached parts of a context are not recomputed. Temperature 0 is greedy, with
+        log-probabilities at temperature 1.
+        """
+
+    def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Replace all weights by (Hugging Face name, whole tensor) pairs, consumed one at a time; forget all rows.
+
+        Under torchrun, all ranks call this together.
+        """
+
+    def sleep(self) -> None:
+        """Release the memory that only generation needs; `load` wakes the engine up."""
+
+    def close(self) -> None:
+        """Release everything, so that the process can exit; the engine cannot be used again."""
