@@ -4,16 +4,16 @@ Works with any OpenAI-compatible chat endpoint. A reply is never adopted as it c
 count, and each candidate has to pass `check`.
 """
 
-import email.utils
 import functools
 import hashlib
-import random
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import requests
+from faults import OptimizerDown
+from harness.client import Client, RequestFailed
 
 # App. E, word for word; {n} stands for its N. (The paraphrase prompt has "6" there, which is N_P - 1.)
 PARAPHRASE = """<ins_0> {instruction} </ins_0>
@@ -45,7 +45,7 @@ EXAMPLE = "<example>\nResponse: {response}\nCorrect answer: {gold}\n</example>"
 
 @functools.cache
 def token_counter() -> tuple[Callable[[str], int], str]:
-    """(count, how): tiktoken's o200k_base, or four characters a token where its file cannot be had."""
+    """Returns (count, its name): tiktoken's o200k_base, or four characters a token if its file is not available."""
     try:
         import tiktoken
 
@@ -56,22 +56,25 @@ def token_counter() -> tuple[Callable[[str], int], str]:
 
 
 def paraphrase_prompt(instruction: str, n: int) -> str:
+    """Returns the prompt that asks for `n` paraphrases of an instruction."""
     return PARAPHRASE.format(instruction=instruction, n=n)
 
 
-def reflection_prompt(
-    instruction: str, failures: list[tuple[str, tuple[str, ...]]], n: int, budget: int, count: Callable[[str], int]
-) -> str:
-    """The prompt with `failures` [(question and response, golds)], each cut to its share of `budget` tokens."""
+def reflection_prompt(instruction: str, failures: Sequence[tuple[str, tuple[str, ...]]], n: int, budget: int) -> str:
+    """Returns the prompt that asks for `n` candidates after `failures`, each a pair (question and response, golds).
+
+    A failure is cut to its share of `budget` tokens.
+    """
+    count, _ = token_counter()
     share = budget // max(1, len(failures))
     examples = [EXAMPLE.format(response=shorten(text, share, count), gold=" or ".join(g)) for text, g in failures]
     return REFLECTION.format(instruction=instruction, examples="\n".join(examples), n=n)
 
 
 def shorten(text: str, budget: int, count: Callable[[str], int]) -> str:
-    """Cut a failure to about `budget` tokens: the middle of every observation goes, then the middle of the text.
+    """Returns a failure cut to about `budget` tokens: the middle of each observation goes, then that of the text.
 
-    The question, the actions and the end of the trajectory stay as long as anything else is left to cut.
+    The question, the actions and the end of the trajectory stay as long as there is anything else to cut.
     """
     for keep in (2000, 1000, 500, 250, 100, 40, 0):
         if count(text) <= budget:
@@ -88,143 +91,132 @@ def _middle_out(text: str, keep: int) -> str:
 
 
 def parse(reply: str) -> list[str]:
-    """The texts of a reply's complete `<ins_k>...</ins_k>` blocks, k >= 1, in order; nothing else is taken."""
+    """Returns the texts of a reply's complete `<ins_k>...</ins_k>` blocks, k >= 1, in their order."""
     blocks = re.findall(r"<ins_([1-9]\d*)>((?:(?!</?ins_\d).)*)</ins_\1>", reply, re.S)
     return [text.strip() for _, text in blocks]
 
 
-def check(candidate: str, parent: str, taken: set[str], golds: list[str], max_tokens: int, count) -> str:
-    """Why a candidate cannot join ("" if it can); `taken` are the texts in use, as `same` writes them."""
-    if not same(candidate):
+def candidates(
+    reply: str, parent: str, used: set[str], golds: Iterable[str], max_tokens: int
+) -> tuple[list[str], list[dict[str, str]]]:
+    """Returns a reply's candidates that pass `check`, and the others as {"text", "reason"}.
+
+    Adds the accepted texts, normalized, to `used`.
+    """
+    count, _ = token_counter()
+    golds = list(golds)
+    accepted: list[str] = []
+    rejected: list[dict[str, str]] = []
+    for text in parse(reply):
+        if reason := check(text, parent, used, golds, max_tokens, count):
+            rejected.append({"text": text, "reason": reason})
+        else:
+            accepted.append(text)
+            used.add(normalized(text))
+    return accepted, rejected
+
+
+def check(
+    candidate: str,
+    parent: str,
+    used: set[str],
+    golds: Iterable[str],
+    max_tokens: int,
+    count: Callable[[str], int],
+) -> str:
+    """Returns why a candidate cannot join, or ""; `used` holds the normalized texts of the instructions in use."""
+    words = normalized(candidate)
+    if not words:
         return "empty"
-    if same(candidate) in taken:
+    if words in used:
         return "duplicate"
     if count(candidate) > max_tokens:
         return f"longer than {max_tokens} tokens"
     tag = r"</?[A-Za-z_][\w-]*>"
     if lost := sorted(set(re.findall(tag, parent)) - set(re.findall(tag, candidate))):
         return f"lost {lost[0]}"
-    words = f" {same(candidate)} "
-    for gold in golds:  # an answer that the parent already names ("Beijing" in Search-R1's) leaks nothing new
-        if len(same(gold)) > 3 and f" {same(gold)} " in words and f" {same(gold)} " not in f" {same(parent)} ":
+    for gold in golds:
+        answer = f" {normalized(gold)} "
+        if len(answer) - 2 <= 3:  # "a", "yes" and "two" are words of any prompt
+            continue
+        # An answer that the parent names already ("Beijing" in Search-R1's instruction) is no new leak.
+        if answer in f" {words} " and answer not in f" {normalized(parent)} ":
             return f"contains the gold answer {gold!r}"
     return ""
 
 
-def same(text: str) -> str:
-    """A text's words alone: two candidates with the same words are one candidate."""
+def normalized(text: str) -> str:
+    """Returns a text's words in lower case, without punctuation; candidates with the same words are duplicates."""
     return " ".join(re.findall(r"\w+", text.lower()))
 
 
-class OptimizerDown(Exception):
-    """The optimizer gave no reply after all retries; training goes on without this evolution."""
+@dataclass(frozen=True)
+class Call:
+    """One call to the optimizer, as a row of reflections.jsonl keeps it."""
+
+    key: str  # what a resumed run finds it by
+    prompt: str
+    reply: str
+    prompt_tokens: int  # as the endpoint counts them; estimated where it does not
+    completion_tokens: int
+    seconds: float  # retries included
+    paid_before: bool  # the reply comes from an earlier process of this run
 
 
-@dataclass
 class Optimizer:
-    """Client of an OpenAI-compatible endpoint.
+    """Client of an OpenAI-compatible chat endpoint; harness/client.py says what it retries.
 
-    `paid` maps the key of a call to its earlier reply: a resumed run takes it from there. Transient faults
-    (connection, timeout, 429, 5xx) are retried with exponential back-off and jitter, honouring Retry-After.
+    `url` is the base, as in OPENAI_BASE_URL. `paid` maps the key of a call to the row that an earlier process of this
+    run wrote of it: such a call is not paid for again.
     """
 
-    url: str  # base, as in OPENAI_BASE_URL
-    model: str
-    api_key: str = ""
-    timeout: float = 300
-    retries: int = 4
-    backoff: float = 1.0  # seconds, doubled at every retry
-    paid: dict[str, dict] | None = None
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        api_key: str = "",
+        timeout: float = 300,
+        retries: int = 4,
+        backoff: float = 1.0,
+        paid: dict[str, dict[str, Any]] | None = None,
+    ):
+        self.model, self.paid = model, paid or {}
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._client = Client(
+            [url], timeout=timeout, retries=retries, backoff=backoff, expects="a chat completion", headers=headers,
+            proxies=True, retry_malformed=True,
+        )  # fmt: skip
 
-    def ask(self, prompt: str, when: str) -> dict:
-        """{"reply", "prompt_tokens", "completion_tokens", "seconds", "key", "paid_before"}; raises OptimizerDown.
-
-        `when` tells calls with the same prompt apart (step and round).
-        """
+    def ask(self, prompt: str, when: str) -> Call:
+        """Returns the call with its reply. `when` tells calls with the same prompt apart. Raises OptimizerDown."""
         key = f"{when} " + hashlib.sha256(f"{self.model}\n{prompt}".encode()).hexdigest()[:16]
-        if self.paid and key in self.paid:
-            return self.paid[key] | {"paid_before": True}
+        if key in self.paid:
+            return Call(**self.paid[key] | {"prompt": prompt, "paid_before": True})
         start = time.time()
         body = {"model": self.model, "messages": [{"role": "user", "content": prompt}]}
-        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-        http = requests.Session()  # a proxy from the environment would be asked even for loopback
-        http.trust_env = not re.match(r"https?://(localhost|127\.0\.0\.1|\[::1\])[:/]", self.url)
-        fault, wait = "", 0.0
-        for attempt in range(self.retries + 1):
-            if attempt:
-                time.sleep(max(wait, self.backoff * 2 ** (attempt - 1) * random.uniform(0.5, 1.5)))
-                wait = 0.0
-            try:
-                answer = http.post(
-                    f"{self.url.rstrip('/')}/chat/completions", json=body, headers=headers, timeout=self.timeout
-                )
-                if answer.status_code == 200:
-                    return self._read(answer, prompt, key, time.time() - start)
-                fault = f"HTTP {answer.status_code}: {answer.text[:200].strip()}"
-                if answer.status_code != 429 and answer.status_code < 500:
-                    break  # asking again would not help
-                wait = _retry_after(answer.headers.get("Retry-After", ""))
-            except requests.RequestException as e:
-                fault = type(e).__name__
-            except (ValueError, KeyError, IndexError, TypeError) as e:
-                fault = f"not a chat completion ({type(e).__name__})"
-        raise OptimizerDown(f"{self.url}: {fault}")
-
-    def _read(self, answer: requests.Response, prompt: str, key: str, seconds: float) -> dict:
-        data = answer.json()
-        reply = data["choices"][0]["message"]["content"] or ""
-        if not isinstance(reply, str):
-            raise TypeError("content is not text")
-        usage = data.get("usage") if isinstance(data.get("usage"), dict) else {}
-        return {
-            "key": key,
-            "reply": reply,
-            "prompt_tokens": usage.get("prompt_tokens") or len(prompt) // 4,
-            "completion_tokens": usage.get("completion_tokens") or len(reply) // 4,
-            "seconds": round(seconds, 3),
-            "paid_before": False,
-        }
+        try:
+            reply, usage = self._client.post("/chat/completions", body, _read_completion)
+        except RequestFailed as e:
+            raise OptimizerDown(str(e)) from e
+        return Call(
+            key=key,
+            prompt=prompt,
+            reply=reply,
+            prompt_tokens=usage.get("prompt_tokens") or len(prompt) // 4,
+            completion_tokens=usage.get("completion_tokens") or len(reply) // 4,
+            seconds=round(time.time() - start, 3),
+            paid_before=False,
+        )
 
 
-def propose(
-    optimizer: Optimizer,
-    when: str,
-    parent: str,
-    failures: list[tuple[str, tuple[str, ...]]],
-    n: int,
-    taken: set[str],
-    *,
-    budget: int,
-    max_tokens: int,
-) -> tuple[dict, list[str], list[dict]]:
-    """Ask O for `n` candidates: by reflection on `failures` (text, golds), by paraphrase where there are none.
-
-    Returns (call, accepted texts, [{"text", "reason"}] of the rejected); adds what it accepts to `taken`.
-    Raises OptimizerDown.
-    """
-    count, _ = token_counter()
-    prompt = reflection_prompt(parent, failures, n, budget, count) if failures else paraphrase_prompt(parent, n)
-    call = optimizer.ask(prompt, when)
-    golds = [gold for _, golds in failures for gold in golds]
-    accepted, rejected = [], []
-    for text in parse(call["reply"]):
-        if reason := check(text, parent, taken, golds, max_tokens, count):
-            rejected.append({"text": text, "reason": reason})
-        else:
-            accepted.append(text)
-            taken.add(same(text))
-    return call | {"prompt": prompt}, accepted, rejected
+def _read_completion(answer: Any) -> tuple[str, dict[str, Any]]:
+    reply = answer["choices"][0]["message"]["content"] or ""
+    if not isinstance(reply, str):
+        raise TypeError("content is not text")
+    usage = answer.get("usage")
+    return reply, usage if isinstance(usage, dict) else {}
 
 
-def _retry_after(value: str) -> float:
-    """Seconds that a Retry-After header asks for (a number or an HTTP date), at most a minute."""
-    try:
-        return min(60.0, max(0.0, float(value)))
-    except ValueError:
-        when = email.utils.parsedate_to_datetime(value).timestamp() if re.search(r"GMT$", value) else 0.0
-        return min(60.0, max(0.0, when - time.time()))
-
-
-def paid_calls(rows: list[dict]) -> dict[str, dict]:
-    """Replies that an earlier process of this run has paid for, by key, from the rows of reflections.jsonl."""
+def paid_calls(rows: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Returns the calls that an earlier process of this run has paid for, by key, from rows of reflections.jsonl."""
     return {row["call"]["key"]: row["call"] for row in rows if "call" in row}

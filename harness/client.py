@@ -1,0 +1,142 @@
+"""HTTP with JSON bodies, and the one rule of retries for every server that a run talks to."""
+
+import contextlib
+import email.utils
+import random
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+import requests
+import tenacity
+
+from faults import Fault, Outage
+
+T = TypeVar("T")
+MAX_WAIT = 60.0  # seconds between two rounds, whatever a server asks for
+CONNECTION_FAULTS = (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError)
+
+
+class RequestFailed(Outage):
+    """No usable answer: the server and its last fault in words. A `transient` fault may be gone at the next attempt."""
+
+    def __init__(self, text: str, transient: bool = False, retry_after: float = 0.0):
+        super().__init__(text)
+        self.transient, self.retry_after = transient, retry_after
+
+
+class Client:
+    """A client of one server, or of several that can stand in for each other.
+
+    Connection faults, time-outs, 429 and 5xx are transient: the next server is asked at once. When all have failed,
+    the client waits and asks them all again, up to `retries` times. It waits for `backoff` seconds, doubled every time
+    and varied by half, or for as long as Retry-After asks; never longer than MAX_WAIT. Other statuses are final. So is
+    a body that is not what the client `expects`, unless `retry_malformed`. `retry_read_timeout=False` is for servers
+    that may still be busy with the first request.
+
+    `revive` is called before every round but the first; it may return a new URL for the server in use, or "". The
+    environment's proxies are used only with `proxies`, and never for this machine.
+    """
+
+    def __init__(
+        self, urls: Iterable[str], *, timeout: float, retries: int, backoff: float, expects: str = "JSON",
+        headers: Mapping[str, str] | None = None, proxies: bool = False, retry_malformed: bool = False,
+        retry_read_timeout: bool = True, revive: Callable[[], str] = lambda: "",
+    ):  # fmt: skip
+        self.urls = [url.strip().rstrip("/") for url in urls]  # the first is in use
+        self.timeout, self.retries, self.backoff, self.expects = timeout, retries, backoff, expects
+        self.retry_malformed, self.retry_read_timeout, self.revive = retry_malformed, retry_read_timeout, revive
+        self.faults = 0  # transient faults so far
+        self.session = requests.Session()
+        self.session.headers.update(headers or {})
+        self.session.trust_env = proxies and not any(map(_is_loopback, self.urls))
+        for scheme in ("http://", "https://"):  # as many connections as the caller has threads
+            self.session.mount(scheme, requests.adapters.HTTPAdapter(pool_maxsize=1024))
+
+    def get(self, path: str, read: Callable[[Any], T], retries: int | None = None) -> T:
+        """Returns `read(answer)` of a GET; see `post`."""
+        return self._request("GET", path, None, read, retries)
+
+    def post(self, path: str, body: Any, read: Callable[[Any], T], retries: int | None = None) -> T:
+        """Returns `read(answer)` of a POST of `body`; `retries` replaces the client's. Raises RequestFailed.
+
+        A LookupError, TypeError or ValueError of `read` makes the answer malformed.
+        """
+        return self._request("POST", path, body, read, retries)
+
+    def _request(self, method: str, path: str, body: Any, read: Callable[[Any], T], retries: int | None) -> T:
+        attempts = 1 + (self.retries if retries is None else retries)
+        retrying = tenacity.Retrying(
+            stop=tenacity.stop_after_attempt(attempts),
+            retry=tenacity.retry_if_exception(lambda e: isinstance(e, RequestFailed) and e.transient),
+            wait=self._seconds_to_wait,
+            before=self._before_round,
+            reraise=True,
+        )
+        try:
+            return retrying(self._ask_each_server, method, path, body, read)
+        except RequestFailed as e:
+            place = path.partition("?")[0]
+            if not e.transient:
+                raise RequestFailed(f"{self.urls[0]}{place}: {e}") from e
+            times = f", {attempts} times" if attempts > 1 else ""
+            raise RequestFailed(f"{' and '.join(self.urls)}{place}: {e}{times}", True) from e
+
+    def _before_round(self, state: tenacity.RetryCallState) -> None:
+        if state.attempt_number > 1:
+            try:
+                self.urls[0] = self.revive().rstrip("/") or self.urls[0]
+            except Fault as e:
+                raise RequestFailed(str(e)) from e
+
+    def _seconds_to_wait(self, state: tenacity.RetryCallState) -> float:
+        backoff = self.backoff * 2 ** (state.attempt_number - 1) * random.uniform(0.5, 1.5)
+        fault = state.outcome and state.outcome.exception()
+        return min(MAX_WAIT, max(backoff, fault.retry_after if isinstance(fault, RequestFailed) else 0.0))
+
+    def _ask_each_server(self, method: str, path: str, body: Any, read: Callable[[Any], T]) -> T:
+        retry_after = 0.0
+        for _ in self.urls:
+            try:
+                return self._ask(method, path, body, read)
+            except RequestFailed as e:
+                if not e.transient:
+                    raise
+                last, retry_after = str(e), max(retry_after, e.retry_after)
+                self.faults += 1
+                self.urls = [*self.urls[1:], self.urls[0]]
+        raise RequestFailed(last, True, retry_after)
+
+    def _ask(self, method: str, path: str, body: Any, read: Callable[[Any], T]) -> T:
+        timeout = (min(5.0, self.timeout), self.timeout)  # to connect, to answer
+        try:
+            answer = self.session.request(method, self.urls[0] + path, json=body, timeout=timeout)
+        except requests.ReadTimeout as e:
+            raise RequestFailed(f"ReadTimeout after {self.timeout:g} s", self.retry_read_timeout) from e
+        except CONNECTION_FAULTS as e:
+            raise RequestFailed(type(e).__name__, True) from e
+        except (requests.RequestException, ValueError) as e:  # a URL that is none
+            raise RequestFailed(f"{type(e).__name__}: {e}") from e
+        if not answer.ok:
+            fault = f"HTTP {answer.status_code}: {' '.join(answer.text.split())[:200]}".rstrip(": ")
+            raise RequestFailed(fault, answer.status_code == 429 or answer.status_code >= 500, _retry_after(answer))
+        try:
+            return read(answer.json())
+        except (LookupError, TypeError, ValueError) as e:
+            raise RequestFailed(f"not {self.expects} ({type(e).__name__}: {e})", self.retry_malformed) from e
+
+
+def _retry_after(answer: requests.Response) -> float:
+    """Returns the seconds that a Retry-After header asks for, as a number or an HTTP date; 0 if it makes no sense."""
+    value = answer.headers.get("Retry-After", "")
+    with contextlib.suppress(ValueError):
+        return max(0.0, float(value))  # in this order NaN gives 0
+    with contextlib.suppress(ValueError, OverflowError):
+        if date := email.utils.parsedate_tz(value):
+            return max(0.0, email.utils.mktime_tz(date) - time.time())
+    return 0.0
+
+
+def _is_loopback(url: str) -> bool:
+    return re.match(r"https?://(localhost|127\.[\d.]+|\[::1\])([:/]|$)", url) is not None
