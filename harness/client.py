@@ -75,7 +75,8 @@ class Client:
             reraise=True,
         )
         try:
-            return retrying(self._ask_each_server, method, path, body, read)
+            answer: T = retrying(self._ask_each_server, method, path, body, read)
+            return answer
         except RequestFailed as e:
             place = path.partition("?")[0]
             if not e.transient:
@@ -91,8 +92,8 @@ class Client:
                 raise RequestFailed(str(e)) from e
 
     def _seconds_to_wait(self, state: tenacity.RetryCallState) -> float:
-        backoff = self.backoff * 2 ** (state.attempt_number - 1) * random.uniform(0.5, 1.5)
-        fault = state.outcome and state.outcome.exception()
+        backoff = self.backoff * 2.0 ** (state.attempt_number - 1) * random.uniform(0.5, 1.5)
+        fault = state.outcome.exception() if state.outcome else None
         return min(MAX_WAIT, max(backoff, fault.retry_after if isinstance(fault, RequestFailed) else 0.0))
 
     def _ask_each_server(self, method: str, path: str, body: Any, read: Callable[[Any], T]) -> T:

@@ -1,0 +1,86 @@
+"""A real HTTP server that follows a script, for the tests of clients."""
+
+import contextlib
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+
+class JsonServer(ThreadingHTTPServer):
+    """Answers every request with the next entry of its `script`, the last one again and again; keeps the requests.
+
+    An entry is a dict (sent as JSON with status 200), (status, headers, text), or a function of the handler.
+    """
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, *script, port=0):
+        super().__init__(("127.0.0.1", port), Handler)
+        self.script, self.requests, self.closing = list(script), [], threading.Event()
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+    def stop(self):
+        self.closing.set()
+        self.shutdown()
+        self.server_close()
+
+    def handle_error(self, *_):
+        pass  # a client that no longer waits
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        script = self.server.script
+        self.server.requests.append((self.path, dict(self.headers), body))
+        entry = script.pop(0) if len(script) > 1 else script[0]
+        if callable(entry):
+            return entry(self)
+        status, headers, text = (200, {}, json.dumps(entry)) if isinstance(entry, dict) else entry
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    do_GET = do_POST
+
+    def log_message(self, *_):
+        pass
+
+
+def hang_up(handler):
+    """Closes the connection without an answer."""
+    handler.close_connection = True
+
+
+def break_off(handler):
+    """Closes the connection in the middle of the body."""
+    handler.send_response(200)
+    handler.send_header("Content-Length", "1000")
+    handler.end_headers()
+    handler.wfile.write(b'{"half":')
+    handler.close_connection = True
+
+
+def too_slow(handler):
+    """Never answers."""
+    handler.server.closing.wait(5)
+
+
+@contextlib.contextmanager
+def json_servers():
+    """Yields a function that starts servers; they stop at the end."""
+    started = []
+
+    def start(*script, **kwargs):
+        started.append(JsonServer(*script, **kwargs))
+        return started[-1]
+
+    try:
+        yield start
+    finally:
+        for server in started:
+            server.stop()

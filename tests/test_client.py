@@ -1,0 +1,325 @@
+"""The one rule of retries (harness/client.py), against real HTTP servers that fail in every way it knows."""
+
+import email.utils
+import json
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+import tenacity
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from json_server import break_off, hang_up, json_servers, too_slow
+
+import harness.client as module
+from faults import Fault
+from harness.client import Client, RequestFailed
+
+OK = {"value": 1}
+BUSY = (503, {}, "busy")
+
+
+@pytest.fixture
+def serve():
+    """Start servers with a script each; they stop with the test."""
+    with json_servers() as start:
+        yield start
+
+
+@pytest.fixture(autouse=True)
+def waits(monkeypatch):
+    """The seconds that clients would have waited between rounds; they do not wait here."""
+    waited = []
+    monkeypatch.setattr(tenacity.nap, "time", SimpleNamespace(sleep=waited.append))
+    return waited
+
+
+def client(*urls, timeout=5, retries=3, backoff=1.0, **more):
+    return Client(urls, timeout=timeout, retries=retries, backoff=backoff, **more)
+
+
+def value(answer):
+    return answer["value"]
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return sock.getsockname()[1]
+
+
+# ---- requests
+
+
+def test_a_post_sends_json_and_returns_what_its_reader_makes_of_the_answer(serve):
+    server = serve(OK)
+    assert client(server.url + "/", headers={"X-Key": "k"}).post("/path", {"é": [1]}, value) == 1
+    ((path, headers, body),) = server.requests
+    assert path == "/path" and json.loads(body) == {"é": [1]}
+    assert headers["Content-Type"] == "application/json" and headers["X-Key"] == "k"
+
+
+def test_an_empty_body_is_sent_as_one_and_a_get_has_none(serve):
+    server = serve(OK)
+    asker = client(server.url)
+    asker.post("/path", {}, value)
+    assert asker.get("/path?a=b", value) == 1
+    assert [(path, body) for path, _, body in server.requests] == [("/path", b"{}"), ("/path?a=b", b"")]
+
+
+def test_threads_may_share_a_client(serve, waits):
+    server = serve(hang_up, BUSY, *[OK] * 64)
+    asker = client(server.url)
+    with ThreadPoolExecutor(32) as pool:
+        assert list(pool.map(lambda k: asker.post("/path", {"k": k}, value), range(64))) == [1] * 64
+    assert len(server.requests) == 66 and len(waits) == asker.faults == 2
+    assert {json.loads(body)["k"] for _, _, body in server.requests} == set(range(64))
+
+
+# ---- which faults are transient
+
+
+@pytest.mark.parametrize(
+    "fault, words",
+    [
+        ((429, {}, "slow down"), "HTTP 429: slow down"),
+        ((500, {}, ""), "HTTP 500"),
+        ((503, {}, "<html>\n  <b>over</b>\n"), "HTTP 503: <html> <b>over</b>"),
+        ((529, {}, "x" * 999), f"HTTP 529: {'x' * 200}"),
+        (hang_up, "ConnectionError"),
+        (break_off, "ChunkedEncodingError"),
+        (too_slow, "ReadTimeout after 0.2 s"),
+    ],
+)
+def test_a_transient_fault_is_retried_and_named_in_one_line_if_it_stays(serve, waits, fault, words):
+    timeout = 0.2 if fault is too_slow else 5
+    server = serve(fault, fault, OK)
+    asker = client(server.url, timeout=timeout)
+    assert asker.post("/path", {"k": 1}, value) == 1
+    assert len(server.requests) == 3 and len(waits) == asker.faults == 2
+    assert {body for _, _, body in server.requests} == {b'{"k": 1}'}
+    server = serve(fault)
+    with pytest.raises(RequestFailed) as failed:
+        client(server.url, timeout=timeout, retries=2).post("/path", {}, value)
+    assert str(failed.value) == f"{server.url}/path: {words}, 3 times" and failed.value.transient
+    assert len(server.requests) == 3
+
+
+def test_a_server_that_comes_back_is_reached(serve, monkeypatch):
+    port = free_port()
+    monkeypatch.setattr(tenacity.nap, "time", SimpleNamespace(sleep=lambda _: serve(OK, port=port)))
+    assert client(f"http://127.0.0.1:{port}").post("/path", {}, value) == 1
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 409, 413, 422, 428, 430, 499])
+def test_other_statuses_are_final(serve, waits, status):
+    server, other = serve((status, {"Retry-After": "1"}, "no\nsuch key")), serve(OK)
+    asker = client(server.url, other.url)
+    with pytest.raises(RequestFailed) as failed:
+        asker.post("/path?secret=1", {}, value)
+    assert str(failed.value) == f"{server.url}/path: HTTP {status}: no such key" and not failed.value.transient
+    assert len(server.requests) == 1 and not other.requests and not waits and asker.faults == 0
+
+
+@pytest.mark.parametrize("url", ["", "127.0.0.1:80", "ftp://127.0.0.1", "http://", "http://[", "http://a b/"])
+def test_a_url_that_is_none_is_final(waits, url):
+    with pytest.raises(RequestFailed) as failed:
+        client(url).post("/path", {}, value)
+    assert not failed.value.transient and not waits
+
+
+@pytest.mark.parametrize("text", ["", "<html>", "[]", "null", '"value"', "{}", '{"value"', '{"other": 1}'])
+def test_a_malformed_body_is_final_unless_stated_otherwise(serve, waits, text):
+    server = serve((200, {}, text), OK)
+    with pytest.raises(RequestFailed, match=r"/path: not a number \(\w+Error: .*\)$"):
+        client(server.url, expects="a number").post("/path", {}, value)
+    assert len(server.requests) == 1 and not waits
+    server = serve((200, {}, text), OK)
+    assert client(server.url, retry_malformed=True).post("/path", {}, value) == 1
+    assert len(server.requests) == 2 and len(waits) == 1
+
+
+def test_a_fault_in_the_reader_itself_is_not_hidden(serve):
+    def read(_):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        client(serve(OK).url).post("/path", {}, read)
+
+
+def test_a_request_that_must_not_be_repeated_is_sent_once(serve, waits):
+    for fault, words in ((BUSY, "HTTP 503: busy"), (hang_up, "ConnectionError")):
+        server = serve(fault, OK)
+        with pytest.raises(RequestFailed, match=f"/path: {words}$"):
+            client(server.url, retries=5).post("/path", {}, value, retries=0)
+        with pytest.raises(RequestFailed, match=f"/path: {words}$"):
+            client(serve(fault, OK).url, retries=5).get("/path", value, retries=0)
+        assert len(server.requests) == 1 and not waits
+
+
+def test_after_a_read_time_out_a_busy_server_can_be_spared(serve, waits):
+    server = serve(too_slow, OK)
+    with pytest.raises(RequestFailed, match="/path: ReadTimeout after 0.2 s$"):
+        client(server.url, timeout=0.2, retry_read_timeout=False).post("/path", {}, value)
+    assert len(server.requests) == 1 and not waits
+    assert client(serve(BUSY, OK).url, retry_read_timeout=False).post("/path", {}, value) == 1
+
+
+def test_no_fault_names_a_header(serve):
+    for fault in (BUSY, (400, {}, "no"), (200, {}, "no"), hang_up):
+        with pytest.raises(RequestFailed) as failed:
+            client(serve(fault).url, headers={"Authorization": "Bearer sk-secret"}).post("/path", {}, value)
+        assert "sk-secret" not in repr(failed.value) + repr(failed.value.__cause__)
+
+
+# ---- waiting
+
+
+def test_the_wait_doubles_varies_by_half_and_has_an_upper_bound(serve, waits):
+    server = serve(BUSY)
+    for _ in range(8):
+        with pytest.raises(RequestFailed):
+            client(server.url, retries=6, backoff=4.0).post("/path", {}, value)
+    assert len(waits) == 8 * 6
+    for k in range(6):
+        waited = waits[k::6]
+        assert all(min(60, 4 * 2**k * 0.5) <= wait <= min(60, 4 * 2**k * 1.5) for wait in waited)
+        assert max(waited) - min(waited) > 0.05 * min(waited) or k == 5  # 64 to 192 s: a minute
+    assert max(waits) == 60
+
+
+@pytest.mark.parametrize("asked, wait", [("17", 17), ("7.5", 7.5), (" 3 ", 3), ("3600", 60), ("9" * 400, 60)])
+@pytest.mark.parametrize("status", [429, 503])
+def test_retry_after_in_seconds_is_honoured_up_to_a_minute(serve, waits, status, asked, wait):
+    assert client(serve((status, {"Retry-After": asked}, ""), OK).url).post("/path", {}, value) == 1
+    assert waits == [wait]
+
+
+@pytest.mark.parametrize("ahead, low, high", [(30, 25, 30), (3600, 60, 60), (-3600, 0.5, 1.5)])
+def test_retry_after_as_a_date_is_honoured_up_to_a_minute(serve, waits, ahead, low, high):
+    date = email.utils.formatdate(time.time() + ahead, usegmt=True)
+    client(serve((503, {"Retry-After": date}, ""), OK).url).post("/path", {}, value)
+    (wait,) = waits
+    assert low <= wait <= high
+
+
+@pytest.mark.parametrize(
+    "asked", ["0", "-5", "nan", "-inf", "soon", "", "yesterday GMT", "Wed, 99 Xyz 99999 07:28 GMT"]
+)
+def test_a_retry_after_of_nothing_or_nonsense_waits_as_usual(serve, waits, asked):
+    client(serve((429, {"Retry-After": asked}, ""), OK).url).post("/path", {}, value)
+    (wait,) = waits
+    assert 0.5 <= wait <= 1.5
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text() | st.from_regex(r"[A-Z][a-z]{2}, \d{1,5} [A-Z][a-z]{2} \d{1,12} \d\d:\d\d:\d\d (GMT|[+-]\d{1,9})"))
+def test_no_retry_after_breaks_the_client(text):
+    assert module._retry_after(SimpleNamespace(headers={"Retry-After": text})) >= 0
+
+
+def test_retry_after_never_shortens_the_back_off(serve, waits):
+    client(serve((429, {"Retry-After": "1"}, ""), OK).url, backoff=20).post("/path", {}, value)
+    assert waits[0] >= 10
+
+
+# ---- several servers
+
+
+def test_after_a_fault_the_next_server_is_asked_at_once_and_stays_in_use(serve, waits):
+    broken, well = serve(BUSY), serve(OK)
+    asker = client(broken.url, well.url)
+    assert asker.post("/path", {}, value) == asker.post("/path", {}, value) == 1
+    assert (len(broken.requests), len(well.requests)) == (1, 2) and not waits
+    assert asker.urls == [well.url, broken.url] and asker.faults == 1
+
+
+def test_the_client_waits_when_all_servers_have_failed(serve, waits):
+    a, b, c = serve(BUSY, OK), serve(hang_up), serve((429, {}, ""))
+    asker = client(a.url, b.url, c.url)
+    assert asker.post("/path", {}, value) == 1
+    assert [len(server.requests) for server in (a, b, c)] == [2, 1, 1] and len(waits) == 1 and asker.faults == 3
+
+
+def test_the_longest_retry_after_of_a_round_counts_and_of_that_round_alone(serve, waits):
+    a = serve((503, {"Retry-After": "20"}, ""), BUSY, OK)
+    b = serve((503, {"Retry-After": "5"}, ""), BUSY, BUSY)
+    assert client(a.url, b.url).post("/path", {}, value) == 1
+    assert waits[0] == 20 and waits[1] <= 3
+
+
+def test_when_all_servers_stay_away_all_are_named(waits):
+    a, b = (f"http://127.0.0.1:{port}" for port in (free_port(), free_port()))
+    asker = client(f" {a}/", b, retries=1)
+    with pytest.raises(RequestFailed) as failed:
+        asker.post("/path?x=1", {}, value)
+    assert str(failed.value) == f"{a} and {b}/path: ConnectionError, 2 times"
+    assert asker.faults == 4 and len(waits) == 1
+
+
+def test_revive_is_called_after_the_wait_before_every_round_but_the_first(serve, monkeypatch):
+    events = []
+    monkeypatch.setattr(tenacity.nap, "time", SimpleNamespace(sleep=lambda _: events.append("wait")))
+    new = serve(OK)
+    urls = ["", new.url + "/"]
+
+    def revive():
+        events.append("revive")
+        return urls.pop(0)
+
+    gone = f"http://127.0.0.1:{free_port()}"
+    asker = client(gone, revive=revive)
+    assert asker.post("/path", {}, value) == asker.post("/path", {}, value) == 1
+    assert events == ["wait", "revive"] * 2 and asker.urls == [new.url]
+
+
+def test_what_cannot_be_revived_is_final(waits):
+    def revive():
+        raise Fault("no memory")
+
+    url = f"http://127.0.0.1:{free_port()}"
+    with pytest.raises(RequestFailed) as failed:
+        client(url, revive=revive).post("/path", {}, value)
+    assert str(failed.value) == f"{url}/path: no memory" and len(waits) == 1
+
+
+# ---- proxies
+
+
+@pytest.mark.parametrize(
+    "proxies, name, by_proxy",
+    [
+        (True, "127.0.0.1", 0),
+        (True, "localhost", 0),
+        (True, "127.1.2.3", 0),
+        (True, "0.0.0.0", 1),  # no loopback address, and yet this machine
+        (False, "0.0.0.0", 0),
+    ],
+)
+def test_a_proxy_of_the_environment_is_used_only_if_asked_and_never_for_this_machine(
+    serve, monkeypatch, proxies, name, by_proxy
+):
+    proxy = serve(OK)
+    for variable in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(variable, proxy.url)
+    for variable in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(variable, raising=False)
+    port = serve(OK).server_port
+    url = f"http://{name}:{port}"
+    try:
+        client(url, proxies=proxies, retries=0).post("/path", {}, value)
+    except RequestFailed:  # 127.1.2.3: nobody listens there
+        assert name == "127.1.2.3"
+    assert len(proxy.requests) == by_proxy
+
+
+def test_interrupting_a_wait_ends_it(serve, monkeypatch):
+    def sleep(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tenacity.nap, "time", SimpleNamespace(sleep=sleep))
+    server = serve(BUSY)
+    with pytest.raises(KeyboardInterrupt):
+        client(server.url).post("/path", {}, value)
+    assert len(server.requests) == 1
