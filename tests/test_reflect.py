@@ -1,26 +1,27 @@
 """The LLM-based optimizer (§3.2): App. E's prompts, strict parsing, and a client that no fault of it can stop."""
 
-import email.utils
 import json
 import socket
 import sys
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
+import tenacity
+from json_server import hang_up, json_servers, too_slow
 
-import reflect
 from config import SEARCH_R1
+from faults import OptimizerDown
 from reflect import (
     Optimizer,
-    OptimizerDown,
+    candidates,
     check,
+    normalized,
     paid_calls,
     paraphrase_prompt,
     parse,
     reflection_prompt,
-    same,
     shorten,
     token_counter,
 )
@@ -48,7 +49,7 @@ def test_the_paraphrase_prompt_is_that_of_appendix_e():
 
 def test_the_reflection_prompt_is_that_of_appendix_e():
     failures = [("Question: who?\n<answer>it is me</answer>", ("me",)), ("Question: where?", ("Rome", "Roma"))]
-    assert reflection_prompt("Search. Then <answer> x </answer>.", failures, 3, 1000, words) == (
+    assert reflection_prompt("Search. Then <answer> x </answer>.", failures, 3, 1000) == (
         "The initial prompt is:\n"
         "\n"
         "<ins_0>\n"
@@ -78,7 +79,7 @@ def test_the_reflection_prompt_is_that_of_appendix_e():
 
 def test_braces_in_an_instruction_or_a_response_reach_the_optimizer_as_they_are():
     assert "<ins_0> {n} and {x[0]} </ins_0>" in paraphrase_prompt("{n} and {x[0]}", 2)
-    prompt = reflection_prompt("{examples} {n}", [("{instruction} {{}}", ("{gold}",))], 2, 1000, words)
+    prompt = reflection_prompt("{examples} {n}", [("{instruction} {{}}", ("{gold}",))], 2, 1000)
     assert "<ins_0>\n{examples} {n}\n</ins_0>" in prompt
     assert "Response: {instruction} {{}}\nCorrect answer: {gold}\n" in prompt
 
@@ -127,10 +128,12 @@ def test_where_observations_are_not_enough_question_and_end_stay():
 
 
 def test_every_failure_gets_its_share_of_the_budget():
+    count, _ = token_counter()
     failures = [(long_failure(4000), ("gold",))] * 4
-    prompt = reflection_prompt("Do it.", failures, 6, 400, words)
+    prompt = reflection_prompt("Do it.", failures, 6, 800)
     assert prompt.count(QUESTION) == prompt.count(END) == prompt.count("Correct answer: gold") == 4
-    assert words(prompt) <= 400 + words(reflection_prompt("Do it.", [("", ("gold",))] * 4, 6, 400, words))
+    assert count(prompt) <= 800 + count(reflection_prompt("Do it.", [("", ("gold",))] * 4, 6, 800))
+    assert len(prompt) < len(reflection_prompt("Do it.", failures, 6, 8000))
 
 
 # --- replies ------------------------------------------------------------------------------------------------------
@@ -197,12 +200,12 @@ PARENT = "Think in <think> </think>, search with <search> </search>, answer in <
 GOOD = f"Search one entity at a time. {PARENT}"
 
 
-def reason(candidate, parent=PARENT, taken=(), golds=(), max_tokens=100):
-    return check(candidate, parent, {same(t) for t in taken}, list(golds), max_tokens, words)
+def reason(candidate, parent=PARENT, used=(), golds=(), max_tokens=100):
+    return check(candidate, parent, {normalized(t) for t in used}, list(golds), max_tokens, words)
 
 
 def test_a_well_formed_candidate_may_join():
-    assert reason(GOOD, taken=[PARENT, "another one"], golds=["Zavrazhye"]) == ""
+    assert reason(GOOD, used=[PARENT, "another one"], golds=["Zavrazhye"]) == ""
 
 
 @pytest.mark.parametrize("candidate", ["", "...", "-", "!?"])
@@ -215,8 +218,8 @@ def test_a_candidate_without_a_word_is_empty(candidate):
     [PARENT, PARENT.upper(), PARENT.replace(" ", "\r\n  "), PARENT.replace(",", ";").rstrip("."), f"**{PARENT}**"],
 )
 def test_a_candidate_that_differs_in_case_space_and_punctuation_alone_is_a_duplicate(candidate):
-    assert reason(candidate, taken=["x", PARENT]) == "duplicate"
-    assert reason(candidate + " Really.", taken=["x", PARENT]) != "duplicate"
+    assert reason(candidate, used=["x", PARENT]) == "duplicate"
+    assert reason(candidate + " Really.", used=["x", PARENT]) != "duplicate"
 
 
 def test_a_candidate_may_be_as_long_as_the_limit_and_no_longer():
@@ -280,6 +283,43 @@ def test_the_example_answer_of_search_r1_s_instruction_is_no_leak():
     assert reason("Beijing: " + PARENT, golds=["Beijing"]) == "contains the gold answer 'Beijing'"
 
 
+# --- a whole reply ------------------------------------------------------------------------------------------------
+
+
+def test_a_reply_s_candidates_are_accepted_or_rejected_with_a_reason():
+    used = {normalized(PARENT), "another one"}
+    reply = "".join(
+        f"<ins_{k}>{text}</ins_{k}>"
+        for k, text in enumerate([GOOD, PARENT.upper(), "No tags.", f"Say Tarkovsky. {PARENT}", f"Twice. {PARENT}"], 1)
+    )
+    accepted, rejected = candidates(reply, PARENT, used, (gold for gold in ["Solaris", "Tarkovsky"]), 100)
+    assert accepted == [GOOD, f"Twice. {PARENT}"]
+    assert rejected == [
+        {"text": PARENT.upper(), "reason": "duplicate"},
+        {"text": "No tags.", "reason": "lost </answer>"},
+        {"text": f"Say Tarkovsky. {PARENT}", "reason": "contains the gold answer 'Tarkovsky'"},
+    ]
+    assert used == {normalized(text) for text in (PARENT, "another one", GOOD, f"Twice. {PARENT}")}
+    assert candidates(reply, PARENT, used, [], 100)[0] == [f"Say Tarkovsky. {PARENT}"]  # the others are in use now
+
+
+def test_two_candidates_of_one_reply_with_the_same_words_are_one():
+    accepted, rejected = candidates("<ins_1>A b.</ins_1><ins_2>a, B!</ins_2>", "parent", set(), [], 100)
+    assert accepted == ["A b."] and rejected == [{"text": "a, B!", "reason": "duplicate"}]
+
+
+def test_candidates_are_measured_in_the_optimizer_s_tokens():
+    count, _ = token_counter()
+    text = "Search for one entity at a time, then answer."
+    assert candidates(f"<ins_1>{text}</ins_1>", "parent", set(), [], count(text))[0] == [text]
+    _, [row] = candidates(f"<ins_1>{text}</ins_1>", "parent", set(), [], count(text) - 1)
+    assert row["reason"] == f"longer than {count(text) - 1} tokens"
+
+
+def test_a_reply_without_candidates_gives_none():
+    assert candidates("I cannot help with that.", "parent", set(), [], 100) == ([], [])
+
+
 # --- the client, against a real HTTP server -----------------------------------------------------------------------
 
 
@@ -287,99 +327,50 @@ def completion(reply="hello", **more):
     return {"choices": [{"index": 0, "message": {"role": "assistant", "content": reply}}]} | more
 
 
-class Endpoint(ThreadingHTTPServer):
-    """Answers POSTs with its `script`, one entry a request (the last one again and again); keeps the requests.
-
-    An entry is a completion (dict), (status, headers, body) or a function of the handler.
-    """
-
-    daemon_threads = True
-
-    def __init__(self, *script, port=0):
-        super().__init__(("127.0.0.1", port), Handler)
-        self.script, self.requests, self.closing = list(script), [], threading.Event()
-        self.url = f"http://127.0.0.1:{self.server_port}/v1"
-        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-
-    def stop(self):
-        self.closing.set()
-        self.shutdown()
-        self.server_close()
-
-
-class Handler(BaseHTTPRequestHandler):
-    def do_POST(self):
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        script = self.server.script
-        self.server.requests.append((self.path, dict(self.headers), body))
-        act = script.pop(0) if len(script) > 1 else script[0]
-        if callable(act):
-            return act(self)
-        status, headers, text = (200, {}, json.dumps(act)) if isinstance(act, dict) else act
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(text.encode())
-
-    def log_message(self, *_):
-        pass
-
-
-def hang_up(handler):
-    handler.close_connection = True
-
-
-def too_slow(handler):
-    handler.server.closing.wait(5)
-
-
 @pytest.fixture
 def endpoint():
     """Start endpoints; they stop with the test."""
-    started = []
-
-    def start(*script, **kwargs):
-        started.append(Endpoint(*script, **kwargs))
-        return started[-1]
-
-    yield start
-    for server in started:
-        server.stop()
+    with json_servers() as start:
+        yield start
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def waits(monkeypatch):
-    """What the client would have slept, in seconds; it does not."""
-    slept = []
-    monkeypatch.setattr(reflect.time, "sleep", slept.append)
-    return slept
+    """The seconds that the client would have waited between attempts; it does not wait here."""
+    waited = []
+    monkeypatch.setattr(tenacity.nap, "time", SimpleNamespace(sleep=waited.append))
+    return waited
+
+
+def base(server):
+    """Returns the URL of an endpoint as OPENAI_BASE_URL has it."""
+    return f"{server.url}/v1"
 
 
 def test_the_client_speaks_openai_s_chat_completions(endpoint):
     server = endpoint(completion("héllo", usage={"prompt_tokens": 11, "completion_tokens": 7}))
-    call = Optimizer(server.url, "some-model", "sk-secret").ask("what?\n☃", "t15 r0")
+    call = Optimizer(base(server), "some-model", "sk-secret").ask("what?\n☃", "t15 r0")
     ((path, headers, body),) = server.requests
     assert path == "/v1/chat/completions"
     assert headers["Content-Type"] == "application/json"
     assert headers["Authorization"] == "Bearer sk-secret"
     assert json.loads(body) == {"model": "some-model", "messages": [{"role": "user", "content": "what?\n☃"}]}
-    assert call["reply"] == "héllo"
-    assert (call["prompt_tokens"], call["completion_tokens"]) == (11, 7)
-    assert 0 <= call["seconds"] < 5
-    assert call["paid_before"] is False
-    assert "sk-secret" not in json.dumps(call)  # it goes to a log file
+    assert call.reply == "héllo"
+    assert (call.prompt_tokens, call.completion_tokens) == (11, 7)
+    assert 0 <= call.seconds < 5
+    assert call.paid_before is False
+    assert "sk-secret" not in json.dumps(asdict(call))  # it goes to a log file
 
 
 def test_without_a_key_there_is_no_authorization_header(endpoint):
     server = endpoint(completion())
-    Optimizer(server.url, "m").ask("p", "t0 r0")
+    Optimizer(base(server), "m").ask("p", "t0 r0")
     assert "Authorization" not in server.requests[0][1]
 
 
 def test_a_base_url_may_end_in_a_slash(endpoint):
     server = endpoint(completion())
-    assert Optimizer(server.url + "/", "m").ask("p", "t0 r0")["reply"] == "hello"
+    assert Optimizer(base(server) + "/", "m").ask("p", "t0 r0").reply == "hello"
     assert server.requests[0][0] == "/v1/chat/completions"
 
 
@@ -394,87 +385,53 @@ def test_a_base_url_may_end_in_a_slash(endpoint):
     ],
 )
 def test_tokens_that_the_endpoint_does_not_count_are_estimated(endpoint, usage):
-    call = Optimizer(endpoint(completion("r" * 400, **usage)).url, "m").ask("p" * 4000, "t0 r0")
-    assert (call["prompt_tokens"], call["completion_tokens"]) == (1000, 100)
+    call = Optimizer(base(endpoint(completion("r" * 400, **usage))), "m").ask("p" * 4000, "t0 r0")
+    assert (call.prompt_tokens, call.completion_tokens) == (1000, 100)
 
 
 def test_a_reply_of_null_is_an_empty_reply(endpoint):
-    assert Optimizer(endpoint(completion(None)).url, "m").ask("p", "t0 r0")["reply"] == ""
+    assert Optimizer(base(endpoint(completion(None))), "m").ask("p", "t0 r0").reply == ""
 
 
 @pytest.mark.parametrize("fault", [(429, {}, "slow down"), (500, {}, ""), (503, {}, "<html>"), (529, {}, ""), hang_up])
-def test_a_fault_that_can_pass_is_tried_again(endpoint, waits, fault):
+def test_a_transient_fault_is_retried(endpoint, waits, fault):
     server = endpoint(fault, fault, completion("at last"))
-    assert Optimizer(server.url, "m").ask("p", "t0 r0")["reply"] == "at last"
+    assert Optimizer(base(server), "m").ask("p", "t0 r0").reply == "at last"
     assert len(server.requests) == 3
     assert len({body for _, _, body in server.requests}) == 1
-    assert len(waits) == 2
+    assert len(waits) == 2 and 0.5 <= waits[0] <= 1.5 and 1 <= waits[1] <= 3
 
 
-def test_the_wait_doubles_and_is_jittered(endpoint, waits):
-    server = endpoint((500, {}, ""))
-    for _ in range(8):
-        with pytest.raises(OptimizerDown):
-            Optimizer(server.url, "m", retries=4, backoff=1.0).ask("p", "t0 r0")
-    assert len(server.requests) == 8 * 5
-    for k, at_least, at_most in [(0, 0.5, 1.5), (1, 1, 3), (2, 2, 6), (3, 4, 12)]:
-        waited = waits[k::4]
-        assert all(at_least <= w <= at_most for w in waited)
-        assert max(waited) - min(waited) > 0.05 * at_least
+def test_a_rate_limit_is_observed(endpoint, waits):
+    server = endpoint((429, {"Retry-After": "17"}, ""), completion())
+    Optimizer(base(server), "m").ask("p", "t0 r0")
+    assert waits == [17]
 
 
-@pytest.mark.parametrize("asked, at_least, at_most", [("17", 17, 17), ("7.5", 7.5, 7.5), ("3600", 60, 60)])
-def test_retry_after_in_seconds_is_honoured_up_to_a_minute(endpoint, waits, asked, at_least, at_most):
-    server = endpoint((429, {"Retry-After": asked}, ""), completion())
-    Optimizer(server.url, "m").ask("p", "t0 r0")
-    (wait,) = waits
-    assert at_least <= wait <= at_most
-
-
-def test_retry_after_as_a_date_is_honoured(endpoint, waits):
-    date = email.utils.formatdate(time.time() + 30, usegmt=True)
-    Optimizer(endpoint((503, {"Retry-After": date}, ""), completion()).url, "m").ask("p", "t0 r0")
-    (wait,) = waits
-    assert 25 < wait <= 30
-
-
-@pytest.mark.parametrize("asked", ["0", "-5", "nan", "soon", "", "yesterday GMT", "Wed, 21 Oct 2015 07:28:00 GMT"])
-def test_a_retry_after_of_nothing_or_nonsense_waits_as_usual(endpoint, waits, asked):
-    Optimizer(endpoint((429, {"Retry-After": asked}, ""), completion()).url, "m").ask("p", "t0 r0")
-    (wait,) = waits
-    assert 0.5 <= wait <= 1.5
-
-
-def test_a_refused_connection_is_tried_again(endpoint, waits, monkeypatch):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    monkeypatch.setattr(reflect.time, "sleep", lambda _: endpoint(completion("up now"), port=port))
-    assert Optimizer(f"http://127.0.0.1:{port}/v1", "m").ask("p", "t0 r0")["reply"] == "up now"
-
-
-def test_a_reply_that_takes_too_long_is_asked_for_again(endpoint, waits):
+def test_a_reply_that_takes_too_long_is_asked_for_again(endpoint):
     server = endpoint(too_slow, completion("in time"))
-    assert Optimizer(server.url, "m", timeout=0.3).ask("p", "t0 r0")["reply"] == "in time"
+    call = Optimizer(base(server), "m", timeout=0.3).ask("p", "t0 r0")
+    assert call.reply == "in time" and call.seconds >= 0.3
     assert len(server.requests) == 2
 
 
-def test_an_optimizer_that_stays_away_is_down_and_says_why(endpoint, waits):
+def test_an_optimizer_that_stays_away_is_down_and_the_fault_is_named(endpoint, waits):
     with socket.create_server(("127.0.0.1", 0)) as free:
         url = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
-    with pytest.raises(OptimizerDown, match="ConnectionError"):
+    with pytest.raises(OptimizerDown, match=f"^{url}/chat/completions: ConnectionError, 3 times$"):
         Optimizer(url, "m", retries=2).ask("p", "t0 r0")
     assert len(waits) == 2
     with pytest.raises(OptimizerDown, match="Timeout"):
-        Optimizer(endpoint(too_slow).url, "m", timeout=0.1, retries=1).ask("p", "t0 r0")
-    with pytest.raises(OptimizerDown, match="HTTP 503: overloaded"):
-        Optimizer(endpoint((503, {}, "overloaded\n")).url, "m", retries=1).ask("p", "t0 r0")
+        Optimizer(base(endpoint(too_slow)), "m", timeout=0.1, retries=1).ask("p", "t0 r0")
+    with pytest.raises(OptimizerDown, match="HTTP 503: overloaded, 2 times$"):
+        Optimizer(base(endpoint((503, {}, "overloaded\n"))), "m", retries=1).ask("p", "t0 r0")
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 422])
 def test_a_fault_of_ours_is_not_tried_again(endpoint, waits, status):
     server = endpoint((status, {}, '{"error": "no such key"}'))
     with pytest.raises(OptimizerDown, match=f"HTTP {status}: .*no such key"):
-        Optimizer(server.url, "m", "bad").ask("p", "t0 r0")
+        Optimizer(base(server), "m", "bad").ask("p", "t0 r0")
     assert len(server.requests) == 1
     assert waits == []
 
@@ -498,9 +455,9 @@ def test_a_fault_of_ours_is_not_tried_again(endpoint, waits, status):
 )
 def test_what_is_no_chat_completion_is_never_taken_for_one(endpoint, waits, text):
     server = endpoint((200, {"Content-Type": "application/json"}, text))
-    with pytest.raises(OptimizerDown):
-        Optimizer(server.url, "m", retries=1).ask("p", "t0 r0")
-    assert len(server.requests) == 2
+    with pytest.raises(OptimizerDown, match=r"not a chat completion \(\w+Error: .*\), 2 times$"):
+        Optimizer(base(server), "m", retries=1).ask("p", "t0 r0")
+    assert len(server.requests) == 2  # a model may do better the second time
 
 
 def test_a_url_that_is_none_is_down_too(waits):
@@ -509,14 +466,15 @@ def test_a_url_that_is_none_is_down_too(waits):
             Optimizer(url, "m", retries=1).ask("p", "t0 r0")
 
 
-def test_a_proxy_from_the_environment_is_not_asked_for_a_server_on_this_machine(endpoint, waits, monkeypatch):
-    proxy = endpoint((502, {}, "I am the proxy"))
+def test_the_environment_s_proxy_is_asked_unless_the_endpoint_is_on_this_machine(endpoint, monkeypatch):
+    proxy = endpoint(completion("by proxy"))
     for name in ("HTTP_PROXY", "http_proxy"):
-        monkeypatch.setenv(name, f"http://127.0.0.1:{proxy.server_port}")
+        monkeypatch.setenv(name, proxy.url)
     for name in ("NO_PROXY", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
-    assert Optimizer(endpoint(completion()).url, "m", retries=0).ask("p", "t0 r0")["reply"] == "hello"
-    assert proxy.requests == []
+    assert Optimizer(base(endpoint(completion("directly"))), "m", retries=0).ask("p", "t0 r0").reply == "directly"
+    assert Optimizer("http://api.inspo.invalid/v1", "m", retries=0).ask("p", "t0 r0").reply == "by proxy"
+    assert [path for path, _, _ in proxy.requests] == ["http://api.inspo.invalid/v1/chat/completions"]
 
 
 # --- no call is paid twice ----------------------------------------------------------------------------------------
@@ -524,23 +482,26 @@ def test_a_proxy_from_the_environment_is_not_asked_for_a_server_on_this_machine(
 
 def test_a_resumed_run_does_not_pay_again_for_a_reply(endpoint):
     server = endpoint(completion("first"), completion("second"))
-    before = Optimizer(server.url, "m")
-    call = before.ask("prompt", "t15 r0")
-    log = [{"t": 15, "call": call | {"prompt": "prompt"}}, {"t": 15, "accepted": []}, {"t": 15, "verified": []}]
+    call = Optimizer(base(server), "m").ask("prompt", "t15 r0")
+    log = [{"t": 15, "call": asdict(call)}, {"t": 15, "accepted": []}, {"t": 15, "verified": []}]
     log = [json.loads(json.dumps(row)) for row in log]  # as reflections.jsonl keeps them
-    after = Optimizer(server.url, "m", paid=paid_calls(log))
-    again = after.ask("prompt", "t15 r0")
+    again = Optimizer(base(server), "m", paid=paid_calls(log)).ask("prompt", "t15 r0")
     assert len(server.requests) == 1
-    assert again["paid_before"] is True
-    assert {k: again[k] for k in call if k != "paid_before"} == {k: v for k, v in call.items() if k != "paid_before"}
+    assert again == replace(call, paid_before=True)
+
+
+def test_the_key_of_a_call_stays_the_same_from_one_version_to_the_next(endpoint):
+    """A changed key would make every resumed run pay again."""
+    call = Optimizer(base(endpoint(completion())), "some-model").ask("what?\n☃", "t15 r0")
+    assert call.key == "t15 r0 d34333a7a6d52a42"
 
 
 @pytest.mark.parametrize("prompt, when, model", [("other", "t15 r0", "m"), ("p", "t15 r1", "m"), ("p", "t15 r0", "m2")])
 def test_another_prompt_round_or_model_is_another_call(endpoint, prompt, when, model):
     server = endpoint(completion("first"), completion("second"))
-    call = Optimizer(server.url, "m").ask("p", "t15 r0")
-    after = Optimizer(server.url, model, paid=paid_calls([{"call": call}]))
-    assert after.ask(prompt, when)["reply"] == "second"
+    call = Optimizer(base(server), "m").ask("p", "t15 r0")
+    after = Optimizer(base(server), model, paid=paid_calls([{"call": asdict(call)}]))
+    assert after.ask(prompt, when).reply == "second"
     assert len(server.requests) == 2
 
 
