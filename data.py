@@ -1,16 +1,20 @@
-"""Questions with their gold answers, and the reward on them: exact match (§2.1, §4).
+"""Questions with their gold answers: reading them, drawing a step's batch, scoring a prediction (§2.1, §4).
 
-Reads Search-R1's and verl's parquet as they are, and JSONL with the same fields. The prediction is looked
-for in the response only: the prompt holds an example answer of its own.
+Reads Search-R1's and verl's parquet unchanged, and JSONL with the same fields.
 """
 
 import json
 import re
 import string
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import numpy as np
+
+from faults import Fault
 
 COLUMNS = ("id", "question", "golden_answers", "data_source", "prompt", "reward_model", "extra_info")
 ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)  # innermost, complete
@@ -18,7 +22,7 @@ ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)  # inn
 
 @dataclass(frozen=True)
 class Question:
-    """One question: `text` ends in `?`, any one of `golds` is right, `source` names its data set."""
+    """One question: `text` ends in `?`, any of `golds` is right, `source` names its data set."""
 
     id: str
     text: str
@@ -27,16 +31,16 @@ class Question:
 
 
 def load_questions(path: str | Path) -> list[Question]:
-    """Read a .jsonl or .parquet file of questions (§4); any fault is a SystemExit of one line that names it.
+    """Returns the questions of a .jsonl or .parquet file (§4); a Fault names the file and the row.
 
     An id that several sources share (`train_0` of NQ and of HotpotQA in one file) becomes `{source}-{id}`.
     """
     path = Path(path)
     read = {".jsonl": _read_jsonl, ".parquet": _read_parquet}.get(path.suffix)
     if read is None:
-        raise SystemExit(f"{path}: unknown suffix {path.suffix!r}; give a .jsonl or a .parquet file")
+        raise Fault(f"{path}: unknown suffix {path.suffix!r}; give a .jsonl or a .parquet file")
     if not path.is_file():
-        raise SystemExit(f"{path}: no such file; check the path")
+        raise Fault(f"{path}: no such file; check the path")
     questions, lines = [], {}
     for line, row in read(path):
         try:
@@ -44,13 +48,29 @@ def load_questions(path: str | Path) -> list[Question]:
             if first := lines.get((q.source, q.id)):
                 raise ValueError(f"id {q.id!r} is already that of {path}:{first}; make the ids unique")
         except ValueError as fault:
-            raise SystemExit(f"{path}:{line}: {fault}") from None
+            raise Fault(f"{path}:{line}: {fault}") from None
         lines[q.source, q.id] = line
         questions.append(q)
     if not questions:
-        raise SystemExit(f"{path}: no question in it; give a file with at least one row")
+        raise Fault(f"{path}: no question in it; give a file with at least one row")
     shared = Counter(q.id for q in questions)
     return [replace(q, id=f"{q.source}-{q.id}") if shared[q.id] > 1 else q for q in questions]
+
+
+def rng(seed: int, t: int, purpose: str) -> np.random.Generator:
+    """Returns a generator that depends on (seed, step, purpose) alone: there is no state to save."""
+    return np.random.default_rng([seed, t, zlib.crc32(purpose.encode())])
+
+
+def draw(D: dict[str, Question], n: int, seed: int, t: int) -> list[Question]:
+    """Returns the `n` questions of step t: epochs over D, each in an order of its own."""
+    questions, out = list(D.values()), []
+    first = (t - 1) * n
+    for epoch in range(first // len(questions), (first + n - 1) // len(questions) + 1):
+        order = rng(seed, epoch, "epoch").permutation(len(questions))
+        begin, end = first - epoch * len(questions), first + n - epoch * len(questions)
+        out += [questions[k] for k in order[max(0, begin) : max(0, end)]]
+    return out
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[int, object]]:
@@ -62,7 +82,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, object]]:
                 yield line, json.loads(raw)
             except ValueError as e:
                 what = f"invalid JSON ({e.msg})" if isinstance(e, json.JSONDecodeError) else "not UTF-8"
-                raise SystemExit(f"{path}:{line}: {what}; write one JSON object a line, in UTF-8") from None
+                raise Fault(f"{path}:{line}: {what}; write one JSON object a line, in UTF-8") from None
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[int, object]]:
@@ -70,7 +90,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, object]]:
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError:
-        raise SystemExit(f"{path}: pyarrow is not installed; pip install pyarrow, or give a .jsonl") from None
+        raise Fault(f"{path}: pyarrow is not installed; pip install pyarrow, or give a .jsonl") from None
     try:
         with pq.ParquetFile(path) as file:
             columns = [c for c in COLUMNS if c in file.schema_arrow.names]
@@ -78,11 +98,11 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, object]]:
             yield from enumerate(rows, 1)
     except (OSError, pa.ArrowException) as e:
         what = str(e).splitlines()[0]
-        raise SystemExit(f"{path}: not a readable parquet file ({what}); write it again") from None
+        raise Fault(f"{path}: not a readable parquet file ({what}); write it again") from None
 
 
 def _question(row: object, line: int) -> Question:
-    """One row of either format; a ValueError says what is wrong with it and what to do."""
+    """Returns the question in a row of either format; a ValueError says what is wrong and what to do."""
     if not isinstance(row, dict):
         raise ValueError("not a JSON object; write one JSON object a line")
     source = str(_get(row, "data_source", default="data"))
@@ -105,34 +125,34 @@ def _question(row: object, line: int) -> Question:
 
 
 def _get(row: object, *keys: str, default=None):
-    """`row[k1][k2]...`, or `default` where a key is absent or null."""
+    """Returns `row[k1][k2]...`, or `default` where a key is absent or null."""
     for key in keys:
         row = row.get(key) if isinstance(row, dict) else None
     return default if row is None else row
 
 
 def _question_in_prompt(prompt: object) -> str | None:
-    """What follows the last `Question:` of the last user message (of a string: of the whole)."""
+    """Returns what follows the last `Question:` in the last user message, or in the string."""
     if isinstance(prompt, Iterable) and not isinstance(prompt, str):
         prompt = next((_get(m, "content") for m in reversed(list(prompt)) if _get(m, "role") == "user"), None)
     return prompt.rpartition("Question:")[2] if isinstance(prompt, str) else None
 
 
 def normalize(text: str) -> str:
-    """Lower case, no ASCII punctuation, no articles, single spaces: SQuAD's order (§4)."""
+    """Returns text in lower case, without ASCII punctuation, articles and extra spaces, in SQuAD's order (§4)."""
     text = "".join(c for c in text.lower() if c not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
 def em(prediction: str | None, golds: Iterable[str]) -> float:
-    """The reward r_EM of §2.1: 1.0 if the prediction equals any gold once both are normalized, else 0.0."""
-    if prediction is None or not prediction.strip():  # else it would equal a gold such as "A"
+    """Returns r_EM of §2.1: 1.0 if the normalized prediction equals any normalized gold, else 0.0."""
+    if prediction is None or not prediction.strip():  # a blank would equal the gold "A", whose article is dropped
         return 0.0
     return float(normalize(prediction) in {normalize(gold) for gold in golds})
 
 
 def f1(prediction: str | None, golds: Iterable[str]) -> float:
-    """The best token F1 over the golds, in [0, 1], reported beside EM."""
+    """Returns the best token F1 over the golds, in [0, 1]; reported beside EM."""
     if prediction is None or not prediction.strip():
         return 0.0
     tokens = normalize(prediction).split()
@@ -146,6 +166,9 @@ def _token_f1(a: list[str], b: list[str]) -> float:
 
 
 def last_answer(response: str) -> str | None:
-    """The text of the last complete <answer>...</answer> of a response (without its prompt), or None."""
+    """Returns the text of the last complete <answer>...</answer>, or None.
+
+    Give it the policy's own text: a prompt holds an example answer, and a passage may hold one too.
+    """
     found = ANSWER.findall(response)
     return found[-1].strip() if found else None

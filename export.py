@@ -1,14 +1,13 @@
 """Turn a checkpoint of a run into a plain Hugging Face directory, with its best instruction beside the weights.
 
-    python export.py runs/NAME                  # the newest checkpoint
-    python export.py runs/NAME --step 100       # or --best: the best on the held-out questions
-    vllm serve runs/NAME/step-000100            # what it writes loads in vLLM and in transformers
+python export.py runs/NAME                  # the newest checkpoint
+python export.py runs/NAME --step 100       # or --best: the best on the validation questions
+vllm serve runs/NAME/step-000100            # the directory loads in vLLM and in transformers
 """
 
 import argparse
 import dataclasses
 import json
-import sys
 import warnings
 from pathlib import Path
 
@@ -16,7 +15,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from config import Config
-from harness.directory import Run
+from faults import Fault, one_line
+from harness.directory import RunDirectory
 from population import Population
 from training.model import empty, export, load_config, load_tokenizer
 
@@ -24,26 +24,32 @@ from training.model import empty, export, load_config, load_tokenizer
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="directory of the run")
-    parser.add_argument("--step", type=int, help="which checkpoint; the newest without it")
-    parser.add_argument("--best", action="store_true", help="the one with the best score on the held-out questions")
-    parser.add_argument("--to", type=Path, help="directory to write; runs/NAME/step-N without it")
+    parser.add_argument("--step", type=int, help="which checkpoint; default: the newest")
+    parser.add_argument("--best", action="store_true", help="the one with the best score on the validation questions")
+    parser.add_argument("--to", type=Path, help="directory to write; default: runs/NAME/step-N")
     args = parser.parse_args(argv)
-    if not (args.run / "config.json").is_file():
-        sys.exit(f"export.py: {args.run} holds no run (no config.json)")
-    cfg = Config(**json.loads((args.run / "config.json").read_text()))
-    run = Run(dataclasses.replace(cfg, out=str(args.run), resume=True), "")
+    with one_line("export.py"):
+        export_checkpoint(args.run, args.step, args.best, args.to)
+
+
+def export_checkpoint(path: Path, step: int | None, best: bool, to: Path | None) -> None:
+    """Writes the chosen checkpoint of the run at `path` to the directory `to`."""
+    if not (path / "config.json").is_file():
+        raise Fault(f"{path} holds no run (no config.json)")
+    cfg = Config(**json.loads((path / "config.json").read_text()))
+    run = RunDirectory(dataclasses.replace(cfg, out=str(path), resume=True), "")
     saved = run.checkpoints()
-    if args.best:
-        saved = [run.best()] if run.best() else []
-    elif args.step is not None:
-        saved = [path for path in saved if int(path.name[5:]) == args.step]
+    if best:
+        saved = [chosen] if (chosen := run.best()) else []
+    elif step is not None:
+        saved = [x for x in saved if int(x.name[5:]) == step]
     if not saved:
-        there = ", ".join(str(int(path.name[5:])) for path in run.checkpoints()) or "none"
-        asked = "that was evaluated" if args.best else "" if args.step is None else f"of step {args.step}"
-        sys.exit(f"export.py: {args.run} has no checkpoint {asked}; there are: {there}".replace("  ", " "))
-    to = args.to or args.run / saved[-1].name
+        steps = ", ".join(str(int(x.name[5:])) for x in run.checkpoints()) or "none"
+        asked = " that was evaluated" if best else "" if step is None else f" of step {step}"
+        raise Fault(f"{path} has no checkpoint{asked}; it has: {steps}")
+    to = to or path / saved[-1].name
     if to.exists():
-        sys.exit(f"export.py: {to} is there already; remove it, or choose another with --to")
+        raise Fault(f"{to} exists already; remove it, or choose another with --to")
     config = load_config(cfg.model)
     state = {"model": empty(config, torch.float32, "cpu").state_dict()}
     warnings.filterwarnings("ignore", "torch.distributed is disabled")

@@ -1,17 +1,24 @@
-"""Instructions, their importance weights and their pruning (§3.1, Eq. 4 and 6); the replay buffer (§3.2)."""
+"""The population of instructions: importance weights, selection, pruning (§3.1, Eq. 4 and 6); the replay buffer (§3.2)."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from rollout import Trajectory
 
 
 @dataclass
 class Instruction:
-    """One candidate I_j with its place in the family tree."""
+    """One instruction I_j with its place in the family tree."""
 
     id: int
     text: str
-    parent: int | None = None  # id of the instruction it was made from
+    parent: int | None = None  # id of the instruction it revises
     born: int = 0  # step at which it joined
     verified: float | None = None  # its mean reward on D_B when it joined
     left: int | None = None  # step at which it was pruned or replaced
@@ -19,90 +26,98 @@ class Instruction:
 
     @property
     def w(self) -> float:
-        """Importance weight: the moving average of r_bar over the window; 0 before the first reward."""
+        """Importance weight: the moving average of r_bar; 0 before the first reward."""
         return sum(self.rewards) / len(self.rewards) if self.rewards else 0.0
 
 
 class Population:
-    """The active instructions P with their weights, and everyone who ever was in it (`family`)."""
+    """The active instructions P with their weights W, and every instruction that was ever in P (`family`)."""
 
     def __init__(self, tau_s: float, window: int):
         self.tau_s, self.window = tau_s, window
         self.family: list[Instruction] = []  # by id
-        self.active: list[int] = []  # ids, parents first, then in order of joining
+        self.ids: list[int] = []  # the active ones: parents first, then in order of joining
 
     def __len__(self) -> int:
-        return len(self.active)
+        return len(self.ids)
 
     @property
-    def P(self) -> list[Instruction]:
-        return [self.family[j] for j in self.active]
+    def active(self) -> list[Instruction]:
+        return [self.family[j] for j in self.ids]
 
     def join(self, text: str, parent: int | None, t: int, verified: float | None = None) -> Instruction:
-        new = Instruction(len(self.family), text, parent, t, verified)
-        self.family.append(new)
-        self.active.append(new.id)
-        return new
+        """Adds an instruction with weight 0 and returns it."""
+        I = Instruction(len(self.family), text, parent, t, verified)
+        self.family.append(I)
+        self.ids.append(I.id)
+        return I
 
-    def p(self) -> np.ndarray:
-        """Selection probabilities over the active population, (|P|,)."""
-        z = np.array([I.w for I in self.P]) / self.tau_s
+    def probabilities(self) -> np.ndarray:
+        """Returns p(. | W; P), (|P|,), in the order of `active`."""
+        z = np.array([I.w for I in self.active]) / self.tau_s
         z = np.exp(z - z.max())
         return z / z.sum()  # Eq.4
 
     def sample(self, rng: np.random.Generator, n: int) -> list[Instruction]:
-        """One instruction for each of `n` questions, I ~ p(. | W; P)."""
-        return [self.P[k] for k in rng.choice(len(self), size=n, p=self.p())]
+        """Returns an instruction for each of `n` questions, I ~ p(. | W; P)."""
+        active = self.active
+        return [active[k] for k in rng.choice(len(active), size=n, p=self.probabilities())]
 
-    def attribute(self, rewards: dict[int, list[float]]) -> None:
-        """Credit a step's raw rewards, by instruction id; who was not sampled keeps its window."""  # CHOICE-8
-        for j, r in rewards.items():
+    def attribute(self, taus: Iterable[Trajectory]) -> None:
+        """Credits every instruction with the mean reward of its trajectories in this step."""  # CHOICE-8
+        for j, r_bar in mean_rewards(taus).items():
             I = self.family[j]
-            I.rewards = [*I.rewards, sum(r) / len(r)][-self.window :]  # Eq.6
+            I.rewards = [*I.rewards, r_bar][-self.window :]  # Eq.6 CHOICE-18
 
     def ranked(self) -> list[Instruction]:
-        """The active instructions by falling weight; ties keep the parents first."""
-        return sorted(self.P, key=lambda I: -I.w)
+        """Returns the active instructions by falling weight; ties keep the parents first."""
+        return sorted(self.active, key=lambda I: -I.w)
 
-    def prune(self, N_parent: int, t: int) -> list[Instruction]:
-        """Drop the bottom floor(|P|/2), never below N_parent; return who left."""  # CHOICE-3
-        keep = max(N_parent, len(self) - len(self) // 2)
-        gone = self.ranked()[keep:]
-        self._remove(gone, t)
-        return gone
+    def prune(self, ranked: Sequence[Instruction], N_parent: int, t: int) -> list[Instruction]:
+        """Drops the bottom floor(|P|/2) of `ranked`, never below N_parent; returns the dropped ones."""
+        keep = max(N_parent, len(ranked) - len(ranked) // 2)  # CHOICE-3
+        return self._drop(ranked[keep:], t)
 
-    def succeed(self, parents: list[Instruction], t: int) -> list[Instruction]:
-        """P becomes its parents alone with all weights 0; return who left (Alg.1 line 17)."""
-        gone = [I for I in self.P if I not in parents]
-        self._remove(gone, t)
-        self.active = [I.id for I in parents]
+    def succeed(self, parents: Sequence[Instruction], t: int) -> list[Instruction]:
+        """Leaves the parents alone in P, with weight 0; returns the dropped ones (Alg.1 line 17)."""
+        dropped = self._drop([I for I in self.active if I not in parents], t)
+        self.ids = [I.id for I in parents]
         for I in parents:
             I.rewards = []
-        return gone
+        return dropped
 
-    def _remove(self, gone: list[Instruction], t: int) -> None:
-        for I in gone:
+    def _drop(self, dropped: Sequence[Instruction], t: int) -> list[Instruction]:
+        for I in dropped:
             I.left = t
-            self.active.remove(I.id)
+            self.ids.remove(I.id)
+        return list(dropped)
 
     def best(self) -> Instruction:
-        """argmax w; right after an evolution all weights are 0 and it is the parent (Alg.1 line 26)."""
+        """Returns argmax w; right after an evolution, with all weights 0, that is the first parent."""
         return self.ranked()[0]
 
-    def state_dict(self) -> dict:
-        return {"family": [asdict(I) for I in self.family], "active": list(self.active)}
+    def state_dict(self) -> dict[str, Any]:
+        return {"family": [asdict(I) for I in self.family], "active": list(self.ids)}
 
-    def load_state_dict(self, state: dict) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self.family = [Instruction(**row) for row in state["family"]]
-        self.active = list(state["active"])
+        self.ids = list(state["active"])
+
+
+def mean_rewards(taus: Iterable[Trajectory]) -> dict[int, float]:
+    """Returns r_bar by instruction id, over all trajectories of that instruction."""
+    rewards: dict[int, list[float]] = {}
+    for tau in taus:
+        rewards.setdefault(tau.instruction, []).append(tau.reward)
+    return {j: sum(r) / len(r) for j, r in rewards.items()}
 
 
 @dataclass(frozen=True)
 class Experience:
-    """One tuple (I, q, tau, r) of the buffer; tau as the text that the optimizer reads."""
+    """One tuple (I, q, tau, r) in the buffer; tau as the text that the optimizer reads."""
 
     t: int
-    instruction: int
+    instruction: int  # id
     question: str  # id
     text: str  # question and response
     golds: tuple[str, ...]
@@ -110,17 +125,21 @@ class Experience:
 
 
 class ReplayBuffer:
-    """B: the last `capacity` trajectories, newest first where it matters (§3.2)."""
+    """B: the last `capacity` trajectories (§3.2)."""
 
     def __init__(self, capacity: int):
         self.capacity = capacity
         self.items: list[Experience] = []
 
-    def add(self, items: list[Experience]) -> None:
-        self.items = [*self.items, *items][-self.capacity :]
+    def add(self, t: int, taus: Iterable[Trajectory]) -> None:
+        """Adds the trajectories of step t; the oldest leave."""
+        for tau in taus:
+            q, text = tau.question, f"Question: {tau.question.text}\n{tau.response.strip()}"
+            self.items.append(Experience(t, tau.instruction, q.id, text, q.golds, tau.reward))
+        self.items = self.items[-self.capacity :]
 
     def failures(self, rng: np.random.Generator, n: int) -> list[Experience]:
-        """`n` trajectories of the lowest reward, of as many questions, from the latest step, earlier ones if short."""
+        """Returns up to `n` failures (reward < 1), at most one a question, latest step and lowest reward first."""
         order = rng.permutation(len(self.items))
         by_need = sorted((self.items[k] for k in order), key=lambda e: (-e.t, e.reward))
         chosen: dict[str, Experience] = {}
@@ -129,14 +148,15 @@ class ReplayBuffer:
                 chosen.setdefault(e.question, e)
         return list(chosen.values())
 
-    def questions(self, rng: np.random.Generator, n: int, shown: set[str]) -> list[str]:
-        """Ids of at most `n` distinct questions for D_B, latest steps first, none of those `shown`."""  # CHOICE-7
+    def questions(self, rng: np.random.Generator, n: int, shown: Iterable[Experience]) -> list[str]:
+        """Returns the ids of up to `n` questions for D_B, latest step first, none of them `shown`."""  # CHOICE-7
+        used = {e.question for e in shown}
         order = rng.permutation(len(self.items))
         latest = sorted((self.items[k] for k in order), key=lambda e: -e.t)
-        return list(dict.fromkeys(e.question for e in latest if e.question not in shown))[:n]
+        return list(dict.fromkeys(e.question for e in latest if e.question not in used))[:n]
 
-    def state_dict(self) -> dict:
+    def state_dict(self) -> dict[str, Any]:
         return {"items": [asdict(e) for e in self.items]}
 
-    def load_state_dict(self, state: dict) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self.items = [Experience(**(row | {"golds": tuple(row["golds"])})) for row in state["items"]]

@@ -1,23 +1,29 @@
-"""What a run tells: a step's metrics, the two pictures of a run directory, the table at the end."""
+"""What a run shows: a step's metrics, the two pictures of a run directory, the table at the end."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from data import Question, f1
+from data import em, f1
 from harness.directory import read_jsonl
-from population import Instruction, Population
+from population import Instruction, Population, mean_rewards
 from rollout import Trajectory
 
 
-def step_metrics(taus: list[Trajectory], asked: dict[str, Question], rewards, P: Population, G: int) -> dict:
-    """What a step's rollouts say; names end up in metrics.jsonl and in the tracker."""
+def step_metrics(taus: Sequence[Trajectory], P: Population, G: int) -> dict[str, Any]:
+    """Returns what the rollouts of a step show, by the names in metrics.jsonl and in the tracker.
+
+    `w` and `best` are the weights with this step's rewards, by which P is ranked.
+    """
     n = len(taus)
     groups = [taus[k : k + G] for k in range(0, n, G)]
     best = P.best()
     return {
         "reward": sum(tau.reward for tau in taus) / n,
-        "f1": sum(f1(tau.prediction, asked[tau.question].golds) for tau in taus) / n,
-        "searches": sum(tau.served for tau in taus) / n,
+        "em": sum(em(tau.prediction, tau.question.golds) for tau in taus) / n,
+        "f1": sum(f1(tau.prediction, tau.question.golds) for tau in taus) / n,
+        "searches": sum(tau.served("search") for tau in taus) / n,
         "answered": sum(tau.stop == "answer" for tau in taus) / n,
         "valid_actions": 1 - sum(tau.invalid for tau in taus) / max(1, sum(len(tau.turns) for tau in taus)),
         "response_tokens": sum(sum(tau.mask) for tau in taus) / n,
@@ -26,20 +32,20 @@ def step_metrics(taus: list[Trajectory], asked: dict[str, Question], rewards, P:
         "P": len(P),
         "best": best.id,
         "w_best": best.w,
-        "w": {str(I.id): round(I.w, 4) for I in P.P},
-        "r_bar": {str(j): round(sum(r) / len(r), 4) for j, r in sorted(rewards.items())},
+        "w": {str(I.id): round(I.w, 4) for I in P.active},
+        "r_bar": {str(j): round(r, 4) for j, r in sorted(mean_rewards(taus).items())},
     }
 
 
-def news(text: str, parent: str, width: int = 90) -> str:
-    """The sentences of an instruction that its parent does not have, on one line."""
+def added_sentences(text: str, parent: str, width: int = 90) -> str:
+    """Returns the sentences of an instruction that its parent does not have, on one line."""
     sentences = [x for x in re.split(r"(?<=[.!?])\s+", text) if x not in parent]
-    new = " ".join(sorted(sentences, key=lambda x: "<" in x))  # how tags are used is the lesser news
-    return (new if len(new) <= width else new[: width - 5] + "[...]").replace("\n", " ") or "(other order)"
+    added = " ".join(sorted(sentences, key=lambda x: "<" in x))  # the sentence about tags comes last
+    return (added if len(added) <= width else added[: width - 5] + "[...]").replace("\n", " ") or "(other order)"
 
 
 def draw(path: Path) -> list[str]:
-    """Write reward.png and population.png; returns their names ([] where matplotlib is missing)."""
+    """Writes reward.png and population.png and returns their names; [] without matplotlib or without a step."""
     try:
         import matplotlib
     except ImportError:
@@ -58,12 +64,10 @@ def _reward(plt, path: Path, steps: list[dict], events: list[dict]) -> str:
     t = [row["t"] for row in steps]
     fig, (top, bottom) = plt.subplots(2, 1, figsize=(8, 5.5), sharex=True, height_ratios=(2, 1))
     top.plot(t, [row["reward"] for row in steps], color="C0", lw=1.8, label="mean reward (EM) of a step's rollouts")
-    evolved = {event["t"] for event in events if event["event"] == "evolve"}  # there every w is 0: a gap
-    w = [float("nan") if row["t"] in evolved else row["w_best"] for row in steps]
-    top.plot(t, w, color="C1", lw=1.2, label="best importance weight w")
-    for step in evolved:
+    top.plot(t, [row["w_best"] for row in steps], color="C1", lw=1.2, label="best importance weight w")
+    for step in {event["t"] for event in events if event["event"] == "evolve"}:
         top.axvline(step, color="0.8", lw=0.8, zorder=0)
-    top.plot([], [], color="0.8", lw=0.8, label="evolution (all w restart at 0)")
+    top.plot([], [], color="0.8", lw=0.8, label="evolution: all w restart at 0 after it")
     top.set(ylim=(0, 1.02), ylabel="exact match")
     top.legend(loc="upper left", frameon=False, fontsize=9)
     bottom.plot(t, [row["searches"] for row in steps], color="C2", lw=1.8)
@@ -72,7 +76,7 @@ def _reward(plt, path: Path, steps: list[dict], events: list[dict]) -> str:
 
 
 def _population(plt, path: Path, steps: list[dict], events: list[dict]) -> str:
-    """Every instruction as a bar over the steps it was in P, coloured by w, joined to its parent."""
+    """Draws every instruction as a bar over its steps in P, coloured by w and joined to its parent."""
     span: dict[int, list[int]] = {}
     parent: dict[int, int | None] = {}
     for event in events:
@@ -84,12 +88,10 @@ def _population(plt, path: Path, steps: list[dict], events: list[dict]) -> str:
         for j, value in row["w"].items():
             w.setdefault(int(j), []).append((row["t"], value))
             span.setdefault(int(j), [row["t"], row["t"]])[1] = row["t"]
-    evolved = {event["t"] for event in events if event["event"] == "evolve"}
     fig, ax = plt.subplots(figsize=(8, 0.5 + 0.17 * max(12, len(span))))
     for j, (born, _) in span.items():
         for t, value in w.get(j, []):
-            color = "0.85" if t in evolved else plt.cm.viridis(value)
-            ax.hlines(j, t - 0.5, t + 0.5, colors=color, lw=5)
+            ax.hlines(j, t - 0.5, t + 0.5, colors=plt.cm.viridis(value), lw=5)
         if parent.get(j) is not None and born > 0:
             ax.plot([born, born], [parent[j], j], color="0.75", lw=0.7, zorder=0)
     ax.set(xlabel="step t", ylabel="instruction", xlim=(-0.5, steps[-1]["t"] + 1))
@@ -108,7 +110,7 @@ def _save(plt, fig, path: Path) -> str:
 
 
 def lineage(P: Population, I: Instruction) -> list[int]:
-    """Ids from the first instruction to I."""
+    """Returns the ids from the first instruction to I."""
     line = [I.id]
     while P.family[line[0]].parent is not None:
         line.insert(0, P.family[line[0]].parent)
@@ -116,7 +118,7 @@ def lineage(P: Population, I: Instruction) -> list[int]:
 
 
 def ending(summary: dict, rows: dict[str, dict], pictures: list[str], path: Path) -> str:
-    """The last screen of a run: EM by source, the winning instruction, what it cost, where everything is."""
+    """Returns the last screen of a run: EM by source, the winning instruction, its cost, where the files are."""
     sources = sorted({k for row in rows.values() for k in row if k.startswith("em/")})
     width = max(map(len, rows)) + 2
     head = f"{'':{width}}{'EM':>7}" + "".join(f"{k[3:]:>{max(9, len(k) - 1)}}" for k in sources) + f"{'searches':>10}"

@@ -1,4 +1,4 @@
-"""A run's directory: what is written there, atomically, and what a resumed run finds again."""
+"""A run's directory: what is written there, atomically, and what a resumed run finds in it."""
 
 import dataclasses
 import gzip
@@ -7,37 +7,39 @@ import os
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from config import Config
+from faults import Fault
 
-# Knobs that may differ when a run is resumed: they change where and how fast, not what.
+# Knobs that a resumed run may change: they affect where and how fast it runs, not what it computes.
 FREE = {"out", "resume", "device", "tracker", "retriever", "keep", "save_every", "search_retries", "optimizer_retries"}
 FREE |= {"engine", "vllm", "vllm_memory", "recompute", "offload_reference", "patience", "gpus", "gpu_mem"}
 FREE |= {"micro_tokens", "max_rows"}
 
 
-class Run:
+class RunDirectory:
     """`out/` with config.json, metrics.jsonl, population.jsonl, reflections.jsonl, trajectories/, checkpoints/."""
 
     def __init__(self, cfg: Config, name: str):
+        """Creates or reopens the directory; Fault if it cannot be written to or belongs to another run."""
         self.path = Path(cfg.out or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{name}-{cfg.mode}")
         self.keep = cfg.keep
         config = self.path / "config.json"
         self.created = not self.path.exists()
         if config.exists() and not cfg.resume:
-            raise SystemExit(f"{self.path} holds a run already: go on with --resume, or choose another --out")
+            raise Fault(f"{self.path} holds a run already: continue it with --resume, or choose another --out")
         if cfg.resume and not config.exists():
-            raise SystemExit(f"--resume: {self.path} holds no run; check --out")
+            raise Fault(f"--resume: {self.path} holds no run; check --out")
         mine = dataclasses.asdict(cfg)
         if cfg.resume:
             theirs = {f.name: f.default for f in dataclasses.fields(Config)} | json.loads(config.read_text())
-            if other := [k for k in mine if k not in FREE and mine[k] != theirs.get(k)]:
-                k = other[0]
-                raise SystemExit(f"--resume: {self.path} has --{k} {theirs.get(k)}, now {mine[k]}: use the same")
+            if changed := [k for k in mine if k not in FREE and mine[k] != theirs.get(k)]:
+                k = changed[0]
+                raise Fault(f"--resume: {self.path} was started with --{k} {theirs.get(k)}, not {mine[k]}")
         try:
             (self.path / "checkpoints").mkdir(parents=True, exist_ok=True)
             (self.path / "trajectories").mkdir(exist_ok=True)
@@ -47,37 +49,37 @@ class Run:
             probe.touch()
             probe.unlink()
         except OSError as e:
-            raise SystemExit(f"cannot write to {self.path} ({e.strerror}): choose another --out") from None
+            raise Fault(f"cannot write to {self.path} ({e.strerror}): choose another --out") from None
 
     def discard_if_empty(self) -> None:
-        """A run that failed before it measured anything leaves nothing behind."""
+        """Removes the directory of a run that failed before it measured anything."""
         if self.created and not self.rows("metrics"):
             shutil.rmtree(self.path, ignore_errors=True)
 
     def write(self, name: str, text: str) -> Path:
-        """A whole file, which is there either as it was or as it is now."""
+        """Writes a file atomically: a reader finds the old content or the new one."""
         path = self.path / name
         temporary = path.with_name(f".{path.name}.tmp")
         temporary.write_text(text)
         os.replace(temporary, path)
         return path
 
-    def log(self, name: str, row: dict) -> None:
-        """One line at the end of `name`.jsonl."""
+    def append(self, name: str, row: dict[str, Any]) -> None:
+        """Appends a line to `name`.jsonl."""
         with open(self.path / f"{name}.jsonl", "a") as f:
             f.write(json.dumps(row) + "\n")
 
-    def rows(self, name: str) -> list[dict]:
-        """The lines of `name`.jsonl; one that a kill has cut is left out."""
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        """Returns the lines of `name`.jsonl without one that a kill has cut short."""
         return read_jsonl(self.path / f"{name}.jsonl")
 
-    def trajectories(self, t: int, rows: list[dict]) -> None:
+    def write_trajectories(self, t: int, rows: list[dict[str, Any]]) -> None:
         path = self.path / "trajectories" / f"step-{t:06d}.jsonl.gz"
         with gzip.open(path, "wt", compresslevel=1) as f:
             f.writelines(json.dumps(row) + "\n" for row in rows)
 
-    def checkpoint(self, t: int, save: Callable[[Path], None], state: dict) -> None:
-        """Everything that step t+1 needs: what `save` writes into a directory, and `state` beside it."""
+    def checkpoint(self, t: int, save: Callable[[Path], None], state: dict[str, Any]) -> None:
+        """Writes all that step t+1 needs: what `save` puts into a directory, and `state` beside it."""
         path = self.path / "checkpoints" / f"step-{t:06d}"
         if path.exists():
             return
@@ -93,49 +95,35 @@ class Run:
                 shutil.rmtree(old)
 
     def checkpoints(self) -> list[Path]:
-        """Whole checkpoints, oldest first."""
+        """Returns the complete checkpoints, oldest first."""
         return sorted((self.path / "checkpoints").glob("step-*"))
 
-    def how_to_resume(self) -> str:
-        saved = self.checkpoints()
-        where = f"step {int(saved[-1].name[5:])}" if saved else "the start"
-        return f"go on from {where} with: the same flags, --out {self.path} --resume"
-
     def best(self) -> Path | None:
-        """The checkpoint with the best score on the held-out questions, where steps were evaluated."""
-        score = {f"step-{row['t']:06d}": row["test/em"] for row in self.rows("metrics") if "test/em" in row}
+        """Returns the checkpoint with the best score on the validation questions; None if no step was evaluated."""
+        score = {f"step-{row['t']:06d}": row["valid/em"] for row in self.rows("metrics") if "valid/em" in row}
         return max((x for x in self.checkpoints() if x.name in score), key=lambda x: score[x.name], default=None)
 
-    def rewind(self) -> tuple[Path | None, dict]:
-        """(checkpoint, its state) to resume from, (None, {}) if there is none; later log lines are dropped.
+    def rewind(self) -> tuple[Path, dict[str, Any]] | None:
+        """Returns (checkpoint, its state) to resume from and drops log lines after it; None if there is none.
 
         Calls to the optimizer stay in reflections.jsonl: they have been paid for.
         """
         found = self.checkpoints()[-1:]
         state = torch.load(found[0] / "state.pt", weights_only=True) if found else {}
-        t = state.get("t", -1)  # without a checkpoint even the rows of the start are written again
+        t = state.get("t", -1)  # without a checkpoint the rows of step 0 are written again too
         for name in ("metrics", "population", "reflections"):
             kept = [row for row in self.rows(name) if row["t"] <= t or "call" in row]
             self.write(f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
-        return (found[0] if found else None), state
+        return (found[0], state) if found else None
+
+    def how_to_resume(self) -> str:
+        saved = self.checkpoints()
+        where = f"step {int(saved[-1].name[5:])}" if saved else "the start"
+        return f"resume from {where} with the same flags and --out {self.path} --resume"
 
 
-@dataclass
-class Ledger:
-    """What the evolution costs beside the training (App. C)."""
-
-    training_rollouts: int = 0
-    verification_rollouts: int = 0
-    optimizer_calls: int = 0
-    optimizer_tokens: int = 0
-    optimizer_seconds: float = 0.0
-    searches: int = 0
-
-    def overhead_inference(self) -> float:
-        return self.verification_rollouts / max(1, self.training_rollouts)
-
-
-def read_jsonl(path: Path) -> list[dict]:
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """Returns the rows of a .jsonl file; no file has none, and a line cut short is left out."""
     out = []
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
@@ -143,21 +131,3 @@ def read_jsonl(path: Path) -> list[dict]:
         except ValueError:
             continue
     return out
-
-
-def tracker(name: str, path: Path, cfg: Config):
-    """log(metrics, t) for wandb or tensorboard; for "" one that does nothing (metrics.jsonl has it all)."""
-    if not name:
-        return lambda metrics, t: None
-    try:
-        if name == "wandb":
-            import wandb
-
-            wandb.init(project="inspo", name=path.name, dir=path, config=dataclasses.asdict(cfg))
-            return lambda metrics, t: wandb.log(metrics, step=t)
-        from torch.utils.tensorboard import SummaryWriter
-
-        writer = SummaryWriter(path / "tensorboard")
-    except ImportError:
-        raise SystemExit(f"--tracker {name}: not installed; pip install {name}, or leave it out") from None
-    return lambda metrics, t: [writer.add_scalar(k, v, t) for k, v in metrics.items()] and None

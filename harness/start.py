@@ -1,0 +1,135 @@
+"""Setting up a run on rank 0: its questions, directory, servers, policy, optimizer and log."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import torch
+from tqdm import tqdm
+
+from config import HERE, PRESETS, Config, first_instruction, scripted, warnings
+from data import Question, load_questions
+from faults import EngineFault, Fault, Outage, ToolDown
+from harness.directory import RunDirectory
+from harness.log import Log
+from harness.servers import Servers
+from reflect import Optimizer, paid_calls, token_counter
+from tools import Search
+from training.fit import estimate, shapes
+from training.model import load_config, load_tokenizer
+from training.policy import Policy
+from training.ranks import Ranks
+from training.worker import choose_engine
+
+
+class Parts(NamedTuple):
+    """What Algorithm 1 is given."""
+
+    policy: Policy
+    optimizer: Optimizer | None
+    D: dict[str, Question]
+    log: Log
+
+
+def device_of(cfg: Config) -> str:
+    """Returns "cuda" or "cpu"."""
+    device = cfg.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise Fault("--device cuda: torch finds no CUDA device here; leave it out, or choose cpu")
+    return device
+
+
+def print_memory(cfg: Config) -> None:
+    """Prints the memory that --gpus of --gpu_mem would need; Fault if it does not fit."""
+    fit = estimate(cfg, shapes(cfg.model), "torch" if cfg.engine == "torch" else "vllm", cfg.gpus, cfg.gpu_mem)
+    print(fit.table(), flush=True)
+    if fault := fit.fault():
+        raise Fault(fault)
+
+
+@contextlib.contextmanager
+def prepare(cfg: Config, ranks: Ranks) -> Iterator[Parts]:
+    """Yields the parts of a run and closes them after it; an outage becomes a Fault that says how to resume."""
+    name = next((k for k, v in PRESETS.items() if v["model"] == cfg.model), Path(cfg.model).name)
+    train, test = load_questions(cfg.train), load_questions(cfg.test)
+    first_instruction(cfg)
+    if ranks.nodes > 1 and (not cfg.retriever or "//127." in cfg.retriever or "//localhost" in cfg.retriever):
+        raise Fault(f"{ranks.nodes} nodes: give --retriever with an address that all of them can reach")
+    engine, why = choose_engine(cfg, ranks.device)
+    if ranks.device == "cuda":
+        memory = torch.cuda.get_device_properties(0).total_memory / 1e9
+        if fault := estimate(cfg, shapes(cfg.model), engine, ranks.size, memory).fault():
+            raise Fault(fault)
+    longest = getattr(load_config(cfg.model), "max_position_embeddings", None)
+    if longest and cfg.max_prompt + cfg.max_response > longest:
+        raise Fault(f"--max_prompt {cfg.max_prompt} + --max_response {cfg.max_response}: the model ends at {longest}")
+    load_tokenizer(cfg.model)  # its faults are found before weights are loaded
+    run = RunDirectory(cfg, name)
+    try:
+        with contextlib.ExitStack() as stack:
+            serve = stack.enter_context(Servers(run.path / "servers.log"))
+            search = connect_search(cfg, serve)
+            optimizer = connect_optimizer(cfg, serve, run)
+            policy = Policy(cfg, ranks, engine, search)
+            stack.callback(policy.close)
+            bar = stack.enter_context(tqdm(total=cfg.T, unit="step", dynamic_ncols=True, smoothing=0.1, disable=None))
+            log = Log(cfg, run, policy, test, [], bar, began=psutil.Process().create_time())
+            n = policy.worker.parameters()
+            device = ranks.device if ranks.size == 1 else f"{ranks.size} x {ranks.device}"
+            log.note(
+                f"INSPO, mode {cfg.mode}: {name} ({n / 1e6:,.2f}M parameters, {device}, {engine} engine: {why}) "
+                f"on {len(train)} questions, {len(test)} held out\n"
+                f"search: {cfg.retriever or f'{search.urls[0]} (BM25 over {cfg.corpus}, started by this run)'}\n"
+                f"optimizer: {describe(optimizer)}\n"
+                f"{cfg.T} steps of {cfg.batch} questions x {cfg.G}, seed {cfg.seed}; everything goes to {run.path}"
+            )
+            for line in warnings(cfg):
+                log.note(f"note: {line}")
+            try:
+                yield Parts(policy, optimizer, {q.id: q for q in train}, log)
+            except (Outage, KeyboardInterrupt):
+                log.rescue()
+                raise
+    except ToolDown as e:
+        raise Fault(
+            f"\nthe search server does not answer ({e}); nothing was scored without it\n{run.how_to_resume()}"
+        ) from None
+    except EngineFault as e:
+        raise Fault(f"\n{e}; nothing was trained on it\n{run.how_to_resume()}") from None
+    except KeyboardInterrupt:
+        raise Fault(f"\nstopped\n{run.how_to_resume()}") from None
+    except Fault:
+        run.discard_if_empty()
+        raise
+
+
+def connect_search(cfg: Config, serve: Servers) -> Search:
+    """Returns the client of --retriever, or of a server over --corpus that this run starts and restarts."""
+    if not cfg.retriever:
+        own = partial(serve, str(HERE / "retrieval_server.py"), "--corpus", cfg.corpus)
+        return Search(own(), cfg.topk, retries=cfg.search_retries, revive=own)
+    try:
+        Search(cfg.retriever, cfg.topk, retries=0).submit("is anyone there").result()
+    except ToolDown as e:
+        raise Fault(f"--retriever {e}; start the server, or leave it out and give --corpus") from None
+    return Search(cfg.retriever, cfg.topk, retries=cfg.search_retries)
+
+
+def connect_optimizer(cfg: Config, serve: Servers, run: RunDirectory) -> Optimizer | None:
+    """Returns the client of OPENAI_BASE_URL, or of the world's scripted optimizer; None in mode static."""
+    if cfg.mode != "inspo":
+        return None
+    if scripted(cfg):
+        url, key = serve("-m", "world.optimizer", "--seed", str(cfg.seed)) + "/v1", ""
+    else:
+        url, key = os.environ["OPENAI_BASE_URL"], os.environ.get("OPENAI_API_KEY", "")
+    paid = paid_calls(run.rows("reflections"))
+    return Optimizer(url, cfg.optimizer_model, key, retries=cfg.optimizer_retries, paid=paid)
+
+
+def describe(optimizer: Optimizer | None) -> str:
+    return f"{optimizer.model} at {optimizer.url} (tokens: {token_counter()[1]})" if optimizer else "none"

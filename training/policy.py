@@ -1,0 +1,101 @@
+"""The policy in training, on all ranks: rank 0 calls a method here, and every rank's `Worker` runs its part of it."""
+
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
+
+from config import Config
+from data import rng
+from rollout import Job, Trajectory
+from tools import Search, make_tools
+from training.ranks import Ranks
+from training.worker import Worker, attempt
+
+S = ParamSpec("S")
+R = TypeVar("R")
+
+
+class Policy:
+    """pi_theta: what Algorithm 1 does with it, and what a run needs besides. Made on rank 0 alone."""
+
+    def __init__(self, cfg: Config, ranks: Ranks, engine: str, search: Search):
+        self.cfg, self.ranks = cfg, ranks
+        self.t = 0  # the last step whose update has begun
+        self.seconds: Counter[str] = Counter()  # by what they were spent on
+        self.in_step = True  # whether all ranks wait for the next call
+        if ranks.size > 1:
+            ranks.broadcast((engine, ",".join(search.urls)))
+        self.worker = Worker(cfg, ranks, engine, make_tools(cfg, search))
+
+    def rollout(self, t: int, purpose: str, jobs: Sequence[Job], temperature: float | None = None) -> list[Trajectory]:
+        """Returns a trajectory for each job, in their order; `purpose` tells the random draws of one step apart."""
+        began = time.time()
+        seed = int(rng(self.cfg.seed, t, purpose).integers(2**31))
+        temperature = self.cfg.temperature if temperature is None else temperature
+        shares = self.on_all_ranks(Worker.rollout, list(jobs), temperature, seed)
+        numbered = sorted((pair for share in shares for pair in share), key=lambda pair: pair[0])
+        self.seconds[purpose.split()[0]] += time.time() - began
+        return [tau for _, tau in numbered]
+
+    def update(self, t: int, taus: Sequence[Trajectory]) -> dict[str, float]:
+        """Takes step t of GRPO on the rewarded trajectories (Eq. 2); returns the metrics of the whole batch."""
+        began, self.t = time.time(), t
+        if self.ranks.size > 1:  # the other ranks do not need the texts
+            taus = [replace(tau, turns=[], response="") for tau in taus]
+        metrics = self.on_all_ranks(Worker.update, t, list(taus))[0]
+        self.seconds["update"] += time.time() - began
+        return metrics
+
+    def save(self, path: Path) -> None:
+        """Writes weights and optimizer into a directory, for any number of ranks to load."""
+        self.on_all_ranks(Worker.save, path.absolute())
+
+    def load(self, path: Path, t: int) -> None:
+        """Restores what `save` wrote after step t."""
+        self.on_all_ranks(Worker.load, path.absolute())
+        self.t = t
+
+    def export(self, path: Path) -> None:
+        """Writes a plain Hugging Face directory."""
+        self.on_all_ranks(Worker.export, path.absolute())
+
+    def reset(self) -> None:
+        """Restores the first policy, for evaluation alone: the optimizer keeps its moments."""
+        self.on_all_ranks(Worker.reset)
+
+    def faults(self) -> int:
+        """Returns how many requests to tools have failed on all ranks."""
+        return sum(self.on_all_ranks(Worker.faults))
+
+    def on_all_ranks(self, method: Callable[Concatenate[Worker, S], R], *args: S.args, **kwargs: S.kwargs) -> list[R]:
+        """Returns method(worker, *args) of every rank, by rank; raises a rank's fault once all have finished."""
+        if self.ranks.size == 1:
+            return [method(self.worker, *args, **kwargs)]
+        # Ctrl-C waits until all ranks have finished: inside a collective it would leave the others waiting.
+        self.in_step, interrupted = False, []
+        handler = signal.signal(signal.SIGINT, lambda *_: interrupted.append(True))
+        try:
+            self.ranks.broadcast((method, args, kwargs))
+            answers = self.ranks.gather(attempt(method, self.worker, *args, **kwargs))
+        finally:
+            signal.signal(signal.SIGINT, handler)
+        self.in_step = True
+        if interrupted:
+            raise KeyboardInterrupt
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        return answers
+
+    def close(self) -> None:
+        """Ends all ranks, unless one is inside a collective: then torchrun ends them."""
+        if self.in_step:
+            if self.ranks.size > 1:
+                self.ranks.broadcast(None)
+            self.worker.close()
+            del self.worker
+            self.ranks.leave()
