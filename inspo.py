@@ -10,14 +10,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from config import Config, first_instruction, parse
 from data import Question, draw, em, rng
 from faults import OptimizerDown, one_line
 from objectives import set_advantages
-from population import Experience, Instruction, Population, ReplayBuffer
+from population import Candidate, Experience, Instruction, Population, ReplayBuffer, significantly_worse
 from reflect import Optimizer, candidates, normalized, paraphrase_prompt, reflection_prompt
 from rollout import Job, Trajectory
 
@@ -62,33 +61,23 @@ def inspo(
     return policy, P.best()  # Alg.1 L26
 
 
-@dataclass
-class Candidate:
-    """A revised instruction that was verified on D_B."""
-
-    text: str
-    parent: int
-    verified: float  # its mean reward on D_B
-    margin: float  # that mean above its parent's
-
-
 def evolve(
     cfg: Config, t: int, P: Population, B: ReplayBuffer, policy: Policy, optimizer: Optimizer,
     D: dict[str, Question], log: Log,
 ) -> None:  # fmt: skip
-    """Replaces P by its parents and verified revisions of them; without any revision P stays as it is."""
+    """Replaces P by its parents and verified revisions of them; without a revision P and W stay as they are."""
     P_parent = P.ranked()[: cfg.N_parent]  # Alg.1 L17
     P_new: list[Candidate] = []
     spare: list[Candidate] = []
     used = {normalized(I.text) for I in P_parent}
-    shortfall = "no candidate was well formed"
+    shortfall = "too few candidates"
     for round in range(cfg.rounds):
         room = cfg.N_P - len(P_parent) - len(P_new)
         if room == 0:  # Alg.1 L18
             break
         dice = rng(cfg.seed, t, f"evolve {round}")
         I_parent = P_parent[dice.integers(len(P_parent))]  # Alg.1 L19
-        tau_fail = B.failures(dice, cfg.failures)
+        tau_fail = B.failures(dice, cfg.failures, I_parent.id)
         D_B = [D[q] for q in B.questions(dice, cfg.D_B, tau_fail)]
         if not tau_fail or not D_B:
             shortfall = "no failure to learn from" if not tau_fail else "no question left to verify on"
@@ -100,20 +89,18 @@ def evolve(
             break
         if not I_new:
             continue
-        r_parent, *r_new = verify(t, round, policy, [I_parent.text, *I_new], D_B)  # Alg.1 L21
-        scored = [Candidate(text, I_parent.id, r, r - r_parent) for text, r in zip(I_new, r_new, strict=True)]
-        scored.sort(key=lambda c: -c.verified)
-        joining = [c for c in scored if c.margin >= 0][: min(room, cfg.top_n)]
+        scored = verify(t, round, policy, I_parent, I_new, D_B)  # Alg.1 L21
+        joining = [c for c in scored if c.r >= c.r_parent][: min(room, cfg.top_n)]  # CHOICE-12
         P_new += joining
-        spare += [c for c in scored if c not in joining]
-        log.verified(t, round, I_parent, r_parent, D_B, scored, joining)
+        spare += [c for c in scored if c not in joining and not c.worse]
+        log.verified(t, round, I_parent, D_B, scored, joining)
 
-    spare.sort(key=lambda c: (c.margin, c.text, c.parent, c.verified), reverse=True)
+    spare.sort(key=lambda c: c.r_parent - c.r)  # CHOICE-15
     P_new += spare[: cfg.N_P - len(P_parent) - len(P_new)]  # CHOICE-6
-    if not P_new:
+    if not P_new:  # CHOICE-26
         return log.not_evolved(t, P, shortfall)
     P.succeed(P_parent, t)
-    joined = [P.join(c.text, c.parent, t, c.verified) for c in P_new]  # Alg.1 L23
+    joined = [P.join(c.text, c.parent, t, c.r) for c in P_new]  # Alg.1 L23
     log.evolved(t, P, P_parent, joined, shortfall)
 
 
@@ -123,7 +110,8 @@ def first_population(cfg: Config, optimizer: Optimizer | None, log: Log) -> Popu
     I_0 = P.join(first_instruction(cfg), None, 0)
     if optimizer and cfg.N_P > 1:
         try:
-            for text in propose(cfg, 0, 0, I_0, [], {normalized(I_0.text)}, optimizer, log)[: cfg.N_P - 1]:
+            paraphrases = propose(cfg, 0, 0, I_0, [], {normalized(I_0.text)}, optimizer, log)  # CHOICE-22
+            for text in paraphrases[: cfg.N_P - 1]:
                 P.join(text, I_0.id, 0)
         except OptimizerDown as e:
             log.note(f"the optimizer gave no reply ({e}): the first instruction starts alone")
@@ -139,7 +127,7 @@ def propose(
 
     Adds them to `used`. Raises OptimizerDown.
     """
-    n = cfg.N_P - cfg.N_parent
+    n = cfg.N_P - cfg.N_parent  # CHOICE-24
     failures = [(e.text, e.golds) for e in tau_fail]
     prompt = (
         reflection_prompt(I_parent.text, failures, n, cfg.prompt_budget)
@@ -154,12 +142,19 @@ def propose(
     return accepted
 
 
-def verify(t: int, round: int, policy: Policy, texts: list[str], D_B: list[Question]) -> list[float]:
-    """Returns the mean reward of each instruction on the questions D_B, one rollout a question."""
+def verify(
+    t: int, round: int, policy: Policy, I_parent: Instruction, I_new: list[str], D_B: list[Question]
+) -> list[Candidate]:
+    """Returns the revisions by falling mean reward on D_B, each compared with its parent on the same questions."""
+    texts = [I_parent.text, *I_new]
     jobs = [Job(k, text, q, k * len(D_B) + i) for k, text in enumerate(texts) for i, q in enumerate(D_B)]
-    taus = policy.rollout(t, f"verify {round}", jobs)
-    r = [reward(tau) for tau in taus]
-    return [sum(r[k : k + len(D_B)]) / len(D_B) for k in range(0, len(r), len(D_B))]
+    taus = policy.rollout(t, f"verify {round}", jobs)  # CHOICE-13
+    r_parent, *r_new = ([reward(tau) for tau in taus if tau.instruction == k] for k in range(len(texts)))
+    scored = [
+        Candidate(text, I_parent.id, sum(r) / len(D_B), sum(r_parent) / len(D_B), significantly_worse(r, r_parent))
+        for text, r in zip(I_new, r_new, strict=True)
+    ]
+    return sorted(scored, key=lambda c: -c.r)
 
 
 def main(argv: list[str] | None = None) -> None:

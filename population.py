@@ -1,7 +1,8 @@
-"""The population of instructions: importance weights, selection, pruning (§3.1, Eq. 4 and 6); the replay buffer (§3.2)."""
+"""The population of instructions: weights, selection, pruning (§3.1, Eq. 4 and 6); the replay buffer (§3.2)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -113,6 +114,25 @@ def mean_rewards(taus: Iterable[Trajectory]) -> dict[int, float]:
 
 
 @dataclass(frozen=True)
+class Candidate:
+    """A revision of an instruction that was verified on D_B."""
+
+    text: str
+    parent: int  # id of the instruction it revises
+    r: float  # its mean reward on D_B
+    r_parent: float  # its parent's on the same questions
+    worse: bool  # significantly below its parent
+
+
+def significantly_worse(r: Sequence[float], r_parent: Sequence[float]) -> bool:
+    """Returns whether r (n,) is below r_parent (n,) on the same n questions: exact sign test, one-sided, 5 %."""
+    wins = sum(a > b for a, b in zip(r, r_parent, strict=True))
+    losses = sum(a < b for a, b in zip(r, r_parent, strict=True))
+    n = wins + losses  # ties say nothing
+    return sum(math.comb(n, k) for k in range(wins + 1)) / 2**n < 0.05
+
+
+@dataclass(frozen=True)
 class Experience:
     """One tuple (I, q, tau, r) in the buffer; tau as the text that the optimizer reads."""
 
@@ -138,10 +158,14 @@ class ReplayBuffer:
             self.items.append(Experience(t, tau.instruction, q.id, text, q.golds, tau.reward))
         self.items = self.items[-self.capacity :]
 
-    def failures(self, rng: np.random.Generator, n: int) -> list[Experience]:
-        """Returns up to `n` failures (reward < 1), at most one a question, latest step and lowest reward first."""
+    def failures(self, rng: np.random.Generator, n: int, parent: int) -> list[Experience]:
+        """Returns up to `n` failures (reward < 1) of as many questions, for the optimizer to learn from.
+
+        Those under the parent come first, since it is what the optimizer is asked to revise; within both halves the
+        latest step and the lowest reward come first.
+        """  # CHOICE-14
         order = rng.permutation(len(self.items))
-        by_need = sorted((self.items[k] for k in order), key=lambda e: (-e.t, e.reward))
+        by_need = sorted((self.items[k] for k in order), key=lambda e: (e.instruction != parent, -e.t, e.reward))
         chosen: dict[str, Experience] = {}
         for e in by_need:
             if e.reward < 1 and len(chosen) < n:

@@ -94,7 +94,7 @@ def prompt_ids(tokenizer, instruction: str, question: str) -> list[int]:
 
 
 def observation_ids(tokenizer, tool: Tool, result: list[str], limit: int) -> list[int]:
-    """Returns a tool's result inside its tag as at most `limit` ids; a long one loses its end, never its closing tag."""
+    """Returns a tool's result in its tag as at most `limit` ids; a long one loses its end, not its closing tag."""
     head = tokenizer(f"\n\n<{tool.result_tag}>{tool.show(result)}", add_special_tokens=False)["input_ids"]
     end = tokenizer(f"</{tool.result_tag}>\n\n", add_special_tokens=False)["input_ids"]
     return head[: max(0, limit - len(end))] + end

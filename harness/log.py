@@ -15,7 +15,7 @@ from config import Config, first_instruction
 from data import Question, em, f1
 from faults import Fault
 from harness.directory import RunDirectory
-from population import Instruction, Population, ReplayBuffer
+from population import Candidate, Instruction, Population, ReplayBuffer
 from reflect import Call
 from rollout import Job, Trajectory
 from training.policy import Policy
@@ -179,11 +179,13 @@ class Log:
         self.run.append("reflections", row)
 
     def verified(
-        self, t: int, round: int, parent: Instruction, r_parent: float, D_B: Sequence[Question], scored, joining
-    ) -> None:
+        self, t: int, round: int, parent: Instruction, D_B: Sequence[Question], scored: Sequence[Candidate],
+        joining: Sequence[Candidate],
+    ) -> None:  # fmt: skip
         self.ledger.verification_rollouts += (1 + len(scored)) * len(D_B)
-        row = {"t": t, "round": round, "parent": parent.id, "r_parent": r_parent, "D_B": [q.id for q in D_B]}
-        row["verified"] = [{"text": c.text, "r": c.verified, "joined": c in joining} for c in scored]
+        row = {"t": t, "round": round, "parent": parent.id, "r_parent": scored[0].r_parent}
+        row |= {"D_B": [q.id for q in D_B]}
+        row["verified"] = [asdict(c) | {"joined": c in joining} for c in scored]
         self.run.append("reflections", row)
 
     def evolved(

@@ -12,7 +12,7 @@ import torch
 from tqdm import tqdm
 
 from config import HERE, PRESETS, Config, first_instruction, scripted, warnings
-from data import Question, load_questions
+from data import Question, load_questions, rng
 from faults import EngineFault, Fault, Outage, ToolDown
 from harness.directory import RunDirectory
 from harness.log import Log
@@ -51,11 +51,21 @@ def print_memory(cfg: Config) -> None:
         raise Fault(fault)
 
 
+def load_data(cfg: Config) -> tuple[list[Question], list[Question], list[Question]]:
+    """Returns the questions to train on, to choose the best checkpoint by, and to report on."""
+    train, test = load_questions(cfg.train), load_questions(cfg.test)
+    if cfg.valid:
+        return train, load_questions(cfg.valid), test
+    chosen = rng(cfg.seed, 0, "valid").permutation(len(train))[: min(cfg.valid_n, len(train) // 10)]  # CHOICE-25
+    aside = set(chosen.tolist())
+    return [q for k, q in enumerate(train) if k not in aside], [train[k] for k in sorted(aside)], test
+
+
 @contextlib.contextmanager
 def prepare(cfg: Config, ranks: Ranks) -> Iterator[Parts]:
     """Yields the parts of a run and closes them after it; an outage becomes a Fault that says how to resume."""
     name = next((k for k, v in PRESETS.items() if v["model"] == cfg.model), Path(cfg.model).name)
-    train, test = load_questions(cfg.train), load_questions(cfg.test)
+    train, valid, test = load_data(cfg)
     first_instruction(cfg)
     if ranks.nodes > 1 and (not cfg.retriever or "//127." in cfg.retriever or "//localhost" in cfg.retriever):
         raise Fault(f"{ranks.nodes} nodes: give --retriever with an address that all of them can reach")
@@ -77,7 +87,7 @@ def prepare(cfg: Config, ranks: Ranks) -> Iterator[Parts]:
             policy = Policy(cfg, ranks, engine, search)
             stack.callback(policy.close)
             bar = stack.enter_context(tqdm(total=cfg.T, unit="step", dynamic_ncols=True, smoothing=0.1, disable=None))
-            log = Log(cfg, run, policy, test, [], bar, began=psutil.Process().create_time())
+            log = Log(cfg, run, policy, test, valid, bar, began=psutil.Process().create_time())
             n = policy.worker.parameters()
             device = ranks.device if ranks.size == 1 else f"{ranks.size} x {ranks.device}"
             log.note(
