@@ -1,4 +1,4 @@
-"""The HTTP servers of a run: bind a port, serve an app on it, and start a server as a child process."""
+"""HTTP servers: binds a port, serves an app on it, and runs a server as a child process of a run."""
 
 import contextlib
 import errno
@@ -13,34 +13,36 @@ import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from faults import Fault
+
 
 def listen(host: str, port: int) -> socket.socket:
-    """Returns a TCP socket that listens on host:port (port 0: a free one); SystemExit where none can."""
+    """Returns a TCP socket that listens on host:port (port 0: any free one); raises Fault if it cannot."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        # "" would mean every address of the machine: an unset shell variable must not publish the server.
+        # "" would bind every address of the machine: an unset shell variable must not publish the server.
         sock = socket.create_server((host or "127.0.0.1", port), family=family, backlog=2048)
     except (OSError, OverflowError, UnicodeError) as e:
-        todo = "give an address of this machine as --host and a port from 0 to 65535 as --port"
+        remedy = "give an address of this machine as --host and a port from 0 to 65535 as --port"
         if isinstance(e, OSError) and e.errno == errno.EADDRINUSE:
-            todo = "stop the process that has it or choose another --port (0 takes a free one)"
-        why = str(getattr(e, "strerror", None) or e).partition(" (while")[0].rstrip(".")
-        raise SystemExit(f"cannot listen on {host}:{port}: {why}; {todo}") from None
-    # asyncio leaves Nagle's algorithm on for a socket made like this: 44 ms a short answer instead of 1.
+            remedy = "stop the process that uses it or choose another --port (0 takes a free one)"
+        reason = str(getattr(e, "strerror", None) or e).partition(" (while")[0].rstrip(".")
+        raise Fault(f"cannot listen on {host}:{port}: {reason}; {remedy}") from None
+    # asyncio leaves Nagle's algorithm on for sockets made like this, so a short response takes 44 ms instead of 1.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return sock
 
 
 def serve(app, sock: socket.socket, child: bool) -> None:
-    """Serves an ASGI app on a listening socket until interrupted; as a child, until standard input ends."""
+    """Serves an ASGI app on a listening socket until interrupted, or, as a child, until standard input ends."""
     import uvicorn  # here, because the trainer imports this module too
 
-    # 120 s: a trainer that comes back from its update step finds its connections still open.
+    # 120 s: a trainer's connections stay open during its update step.
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=120)
     server = uvicorn.Server(config)
     if child:
-        # Ctrl-C in a terminal reaches the whole group; the parent may still need this server to finish its
-        # work, and stops it itself. uvicorn would put its own handlers in place of this.
+        # Ctrl-C in a terminal reaches the whole process group, but the parent may still need this server, and stops
+        # it when it is done. uvicorn would install its own handlers instead.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         server.capture_signals = contextlib.nullcontext
         threading.Thread(target=_exit_with_stdin, daemon=True).start()
@@ -51,34 +53,34 @@ def serve(app, sock: socket.socket, child: bool) -> None:
 
 
 def _exit_with_stdin() -> None:
-    while os.read(0, 4096):  # the kernel closes the pipe however the parent ends, kill -9 included
+    while os.read(0, 4096):  # the kernel closes the pipe however the parent ends, even by kill -9
         pass
     os._exit(0)
 
 
 class Child:
-    """A server script run as `python *argv --port N --child`, ready at `.url`; SystemExit if it never is.
+    """Runs a server script as `python *argv --port N --child`, ready at `.url`; raises Fault if it never is.
 
-    It ends when this process ends, however that happens; its standard error is appended to the file `log`.
+    It ends with this process, however this process ends; its standard error is appended to the file `log`.
     """
 
     def __init__(self, argv: list[str], log: str | Path, deadline: float = 60.0, port: int = 0):
         command = [sys.executable, *argv, "--port", str(port), "--child"]
-        here = str(Path(__file__).parents[1])  # for `-m module`, wherever the parent was started
-        here = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
-        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": here}  # one thread: the trainer needs the cores
+        root = str(Path(__file__).parents[1])  # for `-m module`, whatever the working directory
+        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}  # one thread: the trainer needs the cores
         pipe = subprocess.PIPE
         with open(log, "ab") as stderr:
             log_start = stderr.tell()
             self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=stderr, env=env)
         self.url = ""
         threading.Thread(target=self._read_stdout, daemon=True).start()
-        give_up = time.monotonic() + deadline
+        end = time.monotonic() + deadline
         try:
             while not (self.url and self._healthy()):
-                if not self.alive() or time.monotonic() > give_up:
-                    how = f"not ready after {deadline:g} s" if self.alive() else "stopped while starting"
-                    raise SystemExit(f"{argv[0]} {how}: {_last_line(log, log_start)} (log: {log})")
+                if not self.alive() or time.monotonic() > end:
+                    problem = f"not ready after {deadline:g} s" if self.alive() else "stopped while starting"
+                    raise Fault(f"{argv[0]} {problem}: {_last_line(log, log_start)} (log: {log})")
                 time.sleep(0.02)
         except BaseException:  # Ctrl-C too
             self.stop()
@@ -86,12 +88,12 @@ class Child:
 
     def _read_stdout(self) -> None:
         with self._process.stdout as lines:
-            for line in lines:  # to the end: a child that prints would block on a full pipe
+            for line in lines:  # to the end: a child that prints more would block on a full pipe
                 if line.startswith(b"listening on ") and not self.url:
                     self.url = line.split()[-1].decode()
 
     def _healthy(self) -> bool:
-        # http.client, because urllib and requests would ask the proxy that the environment may name
+        # http.client, because urllib and requests obey proxy settings in the environment
         connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=1)
         try:
             connection.request("GET", "/health")
@@ -102,11 +104,11 @@ class Child:
             connection.close()
 
     def alive(self) -> bool:
-        """Returns whether the process still runs."""
+        """Returns whether the process is still running."""
         return self._process.poll() is None
 
     def stop(self) -> None:
-        """Ends the process and waits until it has ended; after 5 s it is killed."""
+        """Terminates the process and waits for it; kills it after 5 s."""
         self._process.stdin.close()
         self._process.terminate()
         try:
@@ -123,9 +125,9 @@ class Child:
 
 
 class Servers:
-    """The servers that a run starts for itself; `servers(*argv)` starts one if it does not run, and returns its URL.
+    """The servers that a run starts for itself; `servers(*argv)` starts one unless it is running, and returns its URL.
 
-    One that has died comes again on the port that it had: the clients of other ranks know no other.
+    A server that has died restarts on its old port, the only one that the clients of other ranks know.
     """
 
     def __init__(self, log: str | Path):
@@ -149,6 +151,6 @@ class Servers:
 
 def _last_line(log: str | Path, start: int) -> str:
     with open(log, "rb") as f:
-        f.seek(start)  # what came before is from an earlier process
+        f.seek(start)  # earlier lines are from earlier processes
         lines = f.read().decode(errors="replace").split("\n")
-    return next((line for line in reversed(lines) if line.strip()), "it wrote no error")
+    return next((line for line in reversed(lines) if line.strip()), "it printed no error")

@@ -1,1 +1,1 @@
-"""What `retrieval_server.py` is made of: passages on disk, encoders, indexes, and how an index is built."""
+"""The parts of `retrieval_server.py`: passages on disk, encoders, indexes and their build."""

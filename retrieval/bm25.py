@@ -1,4 +1,4 @@
-"""BM25: queries -> rows of the corpus by the words they share, with scores made once per word and passage (bm25s)."""
+"""BM25: queries -> rows of the corpus by shared words; all scores are computed at build time (bm25s)."""
 
 import os
 import re
@@ -9,6 +9,8 @@ from pathlib import Path
 
 import bm25s
 import numpy as np
+
+from faults import Fault
 
 K1, B = 1.5, 0.75
 BLOCK = 1 << 15  # passages whose words are in memory at once
@@ -22,7 +24,7 @@ def words(text: str) -> list[str]:
 
 
 class BM25:
-    """BM25 with Lucene's formula, k1 = 1.5, b = 0.75, as an index of bm25s (arXiv 2407.03618)."""
+    """BM25 with Lucene's formula, k1 = 1.5, b = 0.75, stored as an index of bm25s (arXiv 2407.03618)."""
 
     name = "bm25"
 
@@ -31,54 +33,54 @@ class BM25:
 
     @classmethod
     def open(cls, folder: Path) -> "BM25":
-        """Memory-maps an index that `build` wrote."""
+        """Memory-maps an index written by `build`."""
         return cls(bm25s.BM25.load(folder, mmap=True))
 
     @classmethod
     def build(cls, texts: Callable[[], Iterable[str]], folder: Path | None = None) -> "BM25":
-        """Indexes the texts, which are read twice; SystemExit if none has a word.
+        """Indexes the texts in two passes over them; raises Fault if none has a word.
 
-        In memory, or, given a `folder`, in files there: then only the vocabulary and a block of passages are in
-        memory, where bm25s's own `index` takes 40 bytes a word. The arrays are the same as its.
+        The index is in memory, or, given a `folder`, in files there: then memory holds only the vocabulary and one
+        block of passages, where bm25s's own `index` takes 40 bytes a word. The arrays are bit-identical to bm25s's.
         """
-        df: Counter[str] = Counter()  # in how many passages a word is
+        df: Counter[str] = Counter()  # word -> number of passages that contain it
         lengths = []
         for text in texts():
             found = words(text)
             lengths.append(len(found))
             df.update(dict.fromkeys(found).keys())
         if not df:
-            raise SystemExit("no passage of the corpus has a word in it; check the file given as --corpus")
+            raise Fault("no passage of the corpus has a word in it; check the file given as --corpus")
         vocabulary = {word: k for k, word in enumerate(df)}
-        length = np.array(lengths, dtype=np.float64)  # (n,)
-        there = np.fromiter(df.values(), dtype=np.float64)  # (V,)
-        idf = np.log(1 + (len(length) - there + 0.5) / (there + 0.5))
-        norm = K1 * (1 - B + B * length / length.mean())
+        n_words = np.array(lengths, dtype=np.float64)  # (n,)
+        n_passages = np.fromiter(df.values(), dtype=np.float64)  # (V,)
+        idf = np.log(1 + (len(lengths) - n_passages + 0.5) / (n_passages + 0.5))
+        norm = K1 * (1 - B + B * n_words / n_words.mean())
 
-        indptr = np.concatenate(([0], there.cumsum())).astype(np.int64)
+        indptr = np.concatenate(([0], n_passages.cumsum())).astype(np.int64)
         if folder:
             data = _on_disk(folder / "scores", np.float64, indptr[-1])
             indices = _on_disk(folder / "rows", np.int32, indptr[-1])
         else:
             data, indices = np.empty(indptr[-1]), np.empty(indptr[-1], dtype=np.int32)
-        heads = indptr[:-1].copy()  # where the next passage of each word goes
+        next_slot = indptr[:-1].copy()  # where each word's next passage goes
         stream = iter(texts())
-        for first in range(0, len(length), BLOCK):
+        for first in range(0, len(lengths), BLOCK):
             block = [vocabulary[word] for text in islice(stream, BLOCK) for word in words(text)]
             rows = np.repeat(np.arange(len(lengths[first : first + BLOCK])), lengths[first : first + BLOCK])
-            # (word, row) pairs in order, and how often each occurs
+            # sorted (word, row) pairs, and how often each occurs
             pairs, tf = np.unique(np.array(block, dtype=np.int64) * BLOCK + rows, return_counts=True)
             word, row = np.divmod(pairs, BLOCK)
             row += first
-            which, start, count = np.unique(word, return_index=True, return_counts=True)
-            at = heads[word] + np.arange(len(word)) - np.repeat(start, count)
-            data[at] = idf[word] * (tf / (tf + norm[row]))
-            indices[at] = row
-            heads[which] += count
+            distinct, start, count = np.unique(word, return_index=True, return_counts=True)
+            slots = next_slot[word] + np.arange(len(word)) - np.repeat(start, count)
+            data[slots] = idf[word] * (tf / (tf + norm[row]))
+            indices[slots] = row
+            next_slot[distinct] += count
 
         index = bm25s.BM25(method="lucene", k1=K1, b=B, dtype="float64")
         index.vocab_dict, index.nonoccurrence_array = vocabulary, None  # Lucene's formula has no such scores
-        index.scores = {"data": data, "indices": indices, "indptr": indptr, "num_docs": len(length)}
+        index.scores = {"data": data, "indices": indices, "indptr": indptr, "num_docs": len(lengths)}
         if folder:
             index.save(folder, show_progress=False)
             (folder / "scores").unlink()
@@ -91,7 +93,7 @@ class BM25:
 
     def _search(self, query: str, k: int) -> Hits:
         tokens = [self.vocabulary[w] for w in words(query) if w in self.vocabulary]
-        # Rounded to fp32, so that scores which tie on paper tie here too, in whatever order they were added.
+        # Rounded to fp32, so that scores that are equal on paper tie, in whatever order their terms were added.
         scores = self.index.get_scores_from_ids(tokens).astype(np.float32)  # (passages,)
         k = min(k, len(scores))
         # bm25s's own top-k (argpartition) orders ties arbitrarily; a stable sort of all passages is slow.
@@ -102,7 +104,7 @@ class BM25:
 
 
 def _on_disk(path: Path, dtype, n: int) -> np.ndarray:
-    """A new array in a file; OSError now, and no crash in the middle, where the disk is too small for it."""
+    """Returns a new array in a file; raises OSError here, rather than crash later, if the disk is too small."""
     array = np.memmap(path, dtype=dtype, mode="w+", shape=int(n))
     if hasattr(os, "posix_fallocate"):
         with open(path, "r+b") as f:

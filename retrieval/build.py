@@ -1,11 +1,11 @@
-"""Building an index: passages -> vectors -> FAISS, streaming, in as many processes as there are GPUs, resumable.
+"""Builds an index: passages -> vectors -> FAISS, streaming, with one process per GPU, resumable.
 
     python retrieval_server.py build --corpus wiki.jsonl --encoder intfloat/e5-base-v2 --index wiki-e5 --type flat
 
-Everything happens in `<index>.partial/`, which is renamed to `<index>` when it has been checked. Vectors are written
-in place into a file that is a flat FAISS index from its first byte, chunk by chunk; a byte of `done` per chunk says
-which are on the disk. After a kill the same command goes on with the chunks that are missing (IVF: also with the blocks
-that are; HNSW is added anew, in memory; BM25 begins again).
+All work happens in `<index>.partial/`, which is renamed to `<index>` once it has been checked. Vectors are written in
+place, chunk by chunk, into a file that is a flat FAISS index from its first byte; one byte of `done` per chunk marks
+those on disk. After a kill the same command resumes with the missing chunks, and with the missing blocks of IVF; HNSW
+is added again from the vectors, in memory, and BM25 starts over.
 """
 
 import argparse
@@ -24,64 +24,66 @@ import torch
 from faiss.contrib.ondisk import merge_ondisk
 from tqdm import tqdm
 
+from faults import Fault
 from retrieval.bm25 import BM25, words
 from retrieval.corpus import Corpus
 from retrieval.encoder import FAMILIES, Encoder
 from retrieval.index import Dense, read_faiss, set_width
 from retrieval.vectors import CHUNK, encode, vectors_of
 
-BLOCK = 1 << 18  # vectors that are added to an IVF or HNSW index at once
+BLOCK = 1 << 18  # vectors added to an IVF or HNSW index at once
 
 
 def cells(n: int) -> int:
-    """The number of cells of an IVF index over n vectors: a power of 2 up to 4 sqrt(n), as FAISS advises."""
+    """Returns the number of cells for an IVF index of n vectors: a power of 2 up to 4 sqrt(n), as FAISS advises."""
     return 1 << int(np.log2(max(1, min(4 * n**0.5, n / 39))))  # k-means wants 39 vectors a cell
 
 
 def factory(kind: str, n: int) -> str:
-    """FAISS's name of an index type for n vectors; "" for what `build` does not make."""
+    """Returns FAISS's name for an index type over n vectors; "" for a type that `build` does not make."""
     names = {"flat": "Flat", "ivf": f"IVF{cells(n)},Flat", "ivf-sq8": f"IVF{cells(n)},SQ8", "hnsw": "HNSW32,Flat"}
     name = names.get(kind, kind)
     return name if re.fullmatch(r"(IVF\d+,|HNSW\d+,)?(Flat|SQ8|SQfp16)", name) else ""
 
 
 def expected(name: str, n: int, d: int) -> dict[str, float]:
-    """What an index of n vectors of d numbers takes, in bytes: on disk at the end and on the way, in memory to build.
+    """Returns the bytes for an index of n vectors of d numbers: on disk, on disk at most, in memory while building.
 
-    `name` is FAISS's. Flat: 4 d a vector, written in place. IVF: 8 more for the id, and the vectors stay beside the
-    lists and their blocks until the end; memory for a block and for 64 training vectors a cell. HNSW and others are
+    `name` is FAISS's. Flat: 4 d per vector, written in place. IVF: 8 more for the id, and the vectors stay beside the
+    lists and their blocks until the end; memory holds one block, and 64 training vectors per cell. HNSW and others are
     built in memory.
     """
     flat = 4 * d * n
     code = d if "SQ8" in name else 2 * d if "SQfp16" in name else 4 * d
     if name == "Flat":
-        return {"disk": flat, "way": flat, "build": 4 * d * CHUNK}
+        return {"disk": flat, "disk_peak": flat, "memory": 4 * d * CHUNK}
     if name.startswith("IVF"):
         nlist = int(name[3:].partition(",")[0])
         lists = (code + 8) * n + 4 * d * nlist
         return {
             "disk": lists,
-            "way": flat + 2 * lists,
-            "build": 4 * d * min(n, 64 * nlist) + (code + 4 * d) * min(n, BLOCK),
+            "disk_peak": flat + 2 * lists,
+            "memory": 4 * d * min(n, 64 * nlist) + (code + 4 * d) * min(n, BLOCK),
         }
-    m = re.search(r"HNSW(\d*)", name)  # M neighbours, twice as many on the ground level; 32 if not said
-    links = 4 * (2 * int(m[1] or 32) + 1) + 12 if m else 0  # 1 above the ground on average; bookkeeping
-    return {"disk": (code + links) * n, "way": flat + (code + links) * n, "build": (code + 2 * links) * n}
+    m = re.search(r"HNSW(\d*)", name)  # M neighbours, 32 by default; twice as many on the ground level
+    links = 4 * (2 * int(m[1] or 32) + 1) + 12 if m else 0  # on average 1 more above the ground; bookkeeping
+    return {"disk": (code + links) * n, "disk_peak": flat + (code + links) * n, "memory": (code + 2 * links) * n}
 
 
 def expected_bm25(n: int, distinct: float) -> dict[str, float]:
-    """The same for BM25 over n passages of so many different words each."""
-    postings = distinct * n  # 8 bytes a score, 4 a row
-    return {"disk": 12 * postings, "way": 24 * postings, "build": min(1e9, 100 * postings) + 16 * n}  # vocabulary
+    """Returns the same for BM25 over n passages with `distinct` different words each."""
+    postings = distinct * n  # 8 bytes per score, 4 per row
+    memory = min(1e9, 100 * postings) + 16 * n  # the vocabulary, at most 1 GB; lengths
+    return {"disk": 12 * postings, "disk_peak": 24 * postings, "memory": memory}
 
 
 # --- index ---
 
 
 def make_index(name: str, partial: Path, d: int) -> Path:
-    """Makes the FAISS index `name` of `partial/vectors.faiss`; returns its file."""
+    """Makes the FAISS index `name` from `partial/vectors.faiss`; returns its path."""
     out, source = partial / "index.faiss", partial / "vectors.faiss"
-    if out.exists():  # an earlier run came this far
+    if out.exists():  # an earlier run got this far
         return out
     if name == "Flat":
         os.replace(source, out)
@@ -102,18 +104,18 @@ def make_index(name: str, partial: Path, d: int) -> Path:
     blocks = []
     with tqdm(total=n, desc=f"adding to {name}", unit=" vectors") as bar:
         for first in range(0, n, BLOCK):
-            some = np.ascontiguousarray(x[first : first + BLOCK])
+            vectors = np.ascontiguousarray(x[first : first + BLOCK])
             blocks.append(partial / f"block{first // BLOCK}.faiss")
             if ivf and not blocks[-1].exists():
                 block = faiss.read_index(str(trained))
-                block.add_with_ids(some, np.arange(first, first + len(some)))
+                block.add_with_ids(vectors, np.arange(first, first + len(vectors)))
                 _write(block, blocks[-1])
             elif not ivf:
-                for part in np.array_split(some, max(1, len(some) >> 13)):
+                for part in np.array_split(vectors, max(1, len(vectors) >> 13)):
                     index.add(part)
                     bar.update(len(part))
-            bar.update(first + len(some) - bar.n)
-    if ivf:  # merged on the disk, so the lists are never in memory as a whole
+            bar.update(first + len(vectors) - bar.n)
+    if ivf:  # merge on disk: the lists never have to fit into memory
         (partial / "lists.ivfdata").unlink(missing_ok=True)
         merge_ondisk(index, [str(block) for block in blocks], str(partial / "lists.ivfdata"))
     _write(index, out)
@@ -127,18 +129,18 @@ def _write(index, path: Path) -> None:
 
 
 def check(index, corpus: Corpus, encoder: Encoder, name: str) -> float:
-    """Returns the share of 64 passages that find themselves first; SystemExit if index and corpus do not fit."""
+    """Returns the share of 64 passages that find themselves first; raises Fault if index and corpus do not match."""
     if (index.ntotal, index.d) != (len(corpus), encoder.dimension):
-        there = f"{index.ntotal:,} vectors of {index.d}"
-        raise SystemExit(f"check failed: {there} for {len(corpus):,} passages; build anew")
+        vectors = f"{index.ntotal:,} vectors of {index.d} numbers"
+        raise Fault(f"check failed: {vectors} for {len(corpus):,} passages; rebuild the index")
     rows = sorted({len(corpus) * k // 64 for k in range(64)})
-    here = encoder.passages([corpus[row]["contents"] for row in rows])
-    found = [hits[0][0] if hits else 0 for hits in Dense(encoder, index, name).nearest(here, 1)]
-    # by the vectors, not the row: an encoder may not tell a passage from its twin
-    there = encoder.passages([corpus[row]["contents"] for row in found])
-    share = float(((here * there).sum(1) > 0.999).mean())
+    queries = encoder.passages([corpus[row]["contents"] for row in rows])  # (64, d)
+    nearest = [hits[0][0] if hits else 0 for hits in Dense(encoder, index, name).nearest(queries, 1)]
+    # Compare vectors, not row numbers: an encoder may not distinguish two passages.
+    found = encoder.passages([corpus[row]["contents"] for row in nearest])  # (64, d)
+    share = float(((queries * found).sum(1) > 0.999).mean())
     if share < (0.99 if name == "Flat" else 0.5):
-        raise SystemExit(f"check failed: only {share:.0%} of {len(rows)} passages find themselves first; build anew")
+        raise Fault(f"check failed: only {share:.0%} of {len(rows)} passages find themselves first; rebuild the index")
     print(f"checked {index.ntotal:,} vectors of {index.d}; {share:.0%} of {len(rows)} passages find themselves first")
     return share
 
@@ -147,58 +149,56 @@ def check(index, corpus: Corpus, encoder: Encoder, name: str) -> float:
 
 
 def main(argv: list[str]) -> None:
-    """Builds what the command line asks for; SystemExit with one line where it cannot."""
+    """Builds the index described by the command line `argv`; raises Fault if it cannot."""
     parser = argparse.ArgumentParser("build", description=__doc__, usage=argparse.SUPPRESS, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     rows = '.jsonl or .parquet: {"id", "contents"} or {"id", "title", "text"}'
     parser.add_argument("--corpus", required=True, help=rows)
     parser.add_argument("--encoder", required=True, help="a BERT-type model (Hugging Face id or directory), or bm25")
-    parser.add_argument("--index", required=True, help="directory to make")
-    parser.add_argument("--type", default="flat", help="flat, ivf, ivf-sq8, hnsw, or as IVF4096,SQfp16 (flat)")
-    parser.add_argument("--family", default="", choices=["", *FAMILIES], help="prefixes and pooling (by the name)")
-    parser.add_argument("--max_length", type=int, default=256, help="tokens of a passage (256)")
-    parser.add_argument("--workers", type=int, default=0, help="processes (one a GPU; without a GPU 1)")
-    parser.add_argument("--yes", action="store_true", help="build even where disk or memory look too small")
+    parser.add_argument("--index", required=True, help="directory to create")
+    parser.add_argument("--type", default="flat", help="flat, ivf, ivf-sq8, hnsw, or FAISS's IVF4096,SQfp16 (flat)")
+    parser.add_argument("--family", default="", choices=["", *FAMILIES], help="prefixes and pooling (from the name)")
+    parser.add_argument("--max_length", type=int, default=256, help="tokens per passage (256)")
+    parser.add_argument("--workers", type=int, default=0, help="processes (one per GPU; 1 without a GPU)")
+    parser.add_argument("--yes", action="store_true", help="build even if disk or memory seem too small")
     args = parser.parse_args(argv)
     out = Path(args.index)
-    _must_be_new(out)
+    _require_new(out)
     if args.max_length < 8 or args.workers < 0:
-        parser.error("--max_length is at least 8, --workers at least 0")
+        parser.error("--max_length must be at least 8, --workers at least 0")
     corpus = Corpus(args.corpus)
-    kept = "the same command " + (
-        "begins again" if args.encoder == "bm25" else "goes on with the vectors that are there"
-    )
+    rerun = "the same command " + ("starts over" if args.encoder == "bm25" else "resumes with the vectors on disk")
     partial = out.with_name(f"{out.name}.partial")
     try:
         partial.mkdir(parents=True, exist_ok=True)
         with open(partial / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _must_be_new(out)  # another build may have ended since
-            made = _bm25(args, corpus, partial) if args.encoder == "bm25" else _dense(args, corpus, partial)
+            _require_new(out)  # another build may have finished meanwhile
+            meta = _bm25(args, corpus, partial) if args.encoder == "bm25" else _dense(args, corpus, partial)
             parts = [p for p in partial.iterdir() if p.name in ("index.faiss", "lists.ivfdata") or ".index." in p.name]
-            made |= {"passages": len(corpus), "digest": corpus.digest}
-            _write_json(partial / "index.json", made | {"files": {p.name: p.stat().st_size for p in parts}})
+            meta |= {"passages": len(corpus), "digest": corpus.digest}
+            _write_json(partial / "index.json", meta | {"files": {p.name: p.stat().st_size for p in parts}})
             for path in partial.iterdir():
                 if path not in parts and path.name not in ("index.json", "build.json", "lock"):
-                    path.unlink()  # vectors and blocks on the way
+                    path.unlink()  # intermediate vectors and blocks
             os.replace(partial, out)
-            for note in ("build.json", "lock"):
-                (out / note).unlink()
+            for name in ("build.json", "lock"):
+                (out / name).unlink()
     except BlockingIOError:
-        raise SystemExit(f"--index {out}: another process is building it; wait for it") from None
+        raise Fault(f"--index {out}: another process is building it; wait for it") from None
     except KeyboardInterrupt:
-        raise SystemExit(f"\nstopped; {kept} ({partial})") from None
+        raise Fault(f"\nstopped; {rerun} ({partial})") from None
     except OSError as e:
-        raise SystemExit(f"{e.filename or partial}: {e.strerror}; {kept}") from None
-    except RuntimeError as e:  # FAISS: a full disk, for one
-        raise SystemExit(f"{partial}: {str(e).splitlines()[0].rsplit('failed: ', 1)[-1]}; {kept}") from None
+        raise Fault(f"{e.filename or partial}: {e.strerror}; {rerun}") from None
+    except RuntimeError as e:  # from FAISS, for instance if the disk is full
+        raise Fault(f"{partial}: {str(e).splitlines()[0].rsplit('failed: ', 1)[-1]}; {rerun}") from None
     size = sum(path.stat().st_size for path in out.iterdir())
     print(f"made {out}: {_size(size)}")
 
 
-def _must_be_new(out: Path) -> None:
+def _require_new(out: Path) -> None:
     if out.exists():
-        raise SystemExit(f"--index {out}: exists; remove it or name another directory")
+        raise Fault(f"--index {out}: already exists; remove it or name another directory")
 
 
 def _write_json(path: Path, value: dict) -> None:
@@ -207,36 +207,36 @@ def _write_json(path: Path, value: dict) -> None:
 
 
 def _plan(args, corpus: Corpus, partial: Path, name: str, settings: dict) -> None:
-    """Notes what is being built, so that only the same build is gone on with."""
+    """Records the settings of the build; raises Fault if `partial` was started with different ones."""
     plan = settings | {"type": name, "passages": len(corpus), "digest": corpus.digest}
-    noted = partial / "build.json"
-    if noted.exists() and (there := json.loads(noted.read_text())) != plan:
-        other = ", ".join(f"{k} {there.get(k)}" for k in plan if there.get(k) != plan[k] and k != "digest")
-        other = other or "other passages"
-        raise SystemExit(f"{partial}: begun as another build ({other}); remove it or give another --index")
-    _write_json(noted, plan)
+    path = partial / "build.json"
+    if path.exists() and (recorded := json.loads(path.read_text())) != plan:
+        differences = ", ".join(f"{k} {recorded.get(k)}" for k in plan if recorded.get(k) != plan[k] and k != "digest")
+        differences = differences or "other passages"
+        raise Fault(f"{partial}: started as a different build ({differences}); remove it or give another --index")
+    _write_json(path, plan)
 
 
 def _size(b: float) -> str:
     return f"{b / 1e9:.2f} GB" if b > 5e8 else f"{b / 1e6:.1f} MB"
 
 
-def _announce(args, corpus: Corpus, partial: Path, what: str, need: dict[str, float], seconds: float) -> None:
-    """Prints what the build takes; SystemExit where disk or memory do not suffice."""
-    disk = shutil.disk_usage(partial).free + sum(p.stat().st_blocks * 512 for p in partial.iterdir())
-    memory = psutil.virtual_memory().available
-    hours = f"{seconds / 3600:.1f} h" if seconds > 5400 else f"{seconds / 60:.1f} min"
+def _announce(args, corpus: Corpus, partial: Path, index: str, need: dict[str, float], seconds: float) -> None:
+    """Prints the disk, memory and time that the build needs; raises Fault if disk or memory is too small."""
+    written = sum(p.stat().st_blocks * 512 for p in partial.iterdir())  # by an earlier run of this build
+    free = {"disk": shutil.disk_usage(partial).free + written, "memory": psutil.virtual_memory().available}
+    duration = f"{seconds / 3600:.1f} h" if seconds > 5400 else f"{seconds / 60:.1f} min"
     print(
         f"corpus  {corpus.path}: {len(corpus):,} passages, {_size(corpus.size)}\n"
-        f"index   {what} -> {args.index}\n"
-        f"disk    {_size(need['disk'])}, on the way {_size(need['way'])} ({_size(disk)} free)\n"
-        f"memory  {_size(need['build'])} beside the programs ({_size(memory)} free)\n"
-        f"time    about {hours}",
+        f"index   {index} -> {args.index}\n"
+        f"disk    {_size(need['disk'])}, while building {_size(need['disk_peak'])} ({_size(free['disk'])} free)\n"
+        f"memory  {_size(need['memory'])} on top of the processes themselves ({_size(free['memory'])} free)\n"
+        f"time    about {duration}",
         flush=True,
     )
-    short = [w for w, a, b in (("disk", need["way"], disk), ("memory", need["build"], memory)) if a > b]
-    if short and not args.yes:
-        raise SystemExit(f"not enough {' and '.join(short)}; choose another --type, or --yes to try all the same")
+    lacking = [name for name, key in (("disk", "disk_peak"), ("memory", "memory")) if need[key] > free[name]]
+    if lacking and not args.yes:
+        raise Fault(f"not enough {' and '.join(lacking)}; choose another --type, or --yes to try anyway")
 
 
 def _bm25(args, corpus: Corpus, partial: Path) -> dict:
@@ -248,7 +248,7 @@ def _bm25(args, corpus: Corpus, partial: Path) -> dict:
     seconds = (time.perf_counter() - start) / len(rows) * len(corpus)
     need = expected_bm25(len(corpus), sum(len(set(words(text))) for text in sample) / len(rows))
     _announce(args, corpus, partial, "BM25", need, seconds)
-    passes = iter(("counting words", "scoring"))
+    passes = iter(("counting words", "scoring"))  # `texts` is called once for each
 
     def texts():
         return tqdm(corpus.texts(), total=len(corpus), desc=next(passes), unit=" passages")
@@ -261,28 +261,26 @@ def _dense(args, corpus: Corpus, partial: Path) -> dict:
     n = len(corpus)
     name = factory(args.type, n)
     if not name:
-        raise SystemExit(
-            f"--type {args.type}: not one that `build` makes; give flat, ivf, ivf-sq8, hnsw or IVF1024,SQ8"
-        )
+        raise Fault(f"--type {args.type}: `build` does not make it; give flat, ivf, ivf-sq8, hnsw or IVF1024,SQ8")
     if name.startswith("IVF") and int(name[3:].partition(",")[0]) > n:
-        raise SystemExit(f"--type {args.type}: more cells than the {n:,} passages; give ivf or fewer cells")
+        raise Fault(f"--type {args.type}: more cells than the {n:,} passages; give ivf or fewer cells")
     encoder = Encoder(args.encoder, args.family, args.max_length)
-    where = os.path.abspath(args.encoder) if os.path.isdir(args.encoder) else args.encoder
-    settings = {"encoder": where, "family": encoder.family, "max_length": encoder.max_length}
+    model = os.path.abspath(args.encoder) if os.path.isdir(args.encoder) else args.encoder
+    settings = {"encoder": model, "family": encoder.family, "max_length": encoder.max_length}
     _plan(args, corpus, partial, name, settings)
     gpus = torch.cuda.device_count()
     workers = args.workers or gpus or 1
     devices = [f"cuda:{k % gpus}" if gpus else "cpu" for k in range(workers)]
-    left = n
+    remaining = n
     if (partial / "done").exists():
-        left = min(n, (partial / "done").read_bytes().count(0) * CHUNK)
-    a_passage = _seconds_a_passage(encoder, corpus) / (workers if gpus else 1)
-    seconds = left * a_passage + _seconds_to_add(name, n, encoder.dimension)
-    what = (
+        remaining = min(n, (partial / "done").read_bytes().count(0) * CHUNK)
+    per_passage = _seconds_per_passage(encoder, corpus) / (workers if gpus else 1)
+    seconds = remaining * per_passage + _seconds_to_add(name, n, encoder.dimension)
+    description = (
         f"{name} of {encoder.name} ({encoder.family}: {encoder.pooling} pooling; {encoder.dimension} numbers, "
         f"{encoder.max_length} tokens), {workers} x {devices[0].partition(':')[0]}"
     )
-    _announce(args, corpus, partial, what, expected(name, n, encoder.dimension), seconds)
+    _announce(args, corpus, partial, description, expected(name, n, encoder.dimension), seconds)
     if not (partial / "index.faiss").exists():
         encode({"corpus": args.corpus, "digest": corpus.digest} | settings, partial, n, encoder.dimension, devices)
     path = make_index(name, partial, encoder.dimension)
@@ -292,28 +290,29 @@ def _dense(args, corpus: Corpus, partial: Path) -> dict:
     return settings | {"file": path.name, "type": name}
 
 
-def _seconds_a_passage(encoder: Encoder, corpus: Corpus) -> float:
-    """Encodes passages from all over the corpus: for 3 seconds, or a twentieth of it."""
-    some = 32 if encoder.device == "cpu" else CHUNK  # a GPU needs more to be filled
-    rows = np.random.default_rng(0).integers(len(corpus), size=(1 + len(corpus) // (20 * some), some))
+def _seconds_per_passage(encoder: Encoder, corpus: Corpus) -> float:
+    """Returns the time to encode a passage, measured on random ones for 3 seconds, or on a twentieth of the corpus."""
+    batch = 32 if encoder.device == "cpu" else CHUNK  # a GPU takes more to fill
+    rows = np.random.default_rng(0).integers(len(corpus), size=(1 + len(corpus) // (20 * batch), batch))
     encoder.passages([corpus[row]["contents"] for row in rows[0]])  # the first call is slow
     start, k = time.perf_counter(), 0
     while time.perf_counter() - start < 3 and k < len(rows):
         encoder.passages([corpus[row]["contents"] for row in rows[k]])
         k += 1
-    return (time.perf_counter() - start) / k / some
+    return (time.perf_counter() - start) / k / batch
 
 
 def _seconds_to_add(name: str, n: int, d: int) -> float:
-    """A measured guess of what building the index takes once the vectors are there."""
+    """Returns an estimate of the seconds to build the index from finished vectors, scaled from a short measurement."""
     if name.startswith("IVF"):
         nlist = int(name[3:].partition(",")[0])
         a = np.ones((1024, 1024), dtype=np.float32)
         start = time.perf_counter()
         for _ in range(4):
             a @ a
-        a_flop = (time.perf_counter() - start) / 4 / 2 / 1024**3
-        return (10 * 64 * nlist + n) * nlist * d * 2 * a_flop  # 10 rounds of k-means, then one assignment each
+        seconds_per_flop = (time.perf_counter() - start) / 4 / 2 / 1024**3
+        # 10 rounds of k-means over 64 vectors a cell, then each vector is assigned once
+        return (10 * 64 * nlist + n) * nlist * d * 2 * seconds_per_flop
     if "HNSW" in name:
         seconds = []
         for seed in range(3):
@@ -323,6 +322,6 @@ def _seconds_to_add(name: str, n: int, d: int) -> float:
             start = time.perf_counter()
             index.add(x)
             seconds.append(time.perf_counter() - start)
-        # 2.5: a graph of more vectors than the caches hold (LOG.md)
+        # 2.5: a larger graph does not fit into the caches (LOG.md)
         return 2.5 * float(np.median(seconds)) / 2048 * n * np.log(n + 2) / np.log(2048)
     return 0.0

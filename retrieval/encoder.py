@@ -5,6 +5,8 @@ import torch
 from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoConfig, AutoModel, AutoTokenizer
 from transformers.utils import logging
 
+from faults import Fault
+
 FAMILIES = {  # query prefix, passage prefix, pooling
     "e5": ("query: ", "passage: ", "mean"),  # arXiv 2212.03533
     "bge": ("Represent this sentence for searching relevant passages: ", "", "cls"),  # arXiv 2309.07597, English v1.5
@@ -13,16 +15,16 @@ FAMILIES = {  # query prefix, passage prefix, pooling
 
 
 def family_of(model: str) -> str:
-    """The family that a model's name tells: "e5", "bge", else "plain"."""
+    """Returns the family that a model's name implies: "e5", "bge", or else "plain"."""
     name = model.rstrip("/").rsplit("/", 1)[-1].lower()
     return next((family for family in ("e5", "bge") if family in name), "plain")
 
 
 class Encoder:
-    """Encodes queries and passages as rows of length 1: the inner product of two is their cosine.
+    """Encodes queries and passages as unit vectors, whose inner product is their cosine.
 
-    `family` is a key of FAMILIES, or "" for the one that the name tells; texts are cut to `max_length` tokens.
-    fp16 on a GPU, fp32 on the CPU. SystemExit where the model cannot be loaded.
+    `family` is a key of FAMILIES, or "" to infer it from the name; texts are truncated to `max_length` tokens. fp16 on
+    a GPU, fp32 on the CPU. Raises Fault if the model cannot be loaded.
     """
 
     def __init__(self, model: str, family: str = "", max_length: int = 256, device: str = ""):
@@ -32,37 +34,37 @@ class Encoder:
         try:
             torch.empty(0, device=self.device)
         except (RuntimeError, AssertionError) as e:
-            raise SystemExit(f"--device {device}: {str(e).splitlines()[0].rstrip('.')}; leave it out, or cpu") from None
+            raise Fault(f"--device {device}: {str(e).splitlines()[0].rstrip('.')}; leave it out, or give cpu") from None
         logging.disable_progress_bar()
-        logging.set_verbosity_error()  # the pooler's weights, which nothing here uses, are often absent
+        logging.set_verbosity_error()  # the pooler's weights are often absent, and unused here
         try:
             config = AutoConfig.from_pretrained(model)
             if config.is_encoder_decoder or type(config) not in MODEL_FOR_MASKED_LM_MAPPING:
-                raise ValueError(f"a {config.model_type} is no encoder of the BERT type")
+                raise ValueError(f"a {config.model_type} is not a BERT-type encoder")
             self._tokenizer = AutoTokenizer.from_pretrained(model)
             dtype = torch.float16 if self.device.startswith("cuda") else torch.float32
             self._model = AutoModel.from_pretrained(model, dtype=dtype).to(self.device).eval()
         except (OSError, ValueError, KeyError, RuntimeError) as e:
-            why = next((line for line in str(e).splitlines() if line.strip()), type(e).__name__)
+            reason = next((line for line in str(e).splitlines() if line.strip()), type(e).__name__)
             todo = "give a Hugging Face id or a local directory of a BERT-type model"
-            raise SystemExit(f"--encoder {model}: {why.rstrip('.')}; {todo}") from None
+            raise Fault(f"--encoder {model}: {reason.rstrip('.')}; {todo}") from None
         self.dimension: int = config.hidden_size
         self.max_length = min(max_length, self._tokenizer.model_max_length, config.max_position_embeddings)
-        # tokens of a forward pass: enough to fill a GPU; a CPU's caches like few
+        # tokens per forward pass: enough to fill a GPU, few enough for a CPU's caches
         self._budget = 1 << 16 if self.device.startswith("cuda") else 1 << 11
 
     def queries(self, texts: list[str]) -> np.ndarray:
-        """Returns the vectors (N, d), fp32, of queries."""
+        """Returns the vectors of queries, (N, d) fp32."""
         return self._encode([self.query_prefix + text for text in texts])
 
     def passages(self, texts: list[str]) -> np.ndarray:
-        """Returns the vectors (N, d), fp32, of passages."""
+        """Returns the vectors of passages, (N, d) fp32."""
         return self._encode([self.passage_prefix + text for text in texts])
 
     @torch.inference_mode()
     def _encode(self, texts: list[str]) -> np.ndarray:
         ids = self._tokenizer(texts, truncation=True, max_length=self.max_length)["input_ids"] if texts else []
-        order = sorted(range(len(ids)), key=lambda k: len(ids[k]))  # of like length together: little padding
+        order = sorted(range(len(ids)), key=lambda k: len(ids[k]))  # similar lengths together: little padding
         out = np.empty((len(ids), self.dimension), dtype=np.float32)
         first = 0
         while first < len(order):

@@ -1,16 +1,17 @@
-"""Queries -> rows of the corpus: BM25, vectors under FAISS, or both. An index is a directory, or a FAISS file."""
+"""Queries -> rows of the corpus: BM25, vectors under FAISS, or both, from an index directory or a FAISS file."""
 
 import json
 from pathlib import Path
 
 import numpy as np
 
+from faults import Fault
 from retrieval.bm25 import BM25, Hits
 from retrieval.corpus import Corpus
 
 
 class Dense:
-    """Vectors of an encoder under a FAISS index of any kind; the score is their inner product."""
+    """An encoder's vectors in a FAISS index of any kind; the score is the inner product."""
 
     def __init__(self, encoder, index, name: str):
         self.encoder, self.index, self.name = encoder, index, name
@@ -22,9 +23,9 @@ class Dense:
         return self.nearest(self.encoder.queries(queries), k)
 
     def nearest(self, vectors: np.ndarray, k: int) -> list[Hits]:
-        """The same for vectors (N, d)."""
+        """Returns the same for query vectors (N, d)."""
         scores, rows = self.index.search(vectors, min(k, self.index.ntotal))  # (N, k)
-        sign = 1 if self.index.metric_type == 0 else -1  # an L2 index has distances: less is better
+        sign = 1 if self.index.metric_type == 0 else -1  # an L2 index returns distances: smaller is better
         return [
             sorted(
                 ((int(row), sign * float(score)) for row, score in zip(*found, strict=True) if row >= 0),
@@ -35,7 +36,7 @@ class Dense:
 
 
 class Fused:
-    """Several indexes by reciprocal-rank fusion: a row's score is the sum of 1 / (60 + rank) (Cormack et al., 2009)."""
+    """Reciprocal-rank fusion of several indexes: a row scores the sum of 1 / (60 + rank) (Cormack et al., 2009)."""
 
     DEPTH = 100  # ranks that count; the same for every k, so a longer answer begins with the shorter one
 
@@ -44,7 +45,7 @@ class Fused:
         self.name = " + ".join(part.name for part in parts)
 
     def search(self, queries: list[str], k: int) -> list[Hits]:
-        """Returns for each query the k best rows of the fusion; ties in corpus order."""
+        """Returns for each query the k best rows after fusion; ties in corpus order."""
         fused = []
         for found in zip(*(part.search(queries, self.DEPTH) for part in self.parts), strict=True):
             scores: dict[int, float] = {}
@@ -66,50 +67,51 @@ def open_index(
     ef: int = 128,
     shard_gpus: bool = False,
 ) -> BM25 | Dense:
-    """Opens an index directory or a FAISS file (Search-R1's) over `corpus`; SystemExit where they do not fit.
+    """Opens an index directory, or a FAISS file such as Search-R1's, over `corpus`; raises Fault if they do not match.
 
-    A directory knows its encoder; `encoder` and `family` go before it, as when the model has moved. `nprobe` is the
-    number of an IVF index's cells that a query visits, `ef` the width of a search in an HNSW graph. The file is
-    memory-mapped, or with `shard_gpus` read once and split over the visible GPUs in fp16.
+    A directory records its encoder and family; `encoder` and `family` override them, for instance if the model has
+    moved. A query visits `nprobe` cells of an IVF index, and searches an HNSW graph with width `ef`. The file is
+    memory-mapped, or, with `shard_gpus`, read once and split over the visible GPUs in fp16.
     """
     folder = Path(path)
     todo = "give a directory made by `build`, or a FAISS file"
     if folder.is_file():
         if not encoder:
-            raise SystemExit(f"--index {path}: a FAISS file; name the model that it was made with by --encoder")
-        made = {"encoder": encoder, "family": family, "max_length": 256, "file": folder.name}
+            raise Fault(f"--index {path}: a FAISS file; name the model that made it with --encoder")
+        meta = {"encoder": encoder, "family": family, "max_length": 256, "file": folder.name}
         folder = folder.parent
     else:
         try:
-            made = json.loads((folder / "index.json").read_text())
-            passages, digest, _ = made["passages"], made["digest"], made["encoder"]
-            for name, size in made["files"].items():
+            meta = json.loads((folder / "index.json").read_text())
+            passages, digest, _ = meta["passages"], meta["digest"], meta["encoder"]
+            for name, size in meta["files"].items():
                 if (folder / name).stat().st_size != size:
-                    raise SystemExit(f"{folder / name}: not whole, {size:,} bytes were built; copy it again")
+                    raise Fault(f"{folder / name}: incomplete, `build` wrote {size:,} bytes; copy it again")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
             where = getattr(e, "filename", None) or folder / "index.json"
-            raise SystemExit(f"{where}: {getattr(e, 'strerror', None) or 'not what `build` wrote'}; {todo}") from None
+            raise Fault(f"{where}: {getattr(e, 'strerror', None) or 'not what `build` wrote'}; {todo}") from None
         if passages != len(corpus):
-            have = f"made from {passages:,} passages, {corpus.path} has {len(corpus):,}"
-            raise SystemExit(f"--index {path}: {have}; give its corpus")
+            mismatch = f"built from {passages:,} passages, {corpus.path} has {len(corpus):,}"
+            raise Fault(f"--index {path}: {mismatch}; give the corpus it was built from")
         if digest != corpus.digest:
-            raise SystemExit(f"--index {path}: made from other passages than those of {corpus.path}; give its corpus")
-        if made["encoder"] == "bm25":
+            mismatch = f"built from other passages than {corpus.path} has"
+            raise Fault(f"--index {path}: {mismatch}; give the corpus it was built from")
+        if meta["encoder"] == "bm25":
             return BM25.open(folder)
-        made |= {key: value for key, value in (("encoder", encoder), ("family", family)) if value}
+        meta |= {key: value for key, value in (("encoder", encoder), ("family", family)) if value}
 
-    from retrieval.encoder import Encoder  # here: torch takes seconds, and BM25 needs none
+    from retrieval.encoder import Encoder  # here: torch takes seconds to import, and BM25 does not need it
 
-    index = read_faiss(folder / made["file"])
+    index = read_faiss(folder / meta["file"])
     if index.ntotal != len(corpus):
-        have = f"{index.ntotal:,} vectors, {corpus.path} has {len(corpus):,} passages"
-        raise SystemExit(f"--index {path}: {have}; give its corpus")
-    model = Encoder(made["encoder"], made["family"], made["max_length"], device)
+        mismatch = f"{index.ntotal:,} vectors, {corpus.path} has {len(corpus):,} passages"
+        raise Fault(f"--index {path}: {mismatch}; give the corpus it was built from")
+    model = Encoder(meta["encoder"], meta["family"], meta["max_length"], device)
     if index.d != model.dimension:
-        have = f"vectors of {index.d}, {model.name} makes {model.dimension}"
-        raise SystemExit(f"--index {path}: {have}; give its --encoder")
+        mismatch = f"vectors of {index.d} numbers, {model.name} makes {model.dimension}"
+        raise Fault(f"--index {path}: {mismatch}; give the --encoder it was built with")
     set_width(index, nprobe, ef)
-    look_alike(index, corpus, model, path)
+    warn_of_mismatch(index, corpus, model, path)
     name = f"{kind_of(index)} {model.name}"
     if shard_gpus:
         index = _on_gpus(index)
@@ -127,36 +129,36 @@ def _on_gpus(index):
         options.shard, options.useFloat16 = True, True
         return faiss.index_cpu_to_all_gpus(index, options, gpus)
     except RuntimeError as e:
-        raise SystemExit(f"--shard_gpus: {str(e).splitlines()[0]}; leave it out to search on the CPU") from None
+        raise Fault(f"--shard_gpus: {str(e).splitlines()[0]}; leave it out to search on the CPU") from None
 
 
 def read_faiss(path: Path):
-    """Memory-maps a FAISS file of any kind; SystemExit where it is none."""
+    """Memory-maps a FAISS file of any kind; raises Fault if it is not one."""
     import faiss
 
     file, beside = str(path), faiss.IO_FLAG_ONDISK_SAME_DIR
     try:
         try:
             return faiss.read_index(file, faiss.IO_FLAG_MMAP_IFC | faiss.IO_FLAG_MMAP | beside)
-        except RuntimeError:  # IVF lists have a map of their own kind,
+        except RuntimeError:  # IVF lists are mapped in their own way,
             index = faiss.read_index(file, faiss.IO_FLAG_MMAP)
             lists = faiss.downcast_InvertedLists(faiss.extract_index_ivf(index).invlists)
-            if lists.filename != file:  # which this flag leaves out where they are in a file of their own
+            if lists.filename != file:  # which this flag skips if they are in a separate file
                 index = faiss.read_index(file, faiss.IO_FLAG_READ_ONLY | beside)
             return index
     except RuntimeError as e:
-        why = "no such file" if not path.exists() else str(e).rsplit(": ", 1)[-1].strip()
-        raise SystemExit(f"--index {path}: not a FAISS index ({why}); give a file that FAISS wrote") from None
+        reason = "no such file" if not path.exists() else str(e).rsplit(": ", 1)[-1].strip()
+        raise Fault(f"--index {path}: not a FAISS index ({reason}); give a file written by FAISS") from None
 
 
 def kind_of(index) -> str:
-    """What a FAISS index is, as "Flat", "IVF" or "HNSW"."""
+    """Returns the kind of a FAISS index, "Flat", "IVF" or "HNSW"; any other by its class's name."""
     name = type(index).__name__.removeprefix("Index")
     return next((kind for kind in ("IVF", "HNSW", "Flat") if kind in name), name)
 
 
 def set_width(index, nprobe: int, ef: int) -> None:
-    """Sets how much of an approximate index a query looks at."""
+    """Sets how much of an approximate index a query visits: `nprobe` for IVF, `ef` for HNSW."""
     import faiss
 
     if hasattr(inner := faiss.downcast_index(index), "hnsw"):
@@ -165,20 +167,20 @@ def set_width(index, nprobe: int, ef: int) -> None:
         ivf.nprobe = nprobe
 
 
-def look_alike(index, corpus: Corpus, encoder, path: str) -> None:
-    """Warns where vectors of the index are not those of their passages: another encoder, prefix or corpus order."""
+def warn_of_mismatch(index, corpus: Corpus, encoder, path: str) -> None:
+    """Prints a warning if vectors differ from those of their passages: another encoder, prefix or corpus order."""
     rows = sorted({len(corpus) * k // 4 for k in range(4)})
-    here = encoder.passages([corpus[row]["contents"] for row in rows])  # (4, d)
+    expected = encoder.passages([corpus[row]["contents"] for row in rows])  # (4, d)
     try:
-        there = np.stack([index.reconstruct(row) for row in rows])
-    except RuntimeError:  # IVF cannot give its vectors back: those of the passages that it takes for them
-        found = index.search(here, 1)[1][:, 0]
-        there = encoder.passages([corpus[int(row)]["contents"] for row in found])
-    cosine = (there * here).sum(1) / np.maximum(np.linalg.norm(there, axis=1), 1e-9)
+        stored = np.stack([index.reconstruct(row) for row in rows])  # (4, d)
+    except RuntimeError:  # IVF cannot return its vectors: compare with the passages that it finds instead
+        found = index.search(expected, 1)[1][:, 0]
+        stored = encoder.passages([corpus[int(row)]["contents"] for row in found])
+    cosine = (stored * expected).sum(1) / np.maximum(np.linalg.norm(stored, axis=1), 1e-9)  # (4,)
     if cosine.min() < 0.9:
         row = rows[int(cosine.argmin())]
         print(
-            f"warning: --index {path}: vector {row} is not like passage {row} (cosine {cosine.min():.2f}); "
+            f"warning: --index {path}: vector {row} does not match passage {row} (cosine {cosine.min():.2f}); "
             f"check --encoder, --family ({encoder.family}) and that the corpus is in the index's order",
             flush=True,
         )

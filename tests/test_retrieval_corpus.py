@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import retrieval.corpus
+from faults import Fault
 from retrieval.corpus import Corpus
 
 ROOT = Path(__file__).parents[1]
@@ -62,7 +63,7 @@ def passages(corpus):
 
 
 def refusal(path):
-    with pytest.raises(SystemExit) as refused:
+    with pytest.raises(Fault) as refused:
         Corpus(path)
     message = str(refused.value)
     assert "\n" not in message and ";" in message, message

@@ -33,11 +33,12 @@ from transformers import (
 )
 
 import retrieval.bm25
+from faults import Fault
 from retrieval import build
 from retrieval.bm25 import BM25, words
 from retrieval.corpus import Corpus
 from retrieval.encoder import Encoder, family_of
-from retrieval.index import Fused, look_alike, open_index, read_faiss, set_width
+from retrieval.index import Fused, open_index, read_faiss, set_width, warn_of_mismatch
 from retrieval.vectors import CHUNK, flat_header, vectors_of
 
 MINILM = str(get_model_path())
@@ -76,7 +77,7 @@ def reversed_corpus(folder, tmp_path):
 
 
 def refusal(call, *args, **more):
-    with pytest.raises(SystemExit) as refused:
+    with pytest.raises(Fault) as refused:
         call(*args, **more)
     message = str(refused.value)
     assert "\n" not in message and ";" in message, message
@@ -159,7 +160,7 @@ def test_other_models_of_the_bert_type(tmp_path):
 def test_what_is_no_encoder_is_refused(tmp_path):
     for config, kind in ((T5Config(), "t5"), (LlamaConfig(), "llama")):
         config.save_pretrained(tmp_path / kind)
-        assert f"{kind} is no encoder" in refusal(Encoder, str(tmp_path / kind))
+        assert f"{kind} is not a BERT-type encoder" in refusal(Encoder, str(tmp_path / kind))
     assert refusal(Encoder, MINILM, device="cuda:x").startswith("--device cuda:x: ")
     if not torch.cuda.is_available():
         assert refusal(Encoder, MINILM, device="cuda").startswith("--device cuda: ")
@@ -361,7 +362,7 @@ def test_the_expected_size_of_bm25_is_the_size(folder, tmp_path):
 
 def test_an_index_of_another_corpus_or_encoder_is_refused(folder, tmp_path):
     flat, other = str(folder / "flat"), Corpus(make_corpus(tmp_path / "c", N - 1))
-    assert "made from 2,100 passages" in refusal(open_index, flat, other)
+    assert "built from 2,100 passages" in refusal(open_index, flat, other)
     assert "other passages" in refusal(open_index, flat, reversed_corpus(folder, tmp_path))
     file = flat + "/index.faiss"
     assert "2,100 vectors" in refusal(open_index, file, other, encoder=MINILM)
@@ -426,9 +427,9 @@ def test_the_check_of_a_finished_index_can_fail(folder, flat, X, made, tmp_path,
     assert "find themselves first" in refusal(build.check, shifted, corpus, flat.encoder, "Flat")
     ivf = read_faiss(made("ivf"))
     capsys.readouterr()
-    look_alike(ivf, corpus, flat.encoder, "here")
+    warn_of_mismatch(ivf, corpus, flat.encoder, "here")
     assert capsys.readouterr().out == ""
-    look_alike(ivf, reversed_corpus(folder, tmp_path), flat.encoder, "here")
+    warn_of_mismatch(ivf, reversed_corpus(folder, tmp_path), flat.encoder, "here")
     assert "the index's order" in capsys.readouterr().out  # IVF, which cannot give its vectors back, too
     shifted.remove_ids(np.array([0]))
     assert "2,099 vectors" in refusal(build.check, shifted, corpus, flat.encoder, "Flat")
@@ -445,12 +446,12 @@ def bert(tmp_path_factory):
 @pytest.mark.parametrize(
     "more, complaint",
     [
-        (["--type", "IVF"], "--type IVF: not one that `build` makes"),
+        (["--type", "IVF"], "--type IVF: `build` does not make it"),
         (["--type", "IVF4096,Flat"], "--type IVF4096,Flat: more cells than the 2,100 passages"),
         (["--encoder", "/no/model"], "--encoder /no/model"),
         (["--corpus", "/no/corpus"], "/no/corpus: No such file"),
         (["--index", "/proc/x"], "/proc/x.partial: "),
-        (["--index", "/tmp"], "--index /tmp: exists"),
+        (["--index", "/tmp"], "--index /tmp: already exists"),
     ],
 )
 def test_a_build_that_cannot_be_is_refused(folder, bert, tmp_path, more, complaint):
@@ -513,14 +514,14 @@ def test_a_build_that_is_killed_goes_on_where_it_was(bert, tmp_path):
     there = vectors_of(partial / "vectors.faiss", 24)
     for k in np.flatnonzero(np.frombuffer(first, dtype=np.uint8)):
         np.testing.assert_allclose(there[k * CHUNK : (k + 1) * CHUNK], expected[k * CHUNK : (k + 1) * CHUNK], atol=1e-5)
-    assert "begun as another build (max_length 64)" in refusal(build.main, [*argv, "--max_length", "32"])
+    assert "started as a different build (max_length 64)" in refusal(build.main, [*argv, "--max_length", "32"])
 
     process = start()
     until_more(process)
     children = workers(process)
     children[0].kill()
     printed, _ = process.communicate(timeout=30)
-    assert process.returncode == 1 and "an encoding process ended with code -9; what is encoded is kept" in printed
+    assert process.returncode == 1 and "an encoding process ended with code -9; the encoded vectors are kept" in printed
     second = gone(children)
     assert all(b or not a for a, b in zip(first, second, strict=True)) and second.count(1) > first.count(1)
 
@@ -528,7 +529,7 @@ def test_a_build_that_is_killed_goes_on_where_it_was(bert, tmp_path):
     until_more(process)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the workers too
     printed, _ = process.communicate(timeout=30)
-    assert process.returncode == 1 and "stopped; the same command goes on with the vectors" in printed
+    assert process.returncode == 1 and "stopped; the same command resumes with the vectors" in printed
     assert "Traceback" not in printed
     third = gone(children)
     assert third.count(1) > second.count(1)
@@ -539,7 +540,7 @@ def test_a_build_that_is_killed_goes_on_where_it_was(bert, tmp_path):
     header = flat_header(n, 24)
     assert file[: len(header)] == header
     np.testing.assert_allclose(np.frombuffer(file, "<f4", offset=len(header)).reshape(n, 24), expected, atol=1e-5)
-    assert "exists; remove it" in refusal(build.main, argv)
+    assert "already exists; remove it" in refusal(build.main, argv)
 
 
 def test_an_ivf_build_that_is_killed_while_it_merges_goes_on(folder, tmp_path, monkeypatch):
@@ -569,8 +570,8 @@ def test_an_ivf_build_that_is_killed_while_it_merges_goes_on(folder, tmp_path, m
 def test_the_table_of_the_readme_is_what_is_computed():
     n, d = 21_015_324, 768
     gb = lambda b: f"{b / 1e9:.1f}"  # noqa: E731
-    readme = open("README.md").read()
+    readme = open("retrieval/README.md").read()
     for name in ("Flat", "IVF16384,Flat", "IVF16384,SQ8", "HNSW32,Flat", "HNSW32,SQ8"):
         need = build.expected(name, n, d)
-        assert f"| `{name}` | {gb(need['disk'])} | {gb(need['way'])} | {gb(need['build'])} |" in readme, name
+        assert f"| `{name}` | {gb(need['disk'])} | {gb(need['disk_peak'])} | {gb(need['memory'])} |" in readme, name
     assert math.isclose(build.expected("Flat", n, d)["disk"], 64.6e9, rel_tol=1e-3)

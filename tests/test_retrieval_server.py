@@ -20,6 +20,7 @@ import requests
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from faults import Fault
 from harness.servers import Child, listen
 from retrieval.bm25 import BM25
 from retrieval.corpus import Corpus
@@ -298,7 +299,7 @@ def test_a_bad_corpus_is_refused_in_one_line(tmp_path, content, complaint):
     path = tmp_path / "corpus.jsonl"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(SystemExit) as refused:
+    with pytest.raises(Fault) as refused:
         BM25.build(Corpus(path).texts)
     message = str(refused.value)
     assert complaint.lower() in message.lower() and "\n" not in message and ";" in message
@@ -330,7 +331,7 @@ def test_a_port_in_use_is_named(server):
 
 @pytest.mark.parametrize("host", ["203.0.113.7", "no such host", "a..b", "fe80::bad::1"])
 def test_a_host_that_cannot_be_bound_is_named(host):
-    with pytest.raises(SystemExit, match=re.escape(f"cannot listen on {host}:0")) as refused:
+    with pytest.raises(Fault, match=re.escape(f"cannot listen on {host}:0")) as refused:
         listen(host, 0)
     assert "\n" not in str(refused.value) and "--host" in str(refused.value)
 
@@ -406,7 +407,7 @@ def test_ctrl_c_ends_a_server_started_by_hand(tmp_path):
 def test_a_child_that_stops_while_starting_is_explained(tmp_path):
     log = tmp_path / "log"
     log.write_text("an earlier run's last line\n")
-    with pytest.raises(SystemExit, match="stopped while starting: nowhere.jsonl: No such file") as refused:
+    with pytest.raises(Fault, match="stopped while starting: nowhere.jsonl: No such file") as refused:
         Child([SERVER, "--corpus", "nowhere.jsonl"], log)
     assert str(log) in str(refused.value) and log.read_text().startswith("an earlier run's last line\n")
 
@@ -414,7 +415,7 @@ def test_a_child_that_stops_while_starting_is_explained(tmp_path):
 def test_a_child_that_is_never_ready_is_stopped(tmp_path):
     script = tmp_path / "slow.py"
     script.write_text("import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)")
-    with pytest.raises(SystemExit, match=r"not ready after 0.5 s: it wrote no error \(log: "):
+    with pytest.raises(Fault, match=r"not ready after 0.5 s: it printed no error \(log: "):
         Child([str(script), str(tmp_path / "pid")], tmp_path / "log", deadline=0.5)
     assert gone((tmp_path / "pid").read_text())
 

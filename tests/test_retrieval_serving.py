@@ -31,7 +31,7 @@ from retrieval.bm25 import BM25
 from retrieval.corpus import Corpus
 from retrieval.index import Fused, open_index
 from retrieval_server import MAX_BODY, make_app
-from rollout import Search
+from tools import Search
 
 ROOT = Path(__file__).parents[1]
 SERVER = str(ROOT / "retrieval_server.py")
@@ -236,7 +236,7 @@ def test_a_full_queue_refuses_with_a_time_to_come_back_and_forgets_nobody(corpus
         until(lambda: metrics(url)["retrieval_waiting"] == 4)
         refused = ask(url, "5")
         assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
-        assert "queries wait already" in refused.json()["detail"]
+        assert "queries are already waiting" in refused.json()["detail"]
         waiting.append(pool.submit(ask, url, "2", "0"))  # nothing new to queue: shares what is under way
         until(lambda: metrics(url)["retrieval_shared_total"] == 2)
         gate.open.set()
@@ -421,11 +421,11 @@ def test_two_indexes_are_fused(dense, tmp_path):
     "arguments, complaint",
     [
         (["--index", "nowhere"], "nowhere/index.json: no such file"),
-        (["--index", "FAISS"], "name the model that it was made with by --encoder"),
+        (["--index", "FAISS"], "name the model that made it with --encoder"),
         (["--index", "FAISS", "--encoder", "/no/model"], "--encoder /no/model: "),
         (["--index", "VECTORS", "--shard_gpus"], "--shard_gpus: this FAISS sees no GPU"),
-        (["--max_batch", "0"], "--max_batch: 0 is not at least 1"),
-        (["--max_wait_ms", "nan"], "--max_wait_ms: nan is not a number from 0"),
+        (["--max_batch", "0"], "--max_batch: 0 is less than 1"),
+        (["--max_wait_ms", "nan"], "--max_wait_ms: nan is not a finite number of at least 0"),
         (["--family", "t5"], "--family: invalid choice: 't5'"),
         (["build"], "unrecognized arguments: build"),
     ],
