@@ -1,7 +1,7 @@
 """The LLM-based optimizer O: prompts, client, strict parsing (§3.2, App. E).
 
-Works with any OpenAI-compatible chat endpoint. A reply is never adopted as it comes: only complete `<ins_k>` blocks
-count, and each candidate has to pass `check`.
+Works with any OpenAI-compatible chat endpoint. A reply is never adopted whole: only complete `<ins_k>` blocks count,
+and every candidate has to pass `check`.
 """
 
 import functools
@@ -45,7 +45,10 @@ EXAMPLE = "<example>\nResponse: {response}\nCorrect answer: {gold}\n</example>"
 
 @functools.cache
 def token_counter() -> tuple[Callable[[str], int], str]:
-    """Returns (count, its name): tiktoken's o200k_base, or four characters a token if its file is not available."""
+    """Returns a function that counts the tokens of a text, and its name.
+
+    It is tiktoken's o200k_base, or an estimate if tiktoken or its file is missing.
+    """
     try:
         import tiktoken
 
@@ -61,9 +64,9 @@ def paraphrase_prompt(instruction: str, n: int) -> str:
 
 
 def reflection_prompt(instruction: str, failures: Sequence[tuple[str, tuple[str, ...]]], n: int, budget: int) -> str:
-    """Returns the prompt that asks for `n` candidates after `failures`, each a pair (question and response, golds).
+    """Returns the prompt that asks for `n` candidates after `failures`: pairs of (question and response, golds).
 
-    A failure is cut to its share of `budget` tokens.
+    Each failure is cut to an equal share of `budget` tokens.
     """
     count, _ = token_counter()
     share = budget // max(1, len(failures))
@@ -72,9 +75,10 @@ def reflection_prompt(instruction: str, failures: Sequence[tuple[str, tuple[str,
 
 
 def shorten(text: str, budget: int, count: Callable[[str], int]) -> str:
-    """Returns a failure cut to about `budget` tokens: the middle of each observation goes, then that of the text.
+    """Returns a failure cut to about `budget` tokens, by `count`.
 
-    The question, the actions and the end of the trajectory stay as long as there is anything else to cut.
+    It cuts the middle of each observation first, then the middle of the text: the question, the actions and the end of
+    the trajectory stay as long as possible.
     """
     for keep in (2000, 1000, 500, 250, 100, 40, 0):
         if count(text) <= budget:
@@ -117,12 +121,7 @@ def candidates(
 
 
 def check(
-    candidate: str,
-    parent: str,
-    used: set[str],
-    golds: Iterable[str],
-    max_tokens: int,
-    count: Callable[[str], int],
+    candidate: str, parent: str, used: set[str], golds: Iterable[str], max_tokens: int, count: Callable[[str], int]
 ) -> str:
     """Returns why a candidate cannot join, or ""; `used` holds the normalized texts of the instructions in use."""
     words = normalized(candidate)
@@ -136,11 +135,11 @@ def check(
     if lost := sorted(set(re.findall(tag, parent)) - set(re.findall(tag, candidate))):
         return f"lost {lost[0]}"
     for gold in golds:
-        answer = f" {normalized(gold)} "
-        if len(answer) - 2 <= 3:  # "a", "yes" and "two" are words of any prompt
+        answer = normalized(gold)
+        if len(answer) <= 3:  # "a", "yes" and "two" are words of any prompt
             continue
         # An answer that the parent names already ("Beijing" in Search-R1's instruction) is no new leak.
-        if answer in f" {words} " and answer not in f" {normalized(parent)} ":
+        if f" {answer} " in f" {words} " and f" {answer} " not in f" {normalized(parent)} ":
             return f"contains the gold answer {gold!r}"
     return ""
 
@@ -152,9 +151,9 @@ def normalized(text: str) -> str:
 
 @dataclass(frozen=True)
 class Call:
-    """One call to the optimizer, as a row of reflections.jsonl keeps it."""
+    """One call to the optimizer and its reply, as logged in reflections.jsonl."""
 
-    key: str  # what a resumed run finds it by
+    key: str  # a resumed run looks the call up by this
     prompt: str
     reply: str
     prompt_tokens: int  # as the endpoint counts them; estimated where it does not
@@ -166,8 +165,8 @@ class Call:
 class Optimizer:
     """Client of an OpenAI-compatible chat endpoint; harness/client.py says what it retries.
 
-    `url` is the base, as in OPENAI_BASE_URL. `paid` maps the key of a call to the row that an earlier process of this
-    run wrote of it: such a call is not paid for again.
+    `url` is the base, as in OPENAI_BASE_URL. `paid` maps keys to the calls that an earlier process of this run has
+    logged (`paid_calls`): they are not paid for again.
     """
 
     def __init__(
@@ -180,7 +179,7 @@ class Optimizer:
         backoff: float = 1.0,
         paid: dict[str, dict[str, Any]] | None = None,
     ):
-        self.model, self.paid = model, paid or {}
+        self.url, self.model, self.paid = url, model, paid or {}
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._client = Client(
             [url], timeout=timeout, retries=retries, backoff=backoff, expects="a chat completion", headers=headers,

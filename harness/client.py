@@ -117,7 +117,7 @@ class Client:
             raise RequestFailed(f"ReadTimeout after {self.timeout:g} s", self.retry_read_timeout) from e
         except CONNECTION_FAULTS as e:
             raise RequestFailed(type(e).__name__, True) from e
-        except (requests.RequestException, ValueError) as e:  # a URL that is none
+        except (requests.RequestException, ValueError) as e:  # an invalid URL; urllib3's ValueErrors come through too
             raise RequestFailed(f"{type(e).__name__}: {e}") from e
         if not answer.ok:
             fault = f"HTTP {answer.status_code}: {' '.join(answer.text.split())[:200]}".rstrip(": ")

@@ -1,4 +1,4 @@
-"""The LLM-based optimizer (§3.2): App. E's prompts, strict parsing, and a client that no fault of it can stop."""
+"""The LLM-based optimizer (§3.2): App. E's prompts, strict parsing, and a client that no fault of an endpoint stops."""
 
 import json
 import socket
@@ -77,7 +77,7 @@ def test_the_reflection_prompt_is_that_of_appendix_e():
     )
 
 
-def test_braces_in_an_instruction_or_a_response_reach_the_optimizer_as_they_are():
+def test_braces_in_an_instruction_or_a_response_reach_the_optimizer_unchanged():
     assert "<ins_0> {n} and {x[0]} </ins_0>" in paraphrase_prompt("{n} and {x[0]}", 2)
     prompt = reflection_prompt("{examples} {n}", [("{instruction} {{}}", ("{gold}",))], 2, 1000)
     assert "<ins_0>\n{examples} {n}\n</ins_0>" in prompt
@@ -96,7 +96,7 @@ def long_failure(passage_words):
     return "\n".join([QUESTION, ACTIONS[0], ACTIONS[1], observed, ACTIONS[2], observed, END])
 
 
-def test_a_failure_within_its_budget_is_shown_as_it_is():
+def test_a_failure_within_its_budget_is_shown_whole():
     text = long_failure(400)
     assert shorten(text, words(text), words) == text
 
@@ -163,14 +163,14 @@ def test_every_failure_gets_its_share_of_the_budget():
         ("```xml\n<ins_1>\nA\n</ins_1>\n```", ["A"]),
         ("**<ins_1>** A **</ins_1>**", ["** A **"]),
         ("<ins_1>A</ins_1>\r\n<ins_2>\r\nB\r\nC\r\n</ins_2>\r\n", ["A", "B\r\nC"]),
-        ("<ins_1></ins_1><ins_2> \n </ins_2>", ["", ""]),  # `check` says "empty"
+        ("<ins_1></ins_1><ins_2> \n </ins_2>", ["", ""]),  # `check` rejects them as empty
         ("<ins_1>A</ins_1><ins_1>B</ins_1>", ["A", "B"]),  # a number twice: two candidates
         ("<ins_2>B</ins_2><ins_1>A</ins_1>", ["B", "A"]),  # in the order they come in
-        ("<ins_1>```\nA\n```</ins_1>", ["```\nA\n```"]),  # what is in a block stays as it is
+        ("<ins_1>```\nA\n```</ins_1>", ["```\nA\n```"]),  # the text of a block is not changed
         ("<ins_1><search> q </search> & <answer>a</answer></ins_1>", ["<search> q </search> & <answer>a</answer>"]),
     ],
 )
-def test_only_complete_numbered_blocks_of_a_reply_are_taken(reply, blocks):
+def test_only_complete_numbered_blocks_of_a_reply_count(reply, blocks):
     assert parse(reply) == blocks
 
 
@@ -428,7 +428,7 @@ def test_an_optimizer_that_stays_away_is_down_and_the_fault_is_named(endpoint, w
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 422])
-def test_a_fault_of_ours_is_not_tried_again(endpoint, waits, status):
+def test_a_refusal_is_not_retried(endpoint, waits, status):
     server = endpoint((status, {}, '{"error": "no such key"}'))
     with pytest.raises(OptimizerDown, match=f"HTTP {status}: .*no such key"):
         Optimizer(base(server), "m", "bad").ask("p", "t0 r0")
@@ -453,14 +453,14 @@ def test_a_fault_of_ours_is_not_tried_again(endpoint, waits, status):
         '{"choices": [{"message": {"content": "hel',
     ],
 )
-def test_what_is_no_chat_completion_is_never_taken_for_one(endpoint, waits, text):
+def test_a_malformed_completion_is_never_taken_for_a_reply(endpoint, waits, text):
     server = endpoint((200, {"Content-Type": "application/json"}, text))
     with pytest.raises(OptimizerDown, match=r"not a chat completion \(\w+Error: .*\), 2 times$"):
         Optimizer(base(server), "m", retries=1).ask("p", "t0 r0")
     assert len(server.requests) == 2  # a model may do better the second time
 
 
-def test_a_url_that_is_none_is_down_too(waits):
+def test_an_invalid_url_is_down_too(waits):
     for url in ("", "localhost:8001/v1", "http://", "http://["):
         with pytest.raises(OptimizerDown):
             Optimizer(url, "m", retries=1).ask("p", "t0 r0")
