@@ -7,21 +7,29 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from population import Experience, Population, ReplayBuffer
+from data import Question
+from population import Experience, Population, ReplayBuffer, mean_rewards, significantly_worse
+from rollout import Trajectory
+
+
+def played(rewards):
+    """Trajectories with these rewards, by the id of their instruction."""
+    question = Question("q", "Who?", ("x",), "s")
+    return [Trajectory(j, question, 0, [], 0, reward=r) for j, row in rewards.items() for r in row]
 
 
 def population(*rewards, tau_s=0.2, window=5):
-    """Instructions I0, I1, ... with these weights; None: not sampled yet."""
+    """Returns instructions I0, I1, ... with these weights; None: not sampled yet."""
     P = Population(tau_s, window)
     for k, r in enumerate(rewards):
         P.join(f"I{k}", None if k == 0 else 0, 0)
         if r is not None:
-            P.attribute({k: [r]})
+            P.attribute(played({k: [r]}))
     return P
 
 
 def weights(P):
-    return [I.w for I in P.P]
+    return [I.w for I in P.active]
 
 
 # --- Eq. 4 --------------------------------------------------------------------------------------------------------
@@ -30,31 +38,31 @@ def weights(P):
 def test_selection_probabilities_are_the_softmax_of_the_weights_over_tau_s():
     P = population(0.5, 0.3, 0.0, tau_s=0.2)
     e = [math.exp(0.5 / 0.2), math.exp(0.3 / 0.2), math.exp(0.0 / 0.2)]
-    assert P.p() == pytest.approx([x / sum(e) for x in e], rel=1e-12)
-    assert P.p()[0] / P.p()[1] == pytest.approx(math.e)  # 0.2 apart at tau_s 0.2
+    assert P.probabilities() == pytest.approx([x / sum(e) for x in e], rel=1e-12)
+    assert P.probabilities()[0] / P.probabilities()[1] == pytest.approx(math.e)  # 0.2 apart at tau_s 0.2
 
 
 def test_a_fresh_population_is_sampled_uniformly():
-    assert population(*[None] * 7).p() == pytest.approx([1 / 7] * 7)
+    assert population(*[None] * 7).probabilities() == pytest.approx([1 / 7] * 7)
 
 
 def test_a_low_temperature_exploits_a_high_one_explores_and_neither_overflows():
-    assert population(1.0, 0.0, tau_s=1e-4).p() == pytest.approx([1, 0])
-    assert population(1.0, 0.0, tau_s=1e4).p() == pytest.approx([0.5, 0.5], abs=1e-3)
+    assert population(1.0, 0.0, tau_s=1e-4).probabilities() == pytest.approx([1, 0])
+    assert population(1.0, 0.0, tau_s=1e4).probabilities() == pytest.approx([0.5, 0.5], abs=1e-3)
 
 
 def test_only_the_active_instructions_have_a_probability():
     P = population(0.4, 0.1, 0.2)
-    P.prune(1, t=5)  # I1 leaves
+    P.prune(P.ranked(), 1, t=5)  # I1 leaves
     e = [math.exp(0.4 / 0.2), math.exp(0.2 / 0.2)]
-    assert P.p() == pytest.approx([x / sum(e) for x in e])
+    assert P.probabilities() == pytest.approx([x / sum(e) for x in e])
 
 
 def test_sampling_follows_the_probabilities():
     P = population(0.5, 0.4, 0.2, 0.0)
     n = 20_000
     drawn = Counter(I.id for I in P.sample(np.random.default_rng(0), n))
-    expected = n * P.p()
+    expected = n * P.probabilities()
     chi2 = sum((drawn[k] - expected[k]) ** 2 / expected[k] for k in range(4))
     assert chi2 < 16.27  # the 99.9 % quantile at 3 degrees of freedom
 
@@ -81,15 +89,15 @@ def test_sampling_is_a_function_of_the_generator_alone():
 
 def test_r_bar_is_the_mean_over_all_trajectories_of_the_instruction_in_the_step():
     P = population(None)
-    P.attribute({0: [1, 1, 1, 1, 1, 0, 0, 0, 1, 0]})  # two questions of G = 5
+    P.attribute(played({0: [1, 1, 1, 1, 1, 0, 0, 0, 1, 0]}))  # two questions of G = 5
     assert P.family[0].rewards == [pytest.approx(0.6)]
     assert weights(P) == [pytest.approx(0.6)]
 
 
 def test_the_weight_is_the_mean_of_the_steps_not_of_the_trajectories():
     P = population(None)
-    P.attribute({0: [1, 1]})
-    P.attribute({0: [0] * 8})
+    P.attribute(played({0: [1, 1]}))
+    P.attribute(played({0: [0] * 8}))
     assert weights(P) == [pytest.approx((1 + 0) / 2)]
 
 
@@ -97,7 +105,7 @@ def test_the_weight_is_a_moving_average_over_the_last_n_steps():
     P = population(None, window=3)
     seen = []
     for r in (0.1, 0.4, 0.1, 0.7, 1.0):
-        P.attribute({0: [r]})
+        P.attribute(played({0: [r]}))
         seen += weights(P)
     by_hand = [0.1, (0.1 + 0.4) / 2, (0.1 + 0.4 + 0.1) / 3, (0.4 + 0.1 + 0.7) / 3, (0.1 + 0.7 + 1.0) / 3]
     assert seen == pytest.approx(by_hand)
@@ -105,16 +113,21 @@ def test_the_weight_is_a_moving_average_over_the_last_n_steps():
 
 def test_an_instruction_that_was_not_sampled_keeps_its_window():
     P = population(None, None, window=2)
-    P.attribute({0: [0.2], 1: [0.8]})
+    P.attribute(played({0: [0.2], 1: [0.8]}))
     for _ in range(5):
-        P.attribute({0: [1.0]})
+        P.attribute(played({0: [1.0]}))
     assert weights(P) == [pytest.approx(1.0), pytest.approx(0.8)]
 
 
 def test_the_weight_is_zero_before_the_first_reward_and_after_only_failures():
     P = population(None, None)
-    P.attribute({1: [0, 0, 0, 0, 0]})
+    P.attribute(played({1: [0, 0, 0, 0, 0]}))
     assert weights(P) == [0.0, 0.0]
+
+
+def test_r_bar_is_a_mean_per_instruction():
+    assert mean_rewards(played({4: [1, 0, 0.5], 2: [1, 1]})) == {4: pytest.approx(0.5), 2: 1.0}
+    assert mean_rewards([]) == {}
 
 
 # --- pruning ------------------------------------------------------------------------------------------------------
@@ -125,28 +138,34 @@ def test_pruning_drops_the_bottom_half_but_never_below_N_parent(N_parent, sizes)
     P = population(0.1, 0.7, 0.3, 0.2, 0.6, 0.5, 0.4)
     seen = [len(P)]
     while len(seen) < len(sizes):
-        gone = P.prune(N_parent, t=5)
-        assert len(gone) == seen[-1] - len(P)
+        dropped = P.prune(P.ranked(), N_parent, t=5)
+        assert len(dropped) == seen[-1] - len(P)
         seen.append(len(P))
     assert seen == sizes
 
 
-def test_who_leaves_is_the_bottom_by_weight():
+def test_the_instructions_of_lowest_weight_leave():
     P = population(0.1, 0.7, 0.3, 0.2, 0.6, 0.5, 0.4)
-    assert sorted(I.id for I in P.prune(1, t=5)) == [0, 2, 3]
-    assert sorted(I.id for I in P.P) == [1, 4, 5, 6]
-    assert sorted(I.id for I in P.prune(1, t=10)) == [5, 6]
-    assert [I.id for I in P.prune(1, t=15)] == [4]
+    assert sorted(I.id for I in P.prune(P.ranked(), 1, t=5)) == [0, 2, 3]
+    assert sorted(I.id for I in P.active) == [1, 4, 5, 6]
+    assert sorted(I.id for I in P.prune(P.ranked(), 1, t=10)) == [5, 6]
+    assert [I.id for I in P.prune(P.ranked(), 1, t=15)] == [4]
     assert [(I.id, I.left) for I in P.family] == [(0, 5), (1, None), (2, 5), (3, 5), (4, 15), (5, 10), (6, 10)]
 
 
 def test_ties_keep_the_parents_then_who_joined_first():
     P = population(0.5, 0.5, 0.5, 0.5)
-    assert sorted(I.id for I in P.prune(1, t=5)) == [2, 3]
+    assert sorted(I.id for I in P.prune(P.ranked(), 1, t=5)) == [2, 3]
     P.succeed([P.family[1]], t=15)
     P.join("child", 1, 15)
-    assert [I.text for I in P.prune(1, t=20)] == ["child"]  # the parent is older and has no better weight
+    assert [I.text for I in P.prune(P.ranked(), 1, t=20)] == ["child"]  # the parent is older and has no better weight
     assert P.best().id == 1
+
+
+def test_pruning_goes_by_the_ranking_it_is_given():
+    P = population(0.1, 0.7, 0.3, 0.2)
+    assert [I.id for I in P.prune(P.ranked()[::-1], 1, t=5)] == [2, 1]
+    assert P.ids == [0, 3]
 
 
 # --- succession ---------------------------------------------------------------------------------------------------
@@ -154,14 +173,14 @@ def test_ties_keep_the_parents_then_who_joined_first():
 
 def test_after_an_evolution_the_parents_stay_and_all_weights_are_zero():
     P = population(0.2, 0.9, 0.4, 0.6)
-    gone = P.succeed(P.ranked()[:2], t=15)
-    came = [P.join(f"new {k}", 1, 15, verified=0.5) for k in range(3)]
-    assert [I.id for I in P.P] == [1, 3, 4, 5, 6]
-    assert sorted(I.id for I in gone) == [0, 2]
-    assert [I.left for I in gone] == [15, 15]
+    dropped = P.succeed(P.ranked()[:2], t=15)
+    joined = [P.join(f"new {k}", 1, 15, verified=0.5) for k in range(3)]
+    assert [I.id for I in P.active] == [1, 3, 4, 5, 6]
+    assert sorted(I.id for I in dropped) == [0, 2]
+    assert [I.left for I in dropped] == [15, 15]
     assert weights(P) == [0.0] * 5
-    assert P.p() == pytest.approx([1 / 5] * 5)
-    assert [(I.parent, I.born, I.verified, I.left) for I in came] == [(1, 15, 0.5, None)] * 3
+    assert P.probabilities() == pytest.approx([1 / 5] * 5)
+    assert [(I.parent, I.born, I.verified, I.left) for I in joined] == [(1, 15, 0.5, None)] * 3
 
 
 def test_right_after_an_evolution_the_best_instruction_is_the_parent():
@@ -169,20 +188,20 @@ def test_right_after_an_evolution_the_best_instruction_is_the_parent():
     P.succeed([P.family[2]], t=15)
     P.join("new", 2, 15, verified=1.0)
     assert P.best().id == 2
-    P.attribute({2: [0.3], 3: [0.4]})  # from then on weights decide
+    P.attribute(played({2: [0.3], 3: [0.4]}))  # from then on weights decide
     assert P.best().id == 3
 
 
 def test_the_old_rewards_of_a_parent_do_not_come_back():
     P = population(0.9, 0.1)
     P.succeed([P.family[0]], t=15)
-    P.attribute({0: [0.2]})
+    P.attribute(played({0: [0.2]}))
     assert weights(P) == [pytest.approx(0.2)]
 
 
 def test_the_family_keeps_everyone_who_ever_was_in_the_population():
     P = population(0.1, 0.2, 0.3)
-    P.prune(1, t=5)
+    P.prune(P.ranked(), 1, t=5)
     P.succeed(P.ranked()[:1], t=15)
     P.join("grandchild", 2, 15)
     assert [I.text for I in P.family] == ["I0", "I1", "I2", "grandchild"]
@@ -192,21 +211,21 @@ def test_the_family_keeps_everyone_who_ever_was_in_the_population():
 # --- state --------------------------------------------------------------------------------------------------------
 
 
-def test_a_population_that_went_through_json_goes_on_as_if_nothing_had_happened():
+def test_a_population_restored_from_json_continues_identically():
     P = population(0.1, 0.7, 0.3, 0.2)
-    P.prune(1, t=5)
+    P.prune(P.ranked(), 1, t=5)
     P.succeed(P.ranked()[:1], t=15)
     P.join("new", 1, 15, verified=0.25)
-    P.attribute({1: [0.5, 0.25], 4: [1.0]})
+    P.attribute(played({1: [0.5, 0.25], 4: [1.0]}))
     Q = Population(0.2, 5)
     Q.load_state_dict(json.loads(json.dumps(P.state_dict())))
     assert Q.family == P.family
-    assert Q.P == P.P
+    assert Q.ids == P.ids and Q.active == P.active
     for X in (P, Q):
-        X.attribute({1: [0.0]})
+        X.attribute(played({1: [0.0]}))
         X.join("newer", 1, 16)
     assert weights(Q) == weights(P)
-    assert (Q.p() == P.p()).all()  # to the last bit
+    assert (Q.probabilities() == P.probabilities()).all()  # to the last bit
     assert Q.state_dict() == P.state_dict()
 
 
@@ -214,22 +233,24 @@ def test_a_saved_state_does_not_change_with_the_population():
     P = population(0.1, 0.7, 0.3, 0.2)
     state = P.state_dict()
     before = json.dumps(state)
-    P.prune(1, t=5)
-    P.attribute({1: [0.0]})
+    P.prune(P.ranked(), 1, t=5)
+    P.attribute(played({1: [0.0]}))
     assert json.dumps(state) == before
 
 
 # --- the replay buffer --------------------------------------------------------------------------------------------
 
 
-def experience(t, question, reward=0.0, text=""):
-    return Experience(t, 0, question, text or f"{question} at {t}", ("gold", "or this"), reward)
+def tau(question, reward=0.0, instruction=0, response="response"):
+    q = Question(question, f"{question}?", ("gold", "or this"), "s")
+    return Trajectory(instruction, q, 0, [], 0, reward=reward, response=response)
 
 
-def buffer(*items, capacity=1000):
+def buffer(*steps, capacity=1000):
+    """Returns a buffer after steps 1, 2, ... with these trajectories."""
     B = ReplayBuffer(capacity)
-    for e in items:
-        B.add([e])
+    for t, taus in enumerate(steps, 1):
+        B.add(t, taus)
     return B
 
 
@@ -237,75 +258,137 @@ def dice(seed=0):
     return np.random.default_rng(seed)
 
 
+def named(failures):
+    return [e.question for e in failures]
+
+
+def test_an_experience_is_a_trajectory_as_the_optimizer_reads_it():
+    [e] = buffer([tau("q", 0.25, 7, "\n<search>a</search> b \n")]).items
+    assert e == Experience(1, 7, "q", "Question: q?\n<search>a</search> b", ("gold", "or this"), 0.25)
+
+
 def test_the_buffer_keeps_the_latest_trajectories_up_to_its_capacity():
-    B = ReplayBuffer(5)
-    for t in range(4):
-        B.add([experience(t, f"q{t}a"), experience(t, f"q{t}b")])
-    assert [e.question for e in B.items] == ["q1b", "q2a", "q2b", "q3a", "q3b"]
-    B.add([experience(9, f"r{k}") for k in range(8)])  # a step of more than the capacity
-    assert [e.question for e in B.items] == ["r3", "r4", "r5", "r6", "r7"]
+    B = buffer(*[[tau(f"q{t}a"), tau(f"q{t}b")] for t in range(1, 5)], capacity=5)
+    assert named(B.items) == ["q2b", "q3a", "q3b", "q4a", "q4b"]
+    B.add(9, [tau(f"r{k}") for k in range(8)])  # a step of more than the capacity
+    assert named(B.items) == ["r3", "r4", "r5", "r6", "r7"]
 
 
 def test_failures_come_from_the_latest_step_first_and_from_earlier_ones_where_it_is_short():
-    B = buffer(*[experience(t, f"q{t}{k}") for t in (1, 2, 3) for k in range(3)])
-    assert [e.t for e in B.failures(dice(), 4)] == [3, 3, 3, 2]
-    assert [e.t for e in B.failures(dice(), 2)] == [3, 3]
-    assert len(B.failures(dice(), 100)) == 9
+    B = buffer(*[[tau(f"q{t}{k}") for k in range(3)] for t in (1, 2, 3)])
+    assert [e.t for e in B.failures(dice(), 4, 0)] == [3, 3, 3, 2]
+    assert [e.t for e in B.failures(dice(), 2, 0)] == [3, 3]
+    assert len(B.failures(dice(), 100, 0)) == 9
+
+
+def test_failures_under_the_parent_come_before_all_others():
+    older = [tau(f"own{k}", instruction=4) for k in range(2)]
+    newer = [tau(f"other{k}", instruction=5) for k in range(3)]
+    B = buffer(older, newer)
+    for seed in range(10):
+        shown = B.failures(dice(seed), 4, 4)
+        assert [(e.instruction, e.t) for e in shown] == [(4, 1), (4, 1), (5, 2), (5, 2)]
+        assert [e.t for e in B.failures(dice(seed), 4, 5)] == [2, 2, 2, 1]
+        assert [e.t for e in B.failures(dice(seed), 4, 99)] == [2, 2, 2, 1]  # the parent has none
+
+
+def test_a_question_that_the_parent_and_another_got_wrong_is_shown_as_the_parent_s():
+    B = buffer([tau("q", 0.0, 1, "mine")], [tau("q", 0.0, 2, "theirs")])
+    assert [e.text for e in B.failures(dice(), 4, 1)] == ["Question: q?\nmine"]
+    assert [e.text for e in B.failures(dice(), 4, 2)] == ["Question: q?\ntheirs"]
+
+
+def test_within_a_step_the_lowest_reward_is_shown_first():
+    B = buffer([tau("half", 0.5), tau("none", 0.0), tau("most", 0.75), tau("all", 1.0)])
+    for seed in range(10):
+        assert named(B.failures(dice(seed), 4, 0)) == ["none", "half", "most"]
 
 
 def test_no_question_is_shown_twice_among_the_failures():
-    B = buffer(*[experience(3, "q", text=str(k)) for k in range(50)], experience(3, "r"), experience(1, "s"))
+    B = buffer([tau("s")], [], [tau("q", response=str(k)) for k in range(50)] + [tau("r")])
     for seed in range(20):
-        assert sorted(e.question for e in B.failures(dice(seed), 4)) == ["q", "r", "s"]
+        assert sorted(named(B.failures(dice(seed), 4, 0))) == ["q", "r", "s"]
 
 
 def test_a_success_is_never_shown_as_a_failure():
-    B = buffer(*[experience(t, f"q{t}{k}", reward=float(k % 2)) for t in range(5) for k in range(4)])
-    shown = B.failures(dice(), 100)
+    B = buffer(*[[tau(f"q{t}{k}", reward=float(k % 2)) for k in range(4)] for t in range(5)])
+    shown = B.failures(dice(), 100, 0)
     assert len(shown) == 10
     assert {e.reward for e in shown} == {0.0}
-    assert buffer(experience(1, "q", reward=1.0)).failures(dice(), 4) == []
-    assert ReplayBuffer(10).failures(dice(), 4) == []
+    assert buffer([tau("q", reward=1.0)]).failures(dice(), 4, 0) == []
+    assert ReplayBuffer(10).failures(dice(), 4, 0) == []
 
 
 def test_a_question_answered_right_and_wrong_is_shown_with_its_wrong_answer():
-    B = buffer(experience(1, "q", 1.0, "right"), experience(1, "q", 0.0, "wrong"), experience(1, "q", 1.0, "right"))
+    B = buffer([tau("q", 1.0, 0, "right"), tau("q", 0.0, 0, "wrong"), tau("q", 1.0, 0, "right")])
     for seed in range(10):
-        assert [e.text for e in B.failures(dice(seed), 4)] == ["wrong"]
+        assert [e.text for e in B.failures(dice(seed), 4, 0)] == ["Question: q?\nwrong"]
 
 
 def test_which_failures_of_a_step_are_shown_is_random_and_a_function_of_the_generator():
-    B = buffer(*[experience(1, f"q{k}") for k in range(40)])
-    shown = [tuple(e.question for e in B.failures(dice(seed), 4)) for seed in range(30)]
-    assert shown == [tuple(e.question for e in B.failures(dice(seed), 4)) for seed in range(30)]
+    B = buffer([tau(f"q{k}") for k in range(40)])
+    shown = [tuple(named(B.failures(dice(seed), 4, 0))) for seed in range(30)]
+    assert shown == [tuple(named(B.failures(dice(seed), 4, 0))) for seed in range(30)]
     assert len({q for four in shown for q in four}) > 30
 
 
 def test_verification_questions_are_distinct_latest_first_and_at_most_n():
-    B = buffer(*[experience(t, f"q{t}-{k % 4}", reward=float(k % 3 == 0)) for t in (1, 2, 3) for k in range(12)])
-    D_B = B.questions(dice(), 6, shown=set())
+    B = buffer(*[[tau(f"q{t}-{k % 4}", reward=float(k % 3 == 0)) for k in range(12)] for t in (1, 2, 3)])
+    D_B = B.questions(dice(), 6, shown=[])
     assert len(D_B) == len(set(D_B)) == 6
     assert {q[:2] for q in D_B[:4]} == {"q3"}  # successes and failures alike
     assert {q[:2] for q in D_B[4:]} == {"q2"}
-    assert len(B.questions(dice(), 100, shown=set())) == 12
-    assert B.questions(dice(), 6, shown=set()) == D_B
-    assert any(B.questions(dice(seed), 6, shown=set()) != D_B for seed in range(1, 5))
+    assert len(B.questions(dice(), 100, shown=[])) == 12
+    assert B.questions(dice(), 6, shown=[]) == D_B
+    assert any(B.questions(dice(seed), 6, shown=[]) != D_B for seed in range(1, 5))
 
 
 def test_verification_questions_are_disjoint_from_the_failures_shown():
-    B = buffer(*[experience(t, f"q{k}") for t in (1, 2, 3) for k in range(10)])
+    B = buffer(*[[tau(f"q{k}", response=str(t)) for k in range(10)] for t in (1, 2, 3)])
     for seed in range(20):
-        shown = {e.question for e in B.failures(dice(seed), 4)}
+        shown = B.failures(dice(seed), 4, 0)
         D_B = B.questions(dice(seed), 6, shown)
-        assert len(D_B) == 6
-        assert not shown & set(D_B)
-    assert B.questions(dice(), 6, {f"q{k}" for k in range(10)}) == []
+        assert len(shown) == 4 and len(D_B) == 6
+        assert not set(named(shown)) & set(D_B)
+    assert B.questions(dice(), 6, B.items) == []
 
 
-def test_a_buffer_that_went_through_json_gives_the_same_failures_and_questions():
-    B = buffer(*[experience(t, f"q{t}{k}", reward=float(k == 0), text="é\n☃") for t in (1, 2) for k in range(5)])
+def test_a_buffer_restored_from_json_gives_the_same_failures_and_questions():
+    B = buffer(*[[tau(f"q{t}{k}", float(k == 0), k, "é\n☃") for k in range(5)] for t in (1, 2)])
     C = ReplayBuffer(1000)
     C.load_state_dict(json.loads(json.dumps(B.state_dict())))
     assert C.items == B.items
-    assert C.failures(dice(3), 4) == B.failures(dice(3), 4)
-    assert C.questions(dice(3), 4, set()) == B.questions(dice(3), 4, set())
+    assert C.failures(dice(3), 4, 2) == B.failures(dice(3), 4, 2)
+    assert C.questions(dice(3), 4, []) == B.questions(dice(3), 4, [])
+
+
+# --- verification -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "wins, losses, worse",
+    [  # P(at most `wins` heads in `wins + losses` tosses of a fair coin), by hand
+        (0, 4, False),  # 1/16 = 0.0625
+        (0, 5, True),  # 1/32 = 0.031
+        (1, 6, False),  # (1 + 7)/128 = 0.0625
+        (1, 7, True),  # (1 + 8)/256 = 0.035
+        (2, 8, False),  # (1 + 10 + 45)/1024 = 0.0547
+        (2, 9, True),  # (1 + 11 + 55)/2048 = 0.033
+        (3, 9, False),  # (1 + 12 + 66 + 220)/4096 = 0.073
+        (3, 10, True),  # (1 + 13 + 78 + 286)/8192 = 0.046
+        (5, 5, False),
+        (9, 0, False),
+        (0, 0, False),
+    ],
+)
+def test_significantly_worse_is_a_one_sided_sign_test_at_5_percent(wins, losses, worse):
+    r, r_parent = [1.0] * wins + [0.0] * losses, [0.0] * wins + [1.0] * losses
+    assert significantly_worse(r, r_parent) == worse
+    assert significantly_worse([0.0, 1.0] * 50 + r, [0.0, 1.0] * 50 + r_parent) == worse  # ties say nothing
+
+
+def test_significance_counts_questions_not_sizes():
+    assert significantly_worse([0.5] * 5, [0.6] * 5)
+    assert not significantly_worse([0.0] * 4, [1.0] * 4)
+    with pytest.raises(ValueError):
+        significantly_worse([0.0], [0.0, 1.0])
