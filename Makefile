@@ -49,8 +49,9 @@ test-vllm: .venv-vllm/done  ## a real vLLM on the CPU: both engines beside each 
 resolve: setup        ## whether requirements.txt, the GPU's, can be installed as a whole
 	$(PY) -m pip install -qq --dry-run --ignore-installed --disable-pip-version-check -r requirements.txt
 
-lint: setup
+lint: setup           ## style and types: ruff, mypy
 	$(PY) -m ruff check .
+	$(PY) -m mypy
 
 bench-learn: setup    ## inspo and static, 3 seeds, 2 learning rates: the README's figure (about half an hour)
 	$(PY) bench/learn.py

@@ -5,7 +5,7 @@ import dataclasses
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from faults import Fault
 
@@ -50,25 +50,25 @@ class Config:
 
     T: int = knob(300, "T: training steps", "GRPO (Eq. 2 and 3, §2.2)")
     batch: int = knob(512, "questions a step")
-    mini: int = knob(256, "questions an optimizer update (CHOICE-10)")
+    mini: int = knob(256, "questions an optimizer update ")
     micro_tokens: int = knob(32768, "tokens a forward pass of a rank; affects speed and memory alone")
     G: int = knob(5, "G: trajectories a question")
     lr: float = knob(5e-7, "peak learning rate of AdamW; cosine")
     warmup: float = knob(0.1, "share of T in which lr rises")
-    adam_beta1: float = knob(0.9, "AdamW: decay of the mean gradient (CHOICE-17)")
-    adam_beta2: float = knob(0.999, "AdamW: decay of the mean squared gradient (CHOICE-17)")
-    adam_eps: float = knob(1e-8, "AdamW: epsilon (CHOICE-17)")
-    weight_decay: float = knob(0.01, "AdamW: weight decay (CHOICE-17)")
-    max_grad_norm: float = knob(1.0, "gradients are clipped to this norm (CHOICE-17)")
+    adam_beta1: float = knob(0.9, "AdamW: decay of the mean gradient")
+    adam_beta2: float = knob(0.999, "AdamW: decay of the mean squared gradient")
+    adam_eps: float = knob(1e-8, "AdamW: epsilon")
+    weight_decay: float = knob(0.01, "AdamW: weight decay")
+    max_grad_norm: float = knob(1.0, "gradients are clipped to this norm")
     eps: float = knob(0.2, "epsilon of Eq. 2: the clip")
     beta: float = knob(0.001, "beta of Eq. 2: weight of the KL to the first policy; 0: no reference model")
-    loss_agg: str = knob("trajectory", "trajectory: Eq. 2's average; token: verl's token mean (CHOICE-9)")
+    loss_agg: str = knob("trajectory", "trajectory: Eq. 2's average; token: verl's token mean")
     tis: float = knob(0.0, "truncated importance sampling: weight tokens by min(pi_old / pi_engine, this); 0 disables")
 
     temperature: float = knob(
         1.0, "sampling temperature of the policy (top_p is 1: the whole distribution)", "rollouts (§2.1, App. B)"
     )
-    max_turns: int = knob(4, "turns that may call a tool; one turn to answer follows (CHOICE-1)")
+    max_turns: int = knob(4, "turns that may call a tool; one turn to answer follows")
     max_response: int = knob(500, "tokens a turn of the policy")
     max_observation: int = knob(500, "tokens an observation; a longer one is cut inside its tag")
     max_prompt: int = knob(4096, "tokens of context with which a turn may start; more end the trajectory")
@@ -96,7 +96,7 @@ class Config:
     window: int = knob(5, "n of Eq. 6: steps in the moving average of the reward")
     K_p: int = knob(5, "K_p: steps between prunings")
     K_e: int = knob(15, "K_e: steps between evolutions")
-    T_e: int = knob(150, "T_e: evolutions happen at steps below it (CHOICE-2)")
+    T_e: int = knob(150, "T_e: evolutions happen at steps below it")
 
     failures: int = knob(4, "failed trajectories shown to the optimizer", "reflection (§3.2, App. B)")
     D_B: int = knob(200, "|D_B|: questions on which candidates are verified")
@@ -132,9 +132,15 @@ PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        first = os.environ.get("RANK", "0") == "0"  # under torchrun one process speaks for all
+        self.exit(2, f"inspo.py: {message} (inspo.py --help lists the flags)\n" if first else None)
+
+
 def parse(argv: list[str] | None = None) -> Config:
     """Returns the Config of the flags; a fault is one line and exit code 2, before anything is loaded."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "inspo.py", usage="inspo.py [--flag value ...]", allow_abbrev=False,
         formatter_class=argparse.RawTextHelpFormatter,
     )  # fmt: skip
@@ -142,13 +148,13 @@ def parse(argv: list[str] | None = None) -> Config:
         "INSPO: train a search agent while its instruction evolves (arXiv 2512.01945).\n"
         "Without flags: the embedded world. [default; the paper's, where the world's differs]"
     )
-    first = os.environ.get("RANK", "0") == "0"  # under torchrun one process speaks for all
-    parser.error = lambda why: parser.exit(2, f"inspo.py: {why} (inspo.py --help lists the flags)\n" if first else None)
     group = parser.add_argument_group()
     for f in dataclasses.fields(Config):
         if f.metadata["section"]:
             group = parser.add_argument_group(f.metadata["section"])
-        kind = {"action": "store_true"} if f.type in (bool, "bool") else {"type": f.type, "metavar": f.type.__name__}
+        kind: dict[str, Any] = {"action": "store_true"}
+        if f.type is not bool:
+            kind = {"type": f.type, "metavar": getattr(f.type, "__name__", "")}
         group.add_argument(f"--{f.name}", default=None, help=_help(f).replace("%", "%%"), **kind)
     flags = {k: v for k, v in vars(parser.parse_args(argv)).items() if v is not None}
     preset = PRESETS.get(flags.get("model", Config.model), {})
@@ -162,9 +168,10 @@ def parse(argv: list[str] | None = None) -> Config:
     return cfg
 
 
-def _help(f: dataclasses.Field) -> str:
+def _help(f: dataclasses.Field[Any]) -> str:
     """Returns a flag's line in --help, with the defaults of `python inspo.py` and of the paper."""
-    doc, default = f.metadata["doc"], PRESETS["world"].get(f.name, f.default)
+    doc: str = f.metadata["doc"]
+    default = PRESETS["world"].get(f.name, f.default)
     if f.name == "model" or isinstance(default, bool) or default == "":
         return doc
     shown = os.path.relpath(default, HERE) if str(default).startswith(str(HERE)) else default

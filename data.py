@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -41,7 +42,8 @@ def load_questions(path: str | Path) -> list[Question]:
         raise Fault(f"{path}: unknown suffix {path.suffix!r}; give a .jsonl or a .parquet file")
     if not path.is_file():
         raise Fault(f"{path}: no such file; check the path")
-    questions, lines = [], {}
+    questions: list[Question] = []
+    lines: dict[tuple[str, str], int] = {}  # (source, id) -> where it stands
     for line, row in read(path):
         try:
             q = _question(row, line)
@@ -124,7 +126,7 @@ def _question(row: object, line: int) -> Question:
     return Question(id, text if text.endswith("?") else text + "?", golds, source)
 
 
-def _get(row: object, *keys: str, default=None):
+def _get(row: object, *keys: str, default: Any = None) -> Any:
     """Returns `row[k1][k2]...`, or `default` where a key is absent or null."""
     for key in keys:
         row = row.get(key) if isinstance(row, dict) else None

@@ -2,6 +2,7 @@
 
 import heapq
 import math
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,14 +56,15 @@ class Learner:
     with the same trajectories and computes its share of the micro-batches. The result equals that of one process.
     """
 
-    def __init__(self, model, reference, cfg: Config, max_gap: float = math.inf):
+    def __init__(self, model: Any, reference: Any, cfg: Config, max_gap: float = math.inf):
         """`max_gap`: mean nat a token by which engine and trainer may differ."""
         self.model, self.cfg, self.max_gap = model, cfg, max_gap
         first = next(model.parameters())
         self.device, self.sharded = first.device, isinstance(first, DTensor)
-        self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if self.sharded else (0, 1)
+        self.rank: int = dist.get_rank() if self.sharded else 0
+        self.ranks: int = dist.get_world_size() if self.sharded else 1
         self.reference = reference.requires_grad_(False).eval() if cfg.beta else None
-        self.optimizer = torch.optim.AdamW(
+        self.optimizer = torch.optim.AdamW(  # CHOICE-17
             model.parameters(), lr=cfg.lr, betas=(cfg.adam_beta1, cfg.adam_beta2), eps=cfg.adam_eps,
             weight_decay=cfg.weight_decay, fused=True,
         )  # fmt: skip
@@ -115,7 +117,7 @@ class Learner:
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.cfg.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return (norm.full_tensor() if self.sharded else norm).item()
+        return float((norm.full_tensor() if self.sharded else norm).item())
 
     def refuse_a_stale_engine(self, total: dict[str, float]) -> None:
         total = self.sum_over_ranks(total)
@@ -131,7 +133,9 @@ class Learner:
         dist.all_reduce(values)
         return dict(zip(total, values.tolist(), strict=True))
 
-    def loss(self, batch: list[Trajectory], old_logp: torch.Tensor | None, n_trajectories: int, n_actions: int):
+    def loss(
+        self, batch: list[Trajectory], old_logp: torch.Tensor | None, n_trajectories: int, n_actions: int
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Returns (loss, extras) of a micro-batch; the totals are those of its mini-batch.
 
         `old_logp` (N,): log-probs of the batch's N action tokens under pi_old; None: those of the policy in training.
@@ -151,7 +155,9 @@ class Learner:
         if self.cfg.tis and old_logp is not None:
             w = w * (old_logp - sampled).exp().clamp(max=self.cfg.tis)
         ref_logp = None
-        if self.reference is not None:
+        if (
+            self.reference is not None
+        ):  # the head averages the k3 estimate of the KL as it does the surrogate. CHOICE-23
             with torch.no_grad():
                 ref_logp, _ = score(self.reference, *packed, self.cfg.temperature)
         loss, extras = score(
@@ -166,7 +172,7 @@ class Learner:
         """Returns the log-probs (N,) of the batch's action tokens under the present policy."""
         return score(self.model, *self.pack(batch), self.cfg.temperature)[0]
 
-    def pack(self, batch: list[Trajectory]):
+    def pack(self, batch: list[Trajectory]) -> tuple[torch.Tensor, list[int], torch.Tensor, torch.Tensor]:
         """Returns ids (T,), one trajectory after another, their lengths, and for the N action tokens the positions
         that predict them (N,) and their ids (N,)."""
         ids = torch.tensor([i for tau in batch for i in tau.ids] or [0], device=self.device)
@@ -174,10 +180,10 @@ class Learner:
         rows = mask.nonzero()[:, 0]
         return ids, [len(tau.ids) for tau in batch] or [1], rows, ids[rows + 1]
 
-    def state_dict(self) -> dict:
+    def state_dict(self) -> dict[str, Any]:
         """Returns weights and optimizer by the parameters' names, for torch.distributed.checkpoint."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer}
 
-    def load_state_dict(self, state: dict) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from rollout import Trajectory
 
@@ -18,6 +19,7 @@ def set_advantages(taus: Sequence[Trajectory]) -> None:
             tau.advantage = float(a)
 
 
-def group_advantages(r: np.ndarray) -> np.ndarray:
+def group_advantages(r: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """Returns A-hat (G,) of a group's rewards (G,): their distance to the mean in units of the standard deviation."""
-    return (r - r.mean()) / (r.std(ddof=1) + 1e-6)  # Eq.3 CHOICE-19
+    A: npt.NDArray[np.float64] = (r - r.mean()) / (r.std(ddof=1) + 1e-6)  # Eq.3 CHOICE-19
+    return A

@@ -8,9 +8,12 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 if TYPE_CHECKING:
     from rollout import Trajectory
+
+Array = npt.NDArray[np.float64]
 
 
 @dataclass
@@ -53,11 +56,12 @@ class Population:
         self.ids.append(I.id)
         return I
 
-    def probabilities(self) -> np.ndarray:
+    def probabilities(self) -> Array:
         """Returns p(. | W; P), (|P|,), in the order of `active`."""
-        z = np.array([I.w for I in self.active]) / self.tau_s
+        z: Array = np.array([I.w for I in self.active]) / self.tau_s
         z = np.exp(z - z.max())
-        return z / z.sum()  # Eq.4
+        p: Array = z / z.sum()  # Eq.4
+        return p
 
     def sample(self, rng: np.random.Generator, n: int) -> list[Instruction]:
         """Returns an instruction for each of `n` questions, I ~ p(. | W; P)."""
@@ -126,10 +130,11 @@ class Candidate:
 
 def significantly_worse(r: Sequence[float], r_parent: Sequence[float]) -> bool:
     """Returns whether r (n,) is below r_parent (n,) on the same n questions: exact sign test, one-sided, 5 %."""
-    wins = sum(a > b for a, b in zip(r, r_parent, strict=True))
+    wins: int = sum(a > b for a, b in zip(r, r_parent, strict=True))
     losses = sum(a < b for a, b in zip(r, r_parent, strict=True))
     n = wins + losses  # ties say nothing
-    return sum(math.comb(n, k) for k in range(wins + 1)) / 2**n < 0.05
+    p: float = sum(math.comb(n, k) for k in range(wins + 1)) / 2**n
+    return p < 0.05
 
 
 @dataclass(frozen=True)

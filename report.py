@@ -10,6 +10,8 @@ from harness.directory import read_jsonl
 from population import Instruction, Population, mean_rewards
 from rollout import Trajectory
 
+Row = dict[str, Any]
+
 
 def step_metrics(taus: Sequence[Trajectory], P: Population, G: int) -> dict[str, Any]:
     """Returns what the rollouts of a step show, by the names in metrics.jsonl and in the tracker.
@@ -60,7 +62,7 @@ def draw(path: Path) -> list[str]:
     return [_reward(plt, path / "reward.png", steps, events), _population(plt, path / "population.png", steps, events)]
 
 
-def _reward(plt, path: Path, steps: list[dict], events: list[dict]) -> str:
+def _reward(plt: Any, path: Path, steps: list[Row], events: list[Row]) -> str:
     t = [row["t"] for row in steps]
     fig, (top, bottom) = plt.subplots(2, 1, figsize=(8, 5.5), sharex=True, height_ratios=(2, 1))
     top.plot(t, [row["reward"] for row in steps], color="C0", lw=1.8, label="mean reward (EM) of a step's rollouts")
@@ -75,7 +77,7 @@ def _reward(plt, path: Path, steps: list[dict], events: list[dict]) -> str:
     return _save(plt, fig, path)
 
 
-def _population(plt, path: Path, steps: list[dict], events: list[dict]) -> str:
+def _population(plt: Any, path: Path, steps: list[Row], events: list[Row]) -> str:
     """Draws every instruction as a bar over its steps in P, coloured by w and joined to its parent."""
     span: dict[int, list[int]] = {}
     parent: dict[int, int | None] = {}
@@ -100,7 +102,7 @@ def _population(plt, path: Path, steps: list[dict], events: list[dict]) -> str:
     return _save(plt, fig, path)
 
 
-def _save(plt, fig, path: Path) -> str:
+def _save(plt: Any, fig: Any, path: Path) -> str:
     for ax in fig.axes:
         ax.spines[["top", "right"]].set_visible(False)
     fig.tight_layout()
@@ -112,12 +114,12 @@ def _save(plt, fig, path: Path) -> str:
 def lineage(P: Population, I: Instruction) -> list[int]:
     """Returns the ids from the first instruction to I."""
     line = [I.id]
-    while P.family[line[0]].parent is not None:
-        line.insert(0, P.family[line[0]].parent)
+    while (parent := P.family[line[0]].parent) is not None:
+        line.insert(0, parent)
     return line
 
 
-def ending(summary: dict, rows: dict[str, dict], pictures: list[str], path: Path) -> str:
+def ending(summary: Row, rows: dict[str, Row], pictures: list[str], path: Path) -> str:
     """Returns the last screen of a run: EM by source, the winning instruction, its cost, where the files are."""
     sources = sorted({k for row in rows.values() for k in row if k.startswith("em/")})
     width = max(map(len, rows)) + 2

@@ -7,15 +7,20 @@ Turns do not wait for each other: a tool is called when its turn ends, and the n
 back, while other rows generate. Only an engine in `lockstep` waits for all results, which makes its runs repeatable.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from config import Config
 from data import Question, last_answer
 from engines import Engine
 from tools import Tool, find_call, invalid_action
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 
 @dataclass(frozen=True)
@@ -86,23 +91,28 @@ class Trajectory:
         }  # fmt: skip
 
 
-def prompt_ids(tokenizer, instruction: str, question: str) -> list[int]:
+def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Returns the ids of a text, without the special tokens that a tokenizer puts around it."""
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def prompt_ids(tokenizer: Tokenizer, instruction: str, question: str) -> list[int]:
     """Returns the ids of the chat template with instruction and question (§3 of Search-R1, App. F)."""
     message = {"role": "user", "content": f"{instruction}\n\nQuestion: {question}\n"}
-    text = tokenizer.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    return encode(tokenizer, tokenizer.apply_chat_template([message], add_generation_prompt=True, tokenize=False))
 
 
-def observation_ids(tokenizer, tool: Tool, result: list[str], limit: int) -> list[int]:
+def observation_ids(tokenizer: Tokenizer, tool: Tool, result: list[str], limit: int) -> list[int]:
     """Returns a tool's result in its tag as at most `limit` ids; a long one loses its end, not its closing tag."""
-    head = tokenizer(f"\n\n<{tool.result_tag}>{tool.show(result)}", add_special_tokens=False)["input_ids"]
-    end = tokenizer(f"</{tool.result_tag}>\n\n", add_special_tokens=False)["input_ids"]
+    head = encode(tokenizer, f"\n\n<{tool.result_tag}>{tool.show(result)}")
+    end = encode(tokenizer, f"</{tool.result_tag}>\n\n")
     return head[: max(0, limit - len(end))] + end
 
 
 def rollout(
     engine: Engine,
-    tokenizer,
+    tokenizer: Tokenizer,
     tools: Sequence[Tool],
     jobs: Sequence[Job],
     cfg: Config,
@@ -122,7 +132,7 @@ def rollout(
 
 def _play(
     engine: Engine,
-    tokenizer,
+    tokenizer: Tokenizer,
     tools: Sequence[Tool],
     jobs: Sequence[Job],
     cfg: Config,
@@ -131,7 +141,7 @@ def _play(
 ) -> list[Trajectory]:
     """`rollout` for as many jobs as the engine takes at once."""
     by_tag = {tool.tag: tool for tool in tools}
-    invalid = tokenizer(invalid_action(tools), add_special_tokens=False)["input_ids"]
+    invalid = encode(tokenizer, invalid_action(tools))
     prompts: dict[tuple[str, str], list[int]] = {}
     taus = []
     for job in jobs:

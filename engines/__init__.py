@@ -9,8 +9,8 @@ if TYPE_CHECKING:  # `inspo.py --help` imports this module and must not wait for
     import torch
 
 
-class Turn(NamedTuple):
-    """One finished turn of a row."""
+class FinishedTurn(NamedTuple):
+    """What the policy sampled in one turn of a row."""
 
     key: int  # the caller's name for the row
     ids: list[int]  # sampled tokens, the one that ended the turn included
@@ -29,26 +29,26 @@ class Engine(Protocol):
     unproven: int  # weights of the last `load` that could not be compared with those the engine computes with
 
     def begin(self, seed: int) -> None:
-        """Forget all rows, also unfinished ones, and seed the samples that follow."""
+        """Forgets all rows, also unfinished ones, and seeds the samples that follow."""
 
-    def generate(self, contexts: dict[int, list[int]], max_new: int, temperature: float) -> Iterator[Turn]:
-        """Start a turn for every row in `contexts` (key -> its whole context) and yield turns as they finish.
+    def generate(self, contexts: dict[int, list[int]], max_new: int, temperature: float) -> Iterator[FinishedTurn]:
+        """Starts a turn for every row in `contexts` (key -> its whole context) and yields turns as they finish.
 
         A turn finishes with a stop string (which stays in it), with EOS, or after `max_new` tokens. A lockstep engine
         yields all turns before the iterator ends, and forgets rows that `contexts` leaves out. Any other engine
-        generates a little, yields what has finished so far, possibly nothing, and continues on the next call, for
-        which `contexts` may be empty. Cached parts of a context are not recomputed. Temperature 0 is greedy, with
+        generates a little, yields the turns that have finished, possibly none, and continues on the next call, for
+        which `contexts` may be empty. The cached part of a context is not recomputed. Temperature 0 is greedy, with
         log-probabilities at temperature 1.
         """
 
     def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Replace all weights by (Hugging Face name, whole tensor) pairs, consumed one at a time; forget all rows.
+        """Replaces all weights by (Hugging Face name, whole tensor) pairs, consumed one at a time; forgets all rows.
 
         Under torchrun, all ranks call this together.
         """
 
     def sleep(self) -> None:
-        """Release the memory that only generation needs; `load` wakes the engine up."""
+        """Releases the memory that only generation needs; `load` wakes the engine up."""
 
     def close(self) -> None:
-        """Release everything, so that the process can exit; the engine cannot be used again."""
+        """Releases everything, so that the process can exit; the engine cannot be used again."""

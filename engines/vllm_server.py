@@ -1,62 +1,67 @@
-"""Tokens in, tokens out from one or more `vllm serve`, on this machine or others, with the protocol of `VllmEngine`.
+"""Generation by one or more `vllm serve`, on this machine or others.
 
-Turns go to vLLM's own endpoint for token ids; weights come to the servers over NCCL, by vLLM's weight transfer.
+Turns go to vLLM's endpoint for token ids; weights reach the servers over NCCL, with vLLM's weight transfer.
 """
 
 import contextlib
 import queue
 import socket
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 from urllib.parse import urlsplit
 
-import requests
 import torch
 import torch.distributed as dist
 
+from engines import FinishedTurn
 from engines.vllm_engine import VERSION, StaleWeights, check_vllm, sampling
-from rollout import EngineFault
+from faults import EngineFault, Fault
+from harness.client import Client, RequestFailed
 from training.model import load_config, skeleton
 
 
 class EngineDown(EngineFault):
-    """A vLLM server does not answer, or not as it should."""
+    """A vLLM server does not answer, or answers with an error."""
 
 
 class VllmServer:
-    """One or more `vllm serve`, and the connection that brings them the weights.
+    """An Engine: one or more `vllm serve`, and the connection that brings them the weights.
 
-    `urls`: the servers, with commas; a row stays with one of them, whose cache knows it. Every rank makes its own and
-    calls `load` together with the others; rank 0 is the one that sends. SystemExit says how to start a server that is
-    not as it should be, EngineDown comes when one stays away, StaleWeights when one was restarted behind our back.
+    `urls`: the servers, separated by commas; a row stays with one server, which has cached its context. Every rank
+    constructs its own and calls `load` together with the others; rank 0 sends. Raises Fault with the command to start
+    a server that is unsuitable, EngineDown when one stops answering, StaleWeights when one was restarted.
     """
 
     max_rows = sys.maxsize
     lockstep = False
-    tries, timeout = 5, 600.0  # of a request: how often; how many seconds for an answer
+    retries, timeout = 4, 600.0  # of a request; seconds to wait for its answer
     backend = "nccl"
 
-    def __init__(self, urls: str, tokenizer, stop: tuple[str, ...], *, model: str, max_len: int):
+    def __init__(self, urls: str, tokenizer: Any, stop: tuple[str, ...], *, model: str, max_len: int):
         check_vllm()
         self.urls = [url.strip().rstrip("/") for url in urls.split(",")]
         self.tokenizer, self.stop, self.loads = tokenizer, stop, 0
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.begin(0)
-        self.http = requests.Session()
-        self.http.trust_env = False  # a proxy from the environment would be asked even for loopback
+        self.clients = {
+            url: Client(
+                [url], timeout=self.timeout, retries=self.retries, backoff=0.5, expects="an answer of vLLM's",
+                retry_read_timeout=False,
+            )
+            for url in self.urls
+        }  # fmt: skip
         configs = [self.inspect(url, model, max_len) for url in self.urls]
         rows = sum(config["scheduler_config"]["max_num_seqs"] for config in configs)
-        self.http.mount("http", requests.adapters.HTTPAdapter(pool_maxsize=rows))
         self.pool = ThreadPoolExecutor(rows)
         self.workers = [config["parallel_config"]["world_size"] for config in configs]
-        self.source = Source(model, getattr(torch, configs[0]["model_config"]["dtype"].removeprefix("torch.")))
-        self.unproven = len(self.source.parameters)  # a server's layers cannot be reached
+        self.source = WeightSource(model, getattr(torch, configs[0]["model_config"]["dtype"].removeprefix("torch.")))
+        self.unproven = len(self.source.parameters)  # the layers of a server are out of reach
         self.sender = self.connect()
 
-    def inspect(self, url: str, model: str, max_len: int) -> dict:
-        """The server's configuration; one line that says how to start it where it cannot be used."""
+    def inspect(self, url: str, model: str, max_len: int) -> dict[str, Any]:
+        """Returns a server's configuration; raises Fault with the command that starts a suitable one."""
         place = urlsplit(url)
         command = (
             f"VLLM_SERVER_DEV_MODE=1 vllm serve {model} --host {place.hostname} --port {place.port} --dtype bfloat16 "
@@ -65,10 +70,10 @@ class VllmServer:
             f"""--weight-transfer-config '{{"backend": "{self.backend}"}}'"""
         )
         try:
-            found = self.ask(url, "/version")["version"]
+            found = self.request(url, "/version")["version"]
             if not found.startswith(f"{VERSION}."):
                 raise EngineDown(f"{url} is vLLM {found}, this is written for {VERSION}")
-            config = self.ask(url, "/server_info?config_format=json")["vllm_config"]
+            config: dict[str, Any] = self.request(url, "/server_info?config_format=json")["vllm_config"]
             longest, mode = config["model_config"]["max_model_len"], config["model_config"]["logprobs_mode"]
             backend = (config["weight_transfer_config"] or {}).get("backend")
             if longest < max_len:
@@ -77,18 +82,18 @@ class VllmServer:
                 raise EngineDown(f"{url} has --logprobs-mode {mode}, which leaves the temperature out")
             if backend != self.backend:
                 raise EngineDown(f"{url} has the weight transfer {backend}, not {self.backend}")
-            self.ask(url, "/resume", {})  # a run that was killed may have left it paused
-            self.turn(url, [self.tokenizer.eos_token_id], sampling(self, 1, 1.0))
+            self.request(url, "/resume", {})  # a killed run may have left it paused
+            self.generate_turn(url, [self.tokenizer.eos_token_id], sampling(self, 1, 1.0))
         except EngineDown as e:
-            sys.exit(f"--vllm {e}; start it with: {command}")
+            raise Fault(f"--vllm {e}; start it with: {command}") from e
         return config
 
-    def connect(self):
-        """vLLM's sender of weights, after trainer and servers have met at a free port of this machine."""
+    def connect(self) -> Any:
+        """Returns vLLM's sender of weights, once trainer and servers have met at a free port of this machine."""
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
-        addresses = {self.address(url) for url in self.urls}
-        address = min(addresses, key=lambda a: a.startswith("127."))  # the one that all can see
+        addresses = {self.own_address(url) for url in self.urls}
+        address = min(addresses, key=lambda a: a.startswith("127."))  # loopback only if all servers are on this machine
         with socket.socket() as s:
             s.bind((address, 0))
             port = s.getsockname()[1]
@@ -97,152 +102,159 @@ class VllmServer:
         )
         try:
             if self.rank == 0:
-                self.all("/shutdown_weight_transfer_engine")  # of a run before this
+                self.request_all("/shutdown_weight_transfer_engine")  # left over from an earlier run
             return WeightTransferTrainerFactory.trainer_init(info, client=self, source=self.source)
         except Exception as e:
-            sys.exit(f"--vllm {','.join(self.urls)}: no connection for the weights at {address}:{port} ({e})")
+            raise Fault(f"--vllm {','.join(self.urls)}: no connection for the weights at {address}:{port} ({e})") from e
 
     @staticmethod
-    def transfer_info():
+    def transfer_info() -> Any:
+        """Returns the class of vLLM's arguments for the sender."""
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
         return NCCLTrainerInitInfo
 
     @staticmethod
-    def address(url: str) -> str:
-        """The address of this machine on the way to the server (UDP: nothing is sent)."""
-        with socket.socket(type=socket.SOCK_DGRAM) as s:
+    def own_address(url: str) -> str:
+        """Returns this machine's address on the route to a server."""
+        with socket.socket(type=socket.SOCK_DGRAM) as s:  # UDP: connecting sends nothing
             s.connect((urlsplit(url).hostname, 9))
-            return s.getsockname()[0]
+            return str(s.getsockname()[0])
 
     def begin(self, seed: int) -> None:
-        """As VllmEngine's."""
+        """As Engine; samples depend only on `seed` and contexts."""
         self.seed, self.running = seed, 0
-        self.ended: queue.SimpleQueue = queue.SimpleQueue()  # turns of before are put into an older one
+        self.finished: queue.SimpleQueue[FinishedTurn | Exception] = queue.SimpleQueue()  # old rows have an old queue
 
-    def generate(
-        self, contexts: dict[int, list[int]], max_new: int, temperature: float
-    ) -> Iterator[tuple[int, list[int], list[float]]]:
-        """As VllmEngine's; where nothing has ended it waits for a few milliseconds."""
+    def generate(self, contexts: dict[int, list[int]], max_new: int, temperature: float) -> Iterator[FinishedTurn]:
+        """As Engine; a call waits up to 5 ms for a turn to finish."""
         for key, ids in contexts.items():
-            how = sampling(self, max_new, temperature) | {"seed": hash((self.seed, key, len(ids))) % 2**63}
-            self.pool.submit(self.run, self.ended, key, ids, how)
+            seed = hash((self.seed, key, len(ids))) % 2**63
+            sampling_params = sampling(self, max_new, temperature) | {"seed": seed}
+            self.pool.submit(self.run_turn, self.finished, key, ids, sampling_params)
             self.running += 1
         wait = 0.005
         while self.running:
             try:
-                key, turn = self.ended.get(timeout=wait)
+                turn = self.finished.get(timeout=wait)
             except queue.Empty:
                 return
             if isinstance(turn, Exception):
                 raise turn
             self.running, wait = self.running - 1, 0
-            yield key, *turn
+            yield turn
 
-    def run(self, ended: queue.SimpleQueue, key: int, ids: list[int], how: dict) -> None:
+    def run_turn(
+        self,
+        finished: "queue.SimpleQueue[FinishedTurn | Exception]",
+        key: int,
+        ids: list[int],
+        sampling_params: dict[str, Any],
+    ) -> None:
+        """Puts the turn, or the exception that prevented it, into `finished`."""
         try:
-            ended.put((key, self.turn(self.urls[key % len(self.urls)], ids, how)))
-        except Exception as e:  # reaches the caller through `generate`
-            ended.put((key, e))
+            finished.put(FinishedTurn(key, *self.generate_turn(self.urls[key % len(self.urls)], ids, sampling_params)))
+        except Exception as e:  # `generate` raises it
+            finished.put(e)
 
-    def turn(self, url: str, ids: list[int], how: dict) -> tuple[list[int], list[float]]:
-        answer = self.ask(url, "/inference/v1/generate", {"token_ids": ids, "sampling_params": how})["choices"][0]
+    def generate_turn(self, url: str, ids: list[int], sampling_params: dict[str, Any]) -> tuple[list[int], list[float]]:
+        """Returns the ids and log-probabilities of one turn."""
+        body = {"token_ids": ids, "sampling_params": sampling_params}
+        answer = self.request(url, "/inference/v1/generate", body)["choices"][0]
         versions = {span["version"] for span in answer["weight_versions"]}
         if self.loads and versions != {str(self.loads)}:
             raise StaleWeights(f"{url} has weights {versions}, not those of load {self.loads}: was it restarted?")
         return answer["token_ids"], [token["logprob"] for token in answer["logprobs"]["content"]]
 
     def sleep(self) -> None:
-        """The servers have their own devices."""
+        """Does nothing: the servers have their own devices."""
 
     def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """As VllmEngine's, but without its proof."""
+        """As Engine; nothing proves that a server computes with the weights."""
         self.begin(self.seed)
         self.barrier()
         self.loads += 1
         self.source.weights = weights
-        fault = [None]
+        fault: list[str | None] = [None]
         try:
             if self.rank == 0:
-                self.all("/pause")  # ends turns that somebody has forgotten: vLLM would crash if the weights left them
+                self.request_all("/pause")  # ends forgotten turns: vLLM would crash if their weights changed
             self.sender.send_weights()
-            if self.rank == 0 and not all(answer["success"] for answer in self.all("/reset_prefix_cache")):
-                raise EngineDown(f"{','.join(self.urls)}: could not forget what the old weights have cached")
+            if self.rank == 0 and not all(answer["success"] for answer in self.request_all("/reset_prefix_cache")):
+                raise EngineDown(f"{','.join(self.urls)}: could not drop the prefix cache of the old weights")
         except EngineDown as e:
             fault = [str(e)]
-        for _ in weights:  # whatever became of rank 0: the others gather what is left, and must not wait for it
+        for _ in weights:  # after a fault on rank 0, the other ranks still wait for it to gather the rest
             pass
         if self.rank == 0:
             with contextlib.suppress(EngineDown):
-                self.all("/resume")
-        if dist.is_initialized():  # no rank's turns begin before; and all know
+                self.request_all("/resume")
+        if dist.is_initialized():  # no rank starts a turn earlier, and all raise the fault
             dist.broadcast_object_list(fault, 0)
         if fault[0]:
             raise EngineDown(fault[0])
 
-    def barrier(self) -> None:
+    @staticmethod
+    def barrier() -> None:
+        """Waits for all ranks."""
         if dist.is_initialized():
             dist.barrier()
 
-    # What vLLM's sender asks of "the" server: every worker of every server has its own rank in the group.
+    # vLLM's sender calls these on "the" server. Every worker of every server has its own rank in the transfer group.
 
-    def init_weight_transfer_engine(self, init_info: dict) -> None:
-        first = [init_info["rank_offset"] + sum(self.workers[:k]) for k in range(len(self.urls))]
-        self.all("/init_weight_transfer_engine", *({"init_info": init_info | {"rank_offset": n}} for n in first))
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        offsets = [init_info["rank_offset"] + sum(self.workers[:k]) for k in range(len(self.urls))]
+        bodies = [{"init_info": init_info | {"rank_offset": offset}} for offset in offsets]
+        self.request_all("/init_weight_transfer_engine", *bodies)
 
     def start_weight_update(self) -> None:
-        self.all("/start_weight_update")
+        self.request_all("/start_weight_update")
 
-    def update_weights(self, update_info: dict) -> None:
-        self.all("/update_weights", *[{"update_info": update_info}] * len(self.urls))
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.request_all("/update_weights", *[{"update_info": update_info}] * len(self.urls))
 
     def finish_weight_update(self) -> None:
-        self.all("/finish_weight_update", *[{"weight_version": str(self.loads)}] * len(self.urls))
+        self.request_all("/finish_weight_update", *[{"weight_version": str(self.loads)}] * len(self.urls))
 
-    def all(self, path: str, *bodies: dict) -> list[dict]:
-        """One request to every server at once, as they wait for each other; not tried again, as they count."""
+    def request_all(self, path: str, *bodies: dict[str, Any]) -> list[dict[str, Any]]:
+        """Returns the answers of all servers to simultaneous requests.
+
+        The servers wait for each other, hence simultaneous; they count requests, hence no retries.
+        """
         bodies = bodies or ({},) * len(self.urls)
         with ThreadPoolExecutor(len(self.urls)) as pool:
-            return list(pool.map(lambda url, body: self.ask(url, path, body, tries=1), self.urls, bodies))
+            return list(pool.map(lambda url, body: self.request(url, path, body, retries=0), self.urls, bodies))
 
-    def ask(self, url: str, path: str, body: dict | None = None, tries: int | None = None) -> dict:
-        """The server's answer to a POST of `body`, or to a GET."""
-        for attempt in range(tries or self.tries):
-            time.sleep(0.25 * 2**attempt if attempt else 0)
-            try:
-                how = {"timeout": (5, self.timeout)}  # seconds to connect, to answer
-                got = self.http.get(url + path, **how) if body is None else self.http.post(url + path, json=body, **how)
-                if got.ok:
-                    return got.json()
-                fault = f"{got.status_code} {got.text[:300]}"
-                if got.status_code < 500:
-                    break
-            except requests.ReadTimeout:
-                fault = f"no answer within {self.timeout:.0f} s"
-                break
-            except requests.RequestException as e:
-                fault = type(e).__name__
-        raise EngineDown(f"{url}{path.partition('?')[0]}: {fault}")
+    def request(
+        self, url: str, path: str, body: dict[str, Any] | None = None, retries: int | None = None
+    ) -> dict[str, Any]:
+        """Returns a server's answer to a POST of `body`, or to a GET; raises EngineDown after the last attempt."""
+        client = self.clients[url]
+        try:
+            return client.get(path, dict, retries) if body is None else client.post(path, body, dict, retries)
+        except RequestFailed as e:
+            raise EngineDown(str(e)) from e
 
     def close(self) -> None:
         self.pool.shutdown(wait=False, cancel_futures=True)
         if self.rank == 0:
-            with ThreadPoolExecutor(1) as both:  # the two sides leave together; a server that is away has left
-                both.submit(self.all, "/shutdown_weight_transfer_engine")
+            with ThreadPoolExecutor(1) as pool:  # both sides must shut down at once; ignore servers that are gone
+                pool.submit(self.request_all, "/shutdown_weight_transfer_engine")
                 self.sender.shutdown()
 
 
-class Source:
-    """vLLM's WeightSource: what will be sent, known beforehand, and the tensors one at a time."""
+class WeightSource:
+    """Implements vLLM's WeightSource: the metadata of all weights beforehand, then the tensors one at a time."""
 
     def __init__(self, model: str, dtype: torch.dtype):
         from vllm.distributed.weight_transfer.base import ParamMeta
 
         shapes = skeleton(load_config(model)).named_parameters()
-        self.dtype, self.weights = dtype, iter(())
+        self.dtype = dtype
+        self.weights: Iterator[tuple[str, torch.Tensor]] = iter(())
         self.parameters = [ParamMeta(name, dtype, tuple(p.shape)) for name, p in shapes]
 
-    def metadata(self) -> list:
+    def metadata(self) -> list[Any]:
         return self.parameters
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,5 +1,7 @@
 """What a run prints and writes down while Algorithm 1 runs: metrics, events, costs, checkpoints, evaluations."""
 
+from __future__ import annotations
+
 import dataclasses
 import json
 import time
@@ -40,8 +42,8 @@ class Log:
     """The run as Algorithm 1 sees it: it restores, counts the steps, and is told what happened in them."""
 
     def __init__(
-        self, cfg: Config, run: RunDirectory, policy: Policy, test: list[Question], valid: list[Question], bar: tqdm,
-        began: float,
+        self, cfg: Config, run: RunDirectory, policy: Policy, test: list[Question], valid: list[Question],
+        bar: tqdm[Any], began: float,
     ):  # fmt: skip
         """`began`: time.time() at which the process started."""
         self.cfg, self.run, self.policy, self.bar, self.began = cfg, run, policy, bar, began
@@ -122,7 +124,11 @@ class Log:
             self.save(t)
 
     def save(self, t: int) -> None:
-        parts = {"population": self.P.state_dict(), "buffer": self.B.state_dict(), "ledger": asdict(self.ledger)}
+        parts: dict[str, Any] = {
+            "population": self.P.state_dict(),
+            "buffer": self.B.state_dict(),
+            "ledger": asdict(self.ledger),
+        }
         parts |= {"start": self.start, "seconds": self.spent + time.time() - self.began}
         self.run.checkpoint(t, self.policy.save, parts)
 
@@ -184,9 +190,8 @@ class Log:
     ) -> None:  # fmt: skip
         self.ledger.verification_rollouts += (1 + len(scored)) * len(D_B)
         row = {"t": t, "round": round, "parent": parent.id, "r_parent": scored[0].r_parent}
-        row |= {"D_B": [q.id for q in D_B]}
-        row["verified"] = [asdict(c) | {"joined": c in joining} for c in scored]
-        self.run.append("reflections", row)
+        verified = [asdict(c) | {"joined": c in joining} for c in scored]
+        self.run.append("reflections", row | {"D_B": [q.id for q in D_B], "verified": verified})
 
     def evolved(
         self, t: int, P: Population, parents: Sequence[Instruction], joined: Sequence[Instruction], shortfall: str

@@ -1,4 +1,4 @@
-"""What the tests share: nothing is fetched, two threads, and the two policies: the world's and a tiny BPE one."""
+"""Shared by all tests: no downloads, two threads, and two policies, the world's and a tiny one with a BPE tokenizer."""
 
 import os
 
@@ -16,9 +16,15 @@ from training.model import load_policy
 torch.set_num_threads(2)
 
 
+def load(path):
+    from tiny_model import STOP  # here: it imports transformers, which takes seconds, and few tests need it
+
+    return load_policy(path, "cpu", STOP)
+
+
 @pytest.fixture(scope="session")
 def tiny_path(tmp_path_factory):
-    from tiny_model import make_tiny_model  # here: transformers takes seconds to import, and few tests need it
+    from tiny_model import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("tiny"))
 
@@ -26,13 +32,13 @@ def tiny_path(tmp_path_factory):
 @pytest.fixture(scope="module")
 def tiny(tiny_path):
     """A random policy with Qwen2.5's byte-level BPE: a tag is many tokens."""
-    return load_policy(tiny_path, "cpu")
+    return load(tiny_path)
 
 
 @pytest.fixture(scope="module")
 def world():
     """The trained policy of the world, with its word-level tokenizer: a tag is one token."""
-    return load_policy(str(WORLD / "policy"), "cpu")
+    return load(str(WORLD / "policy"))
 
 
 @pytest.fixture(scope="module", params=["world", "tiny"])

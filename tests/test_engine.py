@@ -1,14 +1,22 @@
-"""The torch engine: what it says it sampled is what a plain forward pass over the whole context says."""
+"""The torch engine against a plain forward pass over the whole context, and every engine against the protocol."""
 
+import inspect
 import itertools
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+from tiny_model import STOP
 
+from engines import Engine
 from engines.torch_engine import TorchEngine
-from rollout import STOP, prompt_ids
+from engines.vllm_engine import VllmEngine
+from engines.vllm_server import VllmServer
 
+ROOT = Path(__file__).parent.parent
 INSTRUCTION = "Think in <think> </think>, search with <search> </search>, answer in <answer> </answer>."
 QUESTIONS = [
     "What is the mayor of the city Pais Kranford?",
@@ -25,8 +33,14 @@ def engine(policy):
     return TorchEngine(*policy, STOP)
 
 
+def prompt_ids(tokenizer, question):
+    message = {"role": "user", "content": f"{INSTRUCTION}\n\nQuestion: {question}\n"}
+    text = tokenizer.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
 def contexts_of(tokenizer, keys=KEYS):
-    return {row: prompt_ids(tokenizer, INSTRUCTION, QUESTIONS[k]) for row, k in enumerate(keys)}
+    return {row: prompt_ids(tokenizer, QUESTIONS[k]) for row, k in enumerate(keys)}
 
 
 def shapes_of_forwards(model, monkeypatch):
@@ -49,7 +63,7 @@ def plain_logprobs(model, context, ids, temperature):
 
 
 def play(engine, tokens, monkeypatch):
-    """Make `tokens` the next ones of every row, whatever the policy thinks (at temperature 0)."""
+    """Make `tokens` the likeliest next ones of every row, one after the other."""
     script = iter(tokens)
 
     def head(h):
@@ -61,7 +75,7 @@ def play(engine, tokens, monkeypatch):
 
 
 def spelled(tokenizer, text):
-    """The text with as many tokens as can be: a character each, where the tokenizer has characters."""
+    """The ids of the text with one token a character, where the tokenizer has characters."""
     return [i for piece in text for i in tokenizer(piece, add_special_tokens=False)["input_ids"]]
 
 
@@ -86,7 +100,7 @@ def test_cached_turns_equal_a_plain_forward_pass(policy, engine, temperature, mo
             answered.append((row, ids))
         assert sorted(row for row, _ in answered) == sorted(contexts)
         assert len({len(ids) for _, ids in answered}) > 2
-        # The rows that go on read observations of different lengths, and come back in another order.
+        # The remaining rows receive observations of different lengths, and return in another order.
         contexts = {
             row: contexts[row] + ids + tokenizer("the city is " * (1 + row % 3))["input_ids"]
             for row, ids in answered
@@ -137,7 +151,7 @@ def test_rows_of_one_prompt_are_sampled_independently(policy, engine):
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_tokens_are_drawn_from_the_softmax_at_the_temperature(world, temperature):
     model, tokenizer = world
-    context = prompt_ids(tokenizer, INSTRUCTION, "Who?") + tokenizer("<think></think><search>the")["input_ids"]
+    context = prompt_ids(tokenizer, "Who?") + tokenizer("<think></think><search>the")["input_ids"]
     n = 3000
     engine = TorchEngine(model, tokenizer, STOP)
     engine.begin(3)
@@ -156,7 +170,7 @@ def test_temperature_0_needs_no_seed(policy, engine):
     assert list(engine.generate(contexts_of(policy[1]), 8, 0.0)) == a
 
 
-# ---- where a turn ends
+# ---- the end of a turn
 
 
 @pytest.mark.parametrize("tag", STOP)
@@ -196,7 +210,7 @@ def test_a_turn_ends_with_the_first_token_that_completes_any_stop_string(tiny):
         want = next(k for k in range(1, 41) if stop in tokenizer.decode(ids[:k]))
         assert next(k for k in range(1, 41) if engine.ended(ids[:k])) == want
         inside += not tokenizer.decode(ids[:want]).endswith(stop)
-    assert inside > 10  # a token often says more than the stop string's end
+    assert inside > 10  # a token often contains more than the end of the stop string
 
 
 def test_eos_ends_the_turn_and_is_kept(policy, engine, monkeypatch):
@@ -227,7 +241,7 @@ def test_only_the_turn_itself_is_searched_for_stop_strings(tiny, monkeypatch):
         assert len(ids) == 9
 
 
-# ---- the rest of the protocol
+# ---- the protocol
 
 
 def test_the_model_is_left_in_the_mode_it_was_in(policy, engine):
@@ -242,3 +256,31 @@ def test_the_model_is_left_in_the_mode_it_was_in(policy, engine):
 
 def test_no_rows_no_turns(engine):
     assert list(engine.generate({}, 5, 1.0)) == []
+
+
+METHODS = {name: member for name, member in vars(Engine).items() if inspect.isfunction(member) and name[0] != "_"}
+
+
+@pytest.mark.parametrize("engine", [TorchEngine, VllmEngine, VllmServer])
+def test_an_engine_implements_the_protocol(engine):
+    assert set(METHODS) == {"begin", "generate", "load", "sleep", "close"}
+    for name, method in METHODS.items():
+        assert parameters(getattr(engine, name)) == parameters(method), name
+    assert isinstance(engine.lockstep, bool)
+
+
+def test_the_fake_engine_of_test_rollout_can_stand_in_for_one():
+    from test_rollout import Script
+
+    for name in ("begin", "generate"):  # all that `rollout` calls
+        assert parameters(getattr(Script, name)) == parameters(METHODS[name]), name
+
+
+def parameters(function):
+    return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
+
+
+def test_the_protocol_needs_no_torch():
+    done = subprocess.run([sys.executable, "-c", "import engines, sys; print('torch' in sys.modules)"], cwd=ROOT,
+                          capture_output=True, text=True, check=True)  # fmt: skip
+    assert done.stdout == "False\n"

@@ -1,14 +1,19 @@
-"""The policy's own parts: packed attention against one sequence at a time, what cannot be trained, export."""
+"""The policy's model: packed attention against single sequences, families of logits, refusals, export."""
 
-import json
+import re
 import shutil
 
 import pytest
 import torch
+import transformers
+from tiny_model import STOP
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+import training.model
 from config import WORLD
+from engines.torch_engine import TorchEngine
+from faults import Fault
 from training.model import (
     blocks,
     empty,
@@ -17,6 +22,7 @@ from training.model import (
     load_config,
     load_model,
     load_tokenizer,
+    logit_scale,
     packed_attention,
     score,
     weights,
@@ -40,7 +46,7 @@ def plain_attention(q, k, v, scale, window):
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("window", [None, 5, 30, 1000])
-def test_packed_attention_keeps_to_its_sequence(kv_heads, window):
+def test_packed_attention_stays_within_a_sequence(kv_heads, window):
     g = torch.Generator().manual_seed(0)
     T = sum(LENGTHS)
     q, k, v = (torch.randn(1, h, T, 8, generator=g, dtype=torch.float64) for h in (4, kv_heads, kv_heads))
@@ -71,10 +77,10 @@ def test_a_packed_batch_is_scored_as_its_sequences_are_alone(policy):
 def test_there_is_a_block_for_every_layer(policy):
     model, _ = policy
     assert len(blocks(model)) == model.config.num_hidden_layers
-    model_of_nobody = torch.nn.Module()
-    model_of_nobody._no_split_modules = None
-    model_of_nobody.layers = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(3))
-    assert blocks(model_of_nobody) == list(model_of_nobody.layers)
+    unknown_family = torch.nn.Module()
+    unknown_family._no_split_modules = None
+    unknown_family.layers = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(3))
+    assert blocks(unknown_family) == list(unknown_family.layers)
 
 
 def test_an_exported_policy_is_the_policy(policy, tiny_path, tmp_path):
@@ -97,30 +103,126 @@ def test_an_empty_model_filled_computes_as_its_source(policy, tiny_path):
     assert tied == (copy.get_output_embeddings().weight is copy.get_input_embeddings().weight)
 
 
-# ---- what cannot be trained is one line
+# ---- families of models: supported exactly, or refused in one line
+
+
+SHAPES = dict(
+    vocab_size=600, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=1, head_dim=32, max_position_embeddings=512, bos_token_id=0, eos_token_id=2, pad_token_id=0,
+)  # fmt: skip
+EXPERTS = dict(num_experts=4, num_local_experts=4, num_experts_per_tok=2)
+SUPPORTED = {  # family -> settings, logit scale
+    "Qwen2": ({}, 1.0),
+    "Qwen3": ({}, 1.0),
+    "Llama": ({}, 1.0),
+    "Cohere": ({"logit_scale": 0.0625}, 0.0625),
+    "Cohere2": ({"logit_scale": 0.3}, 0.3),
+    "Granite": ({"logits_scaling": 8.0}, 0.125),
+    "GraniteMoe": ({"logits_scaling": 3.0} | EXPERTS, 1 / 3),
+    "HyperCLOVAX": ({"logits_scaling": 0.25}, 0.25),  # multiplies, where Granite divides
+}
+REFUSED = {  # family -> settings, what the line says
+    "Gemma2": ({}, "not a multiple of its head's output.*final_logit_softcapping = 30.0"),
+    "NanoChat": ({}, "not a multiple of its head's output.*final_logit_softcapping = 15.0"),
+    "FalconH1": (
+        dict(lm_head_multiplier=0.3, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=16),
+        r"0\.3 times its head's output, not 1 times.*lm_head_multiplier = 0.3",
+    ),
+    "Phi": ({}, "head has a bias"),
+    "GptOss": (EXPERTS, "packed sequences change its hidden states"),  # attention sinks
+    "Bloom": ({"n_head": 2}, "packed sequences change its hidden states"),  # positions as biases of the attention
+    "Llama4Text": (EXPERTS, "its forward pass fails"),
+}
+
+
+def make_family(family, settings, tiny_path, path):
+    """A policy with random weights, large enough that its log-probs differ, and the tiny policy's tokenizer."""
+    shutil.copytree(tiny_path, path, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    config = getattr(transformers, f"{family}Config")(**SHAPES | settings)
+    config.initializer_range = 0.2
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    return str(path)
+
+
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_a_supported_family_is_scored_and_sampled_with_its_own_logits(family, tiny_path, tmp_path):
+    settings, scale = SUPPORTED[family]
+    path = make_family(family, settings, tiny_path, tmp_path / family)
+    model, tokenizer = load_model(path), load_tokenizer(path, STOP)
+    assert logit_scale(model.config) == pytest.approx(scale)
+    own = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+
+    def own_logps(ids, temperature):  # (T - 1, V)
+        return torch.log_softmax(own(ids[None], use_cache=False).logits[0].double() / temperature, -1)[:-1].detach()
+
+    rows = [torch.randint(5, 600, (n,), generator=torch.Generator().manual_seed(n)) for n in LENGTHS]
+    where = torch.tensor([i for i in range(sum(LENGTHS)) if i + 1 not in torch.tensor(LENGTHS).cumsum(0)])
+    ids = torch.cat(rows)
+    for temperature in (1.0, 0.7):
+        want = torch.cat([own_logps(row, temperature).gather(1, row[1:, None])[:, 0] for row in rows])
+        logp, _ = score(model, ids, LENGTHS, where, ids[where + 1], temperature)
+        torch.testing.assert_close(logp.double(), want, atol=1e-4, rtol=0)
+        assert want.std() > 0.2 * scale  # not all alike
+
+        weights = dict(adv=torch.ones(len(where)), w=torch.ones(len(where)))
+        _, extras = score(model, ids, LENGTHS, where, ids[where + 1], temperature, **weights)
+        torch.testing.assert_close(extras["logp"].double(), want, atol=1e-4, rtol=0)
+
+        engine = TorchEngine(model, tokenizer, STOP)
+        context = rows[2].tolist()
+        for _, sampled, logps in engine.generate(dict.fromkeys(range(4), context), 8, temperature):
+            turn = own_logps(torch.tensor(context + sampled), temperature)[len(context) - 1 :]
+            want = turn.gather(1, torch.tensor(sampled)[:, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(logps).double(), want, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_an_unsupported_family_is_refused(family, tiny_path, tmp_path):
+    settings, reason = REFUSED[family]
+    line = refused(load_model, make_family(family, settings, tiny_path, tmp_path / family))
+    assert re.search(reason, line), line
+
+
+def test_a_scale_missing_from_the_table_is_refused(tiny_path, tmp_path, monkeypatch):
+    path = make_family("Granite", {"logits_scaling": 8.0}, tiny_path, tmp_path / "granite")
+    monkeypatch.delitem(training.model.LOGIT_SCALES, "granite")
+    line = refused(load_model, path)
+    assert "its logits are 0.125 times its head's output, not 1 times" in line and "logits_scaling = 8.0" in line
+
+
+def test_the_probe_leaves_the_model_alone(tiny_path):
+    model = load_model(tiny_path)
+    assert model.config._attn_implementation == "packed" and not model.base_model._forward_hooks
+    assert all(p.grad is None for p in model.parameters())
+
+
+# ---- what cannot be trained is refused in one line
 
 
 @pytest.fixture
 def changed(tiny_path, tmp_path):
-    """A copy of the tiny policy with other entries in one of its JSON files; None removes one."""
+    """A copy of the tiny policy with another text in one of its files; None removes the file."""
 
-    def make(name, **entries):
-        path = shutil.copytree(tiny_path, tmp_path / "changed", dirs_exist_ok=True)
-        if name == "chat_template.jinja":
+    def make(name, text):
+        path = shutil.copytree(tiny_path, tmp_path / "changed")
+        if text is None:
             (path / name).unlink()
-            return str(path)
-        found = json.loads((path / name).read_text()) | entries
-        (path / name).write_text(json.dumps({k: v for k, v in found.items() if v is not None}))
+        else:
+            (path / name).write_text(text)
         return str(path)
 
     return make
 
 
-def refused(what, path):
-    with pytest.raises(SystemExit) as stop:
-        what(path)
-    assert "\n" not in stop.value.code and path in stop.value.code
-    return stop.value.code
+def refused(function, path, *args):
+    """The line with which function(path, *args) refuses a model."""
+    with pytest.raises(Fault) as fault:
+        function(path, *args)
+    line = str(fault.value)
+    assert "\n" not in line and line.startswith(f"--model {path}: ")
+    return line
 
 
 def test_a_path_that_holds_no_model(tmp_path):
@@ -129,16 +231,25 @@ def test_a_path_that_holds_no_model(tmp_path):
     assert "no causal LM" in refused(load_model, str(tmp_path))
 
 
-def test_a_model_without_a_chat_template(changed):
-    assert "no chat template" in refused(load_tokenizer, changed("chat_template.jinja"))
+def test_a_tokenizer_without_a_chat_template(changed):
+    assert "no chat template" in refused(load_tokenizer, changed("chat_template.jinja", None))
+
+
+@pytest.mark.parametrize(
+    "template, reason",
+    [
+        ("{{ raise_exception('Only system\nprompts!') }}", "its chat template fails (TemplateError: Only system)"),
+        ("{{ messages[0]['text'].strip() }}", "its chat template fails (UndefinedError: "),
+        ("{% for m in messages if m['role'] == 'system' %}{{ m['content'] }}{% endfor %}", "drops the user's message"),
+    ],
+)
+def test_a_chat_template_that_cannot_ask_a_question(changed, template, reason):
+    assert reason in refused(load_tokenizer, changed("chat_template.jinja", template))
 
 
 def test_a_tokenizer_that_cannot_write_the_stop_strings(tmp_path):
     words = Tokenizer(models.WordLevel({"<unk>": 0, "x": 1}, unk_token="<unk>"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", chat_template="{{ messages }}")
     tokenizer.save_pretrained(tmp_path)
-    assert "cannot write </search>" in refused(load_tokenizer, str(tmp_path))
-
-
-def test_a_model_whose_logits_are_capped(changed):
-    assert "soft-capped" in refused(load_model, changed("config.json", final_logit_softcapping=30.0))
+    assert "cannot write </search>" in refused(load_tokenizer, str(tmp_path), STOP)
+    load_tokenizer(str(tmp_path))  # a caller that stops at nothing needs nothing written

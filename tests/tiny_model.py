@@ -8,6 +8,7 @@ from tokenizers import pre_tokenizers, trainers
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 FIXTURE = Path(__file__).parent / "fixture"
+STOP = ("</search>", "</answer>")  # what the tests' engines stop at
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]  # <search> and its like stay ordinary text
 CHAT_TEMPLATE = """\
 {%- if messages[0]['role'] != 'system' %}

@@ -1,15 +1,16 @@
-"""The policy as Hugging Face stores it: loaded, cut into shards over the ranks (FSDP2), run on packed sequences.
+"""The policy's Hugging Face model: load it, shard it over the ranks (FSDP2), score packed sequences with it.
 
-A batch is one row: sequences lie one after another without padding, each with positions from 0, and attention keeps to
-the sequence. Where there are several ranks, or a GPU, every rank holds a share of each parameter in float32 and
+A batch is one row: sequences follow one another without padding, positions restart at 0 in each, and tokens attend
+only within their sequence. With several ranks, or a GPU, every rank holds a share of each parameter in float32 and
 gathers a block at a time in the compute dtype.
 """
 
 import importlib.util
-import sys
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import MethodType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,16 +18,31 @@ import torch.nn.functional as F
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from faults import Fault
 from kernels import grpo_head, token_logprobs
-from rollout import STOP
 
 FLASH = importlib.util.find_spec("flash_attn") is not None
+LOGIT_SCALES = {  # how a family's config.json names the constant in its logits, and the power in which it enters
+    "cohere": ("logit_scale", 1),
+    "granite": ("logits_scaling", -1),
+    "hyperclovax": ("logits_scaling", 1),
+}
 
 
-def packed_attention(module, query, key, value, attention_mask, scaling=None, lengths=None, **kwargs):
-    """Causal attention of sequences of these `lengths`, one after another in (1, heads, T, dim) -> (1, T, heads, dim).
+def packed_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    lengths: list[int] | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Causal attention within each of the sequences of these `lengths`, packed into one row.
 
-    Without `lengths` it is transformers' own SDPA, for generation.
+    query, key, value (1, heads, T, dim) -> (1, T, heads, dim). Without `lengths`, as in generation, this is
+    transformers' own SDPA.
     """
     if lengths is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -43,76 +59,172 @@ def packed_attention(module, query, key, value, attention_mask, scaling=None, le
             window_size=(window - 1, 0),
         )  # fmt: skip
         return out[None], None
-    times = query.shape[1] // key.shape[1]
-    gqa = {"enable_gqa": True} if times > 1 else {}
+    repeats = query.shape[1] // key.shape[1]
+    gqa = {"enable_gqa": True} if repeats > 1 else {}
     parts = []
     for q, k, v in zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True):
         n = q.shape[2]
-        how: dict = {"is_causal": True}
-        if window < n:
-            far = torch.arange(n, device=q.device)
-            far = far[:, None] - far
-            how = {"attn_mask": (far >= 0) & (far < window)}
-            k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)  # no fast kernel takes mask and GQA
-        parts.append(F.scaled_dot_product_attention(q, k, v, scale=scaling, **(how if window < n else how | gqa)))
+        if window < n:  # no fast kernel takes both a mask and GQA
+            k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+            distance = torch.arange(n, device=q.device)
+            distance = distance[:, None] - distance
+            masking: dict[str, Any] = {"attn_mask": (distance >= 0) & (distance < window)}
+        else:
+            masking = {"is_causal": True} | gqa
+        parts.append(F.scaled_dot_product_attention(q, k, v, scale=scaling, **masking))
     return torch.cat(parts, dim=2).transpose(1, 2), None
 
 
-def load_tokenizer(path: str):
-    """The tokenizer of a policy; one line if it cannot be trained with."""
+def load_tokenizer(path: str, stop: tuple[str, ...] = ()) -> Any:
+    """Returns the tokenizer of a policy.
+
+    Raises Fault unless it can write the `stop` strings and its chat template shows the model what the user says.
+    """
     from transformers import AutoTokenizer
 
-    _quiet()
+    _silence_transformers()
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as e:
-        sys.exit(f"--model {path}: no tokenizer can be loaded from it ({_first_line(e)}); check the path or id")
+        raise Fault(
+            f"--model {path}: no tokenizer can be loaded from it ({_first_line(e)}); check the path or id"
+        ) from e
     if not tokenizer.chat_template:
-        sys.exit(f"--model {path}: its tokenizer has no chat template; add one to tokenizer_config.json")
-    for tag in STOP:
+        raise Fault(f"--model {path}: its tokenizer has no chat template; add one to tokenizer_config.json")
+    for tag in stop:
         ids = tokenizer(f"x {tag}", add_special_tokens=False)["input_ids"]
         if tag not in tokenizer.decode(ids, skip_special_tokens=False):
-            sys.exit(f"--model {path}: its tokenizer cannot write {tag}, so no turn would end; choose another model")
+            raise Fault(f"--model {path}: its tokenizer cannot write {tag}, so no turn would end; choose another model")
+    marker = "Which lake is the deepest?"
+    try:
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": marker}], add_generation_prompt=True, tokenize=False
+        )
+    except Exception as e:  # a template is a program and can raise anything
+        raise Fault(f"--model {path}: its chat template fails ({type(e).__name__}: {_first_line(e)}); mend it") from e
+    if marker not in prompt:
+        raise Fault(f"--model {path}: its chat template drops the user's message; mend it")
     return tokenizer
 
 
-def load_config(path: str):
-    """The architecture of a policy, without its weights."""
+def load_config(path: str) -> Any:
+    """Returns the Hugging Face config of a policy, without its weights; raises Fault where there is none."""
     from transformers import AutoConfig
 
     try:
         return AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as e:
-        sys.exit(f"--model {path}: no causal LM can be loaded from it ({_first_line(e)}); check the path or id")
+        raise Fault(
+            f"--model {path}: no causal LM can be loaded from it ({_first_line(e)}); check the path or id"
+        ) from e
 
 
-def load_model(path: str):
-    """A causal LM with its weights, float32 on the CPU; one line if the loss does not know its head."""
+def load_model(path: str) -> Any:
+    """Returns a causal LM with its weights, float32 on the CPU; raises Fault if `score` would be wrong for it."""
     from transformers import AttentionInterface, AutoModelForCausalLM
 
-    _quiet()
+    _silence_transformers()
     AttentionInterface.register("packed", packed_attention)
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="packed")
     except (OSError, ValueError) as e:
-        sys.exit(f"--model {path}: no causal LM can be loaded from it ({_first_line(e)}); check the path or id")
-    head = model.get_output_embeddings()
-    if getattr(head, "bias", None) is not None or getattr(model.config, "final_logit_softcapping", None):
-        sys.exit(f"--model {path}: its head has a bias or soft-capped logits, which the loss does not know")
-    # Weights that lie unaligned in the file's memory give other last bits on the CPU than copies of them do.
+        raise Fault(
+            f"--model {path}: no causal LM can be loaded from it ({_first_line(e)}); check the path or id"
+        ) from e
+    # Memory-mapped weights may be unaligned, and the CPU then rounds matmuls differently. Copy them, so that resumed
+    # runs are bit-identical.
     for p in model.parameters():
         p.data = p.data.clone()
+    try:
+        reason = _unsupported(model)
+    except Exception as e:  # a family's code that cannot be called as `score` does
+        raise Fault(f"--model {path}: its forward pass fails ({type(e).__name__}: {_first_line(e)})") from e
+    if reason:
+        raise Fault(f"--model {path}: {reason}")
     return model
 
 
-def load_policy(path: str, device: str):
-    """(model, tokenizer) on one device, whole."""
-    tokenizer = load_tokenizer(path)
+def load_policy(path: str, device: str, stop: tuple[str, ...] = ()) -> tuple[Any, Any]:
+    """Returns (model, tokenizer), the whole model on one device."""
+    tokenizer = load_tokenizer(path, stop)
     return load_model(path).to(device), tokenizer
 
 
-def skeleton(config, dtype=torch.float32):
-    """The model of `config` on the meta device: shapes without memory."""
+def logit_scale(config: Any) -> float:
+    """Returns s of a family whose logits are s * hidden @ head.T; 1.0 for most.
+
+    `load_model` compares it with the logits of the weights, so a family that is missing here is refused.
+    """
+    config = config.get_text_config()
+    for family, (name, power) in LOGIT_SCALES.items():
+        if config.model_type.startswith(family):
+            return float(getattr(config, name, None) or 1.0) ** power
+    return 1.0
+
+
+@torch.no_grad()
+def _unsupported(model: Any) -> str:
+    """Returns why `score` would be wrong for this model, as running it on two short sequences shows; "" if it is right.
+
+    The model's own logits, with eager attention, have to be `logit_scale` times its head's output, and its hidden
+    states have to be the same when both sequences are packed into one row.
+    """
+    head, scale, lengths = model.get_output_embeddings(), logit_scale(model.config), [4, 7]
+    if head is None:
+        return "it has no head"
+    if getattr(head, "bias", None) is not None:
+        return "its head has a bias, which the loss does not know"
+    ids = torch.linspace(0, len(model.get_input_embeddings().weight) - 1, sum(lengths)).long()
+    hidden: list[torch.Tensor] = []
+
+    def magnify(module: Any, args: Any, output: Any) -> Any:
+        # A soft cap hardly bends small logits: give the head the same states with logits of up to 1000, too.
+        h = output.last_hidden_state
+        output.last_hidden_state = torch.cat([h, h * (1000 / (scale * head(h)).abs().max().clamp(min=1e-6))], dim=1)
+        hidden.append(output.last_hidden_state[0])
+        return output
+
+    hook = model.base_model.register_forward_hook(magnify)
+    model.set_attn_implementation("eager")  # every family's reference: it knows soft caps and sinks
+    try:
+        logits = [model(input_ids=part[None], use_cache=False).logits[0] for part in ids.split(lengths)]
+    finally:
+        model.set_attn_implementation("packed")
+        hook.remove()
+    for h, found in zip(hidden, logits, strict=True):
+        wanted = head(h)
+        if found.shape != wanted.shape:
+            return f"it has {found.shape[-1]} logits, but its head has {wanted.shape[-1]} rows"
+        for z, x in zip(found.chunk(2), wanted.chunk(2), strict=True):  # as they are, magnified
+            if not _close(z, scale * x):
+                factor = ((z * x).sum() / (x * x).sum()).item()
+                multiple = f"{factor:.4g} times its head's output, not {scale:.4g} times"
+                wrong = multiple if _close(z, factor * x) else "not a multiple of its head's output"
+                return f"its logits are {wrong}, which the loss does not know{_logit_settings(model.config)}"
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    packed = model.base_model(
+        input_ids=ids[None], position_ids=positions[None], use_cache=False, lengths=lengths
+    ).last_hidden_state[0]
+    alone = torch.cat([h.chunk(2)[0] for h in hidden])
+    if not _close(packed, alone):
+        return f"packed sequences change its hidden states ({model.config.model_type} has more than causal attention)"
+    return ""
+
+
+def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Returns whether a equals b to 0.1 % of the largest entry; False where either has a NaN."""
+    return bool((a - b).abs().max() <= 1e-3 * b.abs().max())
+
+
+def _logit_settings(config: Any) -> str:
+    """Returns the settings of a config that sound like an explanation, as " (name = value, ...)"."""
+    settings = config.get_text_config().to_dict().items()
+    found = [f"{k} = {v}" for k, v in settings if v and re.search("logits?_(scal|soft|mup)|soft_?cap|lm_head_mul", k)]
+    return f" ({', '.join(found)})" if found else ""
+
+
+def skeleton(config: Any, dtype: torch.dtype = torch.float32) -> Any:
+    """Returns the model of `config` on the meta device: shapes without memory."""
     from transformers import AttentionInterface, AutoModelForCausalLM
 
     AttentionInterface.register("packed", packed_attention)
@@ -120,71 +232,79 @@ def skeleton(config, dtype=torch.float32):
         return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="packed")
 
 
-def empty(config, dtype, device: str):
-    """A whole model without values, for `fill`."""
+def empty(config: Any, dtype: torch.dtype, device: str) -> Any:
+    """Returns a whole model with uninitialized weights, for `fill`."""
     model = skeleton(config, dtype).to_empty(device=device)
-    model.tie_weights()  # to_empty has made two of a weight that embedding and head share
+    model.tie_weights()  # to_empty separates tied weights
     return model
 
 
-def blocks(model) -> list[torch.nn.Module]:
-    """The decoder layers: what FSDP gathers and activation checkpointing keeps, one at a time."""
+def blocks(model: Any) -> list[torch.nn.Module]:
+    """Returns the decoder layers: the units of FSDP's gathering and of activation checkpointing."""
     names = set(model._no_split_modules or ())
     found = [m for m in model.modules() if type(m).__name__ in names]
-    return found or list(max((m for m in model.modules() if isinstance(m, torch.nn.ModuleList)), key=len))
+    return found or list(max((m for m in model.modules() if isinstance(m, torch.nn.ModuleList)), key=lambda m: len(m)))
 
 
-def shard(model, device: str, *, compute=None, frozen: bool = False, offload: bool = False):
-    """Cut a model from `skeleton` over all ranks, in place, with memory but without values (`fill` brings them).
+def shard(
+    model: Any, device: str, *, compute: torch.dtype | None = None, frozen: bool = False, offload: bool = False
+) -> Any:
+    """Shards a model from `skeleton` over all ranks, in place; returns it with uninitialized weights, for `fill`.
 
-    `compute`: dtype in which a block is gathered and run (None: the model's own). `frozen`: it is never trained, so
-    what is gathered can go at once. `offload` keeps the shares in the CPU's memory.
+    `compute`: dtype in which blocks are gathered and run (None: the model's own). `frozen`: for a model that is never
+    trained; gathered weights are freed right after use. `offload` keeps the shares in CPU memory.
     """
     mesh = dist.device_mesh.init_device_mesh(device, (dist.get_world_size(),))
-    # By default FSDP would cast the log-probs that go into the loss as well.
+    # cast_forward_inputs would also cast the log-probs that enter the loss.
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    kwargs = dict(mesh=mesh, mp_policy=policy)
-    if frozen:  # else FSDP keeps what is needed last, and first in the backward pass
+    kwargs: dict[str, Any] = dict(mesh=mesh, mp_policy=policy)
+    if frozen:  # by default FSDP keeps the root's weights gathered for the backward pass
         kwargs["reshard_after_forward"] = True
     if offload:
         kwargs["offload_policy"] = CPUOffloadPolicy(pin_memory=device == "cuda")
-    for part in [*blocks(model), model]:  # the last: embedding, norm and head, which are needed together
+    for part in [*blocks(model), model]:  # the root holds embedding, last norm and head, which are needed together
         fully_shard(part, **kwargs)
-        part.set_gradient_divide_factor(1.0)  # the loss has its denominator over all ranks: gradients add up
-        part.set_force_sum_reduction_for_comms(True)  # gloo knows no other sum
+        part.set_gradient_divide_factor(1.0)  # the loss is already normalized over all ranks: sum the gradients
+        part.set_force_sum_reduction_for_comms(True)  # gloo has no averaging reduction
     model.score = MethodType(_score, model)
     register_fsdp_forward_method(model, "score")
     return model.to_empty(device="cpu" if offload else device)
 
 
 @torch.no_grad()
-def fill(model, source):
-    """`model` with the values of `source`, which rank 0 has whole on its CPU (None elsewhere), tensor by tensor."""
-    theirs = dict(source.named_parameters()) | dict(source.named_buffers()) if source else {}
-    for name, mine in [*model.named_parameters(), *model.named_buffers()]:
-        sharded = isinstance(mine, DTensor)
-        device = mine.device_mesh.device_type if sharded else mine.device
+def fill(model: Any, source: Any) -> Any:
+    """Copies the weights of `source` into `model`, one tensor at a time; returns `model`.
+
+    Rank 0 has `source`, whole and on its CPU; the other ranks pass None.
+    """
+    values = dict(source.named_parameters()) | dict(source.named_buffers()) if source else {}
+    for name, target in [*model.named_parameters(), *model.named_buffers()]:
+        sharded = isinstance(target, DTensor)
+        device = target.device_mesh.device_type if sharded else target.device
         if source:
-            full = theirs[name].to(device, mine.dtype).contiguous()
+            full = values[name].to(device, target.dtype).contiguous()
         else:
-            full = torch.empty(mine.shape, dtype=mine.dtype, device=device)
+            full = torch.empty(target.shape, dtype=target.dtype, device=device)
         if dist.is_initialized():
             dist.broadcast(full, 0)
         if sharded:
-            full = distribute_tensor(full, mine.device_mesh, mine.placements, src_data_rank=None).to_local()
-            mine = mine.to_local()
-        mine.copy_(full)
+            full = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None).to_local()
+            target = target.to_local()
+        target.copy_(full)
     return model
 
 
-def weights(model) -> Iterator[tuple[str, torch.Tensor]]:
-    """(Hugging Face's name, whole tensor) of every parameter, one at a time; all ranks must ask together."""
+def weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields (Hugging Face name, whole tensor) for every parameter; all ranks must iterate together."""
     for name, p in model.named_parameters():
         yield name, (p.full_tensor() if isinstance(p, DTensor) else p).detach()
 
 
-def export(config, named: Iterable[tuple[str, torch.Tensor]], tokenizer, path: Path | None) -> None:
-    """Write a plain Hugging Face directory, in the dtype of `config`; a rank without a path only takes part."""
+def export(config: Any, named: Iterable[tuple[str, torch.Tensor]], tokenizer: Any, path: Path | None) -> None:
+    """Writes a plain Hugging Face directory in the dtype of `config`.
+
+    All ranks iterate over `named`; only the one with a `path` writes.
+    """
     dtype = config.dtype or torch.float32
     state = {}
     for name, tensor in named:
@@ -198,27 +318,37 @@ def export(config, named: Iterable[tuple[str, torch.Tensor]], tokenizer, path: P
         tokenizer.save_pretrained(path)
 
 
-def score(model, *args, **loss):
-    """`_score`; of a sharded model by the method through which FSDP gathers its parameters."""
+def score(model: Any, *args: Any, **loss: Any) -> Any:
+    """Returns `_score`'s result; a sharded model's own method lets FSDP gather the parameters first."""
     return model.score(*args, **loss) if hasattr(model, "score") else _score(model, *args, **loss)
 
 
-def _score(model, ids, lengths: list[int], rows, targets, temperature, **loss):
-    """The head's output (`grpo_head`, or `token_logprobs` without `loss`) for the tokens predicted at `rows`.
+def _score(
+    model: Any,
+    ids: torch.Tensor,
+    lengths: list[int],
+    rows: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float,
+    **loss: Any,
+) -> Any:
+    """Returns `grpo_head`'s result for the given `loss` arguments; without them, `token_logprobs`'.
 
-    ids (T,): sequences of these `lengths`, packed; rows (N,): positions in them; targets (N,).
+    ids (T,): packed sequences of these `lengths`; rows (N,): positions in ids whose next token is scored; targets (N,):
+    those tokens.
     """
     positions = torch.cat([torch.arange(n, device=ids.device) for n in lengths])
     hidden = model.base_model(
         input_ids=ids[None], position_ids=positions[None], use_cache=False, lengths=lengths
     ).last_hidden_state[0, rows]  # (N, H)
     weight = model.get_output_embeddings().weight
+    temperature = temperature / logit_scale(model.config)
     if loss:
         return grpo_head(hidden, weight, targets, temperature=temperature, **loss)
     return token_logprobs(hidden, weight, targets, temperature)
 
 
-def _quiet() -> None:
+def _silence_transformers() -> None:
     from transformers import logging
 
     logging.set_verbosity_error()
@@ -226,4 +356,4 @@ def _quiet() -> None:
 
 
 def _first_line(e: Exception) -> str:
-    return str(e).splitlines()[0]
+    return (str(e).splitlines() or [""])[0]

@@ -2,7 +2,7 @@
 
 import signal
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ class Policy:
     def __init__(self, cfg: Config, ranks: Ranks, engine: str, search: Search):
         self.cfg, self.ranks = cfg, ranks
         self.t = 0  # the last step whose update has begun
-        self.seconds: Counter[str] = Counter()  # by what they were spent on
+        self.seconds: defaultdict[str, float] = defaultdict(float)  # by what they were spent on
         self.in_step = True  # whether all ranks wait for the next call
         if ranks.size > 1:
             ranks.broadcast((engine, ",".join(search.urls)))
