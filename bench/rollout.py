@@ -27,19 +27,20 @@ sys.path[:0] = [str(HERE), str(HERE / "tests")]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from bench.step import BEST  # noqa: E402
+from tools import Search  # noqa: E402
 
 LONGEST = 400  # tokens of a turn
 
 
-class Late:
+class Late(Search):
     """A search client whose answers come `latency` seconds later."""
 
-    def __init__(self, search, latency: float):
+    def __init__(self, search: Search, latency: float):
         self.search, self.latency = search, latency
 
-    def submit(self, query: str) -> Future:
+    def submit(self, argument: str) -> Future:
         late: Future = Future()
-        there = self.search.submit(query)
+        there = self.search.submit(argument)
 
         def hand_over(_):
             threading.Timer(self.latency, lambda: late.set_result(there.result())).start()
@@ -113,7 +114,7 @@ def main() -> None:
     from data import load_questions
     from engines.vllm_engine import VllmEngine, sampling
     from harness.servers import Child
-    from rollout import Search, rollout
+    from rollout import Job, rollout
     from training.model import load_policy, weights
 
     class Planned(VllmEngine):
@@ -135,13 +136,11 @@ def main() -> None:
                 tag = self.tags[self.turn[key] == len(self.plans[key])]
                 yield key, (ids[: -len(tag)] + tag)[-len(ids) :], logps
 
-    cfg = Config(**PRESETS["world"])
+    cfg = Config(**PRESETS["world"] | {"max_response": LONGEST, "max_prompt": 2048 - LONGEST})
     temporary = tempfile.TemporaryDirectory()
     path = make_tiny_model(temporary.name)
     grow(path, args.layers)
     model, tokenizer = load_policy(path, "cpu")
-    limits = dict(max_turns=cfg.max_turns, max_response=LONGEST, max_observation=cfg.max_observation)
-    limits |= dict(max_prompt=2048 - LONGEST, temperature=1.0)
     never = "no such words are written"  # looked for after every token, as the tags are
     # A turn is as long as its plan: EOS ends none.
     vllm_engine.sampling = lambda *of: sampling(*of) | {"stop_token_ids": []}
@@ -152,13 +151,13 @@ def main() -> None:
     dice = np.random.default_rng(0)
     searches = dice.integers(0, 4, args.trajectories)  # 1.5 on average
     engine.plans = [np.clip(dice.lognormal(4.2, 0.9, n + 1), 30, LONGEST).astype(int).tolist() for n in searches]
-    jobs = [(0, BEST, q, k) for k, q in enumerate(load_questions(cfg.train)[: args.trajectories])]
+    jobs = [Job(0, BEST, q, k) for k, q in enumerate(load_questions(cfg.train)[: args.trajectories])]
 
     def play(how, search, seed):
         """(trajectories, tokens sampled a second)."""
         engine.engine.reset_prefix_cache()
         start = time.perf_counter()
-        taus = rollout(how, tokenizer, search, jobs, **limits, seed=seed)
+        taus = rollout(how, tokenizer, [search], jobs, cfg, temperature=1.0, seed=seed)
         return taus, sum(sum(tau.mask) for tau in taus) / (time.perf_counter() - start)
 
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
@@ -192,7 +191,7 @@ def main() -> None:
             row |= {"of raw": round(row["ours"] / row["raw"], 2), "x rounds": round(row["ours"] / row["rounds"], 2)}
             found["rows"].append(row)
             print("  ".join(f"{k} {v}" for k, v in row.items()), flush=True)
-    found["searches"] = round(sum(t.served for t in taus) / len(taus), 2)
+    found["searches"] = round(sum(t.served("search") for t in taus) / len(taus), 2)
     found["tokens_sampled"] = round(sum(sum(t.mask) for t in taus) / len(taus), 1)
     found["tokens"] = round(sum(len(t.ids) for t in taus) / len(taus), 1)
     engine.close()

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 
 HERE = Path(__file__).parent.parent
@@ -42,40 +42,40 @@ def main() -> None:
     from config import PRESETS, Config
     from data import em, load_questions
     from engines.torch_engine import TorchEngine
-    from grpo import Learner, advantages
+    from grpo import Learner
     from harness.servers import Child
-    from rollout import STOP, Search, rollout
+    from objectives import set_advantages
+    from rollout import Job, rollout
+    from tools import Search, stop_strings
     from training.model import load_policy
 
     cfg = Config(**PRESETS["world"])
     questions = load_questions(cfg.train)[: cfg.batch]
     model, tokenizer = load_policy(cfg.model, "cpu")
     reference, _ = load_policy(cfg.model, "cpu")
-    engine = TorchEngine(model, tokenizer, STOP, cfg.max_rows)
-    jobs = [(0, BEST, q, k) for k, q in enumerate(questions) for _ in range(cfg.G)]
+    jobs = [Job(0, BEST, q, k) for k, q in enumerate(questions) for _ in range(cfg.G)]
     found: dict = {"threads": torch.get_num_threads(), "torch": torch.__version__}
     serve = [str(HERE / "retrieval_server.py"), "--corpus", cfg.corpus]
     with tempfile.TemporaryDirectory() as tmp, Child(serve, f"{tmp}/log") as server:
         search = Search(server.url, cfg.topk)
-        roll = partial(rollout, engine, tokenizer, search, jobs, max_turns=cfg.max_turns, max_response=cfg.max_response,
-                       max_observation=cfg.max_observation, max_prompt=cfg.max_prompt, temperature=1.0)  # fmt: skip
+        engine = TorchEngine(model, tokenizer, stop_strings([search]), cfg.max_rows)
         times = []
         for k in range(args.repeat + 1):
             start = time.time()
-            taus = roll(seed=k)
+            taus = rollout(engine, tokenizer, [search], jobs, cfg, temperature=1.0, seed=k)
             times.append(time.time() - start)
         found["rollout_s"] = round(statistics.median(times[1:]), 3)
-        found |= {"trajectories": len(taus), "searches": sum(t.served for t in taus) / len(taus)}
+        found |= {"trajectories": len(taus), "searches": sum(t.served("search") for t in taus) / len(taus)}
         found["tokens_per_trajectory"] = round(sum(len(t.ids) for t in taus) / len(taus), 1)
-        for tau, (_, _, q, _) in zip(taus, jobs, strict=True):
-            tau.reward = em(tau.prediction, q.golds)
+        for tau in taus:
+            tau.reward = em(tau.prediction, tau.question.golds)
+        set_advantages(taus)
         for micro in args.micro_tokens or [cfg.micro_tokens]:
-            learner = Learner(model, reference, lr=0.0, T=cfg.T, warmup=cfg.warmup, eps=cfg.eps, beta=cfg.beta,
-                              temperature=1.0, loss_agg=cfg.loss_agg, micro_tokens=micro)  # fmt: skip
+            learner = Learner(model, reference, replace(cfg, lr=0.0, micro_tokens=micro))
             times = []
             for _ in range(args.repeat + 1):
                 start = time.time()
-                learner.update(1, [taus], advantages(taus))
+                learner.update(1, [taus])
                 times.append(time.time() - start)
             found[f"update_s micro_tokens={micro}"] = round(statistics.median(times[1:]), 3)
         found["start_to_end_of_first_step_s"] = round(first_step(f"{tmp}/run"), 2)

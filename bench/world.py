@@ -35,26 +35,24 @@ def main() -> None:
     from data import em, load_questions
     from engines.torch_engine import TorchEngine
     from harness.servers import Child
-    from rollout import STOP, Search, rollout
+    from rollout import Job, rollout
+    from tools import Search, stop_strings
     from training.model import load_policy
     from world.clauses import CLAUSES, write
     from world.optimizer import revise
 
     cfg = Config(**PRESETS["world"])
     model, tokenizer = load_policy(cfg.model, "cpu")
-    engine = TorchEngine(model, tokenizer, STOP, cfg.max_rows)
     found: dict = {}
     with tempfile.TemporaryDirectory() as tmp:
         with Child([str(HERE / "retrieval_server.py"), "--corpus", cfg.corpus], f"{tmp}/log") as server:
             search = Search(server.url, cfg.topk)
+            engine = TorchEngine(model, tokenizer, stop_strings([search]), cfg.max_rows)
 
             def rewards(texts: list[str], questions: list, temperature: float) -> np.ndarray:
-                jobs = [(0, text, q, k) for k, (text, q) in enumerate(zip(texts, questions, strict=True))]
-                taus = rollout(
-                    engine, tokenizer, search, jobs, max_turns=cfg.max_turns, max_response=cfg.max_response,
-                    max_observation=cfg.max_observation, max_prompt=cfg.max_prompt, temperature=temperature, seed=0,
-                )  # fmt: skip
-                return np.array([em(tau.prediction, q.golds) for tau, q in zip(taus, questions, strict=True)])
+                jobs = [Job(0, text, q, k) for k, (text, q) in enumerate(zip(texts, questions, strict=True))]
+                taus = rollout(engine, tokenizer, [search], jobs, cfg, temperature=temperature, seed=0)
+                return np.array([em(tau.prediction, tau.question.golds) for tau in taus])
 
             test = load_questions(cfg.test)[: args.questions]
             print("| clauses | greedy, taught wordings | greedy, held-out wordings | T = 1, taught |")
