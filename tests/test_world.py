@@ -1,9 +1,11 @@
-"""The embedded default: its questions need several searches, its instructions are read as they are written, its
-warm start never shows the best combination, and its scripted optimizer works from the prompt's text alone."""
+"""The embedded default: questions need several searches, instructions are read back as written, the warm start never
+shows the best combination, and the scripted optimizer works from the text of its prompt alone."""
 
 import json
 import random
 import re
+import subprocess
+import sys
 from collections import Counter
 from itertools import permutations
 from pathlib import Path
@@ -14,20 +16,23 @@ from transformers import AutoTokenizer
 
 from data import em, last_answer
 from harness.servers import Child
-from reflect import Optimizer, check, paraphrase_prompt, reflection_prompt, same
+from reflect import Optimizer, check, normalized, paraphrase_prompt, reflection_prompt
 from reflect import parse as parse_reply
-from rollout import INVALID, observation, prompt_ids
+from rollout import observation_ids, prompt_ids
+from tools import Search, invalid_action
 from world import demos, warm_start
 from world.clauses import BEST, CLAUSES, FILLERS, FRAMES, SAYS, START, read, write
-from world.demos import demo, demonstrate, random_clauses
+from world.demos import demo, demonstrate, observation, random_clauses
 from world.facts import CHAINS, FULL, MINI, World, the_world
 from world.optimizer import HARM, reply_to
 from world.tokenizer import TAGS, build_tokenizer, save_tokenizer
 from world.warm_start import tiny_policy, write_files
 
+SEARCH = Search("http://127.0.0.1:9", topk=3)  # nobody listens there
+INVALID = invalid_action([SEARCH])
 ROOT = Path(__file__).parents[1]
 FILES = ROOT / "world" / "files"
-HEAD = r"(film|person|city|nation|company) (\w+ \w+)\?$"  # what a question is about
+SUBJECT = r"(film|person|city|nation|company) (\w+ \w+)\?$"  # the entity a question asks about
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +64,7 @@ def test_the_files_of_the_world_regenerate_to_the_byte(tmp_path):
         assert (tmp_path / name).read_bytes() == (FILES / name).read_bytes(), name
 
 
-def test_the_world_has_the_size_that_is_told(full_world):
+def test_the_world_has_its_declared_size(full_world):
     assert {kind: len(set(names)) for kind, names in full_world.names.items()} == FULL
     assert len(rows("corpus")) == len(full_world.passages) == sum(FULL.values())
     assert Counter(r["data_source"] for r in rows("test")) == {f"world-{h}hop": 100 for h in (1, 2, 3)}
@@ -68,7 +73,7 @@ def test_the_world_has_the_size_that_is_told(full_world):
 
 
 def test_no_entity_is_asked_about_in_both_splits():
-    train, test = ({re.search(HEAD, row["question"]).groups() for row in rows(split)} for split in ("train", "test"))
+    train, test = ({re.search(SUBJECT, row["question"]).groups() for row in rows(split)} for split in ("train", "test"))
     assert len(train) > 300 and len(test) > 150
     assert not train & test
     assert not {r["id"] for r in rows("train")} & {r["id"] for r in rows("test")}
@@ -81,7 +86,7 @@ def test_every_answer_follows_from_the_passages_alone(full_world):
         told[title] = dict(re.match(r"(\w+) (.+)", part).groups() for part in text.split(" and "))
     for row in rows("train") + rows("test"):
         *chain, last = re.findall(r"the (\w+) of", row["question"])
-        fact = re.search(HEAD, row["question"]).group(2)
+        fact = re.search(SUBJECT, row["question"]).group(2)
         for relation in [last, *reversed(chain)]:
             fact = told[fact][relation]
         assert row["golden_answers"] == [fact]
@@ -129,7 +134,7 @@ def test_an_instruction_is_read_as_it_was_written(wordings):
         assert sorted(read(write(rng, clauses, rng.randint(0, 2), wordings))) == sorted(clauses)
 
 
-def test_clauses_are_read_in_the_order_in_which_they_are_said():
+def test_clauses_are_read_in_order_of_appearance():
     first, second = CLAUSES["cont"].taught[2], CLAUSES["entity"].unseen[0]
     assert read(f"{first} {FRAMES[0]} {second}") == ["cont", "entity"]
     assert read(f"{second} {FRAMES[0]} {first} {second}") == ["entity", "cont"]
@@ -137,13 +142,13 @@ def test_clauses_are_read_in_the_order_in_which_they_are_said():
     assert read(START) == ["whole"]
 
 
-def test_no_wording_says_two_things():
+def test_no_wording_contains_another():
     assert len(SAYS) == sum(len(c.taught + c.unseen) for c in CLAUSES.values())
     for a, b in permutations([*SAYS, *FILLERS, *FRAMES], 2):
         assert a not in b
 
 
-def test_an_instruction_names_every_tag_so_that_a_lost_one_is_noticed():
+def test_a_frame_names_every_tag_so_that_a_lost_one_is_noticed():
     for frame in FRAMES:
         assert all(tag in frame for tag in TAGS)
 
@@ -175,7 +180,7 @@ def test_demonstrations_are_worded_as_taught_and_never_in_unseen_wordings(mini_w
 
 
 @pytest.mark.parametrize("hops", [1, 2, 3])
-def test_whoever_follows_all_the_right_clauses_ends_in_the_right_answer(full_world, monkeypatch, hops):
+def test_following_all_the_right_clauses_leads_to_the_right_answer(full_world, monkeypatch, hops):
     certain = {habit: {clause: 0.0 for clause in said} for habit, said in demos.OBEY.items()}
     for habit, clause in [("entity", "entity"), ("state", "state"), ("exact", "exact"), ("full", "cont")]:
         certain[habit][clause] = 1.0
@@ -193,12 +198,12 @@ def test_whoever_follows_all_the_right_clauses_ends_in_the_right_answer(full_wor
         assert len(notes) == len(results) == hops
         for note, result, relation, fact in zip(notes, results, q.chain, q.path[1:], strict=True):
             assert note.startswith(relation) and note.endswith(fact)
-            assert fact in result  # what is noted was read, not known
+            assert fact in result  # the note repeats a result, not prior knowledge
         for part, by_agent in parts:
             assert by_agent != part.startswith("\n\n<information>")
 
 
-def test_what_the_instruction_says_decides_how_well_a_demonstration_ends(full_world):
+def test_the_clauses_decide_how_often_a_demonstration_succeeds(full_world):
     def score(clauses, hops, n=200):
         rng = random.Random(0)
         asked = [full_world.random_question(rng, hops) for _ in range(n)]
@@ -219,7 +224,7 @@ def test_what_the_instruction_says_decides_how_well_a_demonstration_ends(full_wo
 # --- the tokenizer ------------------------------------------------------------------------------------------------
 
 
-def test_nothing_that_can_be_said_in_the_world_is_unknown_to_the_tokenizer(tokenizer, full_world):
+def test_the_tokenizer_knows_every_text_of_the_world(tokenizer, full_world):
     said = [*SAYS, *FILLERS, *FRAMES, START, INVALID, "<answer>it is</answer>", observation(full_world.passages[:5])]
     said += [observation([passage]) for passage in full_world.passages] + [observation([])]
     said += [row["question"] for row in rows("train") + rows("test")]
@@ -233,6 +238,12 @@ def test_nothing_that_can_be_said_in_the_world_is_unknown_to_the_tokenizer(token
     assert tokenizer.unk_token_id in tokenizer("Tarkovsky", add_special_tokens=False)["input_ids"]
 
 
+def test_demonstrations_show_results_exactly_as_a_run_does(tokenizer, full_world):
+    for passages in (full_world.search("director of the film"), full_world.passages[:1], []):
+        ids = tokenizer(observation(passages), add_special_tokens=False)["input_ids"]
+        assert ids == observation_ids(tokenizer, SEARCH, passages, limit=10_000)
+
+
 def test_tags_are_one_token_each(tokenizer):
     for tag in TAGS:
         assert len(tokenizer(f"a {tag}the{tag} of", add_special_tokens=False)["input_ids"]) == 5
@@ -240,7 +251,7 @@ def test_tags_are_one_token_each(tokenizer):
         assert tokenizer.decode([id], skip_special_tokens=True) == tag
 
 
-def test_the_saved_tokenizer_is_the_one_that_the_clauses_make_and_fits_the_policy(tokenizer):
+def test_the_saved_tokenizer_is_current_and_fits_the_policy(tokenizer):
     built = build_tokenizer()
     saved, made = (json.loads(t.backend_tokenizer.to_str()) for t in (tokenizer, built))
     assert saved == made
@@ -251,7 +262,7 @@ def test_the_saved_tokenizer_is_the_one_that_the_clauses_make_and_fits_the_polic
     assert config["pad_token_id"] == tokenizer.pad_token_id
 
 
-def test_a_trajectory_comes_back_from_its_tokens_up_to_case_and_spaces(tokenizer, full_world):
+def test_decoding_restores_a_trajectory_up_to_case_and_spaces(tokenizer, full_world):
     rng = random.Random(0)
     for _ in range(200):
         instruction, question, parts = demo(rng, [full_world], [1, 2, 3])
@@ -261,7 +272,7 @@ def test_a_trajectory_comes_back_from_its_tokens_up_to_case_and_spaces(tokenizer
         assert em(last_answer(back), [last_answer(text)]) == 1  # and the reward is the same
 
 
-def test_the_tokenizer_survives_beside_a_qwen2_config_and_a_second_saving(tmp_path):
+def test_the_tokenizer_survives_a_qwen2_config_and_being_saved_twice(tmp_path):
     text = "Question: Search one entity at a time. <search>director of</search> <answer>it is</answer>"
     built = build_tokenizer()
     ids = built(text, add_special_tokens=False)["input_ids"]
@@ -271,7 +282,7 @@ def test_the_tokenizer_survives_beside_a_qwen2_config_and_a_second_saving(tmp_pa
     save_tokenizer(built, first)
     loaded = AutoTokenizer.from_pretrained(first)
     model.save_pretrained(second)
-    loaded.save_pretrained(second)  # as a run does with its own policy
+    loaded.save_pretrained(second)  # as a run does with its policy
     for tokenizer in (loaded, AutoTokenizer.from_pretrained(second)):
         assert tokenizer(text, add_special_tokens=False)["input_ids"] == ids
         assert (tokenizer.eos_token, tokenizer.pad_token) == ("<eos>", "<pad>")
@@ -301,9 +312,9 @@ def test_the_warm_start_is_reproducible_and_never_sees_a_name_of_the_world(full_
     monkeypatch.setattr(warm_start, "N_WORLDS", 50)
     state = []
     for _ in range(2):
-        model, _ = warm_start.train(tokens=12_000, seed=0, batch=400)  # small batches: every lesson comes
+        model, _ = warm_start.train(tokens=12_000, seed=0, batch=400)  # small batches, so that every lesson occurs
         state.append(model.state_dict())
-        random.random(), torch.rand(1)  # what others draw in between changes nothing
+        random.random(), torch.rand(1)  # draws of other code in between change nothing
     assert all(torch.equal(state[0][name], state[1][name]) for name in state[0])
     torch.manual_seed(0)
     untrained = tiny_policy(len(build_tokenizer())).state_dict()
@@ -320,7 +331,7 @@ def test_the_warm_start_is_reproducible_and_never_sees_a_name_of_the_world(full_
 
 
 def failure(*turns, question="What is the birthplace of the director of the film Axx Bth?"):
-    """A failed trajectory as the optimizer is shown it."""
+    """Returns a failed trajectory in the form the optimizer reads."""
     return f"Question: {question}\n" + "".join(turns)
 
 
@@ -341,7 +352,7 @@ BIRTHPLACE = search("birthplace of Cn Ds", "Doc 1(Title: Cn Ds) A person with bi
 WHOLE = search("What is the birthplace of the director of the film Axx Bth?")
 NOTE_1, NOTE_2 = think("director of Axx Bth is Cn Ds"), think("birthplace of Cn Ds is Gl Hford")
 PLAN = think(" steps: director, birthplace")
-SYMPTOMS = {  # clause that is missing: (a failure that shows it, one that shows everything else but it)
+SYMPTOMS = {  # missing clause: (a failure that shows it, a similar one that does not)
     "entity": (failure(PLAN, WHOLE, NOTE_1, answer("Cn Ds")), failure(PLAN, DIRECTOR, NOTE_1, answer("Cn Ds"))),
     "cont": (failure(PLAN, DIRECTOR, NOTE_1, answer("Cn Ds")), failure(PLAN, WHOLE, NOTE_1, answer("Cn Ds"))),
     "exact": (
@@ -360,36 +371,36 @@ SYMPTOMS = {  # clause that is missing: (a failure that shows it, one that shows
 
 
 def as_the_policy_s_tokens_decode(text):
-    """Lower case, and a space between any two tokens."""
+    """Returns the text in lower case, with a space between any two tokens."""
     return re.sub(r"(</?\w+>|[?.,:()])", r" \1 ", text).lower().replace("question :", "Question:")
 
 
 def proposals(text, clause, n=60):
-    """The share of candidates with `clause` that failures like `text` lead to, over `n` prompts."""
+    """Returns the share of candidates with `clause` over `n` prompts that show failures like `text`."""
     candidates = []
     for k in range(n):
         shown = re.sub(r"Axx", f"A{k}xx", re.sub(r"axx", f"a{k}xx", text))
-        prompt = reflection_prompt(FRAMES[0], [(shown, ("Gl Hford",))], 6, 10_000, len)
+        prompt = reflection_prompt(FRAMES[0], [(shown, ("Gl Hford",))], 6, 10_000)
         candidates += parse_reply(reply_to(prompt, seed=0))
     return sum(clause in read(c) for c in candidates) / len(candidates)
 
 
 @pytest.mark.parametrize("written", [str, as_the_policy_s_tokens_decode])
 @pytest.mark.parametrize("clause", SYMPTOMS)
-def test_the_optimizer_reads_in_the_failures_what_the_instruction_lacks(clause, written):
+def test_the_optimizer_infers_the_missing_clause_from_failures(clause, written):
     ill, well = SYMPTOMS[clause]
     with_symptom, without = proposals(written(ill), clause), proposals(written(well), clause)
     assert with_symptom > 0.2
     assert with_symptom > 3 * without
 
 
-def test_an_agent_that_never_searches_is_told_to_search():
+def test_an_agent_that_never_searches_should_search():
     text = failure(think(), answer("Gl Hford"))
     assert proposals(text, "entity") > 0.2
-    assert "never searches" in reply_to(reflection_prompt(FRAMES[0], [(text, ("x",))], 6, 10_000, len), seed=3)
+    assert "never searches" in reply_to(reflection_prompt(FRAMES[0], [(text, ("x",))], 6, 10_000), seed=3)
 
 
-def test_an_answer_that_is_in_no_result_is_blamed_on_missing_notes():
+def test_an_answer_found_in_no_result_is_attributed_to_missing_notes():
     text = failure(PLAN, DIRECTOR, NOTE_1, BIRTHPLACE, NOTE_2, answer("Nowhere Atallford"))
     assert proposals(text, "state") > 0.2
 
@@ -400,16 +411,16 @@ def test_a_question_of_one_hop_needs_no_second_search():
     assert proposals(text, "cont") < 0.1
 
 
-def test_what_the_instruction_says_already_is_not_found_missing_again():
+def test_a_clause_in_the_instruction_is_not_missing():
     text = SYMPTOMS["entity"][0]
     has_it = f"{FRAMES[0]} {CLAUSES['entity'].unseen[0]}"
-    prompt = reflection_prompt(has_it, [(text, ("x",))], 6, 10_000, len)
+    prompt = reflection_prompt(has_it, [(text, ("x",))], 6, 10_000)
     assert "One broad query" not in reply_to(prompt, seed=0)
     assert "One broad query" in reply_to(prompt.replace(has_it, FRAMES[0]), seed=0)
 
 
 def failed_prompt(rng, full_world):
-    """A reflection prompt as a run makes it: an instruction, and four failures under it."""
+    """Returns an instruction and a run's reflection prompt for it, with four failures."""
     instruction = write(rng, random_clauses(rng), rng.randint(0, 2))
     shown = []
     while len(shown) < 4:
@@ -417,21 +428,21 @@ def failed_prompt(rng, full_world):
         text = "".join(part for part, _ in demonstrate(rng, full_world, q, read(instruction)))
         if last_answer(text) != q.path[-1]:
             shown.append((f"Question: {q.text}\n{text}", (q.path[-1],)))
-    return instruction, reflection_prompt(instruction, shown, 6, 10_000, len)
+    return instruction, reflection_prompt(instruction, shown, 6, 10_000)
 
 
 @pytest.fixture(scope="module")
 def replies(full_world):
-    """(parent, reply, [(candidate, reason against it or "")]) of 300 prompts."""
+    """Returns (parent, reply, [(candidate, reason for rejection or "")]) of 300 prompts."""
     rng = random.Random(0)
     out = []
     for _ in range(300):
         parent, prompt = failed_prompt(rng, full_world)
         reply = reply_to(prompt, seed=0)
-        taken, judged = {same(parent)}, []
+        used, judged = {normalized(parent)}, []
         for text in parse_reply(reply):
-            judged.append((text, check(text, parent, taken, [], 1000, len)))
-            taken.add(same(text))
+            judged.append((text, check(text, parent, used, [], 1000, len)))
+            used.add(normalized(text))
         out.append((parent, reply, judged))
     return out
 
@@ -463,7 +474,7 @@ def test_some_candidates_would_do_harm_and_most_would_not(replies):
         assert any(clause in clauses for clauses in new)
 
 
-def test_candidates_never_contradict_themselves_and_keep_what_is_not_contradicted(replies):
+def test_candidates_never_contradict_themselves_and_keep_all_other_clauses(replies):
     for parent, _, judged in replies:
         for text, _ in judged:
             slots = [CLAUSES[clause].slot for clause in read(text)]
@@ -471,20 +482,20 @@ def test_candidates_never_contradict_themselves_and_keep_what_is_not_contradicte
             assert {CLAUSES[clause].slot for clause in read(parent)} <= set(slots)
 
 
-def test_a_paraphrase_says_the_same_in_other_words():
+def test_a_paraphrase_keeps_the_clauses_in_other_words():
     parent = write(random.Random(0), ["whole", "state", "exact"])
     candidates = []
     for seed in range(20):
         candidates += parse_reply(reply_to(paraphrase_prompt(parent, 6), seed))
     assert len(candidates) > 80
     assert all(set(read(text)) == set(read(parent)) for text in candidates)
-    assert len({same(text) for text in candidates}) > 50
+    assert len({normalized(text) for text in candidates}) > 50
 
 
 @pytest.mark.parametrize(
     "prompt", ["", "Hello!", "<ins_0> Search. </ins_0>", "<ins_1>...</ins_1> to <ins_6>...</ins_6>"]
 )
-def test_a_prompt_that_is_none_of_appendix_e_gets_no_candidate(prompt):
+def test_a_prompt_not_of_appendix_e_gets_no_candidate(prompt):
     assert parse_reply(reply_to(prompt, seed=0)) == []
 
 
@@ -497,17 +508,17 @@ def server(tmp_path_factory):
         yield child
 
 
-def test_over_http_the_same_prompt_has_the_same_reply_and_another_prompt_another(server, full_world):
+def test_over_http_replies_depend_on_the_prompt_alone(server, full_world):
     prompts = [failed_prompt(random.Random(seed), full_world)[1] for seed in range(5)]
     optimizer = Optimizer(f"{server.url}/v1", "scripted", timeout=10, retries=0)
     first = [optimizer.ask(prompt, "t9 r0") for prompt in prompts]
     again = [optimizer.ask(prompt, "t18 r1") for prompt in reversed(prompts)]
-    texts = [call["reply"] for call in first]
-    assert texts == [call["reply"] for call in reversed(again)]
+    texts = [call.reply for call in first]
+    assert texts == [call.reply for call in reversed(again)]
     assert texts == [reply_to(prompt, seed=0) for prompt in prompts]
     assert len(set(texts)) == 5
-    assert [call["prompt_tokens"] for call in first] == [len(prompt) // 4 for prompt in prompts]
-    assert all(call["completion_tokens"] > 0 for call in first)
+    assert [call.prompt_tokens for call in first] == [len(prompt) // 4 for prompt in prompts]
+    assert all(call.completion_tokens > 0 for call in first)
     assert reply_to(prompts[0], seed=1) != texts[0]
 
 
@@ -516,14 +527,21 @@ def test_over_http_a_one_search_failure_leads_to_single_entity_searches_and_a_se
     optimizer = Optimizer(f"{server.url}/v1", "scripted", timeout=10, retries=0)
     said = Counter()
     for k in range(10):
-        prompt = reflection_prompt(START, [(text.replace("Axx", f"A{k}xx"), ("Gl Hford",))], 6, 10_000, len)
-        said.update(clause for text in parse_reply(optimizer.ask(prompt, "t9 r0")["reply"]) for clause in read(text))
+        prompt = reflection_prompt(START, [(text.replace("Axx", f"A{k}xx"), ("Gl Hford",))], 6, 10_000)
+        said.update(clause for text in parse_reply(optimizer.ask(prompt, "t9 r0").reply) for clause in read(text))
     assert said["entity"] >= 6
     assert said["exact"] >= 6
     assert min(said["entity"], said["exact"]) > said["verbose"]
 
 
-def test_the_optimizer_starts_from_whatever_directory_the_run_is_started_in(tmp_path, monkeypatch):
+def test_a_port_that_cannot_be_bound_is_reported_in_one_line():
+    command = [sys.executable, "-m", "world.optimizer", "--port", "70000"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (1, "") and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("cannot listen on 127.0.0.1:70000: ")
+
+
+def test_the_optimizer_starts_from_any_working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with Child(["-m", "world.optimizer"], tmp_path / "log") as child:
         assert child.url

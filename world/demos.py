@@ -1,17 +1,19 @@
-"""Demonstrations: how an agent behaves that does what its instruction says, with noise.
+"""Demonstrations of an agent that follows its instruction, with noise.
 
-What an instruction leaves unsaid falls back on poor habits: one search with the whole question, no notes, a
-sentence for an answer, stopping one fact early. These habits are what the paper's static baseline shows
-(one search that mirrors the question, App. F) and what evolution has to talk the policy out of.
+Where the instruction is silent, the agent falls back on poor habits: one search with the whole question, no notes, a
+sentence as the answer, stopping one fact early. The paper's static baseline shows such a habit (one search that mirrors
+the question, App. F); evolution has to overcome them.
 """
 
 import random
 
-from rollout import observation
+from tools import Search
 from world.clauses import BEST, write
 from world.facts import RELATIONS, Asked, World
 
-# How often the agent does the right thing: with the clause, against it, and with nothing said.
+SEARCH = Search.__new__(Search)  # formats results and messages; without __init__ it has no server
+
+# Probability of the right behaviour under the clause, under one that contradicts it, and under neither (None).
 OBEY = {
     "entity": {"entity": 0.96, "whole": 0.04, "memory": 0.02, None: 0.10},
     "state": {"state": 0.97, "terse": 0.02, None: 0.15},
@@ -19,11 +21,16 @@ OBEY = {
     "full": {"cont": 0.99, "early": 0.02, None: 0.20},
     "plan": {"plan": 0.97, None: 0.03},
 }
-MISREAD = 0.30  # an agent that writes no note takes its fact from a look-alike passage this often
+MISREAD = 0.30  # probability that an agent without notes takes its fact from a look-alike passage
+
+
+def observation(passages: list[str]) -> str:
+    """Returns the passages as the policy reads them after a search."""
+    return f"\n\n<{SEARCH.result_tag}>{SEARCH.show(passages)}</{SEARCH.result_tag}>\n\n"
 
 
 def random_clauses(rng: random.Random) -> list[str]:
-    """A random set of clauses, never all of BEST."""
+    """Returns a random set of clauses, never all of BEST."""
     while True:
         chosen = [
             rng.choices(["entity", "whole", "memory", None], [0.58, 0.15, 0.05, 0.22])[0],
@@ -38,7 +45,7 @@ def random_clauses(rng: random.Random) -> list[str]:
 
 
 def demonstrate(rng: random.Random, world: World, q: Asked, clauses: list[str], k: int = 3):
-    """A whole response as [(text, written by the agent?)], following the clauses."""
+    """Returns a whole response that follows the clauses, as [(text, written by the agent?)]."""
 
     def does(habit: str) -> bool:
         said = next((c for c in clauses if c in OBEY[habit]), None)
@@ -87,7 +94,7 @@ def demonstrate(rng: random.Random, world: World, q: Asked, clauses: list[str], 
 
 
 def demo(rng: random.Random, worlds: list[World], hops: list[int], k: int = 3):
-    """(instruction, question, parts): one line of the supervised data."""
+    """Returns one supervised example: (instruction, question, parts of the response)."""
     world = rng.choice(worlds)
     clauses = random_clauses(rng)
     q = world.random_question(rng, rng.choice(hops))

@@ -1,7 +1,7 @@
-"""A world of films, people, cities, nations and companies: its passages and its 1, 2 and 3-hop questions.
+"""A world of films, people, cities, nations and companies: its passages, and its questions of 1, 2 and 3 hops.
 
-Names are two invented words drawn from small pools, so every name has look-alikes that share a word with it,
-and searching for one entity brings its look-alikes along at ranks 2 and 3.
+Names are two invented words drawn from small pools, so that every name has look-alikes that share a word with it: a
+search for one entity finds them too, at ranks 2 and 3.
 """
 
 import random
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import bm25s
 import numpy as np
 
-RELATIONS = {  # relation: (kind it is asked of, kind of the answer)
+RELATIONS = {  # relation: (kind of its subject, kind of its object)
     "director": ("film", "person"),
     "producer": ("film", "company"),
     "birthplace": ("person", "city"),
@@ -41,7 +41,7 @@ MINI = {"film": 70, "person": 80, "city": 50, "nation": 15, "company": 40}  # on
 
 
 def words(n: int, seed: int, ending: str) -> list[str]:
-    """`n` distinct pronounceable words with one ending."""
+    """Returns `n` distinct pronounceable words with the same ending."""
     rng = random.Random(seed)
     consonants = "b d f g k l m n p r s t v z br dr gl kr st tr".split()
     vowels = "a e i o u ai ou".split()
@@ -97,12 +97,12 @@ class World:
         self.index.index([tokens(p) for p in self.passages], show_progress=False)
 
     def passage(self, kind: str, name: str) -> str:
-        """`"Title"` and one sentence with the entity's facts, as in Search-R1's corpus."""
+        """Returns `"Title"` and one sentence with the entity's facts, in the format of Search-R1's corpus."""
         told = [f"{r} {self.facts[name, r]}" for r, (of, _) in RELATIONS.items() if of == kind]
         return f'"{name}"\nA {kind} with {" and ".join(told)}.'
 
     def search(self, query: str, k: int = 3) -> list[str]:
-        """The `k` best passages by BM25: what the retrieval server answers over the same corpus."""
+        """Returns the `k` best passages by BM25, the same as the retrieval server over this corpus."""
         known = [t for t in tokens(query) if t in self.index.vocab_dict]
         if not known:
             return []
@@ -111,7 +111,7 @@ class World:
         return [self.passages[i] for i in best if scores[i] > 0]
 
     def ask(self, rng: random.Random, chain: tuple[str, ...], name: str) -> Asked:
-        """The question that follows `chain` from `name`, in one of the three openings."""
+        """Returns the question that follows `chain` from `name`, with one of the three openings."""
         path = [name]
         for relation in chain:
             path.append(self.facts[path[-1], relation])
@@ -129,12 +129,12 @@ def tokens(text: str) -> list[str]:
 
 
 def the_world() -> World:
-    """The one world of `world/files/`: the same for everybody."""
+    """Returns the world of `world/files/`, always the same one."""
     return World(random.Random(12345), FULL)
 
 
 def questions(world: World, split: str, per_hops: dict[int, int]) -> list[dict]:
-    """Distinct questions as data rows; the entities asked about in "train" and in "test" are disjoint."""
+    """Returns distinct questions as data rows; "train" and "test" ask about disjoint sets of entities."""
     rng = random.Random(f"questions {split}")
     heads = {}
     for kind, names in world.names.items():

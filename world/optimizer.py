@@ -1,11 +1,11 @@
-"""The world's scripted optimizer: an OpenAI-compatible server that plays the LLM of §3.2.
+"""The world's scripted optimizer: an OpenAI-compatible server in the role of the LLM of §3.2.
 
     python -m world.optimizer --port 8001
 
-It gets nothing but the prompt of App. E. It reads the failed responses in it as text (how many searches, what was
-asked, a sentence where a name belongs, an answer that no passage holds), writes an analysis and proposes
-instructions made of the world's clauses. Like an LLM it is of mixed quality: some proposals miss the point, some do
-harm, some say the right thing in words that the policy never saw, and now and then the reply is malformed.
+It gets nothing but the prompt of App. E. It reads the failed responses there as text (how many searches, which queries,
+a sentence where a name belongs, an answer that no passage contains), writes an analysis and proposes instructions made
+of the world's clauses. As with an LLM, proposals vary in quality: some miss the point, some do harm, some are right but
+in words that the policy has never read, and a few replies are malformed.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import hashlib
 import random
 import re
 
+from faults import one_line
 from harness.servers import listen, serve
 from world.clauses import CLAUSES, read, write
 
@@ -20,7 +21,7 @@ HARM = ("memory", "verbose", "terse", "early", "whole")
 
 
 def diagnose(response: str) -> dict[str, str]:
-    """clause -> the reason for it, found in one failed response (question, actions and results as text)."""
+    """Returns {clause: reason to add it}, read from one failed response (question, actions and results as text)."""
     question, _, acted = response.partition("?")
     hops = question.count(" of ")
     queries = re.findall(r"<search>(.*?)</search>", acted, re.S)
@@ -47,14 +48,14 @@ def diagnose(response: str) -> dict[str, str]:
 
 
 def revise(rng: random.Random, clauses: list[str], add: list[str]) -> str:
-    """An instruction with these clauses and the new ones, which replace what they contradict."""
+    """Returns an instruction with these clauses and the added ones, which replace those that they contradict."""
     slots = {CLAUSES[c].slot for c in add}
     kept = [c for c in clauses if CLAUSES[c].slot not in slots]
     return write(rng, kept + add, rng.randint(0, 1), "any" if rng.random() < 0.3 else "taught")
 
 
 def reply_to(prompt: str, seed: int) -> str:
-    """The reply to a prompt of App. E; a function of the two arguments alone."""
+    """Returns the reply to a prompt of App. E; it depends on the two arguments alone."""
     rng = random.Random(f"{seed} {hashlib.sha256(prompt.encode()).hexdigest()}")
     parent = re.search(r"<ins_0>(.*?)</ins_0>", prompt, re.S)
     asked = re.search(r"to <ins_(\d+)>", prompt)
@@ -136,9 +137,10 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8001)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--child", action="store_true", help="end with the standard input (used by inspo.py)")
+    parser.add_argument("--child", action="store_true", help="exit when standard input ends")
     args = parser.parse_args()
-    serve(make_app(args.seed), listen(args.host, args.port), args.child)
+    with one_line():
+        serve(make_app(args.seed), listen(args.host, args.port), args.child)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A word-level tokenizer for everything that can be said in the world; loads through AutoTokenizer."""
+"""A word-level tokenizer that covers every text of the world; loads through AutoTokenizer."""
 
 import json
 import re
@@ -7,8 +7,9 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rollout import INVALID
+from tools import invalid_action
 from world.clauses import CLAUSES, FILLERS, FRAMES
+from world.demos import SEARCH
 from world.facts import NAMES, OPENINGS, RELATIONS
 
 CONTROL = ["<pad>", "<unk>", "<|user|>", "<|assistant|>", "<eos>"]
@@ -22,8 +23,8 @@ TEMPLATE = (
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Lower-cased words and single punctuation marks; tags, `Question:` and `Doc 1(Title:` are one token each."""
-    said = [*FRAMES, *FILLERS, *OPENINGS, INVALID, "a with and of the it is steps ( ) . , ? : ' !"]
+    """Returns a tokenizer of lower-cased words and punctuation; a tag, `Question:` and `Doc 1(Title:` are one token."""
+    said = [*FRAMES, *FILLERS, *OPENINGS, invalid_action([SEARCH]), "a with and of the it is steps ( ) . , ? : ' !"]
     said += [wording for c in CLAUSES.values() for wording in c.taught + c.unseen]
     said += [*RELATIONS, *NAMES] + [word for pools in NAMES.values() for pool in pools for word in pool]
     text = re.sub("|".join(map(re.escape, TAGS)), " ", " ".join(said)).lower()
@@ -42,10 +43,10 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Save so that AutoTokenizer finds it again beside a Qwen2 model.
+    """Saves the tokenizer so that AutoTokenizer loads it beside a Qwen2 model.
 
-    transformers 5 loads every tokenizer beside a `qwen2` config as Qwen2's byte-level BPE, whatever its file says;
-    an empty `auto_map` is the one entry that makes it read `tokenizer_class` instead.
+    transformers 5 loads every tokenizer beside a `qwen2` config as Qwen2's byte-level BPE, whatever tokenizer.json
+    holds; only an `auto_map` of nulls makes it read `tokenizer_class` instead.
     """
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"

@@ -1,9 +1,9 @@
-"""The policy that the run starts from: a tiny Qwen2 taught by demonstrations to do what its instruction says.
+"""Trains the policy that a run starts from: a tiny Qwen2, taught by demonstrations to follow its instruction.
 
     python -m world.warm_start            # rebuilds world/files/ from nothing: about 3 minutes on 2 cores
 
-It never sees the world of the run (its worlds are other ones, with none of its names), and never a demonstration
-of the best clause combination. This is also the supervised (SFT) baseline.
+It never sees the world of the run, only other worlds that share no name with it, and never a demonstration of the best
+combination of clauses. It is also the supervised (SFT) baseline.
 """
 
 import argparse
@@ -26,9 +26,9 @@ from world.tokenizer import build_tokenizer, save_tokenizer
 
 FILES = Path(__file__).parent / "files"
 N_WORLDS = 300
-DECIDE = 3.0  # weight of the tags with which the agent decides what to do next: one token, rarely seen
-OTHER = 0.1  # weight of the loss on tokens that the agent did not write: they teach copying, too
-COPY, ONE, THREE = 0.06, 0.14, 0.22  # share of the tokens at which each lesson ends
+DECIDE = 3.0  # loss weight of the tags that decide the agent's next step: each is a single token, and rare
+OTHER = 0.1  # loss weight of tokens that the agent did not write: they teach copying, too
+COPY, ONE, THREE = 0.06, 0.14, 0.22  # share of the tokens after which each lesson ends
 
 
 def tiny_policy(vocab: int) -> Qwen2ForCausalLM:
@@ -43,13 +43,13 @@ def tiny_policy(vocab: int) -> Qwen2ForCausalLM:
 
 
 def lessons(rng: random.Random, worlds: list[World], tokenizer, total: int, batch: int):
-    """Batches [(ids, weights)] of about `batch` tokens, in three lessons: copy, one hop, all hops."""
+    """Yields (share done, batch [(ids, weights)] of about `batch` tokens) in three lessons: copy, one hop, all hops."""
     given = 0
     agent_end = [tokenizer.eos_token_id]
     decisions = set(tokenizer.convert_tokens_to_ids(["<think>", "<search>", "<answer>"]))
     while given < total:
         share = given / total
-        if share < COPY:  # repeat a random string: where attention learns to copy, without which nothing follows
+        if share < COPY:  # repeat a random string: attention has to learn to copy before anything else
             rows = []
             for _ in range(batch // 50):
                 x = [rng.randrange(20, len(tokenizer)) for _ in range(24)]
@@ -83,7 +83,7 @@ def lessons(rng: random.Random, worlds: list[World], tokenizer, total: int, batc
 
 
 def train(tokens: int, seed: int, batch: int = 3200) -> tuple[Qwen2ForCausalLM, object]:
-    """The warm-started policy and its tokenizer, after `tokens` tokens of demonstrations."""
+    """Returns the policy and its tokenizer after `tokens` tokens of demonstrations."""
     torch.manual_seed(seed)
     rng = random.Random(seed)
     world = the_world()
@@ -123,7 +123,7 @@ def train(tokens: int, seed: int, batch: int = 3200) -> tuple[Qwen2ForCausalLM, 
 
 
 def write_files(folder: Path) -> None:
-    """corpus.jsonl, train.jsonl and test.jsonl of the world."""
+    """Writes instruction.txt, corpus.jsonl, train.jsonl and test.jsonl of the world."""
     world = the_world()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "instruction.txt").write_text(START + "\n")
@@ -140,7 +140,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=3_000_000, help="tokens of demonstrations")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=FILES, help="where the files go")
+    parser.add_argument("--out", type=Path, default=FILES, help="directory to write")
     args = parser.parse_args()
     torch.set_num_threads(min(2, os.cpu_count() or 1))
     start = time.time()
