@@ -256,6 +256,16 @@ def test_a_query_brings_its_passages(retriever):
     assert server.body == {"queries": ["who"], "topk": 5, "return_scores": True}
 
 
+def test_a_query_without_a_passage_has_an_empty_result(retriever):
+    assert Search(retriever('{"result": [[]]}').url, topk=3).submit("who").result(10) == []
+
+
+def test_a_query_longer_than_the_server_accepts_is_cut(retriever):
+    server = retriever()
+    Search(server.url, topk=3).submit("x" * 5000).result(10)
+    assert server.batches == [["x" * 4096]]
+
+
 def test_queries_that_wait_leave_together_and_a_duplicate_in_flight_is_sent_once(retriever):
     server = retriever()
     server.gate.clear()
@@ -359,6 +369,7 @@ def test_a_refusal_is_not_retried(retriever, status):
         "no json", "[]", "null", "{}", '{"result": null}', '{"result": []}', '{"result": [[], []]}', '{"result": [3]}',
         '{"result": [["text"]]}', '{"result": [[{"id": "0", "contents": "x"}]]}', '{"result": [[{"document": {}}]]}',
         '{"result": [[{"document": {"contents": null}}]]}',
+        '{"result": [[{"document": {"contents": "x"}}, {"document": {"contents": 1}}]]}',
     ],
 )  # fmt: skip
 def test_an_answer_that_is_not_search_r1s_is_search_down(retriever, body):
