@@ -16,7 +16,7 @@ Row = dict[str, Any]
 def step_metrics(taus: Sequence[Trajectory], P: Population, G: int) -> dict[str, Any]:
     """Returns what the rollouts of a step show, by the names in metrics.jsonl and in the tracker.
 
-    `w` and `best` are the weights with this step's rewards, by which P is ranked.
+    `w`, `p` and `best` include this step's rewards: the weights by which P is ranked.
     """
     n = len(taus)
     groups = [taus[k : k + G] for k in range(0, n, G)]
@@ -35,6 +35,7 @@ def step_metrics(taus: Sequence[Trajectory], P: Population, G: int) -> dict[str,
         "best": best.id,
         "w_best": best.w,
         "w": {str(I.id): round(I.w, 4) for I in P.active},
+        "p": {str(I.id): round(float(p), 4) for I, p in zip(P.active, P.probabilities(), strict=True)},
         "r_bar": {str(j): round(r, 4) for j, r in sorted(mean_rewards(taus).items())},
     }
 

@@ -189,6 +189,7 @@ class Log:
         joining: Sequence[Candidate],
     ) -> None:  # fmt: skip
         self.ledger.verification_rollouts += (1 + len(scored)) * len(D_B)
+        self.r_parent = scored[0].r_parent
         row = {"t": t, "round": round, "parent": parent.id, "r_parent": scored[0].r_parent}
         verified = [asdict(c) | {"joined": c in joining} for c in scored]
         self.run.append("reflections", row | {"D_B": [q.id for q in D_B], "verified": verified})
@@ -196,7 +197,8 @@ class Log:
     def evolved(
         self, t: int, P: Population, parents: Sequence[Instruction], joined: Sequence[Instruction], shortfall: str
     ) -> None:
-        text = f"parent {', '.join(f'#{I.id}' for I in parents)}; {len(joined)} joined"
+        ids = ", ".join(f"#{I.id}" for I in parents)
+        text = f"parent {ids} ({self.r_parent:.2f} on D_B); {len(joined)} joined"
         if len(P) < self.cfg.N_P:
             text += f"; {self.cfg.N_P - len(P)} places stay empty: {shortfall}"
         for I in joined:

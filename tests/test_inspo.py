@@ -1,6 +1,10 @@
 """Whole runs of inspo.py over real servers: Algorithm 1's calendar, resume, faults, bad input, a user's own data."""
 
+import contextlib
+import gzip
+import io
 import json
+import math
 import os
 import random
 import re
@@ -12,16 +16,21 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+import inspo
+from config import Config
+from data import draw, load_questions, rng
 from engines.vllm_engine import vllm_installed
 from harness.directory import read_jsonl
 from harness.servers import Child
 
 ROOT = Path(__file__).parent.parent
 FIXTURE = Path(__file__).parent / "fixture"
-SMALL = "--batch 2 --mini 2 --G 2 --T 10 --K_p 1 --K_e 3 --T_e 9 --D_B 2 --eval_n 3 --save_every 3 --rounds 2".split()
+SMALL = "--batch 2 --mini 2 --G 2 --T 10 --K_p 1 --K_e 3 --T_e 9 --D_B 4 --eval_n 3 --save_every 3 --rounds 2".split()
+SMALL += ["--instruction", str(FIXTURE / "instruction.txt")]  # one that the world's policy scores under
 ENV = os.environ | {"OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}  # tests share their cores with the servers
 
 
@@ -29,6 +38,17 @@ def start(*flags: object, env: dict | None = None) -> subprocess.Popen:
     argv = [sys.executable, str(ROOT / "inspo.py"), *map(str, flags)]
     pipe = subprocess.PIPE
     return subprocess.Popen(argv, stdout=pipe, stderr=pipe, text=True, env=env or ENV, cwd=ROOT)
+
+
+def run_here(*flags: object) -> tuple[int | str, str, str]:
+    """(exit code or message, stdout, stderr) of inspo.main in this process, which saves importing torch."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            inspo.main(list(map(str, flags)))
+        except SystemExit as e:
+            code = e.code
+    return code, out.getvalue(), err.getvalue()
 
 
 def finish(process: subprocess.Popen, timeout: float = 120) -> tuple[int, str, str]:
@@ -109,17 +129,81 @@ def test_a_run_leaves_what_it_promises(whole):
     assert not [p for p in out.rglob("*.tmp")]
 
 
-def test_weights_and_probabilities_follow_the_recorded_rewards(whole):
-    """Eq. 6 from metrics.jsonl alone: w is the mean of the last 5 r_bar since the last evolution."""
-    history: dict[str, list[float]] = {}
+def trajectories(path: Path, t: int) -> list[dict]:
+    with gzip.open(path / "trajectories" / f"step-{t:06d}.jsonl.gz", "rt") as f:
+        return [json.loads(line) for line in f]
+
+
+def squad(text: str) -> str:
+    """SQuAD's normalization, written again."""
+    words = re.sub(r"[^\w\s]|_", "", text.lower()).split()
+    return " ".join(word for word in words if word not in ("a", "an", "the"))
+
+
+def test_rewards_advantages_and_r_bar_follow_from_the_trajectories(whole):
+    """§2.1, Eq. 3 and the mean of Alg.1 L9, from the files of the run alone."""
+    seen = set()
+    golds = {row["id"]: row["golden_answers"] for row in read_jsonl(ROOT / "world/files/train.jsonl")}
+    rows = {row["t"]: row for row in read_jsonl(whole[0] / "metrics.jsonl")}
+    for t in range(1, 11):
+        taus = trajectories(whole[0], t)
+        by_instruction: dict[str, list[float]] = {}
+        for tau in taus:
+            answers = re.findall(r"<answer>(.*?)</answer>", "".join(turn["text"] for turn in tau["turns"]))
+            right = bool(answers) and squad(answers[-1]) in {squad(gold) for gold in golds[tau["question"]]}
+            assert tau["reward"] == float(right)
+            by_instruction.setdefault(str(tau["instruction"]), []).append(tau["reward"])
+        for group in {tau["group"] for tau in taus}:
+            pair = [tau for tau in taus if tau["group"] == group]
+            a, b = [tau["reward"] for tau in pair]
+            for tau, r, other in zip(pair, (a, b), (b, a), strict=True):  # G = 2: std = |a - b| / sqrt(2)
+                assert tau["advantage"] == pytest.approx(math.copysign(0.5**0.5, r - other) if a != b else 0, abs=1e-5)
+            seen.add(a + b)
+        assert rows[t]["r_bar"] == pytest.approx({j: sum(r) / len(r) for j, r in by_instruction.items()}, abs=1e-4)
+        assert rows[t]["reward"] == rows[t]["em"] == sum(tau["reward"] for tau in taus) / len(taus)
+    assert seen == {0, 1, 2}  # groups without a right answer, with one, and with two
+
+
+def test_weights_probabilities_and_draws_follow_from_the_rewards(whole):
+    """Eq. 6 and 4 and Alg.1 L5, from metrics.jsonl and the trajectories; the weights are those before anyone leaves."""
+    events = {(e["t"], e["event"]): [I["id"] for I in e["P"]] for e in read_jsonl(whole[0] / "population.jsonl")}
+    cfg = Config(batch=2, seed=0)
+    D = {q.id: q for q in load_questions(ROOT / "world/files/train.jsonl")}
+    active, history = events[0, "start"], {}
+    w = dict.fromkeys(active, 0.0)
     for row in read_jsonl(whole[0] / "metrics.jsonl")[1:]:
-        for j, r in row["r_bar"].items():
-            history.setdefault(j, []).append(r)
-        if row["t"] in (3, 6):  # evolved: all weights are 0 again
-            history = {}
-        for j, w in row["w"].items():
-            window = history.get(j, [])[-5:]
-            assert w == pytest.approx(sum(window) / len(window) if window else 0.0, abs=2e-4)
+        t = row["t"]
+        p = np.exp([w[j] / 0.2 for j in active])
+        drawn = rng(0, t, "instructions").choice(len(active), size=2, p=p / p.sum())
+        taus = trajectories(whole[0], t)
+        assert [tau["instruction"] for tau in taus] == [active[k] for k in drawn for _ in range(2)]
+        assert [tau["question"] for tau in taus] == [q.id for q in draw(D, cfg.batch, 0, t) for _ in range(2)]
+        for j in set(drawn):
+            r = [tau["reward"] for tau in taus if tau["instruction"] == active[j]]
+            history.setdefault(active[j], []).append(sum(r) / len(r))
+        w = {j: float(np.mean(history[j][-5:])) if j in history else 0.0 for j in active}
+        assert row["w"] == pytest.approx({str(j): x for j, x in w.items()}, abs=1e-4) and row["P"] == len(active)
+        p = np.exp([w[j] / 0.2 for j in active])
+        assert list(row["p"].values()) == pytest.approx(p / p.sum(), abs=1e-4)
+        if (t, "prune") in events:
+            kept = sorted(active, key=lambda j: -w[j])[: max(1, len(active) - len(active) // 2)]
+            assert set(events[t, "prune"]) == set(kept)
+            active = events[t, "prune"]
+        if (t, "evolve") in events and len(events[t, "evolve"]) > 1:
+            assert events[t, "evolve"][0] == max(active, key=lambda j: w[j])
+            active, history = events[t, "evolve"], {}
+        w = {j: w[j] if j in history else 0.0 for j in active}
+    assert max(row["w_best"] for row in read_jsonl(whole[0] / "metrics.jsonl")[1:]) > 0
+
+
+def test_who_joins_is_not_below_the_parent_on_the_same_questions(whole):
+    rounds = [row for row in read_jsonl(whole[0] / "reflections.jsonl") if "verified" in row]
+    assert any(row["r_parent"] > 0 for row in rounds)  # the gate is not 0 >= 0
+    for row in rounds:
+        for c in row["verified"]:
+            assert c["r_parent"] == row["r_parent"] and (c["r"] >= row["r_parent"] or not c["joined"])
+    born = {(I["text"], I["verified"]) for e in read_jsonl(whole[0] / "population.jsonl") for I in e["P"] if I["born"]}
+    assert born <= {(c["text"], c["r"]) for row in rounds for c in row["verified"]}
 
 
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -147,7 +231,7 @@ def test_a_run_is_not_overwritten_and_not_continued_as_another(whole):
 
 
 def test_without_an_optimizer_training_goes_on(tmp_path):
-    env = ENV | {"OPENAI_BASE_URL": "http://127.0.0.1:9/v1", "INSPO_TEST": "1"}
+    env = ENV | {"OPENAI_BASE_URL": "http://127.0.0.1:9/v1"}
     flags = [*SMALL, "--T", "4", "--optimizer_model", "nobody", "--optimizer_retries", "1"]
     code, stdout, stderr = finish(start("--out", tmp_path / "r", *flags, env=env))
     assert code == 0, stderr
