@@ -6,6 +6,7 @@ import random
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import requests
@@ -75,7 +76,7 @@ class Client:
             reraise=True,
         )
         try:
-            answer: T = retrying(self._ask_each_server, method, path, body, read)
+            answer: T = retrying(self._ask_each_server, partial(self._ask, method, path, body, read))
             return answer
         except RequestFailed as e:
             place = path.partition("?")[0]
@@ -96,11 +97,11 @@ class Client:
         fault = state.outcome.exception() if state.outcome else None
         return min(MAX_WAIT, max(backoff, fault.retry_after if isinstance(fault, RequestFailed) else 0.0))
 
-    def _ask_each_server(self, method: str, path: str, body: Any, read: Callable[[Any], T]) -> T:
+    def _ask_each_server(self, ask: Callable[[], T]) -> T:
         retry_after = 0.0
         for _ in self.urls:
             try:
-                return self._ask(method, path, body, read)
+                return ask()
             except RequestFailed as e:
                 if not e.transient:
                     raise
