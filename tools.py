@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-import simpleeval  # type: ignore[import-untyped]
+import simpleeval
 
 from config import Config
 from faults import ToolDown

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from faults import Fault, ToolDown
-from tools import Calculator, Search, Tool, find_call, invalid_action, stop_strings
+from tools import Calculator, Search, Tool, find_call, invalid_action, make_tools, stop_strings
 
 SEARCH, CALCULATOR = Search("http://127.0.0.1:9", topk=3), Calculator()  # nobody listens there
 
@@ -34,6 +34,12 @@ def test_the_message_after_an_invalid_action_names_every_tool():
         "\n\nThat was neither a search nor a calculation nor an answer. Write <search> query </search>, "
         "<calculate> expression </calculate> or <answer> answer </answer>.\n\n"
     )
+
+
+@pytest.mark.parametrize("names, tools", [("search", [SEARCH]), ("calculator,search", [CALCULATOR, SEARCH])])
+def test_the_tools_of_a_run_come_in_the_order_in_which_they_are_named(names, tools):
+    made = make_tools(SimpleNamespace(tools=names), SEARCH)
+    assert [type(tool) for tool in made] == [type(tool) for tool in tools] and SEARCH in made
 
 
 def test_a_tool_of_ones_own_is_a_class_with_five_words():
@@ -217,7 +223,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def retriever():
-    """Retriever, whose instances are stopped at the end."""
+    """Start servers; they stop with the test."""
     started = []
 
     def start(*faults):
@@ -315,7 +321,7 @@ def test_a_fault_that_stays_is_search_down(retriever, naps, fault, words):
     assert search.submit("who").result(10)  # the client itself is well
 
 
-def test_after_a_fault_the_next_server_is_asked_at_once_and_stays_the_one_in_use(retriever, naps):
+def test_after_a_fault_the_next_server_is_asked_at_once_and_stays_in_use(retriever, naps):
     broken, well = retriever(500, "drop"), retriever()
     search = Search(f"{broken.url}/, {well.url}", topk=3)
     assert search.submit("who").result(10) == search.submit("who").result(10) == ['"who"\nText.']
@@ -372,7 +378,7 @@ def test_a_refusal_is_not_retried(retriever, status):
         '{"result": [[{"document": {"contents": "x"}}, {"document": {"contents": 1}}]]}',
     ],
 )  # fmt: skip
-def test_an_answer_that_is_not_search_r1s_is_search_down(retriever, body):
+def test_a_malformed_answer_is_search_down(retriever, body):
     server = retriever(body)
     with pytest.raises(ToolDown, match="not a Search-R1 answer"):
         Search(server.url, topk=3).submit("who").result(10)
