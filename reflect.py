@@ -201,8 +201,8 @@ class Optimizer:
             key=key,
             prompt=prompt,
             reply=reply,
-            prompt_tokens=usage.get("prompt_tokens") or len(prompt) // 4,
-            completion_tokens=usage.get("completion_tokens") or len(reply) // 4,
+            prompt_tokens=_tokens(usage.get("prompt_tokens"), prompt),
+            completion_tokens=_tokens(usage.get("completion_tokens"), reply),
             seconds=round(time.time() - start, 3),
             paid_before=False,
         )
@@ -214,6 +214,10 @@ def _read_completion(answer: Any) -> tuple[str, dict[str, Any]]:
         raise TypeError("content is not text")
     usage = answer.get("usage")
     return reply, usage if isinstance(usage, dict) else {}
+
+
+def _tokens(counted: Any, text: str) -> int:
+    return counted if isinstance(counted, int) and counted else len(text) // 4
 
 
 def paid_calls(rows: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -382,6 +382,7 @@ def test_a_base_url_may_end_in_a_slash(endpoint):
         {"usage": {}},
         {"usage": "free"},
         {"usage": {"prompt_tokens": None, "completion_tokens": None}},
+        {"usage": {"prompt_tokens": "many", "completion_tokens": 0}},
     ],
 )
 def test_tokens_that_the_endpoint_does_not_count_are_estimated(endpoint, usage):
