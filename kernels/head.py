@@ -1,8 +1,8 @@
 """The GRPO head: vocabulary projection, Eq. 2 and their gradient in one pass over the action tokens.
 
-A vocabulary has up to 152,000 entries, so the logits of a batch are its largest matrix by far. Here they live one
-chunk of rows at a time, and the pass that reads the loss off a chunk writes its gradient as well: three matrix
-products in all, the least there can be, and nothing is computed twice.
+A vocabulary has up to 152,000 entries, so the logits of a batch are by far its largest matrix. Here they exist one
+chunk of rows at a time, and the pass that reads the loss off a chunk also writes its gradient: three matrix products in
+all, the minimum, and nothing is computed twice.
 """
 
 import math
@@ -29,36 +29,37 @@ def grpo_head(
     grad_weight=None,
     chunk=4096,
 ):
-    """GRPO loss of N action tokens, its gradient already taken (Eq. 2 of the paper, with the rho of Eq. 3).
+    """Returns the GRPO loss of N action tokens, its gradient already computed (Eq. 2, with the rho of Eq. 3).
 
     With x = hidden @ weight.T / T, p = softmax(x), logp = log p[y] and rho = exp(logp - old), the loss is
 
         L = -sum_n w * (S - beta * KL + entropy_coef * H),
         S = min(rho * adv, clip(rho, 1 - eps_low, 1 + eps_high) * adv),    H = -sum_j p[j] log p[j]
 
-    Its gradient needs no second look at the logits:
+    The gradient needs no second look at the logits:
       1. S and KL depend on x only through logp:          dlogp/dx[j] = 1[j = y] - p[j]
       2. drho/dlogp = rho, so where min takes rho * adv:  dS/dlogp = rho * adv, and 0 where the clip holds
       3. KL = exp(d) - d - 1 with d = ref - logp (k3):    dKL/dlogp = 1 - exp(d)
-      4. one number a token is therefore enough:          c = w * (dS/dlogp - beta * dKL/dlogp)
+      4. so one number per token suffices:                c = w * (dS/dlogp - beta * dKL/dlogp)
       5. the entropy adds a second:                       dH/dx[j] = -p[j] * (log p[j] + H),  a = w * entropy_coef
-      6. together, and with the 1/T of x:                 dL/dz[j] = (p[j] * (c + a * (log p[j] + H)) - c 1[j = y]) / T
+      6. together, with the 1/T of x:                     dL/dz[j] = (p[j] * (c + a * (log p[j] + H)) - c 1[j = y]) / T
       7. and from the dz (n, V) of a chunk:               dX = dz @ weight,  dW = dz.T @ hidden
 
-    hidden (N, H), weight (V, H), targets (N,) int64. On a GPU bf16 hidden states are multiplied as they are, by the
-        weight in bf16, into float32, and dL/dz is rounded to bf16; all else is computed in float32, or float64
-        where it is given (on a GPU its rows in float32). Inside FSDP2 see to it that nothing but hidden is cast
-        (MixedPrecisionPolicy(cast_forward_inputs=False)): log-probs do not survive bf16.
+    hidden (N, H), weight (V, H), targets (N,) int64. On a GPU, bf16 hidden states are multiplied in bf16 by the weight
+        in bf16, accumulated in float32, and dL/dz is rounded to bf16. Everything else is float32, or float64 for
+        float64 inputs (whose rows a GPU processes in float32). Inside FSDP2, cast nothing but hidden
+        (MixedPrecisionPolicy(cast_forward_inputs=False)): bf16 is too coarse for log-probs.
     adv, w, old_logp, ref_logp: (N,); eps_low, eps_high: scalars or (N,). No gradient flows into these.
-    w: mask / normaliser * importance weight, so any averaging scheme. Cheaper than w = 0: leave out the row.
-    old_logp: None is the on-policy step, rho = 1 with the gradient of rho. ref_logp: None is no KL. The differences
-        to logp are cut at +-80, so that all numbers stay finite.
-    delta: caps the first rho of the min too, which bounds S where adv < 0. Choose it above 1 + eps_high.
-    kind: "clip" is the above; "cispo" has S = min(rho, 1 + eps_high) * adv * logp, all but logp a constant,
-        so that every token keeps a gradient (eps_low and delta play no part).
-    grad_weight: (V, H), float32 or wider; backward adds dW to it and leaves the gradient of weight alone.
-    chunk: rows at a time; the memory is a float32 matrix (chunk, V) on a GPU, two elsewhere. Small chunks cost: each
-        reads weight and dW anew.
+    w: mask / normalizer * importance weight, which expresses any averaging scheme. Leaving out a row is cheaper than
+        w = 0.
+    old_logp: None is the on-policy step, rho = 1 with the gradient of rho. ref_logp: None means no KL. Their
+        differences to logp are clamped to +-80, so that all numbers stay finite.
+    delta: also caps the first rho of the min, which bounds S where adv < 0. Choose it above 1 + eps_high.
+    kind: "clip" is the above; "cispo" has S = min(rho, 1 + eps_high) * adv * logp with all but logp constant, so that
+        every token keeps a gradient (eps_low and delta are ignored).
+    grad_weight: (V, H), float32 or wider; backward adds dW to it and leaves weight.grad alone.
+    chunk: rows at a time; takes the memory of one float32 matrix (chunk, V) on a GPU, of two elsewhere. Small chunks
+        are slow: each reads weight and dW again.
 
     Returns L, a scalar, and a dict of detached (N,) tensors: logp, entropy (nats), kl, clipped (bool).
     Raises ValueError for an unknown kind, and for beta without ref_logp.
@@ -71,7 +72,7 @@ def grpo_head(
     need_dX = need_grad and hidden.requires_grad
     need_dW = need_grad and (weight.requires_grad or grad_weight is not None)
 
-    # Autocast would take the products in bf16: logp would be off by up to 0.1, half of eps.
+    # Under autocast the products would be bf16, and logp off by up to 0.1, half of eps.
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
         N, like = len(hidden), {"dtype": _wide(hidden.dtype), "device": hidden.device}
         tokens = dict(adv=adv, w=w, old=old_logp, ref=ref_logp, eps_low=eps_low, eps_high=eps_high)
@@ -90,10 +91,10 @@ def grpo_head(
                 dX[rows] = _product(dz, W)
             if need_dW:
                 dW = _product(dz.T, x) if dW is None else _add_product(dW, dz.T, x)
-            del z, dz  # before the next chunk's logits are made
+            del z, dz  # before the next chunk allocates its logits
         if need_dW and dW is None:  # no tokens
             dW = torch.zeros(weight.shape, **like)
-        loss = (-J).sum()  # over all N at once, so that chunk does not change the order of the sum
+        loss = (-J).sum()  # over all N at once, so that the order of summation does not depend on chunk
     if need_grad:
         loss = _Attach.apply(loss, hidden, weight, dX, dW, grad_weight)
     return loss, {"logp": logp, "entropy": entropy, "kl": kl, "clipped": clipped}
@@ -101,30 +102,30 @@ def grpo_head(
 
 @torch.no_grad()
 def token_logprobs(hidden, weight, targets, temperature=1.0, chunk=4096):
-    """Log-probability of each target under softmax(hidden @ weight.T / temperature), and its entropy (nats).
+    """Returns log p of each target and the entropy in nats, for p = softmax(hidden @ weight.T / temperature).
 
-    hidden (N, H), weight (V, H), targets (N,) int64 -> (N,), (N,). No gradient; grpo_head's precision.
+    hidden (N, H), weight (V, H), targets (N,) int64 -> (N,), (N,). No gradient; precision as in grpo_head.
     """
     with torch.autocast(hidden.device.type, enabled=False):
         logp_rows, W = _rows(hidden.device).logp_rows, weight.to(_factor(hidden))
         logp, entropy = torch.empty(2, len(hidden), dtype=_wide(hidden.dtype), device=hidden.device)
         for rows, _, z in _chunks(hidden, W, chunk):
             logp[rows], entropy[rows] = logp_rows(z, targets[rows], temperature)
-            del z  # before the next chunk's logits are made
+            del z  # before the next chunk allocates its logits
     return logp, entropy
 
 
 def _rows(device):
-    """The module that works on rows of logits."""
+    """Returns the module that processes rows of logits on this device."""
     if device.type == "cuda":
-        from kernels import rows_triton as rows  # here: a machine without CUDA may be without Triton
+        from kernels import rows_triton as rows  # here: machines without CUDA may lack Triton
     else:
         from kernels import rows_torch as rows
     return rows
 
 
 def _each(value, N, like):
-    """A scalar or an (N,) tensor as an (N,) tensor; a scalar is filled in, as a copy would wait for the GPU."""
+    """Returns a scalar or an (N,) tensor as an (N,) tensor; filling one with a scalar does not wait for the GPU."""
     return value.to(**like).expand(N) if torch.is_tensor(value) else torch.full((N,), value, **like)
 
 
@@ -133,12 +134,12 @@ def _wide(dtype):
 
 
 def _factor(hidden):
-    """The dtype of the factors of the products. CUDA multiplies bf16 into float32; float16 cannot hold dL/dz."""
+    """Returns the dtype to multiply in. CUDA multiplies bf16 into float32; float16 cannot represent dL/dz."""
     return hidden.dtype if hidden.is_cuda and hidden.dtype == torch.bfloat16 else _wide(hidden.dtype)
 
 
 def _chunks(hidden, W, chunk):
-    """Yields for each chunk of n rows: their slice, their hidden states (n, H) and their logits (n, V)."""
+    """Yields the slice, the hidden states (n, H) and the logits (n, V) of each chunk of n rows."""
     for start in range(0, len(hidden), chunk):
         rows = slice(start, start + chunk)
         x = hidden[rows].to(W.dtype)
@@ -146,19 +147,19 @@ def _chunks(hidden, W, chunk):
 
 
 def _product(a, b):
-    """a @ b in float32, or float64."""
+    """Returns a @ b in float32, or float64."""
     return a @ b if a.dtype == _wide(a.dtype) else torch.mm(a, b, out_dtype=torch.float32)
 
 
 def _add_product(total, a, b):
-    """total += a @ b, added up in float32, or float64: a bf16 sum of many chunks drifts."""
+    """Returns total += a @ b, accumulated in float32, or float64: a bf16 sum of many chunks drifts."""
     if a.dtype == total.dtype:
         return total.addmm_(a, b)
     return torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
 
 
 class _Attach(torch.autograd.Function):
-    """Gives a finished loss the gradients that were computed along with it: backward only scales them."""
+    """Attaches precomputed gradients to a loss; backward only scales them."""
 
     @staticmethod
     def forward(ctx, loss, hidden, weight, dX, dW, grad_weight):
@@ -175,6 +176,6 @@ class _Attach(torch.autograd.Function):
         if ctx.grad_weight is not None:
             ctx.grad_weight.addcmul_(scale, dW)
             dW = None
-        elif dW is not None:  # straight into its dtype: a second (V, H) in float32 would be the peak of the memory
+        elif dW is not None:  # directly in its dtype: a second (V, H) in float32 would be the peak of memory
             dW = torch.mul(dW, scale, out=torch.empty(dW.shape, dtype=ctx.dtypes[1], device=dW.device))
         return None, dX, dW, None, None, None

@@ -1,4 +1,4 @@
-"""Rows of logits -> loss and gradient in plain torch: the twin of rows_triton.py, for every device."""
+"""Rows of logits -> loss and gradient in plain torch: what rows_triton.py computes, for every device."""
 
 import torch
 
@@ -20,17 +20,17 @@ def loss_rows(
     old=None,
     ref=None,
 ):
-    """The loss of n tokens and its gradient by their logits z (n, V), which are overwritten.
+    """Computes the loss of n tokens and its gradient with respect to their logits z (n, V); overwrites z.
 
-    Returns J = w * (S - beta * KL + entropy_coef * H), logp, H, KL and whether the clip held, (n,) each, and dL/dz
-    (n, V) of L = -sum J, or None where grad_dtype is. Symbols and steps are those of `head.grpo_head`.
+    Returns J = w * (S - beta * KL + entropy_coef * H), logp, H, KL and whether the token is clipped, (n,) each; and
+    dL/dz (n, V) of L = -sum J in grad_dtype, or None without one. Symbols and steps are those of `head.grpo_head`.
     """
     e, u, total, logp, entropy = _softmax(z, targets, temperature)
     rho = torch.ones_like(logp) if old is None else torch.exp((logp - old).clamp(-80, 80))  # Eq.3; finite
     if kind == "clip":
         clip = rho.clamp(min=1 - eps_low).clamp(max=1 + eps_high)
         S = torch.minimum(rho.clamp(max=delta) * adv, clip * adv)  # Eq.2
-        clipped = S != rho * adv  # at a tie, above all rho = 1, the gradient is the unclipped one
+        clipped = S != rho * adv  # at a tie, in particular rho = 1, the gradient is the unclipped one
         dS = torch.where(clipped, 0, rho * adv)
     else:
         clipped = rho > 1 + eps_high
@@ -52,7 +52,7 @@ def loss_rows(
         if entropy_coef:  # p * (log p + H) = (u - e * (log total - H)) / total
             a = w * entropy_coef / temperature
             scale = c - a * (total.log() - entropy)
-        dz = e.mul_((scale / total)[:, None])  # in place: e is not needed again
+        dz = e.mul_((scale / total)[:, None])  # in place: e is no longer needed
         if entropy_coef:
             dz += u.mul_((a / total)[:, None])
         dz[torch.arange(len(dz), device=dz.device), targets] -= c
@@ -61,17 +61,17 @@ def loss_rows(
 
 
 def logp_rows(z, targets, temperature):
-    """log p[y] and the entropy, (n,) each, of the logits z (n, V), which are overwritten."""
+    """Returns log p[y] and the entropy, (n,) each, of the logits z (n, V); overwrites z."""
     return _softmax(z, targets, temperature)[3:]
 
 
 def _softmax(z, targets, temperature):
-    """With x = z / T less its maximum: exp(x) (n, V), exp(x) * x in place of z, the total of exp(x), logp, entropy."""
+    """Returns e = exp(x) and u = e * x (n, V), sum e, logp, entropy (n,), where x = z / T - max; u overwrites z."""
     if temperature != 1:
         z /= temperature
     z -= z.amax(1, keepdim=True)  # the same softmax, and exp cannot overflow
     e = z.exp()
-    total = e.sum(1)  # adds pairwise: 10 times as exact as log_softmax at V = 152,000
+    total = e.sum(1)  # pairwise summation: 10 times as exact as log_softmax at V = 152,000
     logp = z.gather(1, targets[:, None])[:, 0] - total.log()
     u = z.mul_(e)
     return e, u, total, logp, total.log() - u.sum(1) / total

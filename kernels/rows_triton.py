@@ -1,24 +1,24 @@
 """Rows of logits -> loss and gradient in one launch: the kernel of the GRPO head.
 
-One program a row. It reads the row twice: first for log-probability and entropy, then, knowing from them the one or
-two numbers that the gradient needs, to write dL/dz over it. Symbols and steps are those of `head.grpo_head`;
-`rows_torch.py` is the same in torch.
+One program per row. It reads the row twice: first for log-probability and entropy; these determine the one or two
+numbers that the gradient needs, and the second time it writes dL/dz over the row. Symbols and steps are those of
+`head.grpo_head`; `rows_torch.py` does the same in torch.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-BLOCK, WARPS = 4096, 8  # logits that a program has in registers; 16 a thread
-LOW = tl.constexpr(-1e30)  # stands for -inf: finite, so that LOW - LOW is 0 and not NaN
+BLOCK, WARPS = 4096, 8  # logits that a program holds in registers, 16 per thread
+LOW = tl.constexpr(-1e30)  # a finite -inf, so that LOW - LOW is 0 and not NaN
 TOKENS = ["ADV", "W", "OLD", "REF", "EPS_LOW", "EPS_HIGH", "J", "LOGP", "ENTROPY", "KL", "CLIPPED"]
 
 
-@triton.jit(do_not_specialize_on_alignment=TOKENS)  # chunks start anywhere in these: no compilation for each
+@triton.jit(do_not_specialize_on_alignment=TOKENS)  # chunks start anywhere in these; do not recompile for each
 def rows_kernel(
     Z,  # (n, V) logits, any float
     Y,  # (n,) int64
-    DZ,  # (n, V), rows dz_stride apart: over Z, see _over; None: no gradient
+    DZ,  # (n, V), rows dz_stride apart, in Z's memory (see _over); None: no gradient
     ADV, W, OLD, REF, EPS_LOW, EPS_HIGH,  # (n,) float32; ADV None: no loss; OLD None: rho = 1; REF None: no KL
     J, LOGP, ENTROPY, KL, CLIPPED,  # (n,) results
     V, dz_stride, inv_t, delta, beta, entropy_coef,
@@ -27,7 +27,7 @@ def rows_kernel(
     row = tl.program_id(0).to(tl.int64)  # row * V passes 2^31 at row 14,135
     cols = tl.arange(0, BLOCK)
 
-    # Once over the row, each lane for itself: m = max x, s = sum exp(x - m), t = sum exp(x - m) * (x - m)
+    # First pass, each lane for itself: m = max x, s = sum exp(x - m), t = sum exp(x - m) * (x - m)
     m = tl.full((BLOCK,), LOW, tl.float32)
     s = tl.zeros((BLOCK,), tl.float32)
     t = tl.zeros((BLOCK,), tl.float32)
@@ -40,7 +40,7 @@ def rows_kernel(
         t = old_scale * (t + s * (m - top)) + e * (x - top)
         s = old_scale * s + e
         m = top
-    # The lanes together. A lane that saw no logit has m = LOW, and so the scale exp(LOW - M) = 0.
+    # Combine the lanes. A lane without logits has m = LOW, and so the scale exp(LOW - M) = 0.
     M = tl.max(m, 0)
     scale = tl.exp(m - M)
     total = tl.sum(scale * s, 0)
@@ -65,7 +65,7 @@ def rows_kernel(
         else:
             clip = tl.minimum(tl.maximum(rho, 1.0 - tl.load(EPS_LOW + row)), high)
             S = tl.minimum(tl.minimum(rho, delta) * adv, clip * adv)  # Eq.2
-            clipped = S != rho * adv  # at a tie, above all rho = 1, the gradient is the unclipped one
+            clipped = S != rho * adv  # at a tie, in particular rho = 1, the gradient is the unclipped one
             dS = tl.where(clipped, 0.0, rho * adv)
         kl = 0.0 * adv
         if REF is not None:
@@ -79,14 +79,14 @@ def rows_kernel(
         tl.store(KL + row, kl)
         tl.store(CLIPPED + row, clipped)
 
-        if DZ is not None:  # over the row again
+        if DZ is not None:  # second pass
             c, a = w * dS * inv_t, w * entropy_coef * inv_t
             for start in range(0, V, BLOCK):
                 j = start + cols
                 x = tl.load(Z + row * V + j, mask=j < V, other=0.0).to(tl.float32) * inv_t
                 log_p = (x - M) - log_total
                 dz = tl.exp(log_p) * (c + a * (log_p + entropy)) - tl.where(j == y, c, 0.0)
-                tl.debug_barrier()  # bf16 goes where block j / 2 was: every thread must have read its logits first
+                tl.debug_barrier()  # bf16 overwrites block j / 2: every thread must have read its logits by now
                 tl.store(DZ + row * dz_stride + j, dz.to(DZ.dtype.element_ty), mask=j < V)
 
 
@@ -107,7 +107,7 @@ def loss_rows(
     old=None,
     ref=None,
 ):
-    """What rows_torch.loss_rows returns; dL/dz lies over z (n, V)."""
+    """Returns the same as rows_torch.loss_rows; dL/dz overwrites z (n, V)."""
     n = len(z)
     J, logp, entropy, kl = torch.empty(4, n, device=z.device)
     clipped = torch.empty(n, dtype=torch.bool, device=z.device)
@@ -123,7 +123,7 @@ def loss_rows(
 
 
 def logp_rows(z, targets, temperature):
-    """log p[y] and the entropy, (n,) each, of the logits z (n, V)."""
+    """Returns log p[y] and the entropy, (n,) each, of the logits z (n, V)."""
     logp, entropy = torch.empty(2, len(z), device=z.device)
     absent = dict.fromkeys(("DZ", "ADV", "W", "OLD", "REF", "EPS_LOW", "EPS_HIGH", "J", "KL", "CLIPPED"))
     rows_kernel[(len(z),)](
@@ -135,10 +135,10 @@ def logp_rows(z, targets, temperature):
 
 
 def _over(z, dtype):
-    """(n, V) of a dtype, in the memory of z, row over row: bf16 fills the first half of a row of float32.
+    """Returns (n, V) of a dtype in the memory of z, row over row: bf16 fills the first half of a row of float32.
 
-    Block k of dL/dz then ends at byte 2 (k + 1) BLOCK of its row and block k + 1 of the logits starts at 4 (k + 1)
-    BLOCK: what is written has been read, if all threads of block k have.
+    Block k of dL/dz then ends at byte 2 (k + 1) BLOCK of its row, and block k + 1 of the logits starts at byte
+    4 (k + 1) BLOCK: a write never hits unread logits once all threads have read block k.
     """
     return z if dtype == z.dtype else z.view(dtype)[:, : z.shape[1]]
 

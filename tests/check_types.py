@@ -1,6 +1,7 @@
-"""For mypy, never run: every engine implements the protocol. (`test_engine.py` compares the signatures at run time.)
+"""Never run: mypy verifies here that every engine implements the protocol.
 
-mypy --strict --follow-imports=silent tests/check_types.py
+`make lint` checks this file, or: mypy --strict --follow-imports=silent tests/check_types.py. `tests/test_engine.py`
+compares the signatures at run time.
 """
 
 from engines import Engine

@@ -1,6 +1,6 @@
-"""Compiles every variant of the row kernel for sm_80 and sm_90, without a GPU; prints what became of it as JSON.
+"""Compiles every variant of the row kernel for sm_80 and sm_90, without a GPU; prints registers and memory accesses.
 
-A script, because a process that has Triton's interpreter on cannot compile.
+A script, because a process in which Triton's interpreter is on cannot compile. The output is JSON.
 """
 
 import json
@@ -26,7 +26,7 @@ settings = {
     "bf16 logits": {"Z": "*bf16"},
     "cispo": {"CISPO": True},
     "on-policy, no KL": {"OLD": None, "REF": None, "WITH_KL": False},
-    "V = 1187": {"BLOCK": 2048},  # no multiple of 16
+    "V = 1187": {"BLOCK": 2048},  # not a multiple of 16
     "loss alone": {"DZ": None},
     "log-probs": dict.fromkeys(("DZ", "ADV", "W", "OLD", "REF", "EPS_LOW", "EPS_HIGH", "J", "KL", "CLIPPED")),
 }
@@ -36,7 +36,7 @@ for capability in (80, 90):
         kinds = usual | changed  # a type, or the value of a constant
         signature = {name: kinds[name] if isinstance(kinds[name], str) else "constexpr" for name in names}
         constants = {(k,): kinds[name] for k, name in enumerate(names) if signature[name] == "constexpr"}
-        # What the launcher finds out: matrices, and V if it is one of Qwen's, are multiples of 16.
+        # As the launcher specializes: matrices, and a V such as Qwen's, are multiples of 16.
         aligned = ("Z", "Y", "DZ", "V", "dz_stride") if setting != "V = 1187" else ("Z", "Y", "DZ")
         attrs = {(k,): [["tt.divisibility", 16]] for k, name in enumerate(names) if name in aligned}
         attrs = {key: value for key, value in attrs.items() if key not in constants}

@@ -11,7 +11,7 @@ from kernels import grpo_head
 
 
 class Head(torch.nn.Module):
-    """The vocabulary projection with the loss; in `forward` FSDP2 has gathered the weight."""
+    """The vocabulary projection with the loss; FSDP2 gathers the weight for `forward`."""
 
     def __init__(self, weight):
         super().__init__()
@@ -32,7 +32,7 @@ def main() -> None:
     tokens |= {"old_logp": -8 + torch.rand(N, generator=g), "ref_logp": -8 + torch.rand(N, generator=g)}
 
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
-    mine = slice(0, 20) if rank == 0 else slice(20, N)  # uneven: w has the averages in it, so the parts add up
+    mine = slice(0, 20) if rank == 0 else slice(20, N)  # uneven; w holds the averages, so the parts add up
     errors = {}
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         whole, X = Head(weight.to(dtype).float()), hidden.to(dtype, copy=True).requires_grad_()
@@ -53,7 +53,7 @@ def main() -> None:
             f"{name} dW": ((dW - whole.weight.grad).norm() / whole.weight.grad.norm()).item(),
             f"{name} dX": ((x.grad / 2 - X.grad[mine]).float().norm() / X.grad[mine].float().norm()).item(),
         }
-        del sharded  # before the group is gone: gloo's threads abort otherwise
+        del sharded  # gloo's threads abort if a model outlives the group
     assert all(map(math.isfinite, errors.values()))
     if rank == 0:
         print(json.dumps(errors), flush=True)

@@ -1,9 +1,9 @@
-"""Run by torchrun: two updates of a policy cut over all ranks; each rank writes the bytes that it has of each part.
+"""Run by torchrun: two updates of a policy sharded over all ranks; each rank writes the bytes that each part takes.
 
     torchrun --nproc_per_node=2 tests/ranks_fit.py CONFIG OUT        # CONFIG: directory with a Hugging Face config.json
 
-The parts are those of `fit.estimate`, by its names; gradients are measured right before the optimizer's step, and
-"most" is the most that the second update had at a time beside policy, moments and the reference's shares.
+Parts have the names of `training.fit.estimate`. Gradients are measured right before the optimizer's step. "most" is the
+peak of the second update, without policy, moments and the reference's shares.
 """
 
 import gc
@@ -21,6 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
+from config import Config
+from data import Question
 from grpo import Learner
 from rollout import Trajectory
 from training.model import fill, load_config, shard, skeleton
@@ -31,7 +33,7 @@ def storage(t: torch.Tensor):
 
 
 class Live(TorchDispatchMode):
-    """Bytes of the storages that operations touch, all but those of `known` tensors: now, and at most."""
+    """Counts the bytes of all storages that operations touch, except those of `known` tensors: now, and the maximum."""
 
     def __init__(self, known: Iterable[torch.Tensor]):
         super().__init__()
@@ -51,12 +53,12 @@ class Live(TorchDispatchMode):
         self.most = max(self.most, self.now())
         return out
 
-    def now(self) -> int:  # FSDP2 frees by resizing: what a storage had at first does not count
+    def now(self) -> int:  # not from creation: FSDP2 frees by resizing
         return sum(s.nbytes() for s in (ref() for ref in list(self.alive.values())) if s is not None)
 
 
 def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Of the storages of this rank's shares, with what FSDP2 has padded."""
+    """Returns the bytes of this rank's shares, with FSDP2's padding."""
     return sum({s.data_ptr(): s.nbytes() for s in map(storage, tensors)}.values())
 
 
@@ -64,27 +66,23 @@ def measure(config, source) -> dict[str, int]:
     model = fill(shard(skeleton(config), "cpu", compute=torch.bfloat16), source)
     reference = fill(shard(skeleton(config, torch.bfloat16), "cpu", frozen=True), source)
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    learner = Learner(
-        model, reference, lr=1e-3, T=10, warmup=0.2, eps=0.2, beta=0.1, temperature=1.0, loss_agg="trajectory",
-        micro_tokens=256,
-    )  # fmt: skip
-    dice = random.Random(0)
-    taus = [Trajectory(0, "q", k // 2, [dice.randrange(99) for _ in range(128)], 28) for k in range(8)]
-    for tau in taus:  # two micro-batches a rank
-        tau.mask, tau.logps = [0] * 28 + [1] * 100, [0.0] * 128
-    A = {id(tau): dice.uniform(-1, 1) for tau in taus}
+    learner = Learner(model, reference, Config(lr=1e-3, beta=0.1, temperature=1.0, micro_tokens=256))
+    dice, question = random.Random(0), Question("q", "Who?", ("x",), "")
+    taus = [Trajectory(0, question, k // 2, [dice.randrange(99) for _ in range(128)], 28) for k in range(8)]
+    for tau in taus:  # two micro-batches per rank
+        tau.mask, tau.logps, tau.advantage = [0] * 28 + [1] * 100, [0.0] * 128, dice.uniform(-1, 1)
     measured = {}
 
     def before_step(*_) -> None:
         measured["gradients (float32 shares)"] = local_bytes(p.grad for p in model.parameters())
 
     learner.optimizer.register_step_pre_hook(before_step)
-    learner.update(1, [taus], A)
+    learner.update(1, [taus])
     shares = list(reference.parameters())
-    assert all(isinstance(p, DTensor) for p in shares)  # nothing of it stays gathered
+    assert all(isinstance(p, DTensor) for p in shares)  # none stays gathered
     moments = [state[name] for state in learner.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
     with Live([*model.parameters(), *moments, *shares]) as live:
-        learner.update(2, [taus], A)
+        learner.update(2, [taus])
     return measured | {
         "policy (float32 shares)": local_bytes(model.parameters()),
         "moments of AdamW (float32 shares)": local_bytes(moments),
@@ -98,7 +96,7 @@ def main(path: str, out: Path) -> None:
     config = load_config(path)
     source = AutoModelForCausalLM.from_config(config) if dist.get_rank() == 0 else None
     measured = measure(config, source)
-    gc.collect()  # its models go before the group: gloo's threads abort otherwise
+    gc.collect()  # gloo's threads abort if a model outlives the group
     (out / f"{dist.get_rank()}.json").write_text(json.dumps(measured))
     dist.barrier()
     dist.destroy_process_group()

@@ -2,8 +2,8 @@
 
     torchrun --nproc_per_node=2 tests/ranks_vllm.py POLICY [URLS]
 
-Every rank has its own engine, or with URLS all use those servers. Each prints how far the engine's log-probabilities
-are from those of the sharded trainer, after a first load and after a second one with other weights.
+Every rank has its own engine; with URLS all use those servers. Each prints the largest difference between the
+engine's log-probabilities and the sharded trainer's, after a first load and after a second one with other weights.
 """
 
 import json
@@ -12,16 +12,16 @@ import sys
 
 import torch
 import torch.distributed as dist
+from tiny_model import STOP
 from torch.distributed.tensor import DTensor
 
 from engines.vllm_engine import VllmEngine
-from rollout import STOP
 from training.model import fill, load_config, load_model, load_tokenizer, score, shard, skeleton, weights
 
 
 @torch.no_grad()
 def error(engine, model, tokenizer, rank: int) -> float:
-    """The largest difference between engine and trainer, of turns that each rank samples for itself."""
+    """Returns the largest difference between engine and trainer, over turns of this rank's own."""
     contexts = {row: tokenizer(f"What is the mayor of the city {rank} {row}?")["input_ids"] for row in range(4)}
     engine.begin(rank)
     turns = list(engine.generate(contexts, 12, 0.8))
@@ -42,7 +42,7 @@ def main() -> None:
     if ranks:
         dist.init_process_group("gloo")
         rank = dist.get_rank()
-    config, tokenizer = load_config(path), load_tokenizer(path)
+    config, tokenizer = load_config(path), load_tokenizer(path, STOP)
     source = load_model(path) if rank == 0 else None
     model = fill(shard(skeleton(config), "cpu"), source) if ranks else source
     if urls:
@@ -60,7 +60,7 @@ def main() -> None:
                 (p.to_local() if isinstance(p, DTensor) else p).mul_(1.1)
     print(json.dumps({"rank": rank, "errors": errors}), flush=True)
     engine.close()
-    del model, source, engine  # before the group is gone: gloo's threads abort otherwise
+    del model, source, engine  # gloo's threads abort if a model outlives the group
     if ranks:
         dist.barrier()
         dist.destroy_process_group()

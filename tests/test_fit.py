@@ -1,4 +1,4 @@
-"""The memory that a run will need, against numbers by hand, against autograd, and against two real processes."""
+"""The estimated memory of a run against numbers by hand, against autograd, and against two real processes."""
 
 import copy
 import inspect
@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import Future
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -18,7 +19,8 @@ import training.fit as fit
 from config import Config, parse
 from data import Question
 from kernels import grpo_head
-from rollout import prompt_ids, rollout
+from rollout import Job, prompt_ids, rollout
+from tools import Search
 from training.fit import activations, estimate, kv_bytes
 from training.model import empty, skeleton
 
@@ -52,10 +54,10 @@ def test_the_model_s_state_is_16_bytes_a_parameter_and_2_of_the_reference(cfg, c
     assert update["reference (bfloat16 shares)"] == rollout["reference (bfloat16 shares)"] == 2 * P / gpus
     assert rollout["policy (float32 shares)"] == 4 * P / gpus
     assert rollout["gradients (float32 shares)"] == 0
-    assert fitted.who == f"{P / 1e6:,.0f}M parameters on {gpus} x 80 GB"
+    assert fitted.title == f"{P / 1e6:,.0f}M parameters on {gpus} x 80 GB"
 
 
-def test_what_is_gathered_and_reduced_by_hand():
+def test_gathered_weights_and_reduced_gradients_by_hand():
     H, I, kv, V = 3584, 18944, 512, 152064
     block = H * (H + 2 * kv) + (H + 2 * kv) + H * H + 3 * H * I + 2 * H
     root = 2 * V * H + H
@@ -63,7 +65,7 @@ def test_what_is_gathered_and_reduced_by_hand():
     update = of(estimate(CFG7, B7, "vllm", 8, 80))
     assert update["policy (embedding, head and two blocks, gathered in bfloat16)"] == 2 * root + 4 * block
     # the head's gradient in bfloat16; a block's in bfloat16, in float32 for the reduction, and its share of the result
-    assert update["gradients on their way to the shares"] == 2 * V * H + (2 + 4 + 0.5) * block
+    assert update["gradients being reduced"] == 2 * V * H + (2 + 4 + 0.5) * block
 
 
 def test_a_tied_head_is_gathered_once():
@@ -74,7 +76,7 @@ def test_a_tied_head_is_gathered_once():
     assert gathered == 2 * (V + 1) * H + 4 * block
 
 
-def test_the_cache_by_hand():
+def test_the_kv_cache_by_hand():
     assert kv_bytes(B3) == 2 * 36 * 2 * 128 * 2 and kv_bytes(B7) == 2 * 28 * 4 * 128 * 2
     fitted = estimate(CFG7, B7, "vllm", 8, 80)
     rollout = of(fitted, "rollout")
@@ -95,7 +97,7 @@ def test_tokens_of_a_step_are_bounded_by_the_limits():
 
 
 class LongTurns:
-    """An engine whose turns are all as long as they may be, and end in a search."""
+    """An engine whose turns have the maximum length and end in a search."""
 
     lockstep, max_rows = True, 9
 
@@ -110,25 +112,25 @@ class LongTurns:
             yield key, self.search[:1] * (max_new - len(self.search)) + self.search, [0.0] * max_new
 
 
-def test_the_longest_trajectory_is_what_a_rollout_can_make(tiny):
-    from concurrent.futures import Future
+def test_the_longest_trajectory_is_the_longest_that_rollout_makes(tiny):
+    class Endless(Search):
+        def __init__(self):
+            pass
 
-    class Endless:
-        def submit(self, query):
+        def submit(self, argument):
             future = Future()
             future.set_result(["Title\n" + "word " * 999])
             return future
 
     _, tokenizer = tiny
-    q = Question("q", "Who?", ["x"], "")
-    prompt = len(prompt_ids(tokenizer, "Answer.", q.text))
-    limits = dict(max_turns=4, max_response=60, max_observation=50)
+    question = Question("q", "Who?", ("x",), "")
+    prompt = len(prompt_ids(tokenizer, "Answer.", question.text))
+    cfg = replace(CFG7, max_turns=4, max_response=60, max_observation=50)
     longest = 0
-    for max_prompt in range(prompt, prompt + 240, 10):  # where a turn begins, against where contexts may
-        [tau] = rollout(
-            LongTurns(tokenizer), tokenizer, Endless(), [(0, "Answer.", q, 0)], max_prompt=max_prompt, temperature=1.0,
-            seed=0, **limits,
-        )  # fmt: skip
+    for max_prompt in range(prompt, prompt + 240, 10):  # from a limit that the first turn reaches to one that none does
+        jobs = [Job(0, "Answer.", question, 0)]
+        limited = replace(cfg, max_prompt=max_prompt)
+        [tau] = rollout(LongTurns(tokenizer), tokenizer, [Endless()], jobs, limited, temperature=1.0, seed=0)
         longest = max(longest, len(tau.ids) - max_prompt)
     assert longest == 60 + 50  # max_response + max_observation past max_prompt
     cfg = replace(CFG7, micro_tokens=100)
@@ -154,7 +156,7 @@ def test_the_command_prints_the_table_and_refuses_what_cannot_fit():
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and "do not fit" in done.stderr
 
 
-# --- what it says -------------------------------------------------------------------------------------------------
+# --- its verdict --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cfg, config", [(CFG3, B3), (CFG7, B7)])
@@ -167,8 +169,8 @@ def test_the_paper_s_setting_fits_8_gpus_of_80_gb(cfg, config):
     assert text.splitlines()[-1].startswith("It fits, with ")
 
 
-def test_less_memory_the_other_way_round():
-    """Every knob that --help or a fault recommends makes the sum that it is meant for smaller."""
+def test_every_recommended_setting_saves_memory():
+    """Each knob that --help or a fault recommends shrinks its sum."""
     base = estimate(CFG7, B7, "vllm", 8, 80)
     more = estimate(CFG7, B7, "vllm", 16, 80)
     assert more.update < base.update and more.rollout < base.rollout
@@ -203,7 +205,7 @@ def test_less_memory_the_other_way_round():
         ({}, "torch", 8, 80, "torch engine (KV cache of 512 rows, twice) 269.9", ["--max_rows"]),
     ],
 )
-def test_what_cannot_fit_is_refused_with_the_largest_part_and_a_cure(change, engine, gpus, gpu_mem, largest, cures):
+def test_a_refusal_names_the_largest_part_and_a_cure(change, engine, gpus, gpu_mem, largest, cures):
     fitted = estimate(replace(CFG7, **change), B7, engine, gpus, gpu_mem)
     fault = fitted.fault()
     assert "\n" not in fault and "do not fit" in fault and f"largest: {largest}" in fault
@@ -211,13 +213,13 @@ def test_what_cannot_fit_is_refused_with_the_largest_part_and_a_cure(change, eng
     assert "It fits" not in fitted.table()
 
 
-def test_a_share_of_vllm_that_holds_no_trajectory_is_refused():
+def test_a_vllm_share_too_small_for_one_context_is_refused():
     fault = estimate(replace(CFG7, vllm_memory=0.19), B7, "vllm", 8, 80).fault()  # 15.2 GB, the weights are 15.23
     assert "15.2 GB of vLLM have no room" in fault and "a larger --vllm_memory" in fault
     assert estimate(replace(CFG7, vllm_memory=0.2), B7, "vllm", 8, 80).fault() == ""
 
 
-def test_the_caller_s_config_is_left_as_it_was():
+def test_the_caller_s_config_is_unchanged():
     config, before = copy.deepcopy(B3), B3.to_dict()
     estimate(CFG3, config, "vllm", 8, 80)
     assert config.to_dict() == before and config._attn_implementation == B3._attn_implementation
@@ -225,11 +227,11 @@ def test_the_caller_s_config_is_left_as_it_was():
 
 def test_every_cure_is_a_flag():
     flags = {f"--{f.name}" for f in fields(Config)}
-    said = [part.cure for engine in ("vllm", "torch") for part in estimate(CFG7, B7, engine, 8, 80).parts]
-    assert {word for cure in said for word in cure.split() if word.startswith("--")} <= flags
+    cures = [part.cure for engine in ("vllm", "torch") for part in estimate(CFG7, B7, engine, 8, 80).parts]
+    assert {word for cure in cures for word in cure.split() if word.startswith("--")} <= flags
 
 
-# --- activations: against a formula, and against what autograd holds on the CPU ------------------------------------
+# --- activations: against a formula, and against autograd's on the CPU ---------------------------------------------
 
 SMALL = dict(
     hidden_size=128, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
@@ -241,12 +243,12 @@ T = sum(LENGTHS)
 
 @pytest.mark.parametrize("kind", [Qwen2Config, LlamaConfig, Qwen3Config])
 @pytest.mark.parametrize("recompute", [0, 1])
-def test_activations_are_those_that_autograd_holds(kind, recompute):
+def test_activations_equal_autograd_s(kind, recompute):
     config = kind(**SMALL)
     model = empty(config, torch.bfloat16, "cpu").train()
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.02)
-        p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))  # as FSDP2, which reduces them
+        p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))  # FSDP2 frees them, too
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     with Live([*model.parameters(), *model.buffers()]) as live:
@@ -258,14 +260,14 @@ def test_activations_are_those_that_autograd_holds(kind, recompute):
         del hidden
         loss.backward()
     kept, again = activations(skeleton(config, torch.bfloat16), T, recompute)
-    output = T * 128 * 2  # of the last norm: `held` has it, `kept` has not
-    shared = T * 2 * 2 * 32 if recompute else 0  # cos and sin, which `activations` gives to a block
+    output = T * 128 * 2  # of the last norm: counted in `held`, not in `kept`
+    shared = T * 2 * 2 * 32 if recompute else 0  # cos and sin, which `activations` counts in the block
     assert kept + output + shared == pytest.approx(held, rel=0.01)
-    assert 0.99 < (kept + again) / live.most < 1.08  # what the last norm has kept may be gone by then
+    assert 0.99 < (kept + again) / live.most < 1.08  # the last norm's may be freed by then
 
 
 def test_a_block_of_qwen2_by_hand():
-    """Bytes a token: norms 16 H, attention 6 q + 4 kv + 4 heads, gate, up and what they become 8 I."""
+    """Bytes per token: norms 16 H, attention 6 q + 4 kv + 4 heads, MLP 8 I."""
     H, I, q, kv, heads = 3584, 18944, 3584, 512, 28
     norms = 2 * (4 * H + 2 * H + 2 * H + 4)  # float32 copy, normalized, output; 1 / root mean square
     attention = 2 * q + 2 * 2 * kv + 2 * q + 4 * heads + 2 * q  # q, k, v, out, log-sum-exp, out as rows
@@ -277,7 +279,7 @@ def test_a_block_of_qwen2_by_hand():
     assert again == pytest.approx(1000 * (norms + attention + mlp + gradients + position), rel=1e-4)
 
 
-def test_the_head_s_gradients_are_what_its_backward_pass_holds():
+def test_the_head_s_gradients_by_measurement():
     N, H, V = 8, 32, 3000
     hidden = torch.randn(N, H, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(V, H, dtype=torch.bfloat16, requires_grad=True)
@@ -306,7 +308,7 @@ def test_the_head_s_logits_are_one_chunk_in_float32():
 
 
 @pytest.mark.ranks
-def test_two_real_ranks_have_what_is_estimated(tmp_path):
+def test_two_real_ranks_use_the_estimated_memory(tmp_path):
     config = Qwen2Config(**SMALL | dict(vocab_size=301, intermediate_size=333, num_hidden_layers=3))  # odd: padded
     config.save_pretrained(tmp_path)
     run = [
@@ -332,4 +334,4 @@ def test_two_real_ranks_have_what_is_estimated(tmp_path):
         for name, bytes in measured.items():
             assert bytes == pytest.approx(of(fitted)[name], rel=0.01), (rank, name)
         there = sum(measured[name] for name in measured if "shares" in name and "gradients" not in name)
-        assert 1 < fitted.update / (there + most) < 1.15, rank  # the peaks of its parts are not all at one time
+        assert 1 < fitted.update / (there + most) < 1.15, rank  # not all parts peak at the same time

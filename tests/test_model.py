@@ -146,6 +146,12 @@ def make_family(family, settings, tiny_path, path):
     return str(path)
 
 
+@torch.no_grad()
+def own_logps(model, ids, temperature):
+    """Log-probs (T - 1, V) of the tokens after each of ids (T,), from the model's own logits."""
+    return torch.log_softmax(model(ids[None], use_cache=False).logits[0, :-1].double() / temperature, -1)
+
+
 @pytest.mark.parametrize("family", SUPPORTED)
 def test_a_supported_family_is_scored_and_sampled_with_its_own_logits(family, tiny_path, tmp_path):
     settings, scale = SUPPORTED[family]
@@ -154,14 +160,11 @@ def test_a_supported_family_is_scored_and_sampled_with_its_own_logits(family, ti
     assert logit_scale(model.config) == pytest.approx(scale)
     own = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
 
-    def own_logps(ids, temperature):  # (T - 1, V)
-        return torch.log_softmax(own(ids[None], use_cache=False).logits[0].double() / temperature, -1)[:-1].detach()
-
     rows = [torch.randint(5, 600, (n,), generator=torch.Generator().manual_seed(n)) for n in LENGTHS]
     where = torch.tensor([i for i in range(sum(LENGTHS)) if i + 1 not in torch.tensor(LENGTHS).cumsum(0)])
     ids = torch.cat(rows)
     for temperature in (1.0, 0.7):
-        want = torch.cat([own_logps(row, temperature).gather(1, row[1:, None])[:, 0] for row in rows])
+        want = torch.cat([own_logps(own, row, temperature).gather(1, row[1:, None])[:, 0] for row in rows])
         logp, _ = score(model, ids, LENGTHS, where, ids[where + 1], temperature)
         torch.testing.assert_close(logp.double(), want, atol=1e-4, rtol=0)
         assert want.std() > 0.2 * scale  # not all alike
@@ -173,7 +176,7 @@ def test_a_supported_family_is_scored_and_sampled_with_its_own_logits(family, ti
         engine = TorchEngine(model, tokenizer, STOP)
         context = rows[2].tolist()
         for _, sampled, logps in engine.generate(dict.fromkeys(range(4), context), 8, temperature):
-            turn = own_logps(torch.tensor(context + sampled), temperature)[len(context) - 1 :]
+            turn = own_logps(own, torch.tensor(context + sampled), temperature)[len(context) - 1 :]
             want = turn.gather(1, torch.tensor(sampled)[:, None])[:, 0]
             torch.testing.assert_close(torch.tensor(logps).double(), want, atol=1e-4, rtol=0)
 

@@ -1,6 +1,6 @@
 """vLLM in the process and behind `vllm serve`, on the CPU, against TorchEngine and transformers' own forward pass.
 
-    .venv-vllm/bin/python -m pytest tests/test_vllm.py
+.venv-vllm/bin/python -m pytest tests/test_vllm.py
 """
 
 import copy
@@ -21,6 +21,8 @@ import pytest
 import requests
 import torch
 from test_engine import contexts_of, plain_logprobs
+from test_model import make_family, own_logps
+from tiny_model import STOP
 
 import engines.vllm_engine as vllm_engine
 import engines.vllm_server as vllm_server
@@ -28,8 +30,8 @@ from config import WORLD
 from engines.torch_engine import TorchEngine
 from engines.vllm_engine import StaleWeights, VllmEngine, check_vllm, vllm_installed
 from engines.vllm_server import EngineDown, VllmServer
-from rollout import STOP
-from training.model import load_policy, weights
+from faults import Fault
+from training.model import load_model, load_policy, load_tokenizer, weights
 
 pytest.importorskip("vllm")
 ROOT = Path(__file__).parent.parent
@@ -39,7 +41,7 @@ MAX_LEN = 500
 
 @pytest.fixture(scope="module", autouse=True)
 def starting(tiny_path):
-    """Two `vllm serve` of the tiny policy, which start while the tests of the engine run: (url, process) of each."""
+    """(url, process) of two `vllm serve` of the tiny policy; they start while the tests of the engine run."""
     command = [
         sys.executable, "tests/store_transfer.py", "serve", tiny_path, "--host", "127.0.0.1", "--dtype", "float32",
         "--max-model-len", str(MAX_LEN), "--logprobs-mode", "processed_logprobs", "--enable-scale-out",
@@ -63,7 +65,7 @@ def starting(tiny_path):
 
 
 def turns(engine, contexts, max_new, temperature, seed=0):
-    """key -> (ids, log-probs) of a turn of every row, from a fresh start."""
+    """Returns key -> (ids, log-probs) of a first turn of every row."""
     engine.begin(seed)
     return more(engine, contexts, max_new, temperature)
 
@@ -77,7 +79,7 @@ def more(engine, contexts, max_new, temperature):
 
 
 def off(model, contexts, ended, temperature):
-    """The largest difference of the log-probs from transformers'; greedy tokens must be the likeliest."""
+    """Returns the largest difference of the log-probs from transformers'; asserts that greedy tokens are likeliest."""
     worst = 0.0
     for key, (ids, logps) in ended.items():
         wanted = plain_logprobs(model, contexts[key], ids, temperature)
@@ -89,7 +91,7 @@ def off(model, contexts, ended, temperature):
 
 
 def changed(model, factor=1.2):
-    """A copy whose weights have all moved."""
+    """Returns a copy with all weights multiplied by `factor`."""
     other = copy.deepcopy(model)
     with torch.no_grad():
         for p in other.parameters():
@@ -114,7 +116,7 @@ def pair(request, tiny_path):
 
 @pytest.fixture
 def engine(pair):
-    """With the policy's weights, whatever a test before has loaded."""
+    """With the policy's weights; restored after each test."""
     engine, model, tokenizer = pair
     yield engine
     engine.stop, engine.tokenizer = STOP, tokenizer
@@ -124,7 +126,7 @@ def engine(pair):
 def test_greedy_turns_are_the_torch_engine_s_token_by_token(pair, engine):
     _, model, tokenizer = pair
     contexts = contexts_of(tokenizer)
-    # What it says by itself has no stop string in it, so ends of words that it says are made stop strings.
+    # Its text contains no stop string, so use pieces of the text as stop strings.
     texts = [tokenizer.decode(ids) for ids, _ in turns(engine, contexts, 30, 0.0).values()]
     engine.stop = stop = tuple({text[k : k + 3] for text, k in zip(texts, (8, 14, 20, 30, 40), strict=False)})
     twin = TorchEngine(model, tokenizer, stop)
@@ -137,7 +139,7 @@ def test_greedy_turns_are_the_torch_engine_s_token_by_token(pair, engine):
         lengths |= {len(ids) for ids, _ in ours.values()}
         seen = {row: tokenizer("the city is " * (1 + row % 3))["input_ids"] for row in contexts}
         contexts = {row: contexts[row] + ours[row][0] + seen[row] for row in contexts if row != turn}
-    assert len(lengths) > 3  # some ended at a stop string, early or late
+    assert len(lengths) > 3  # some turns ended at a stop string
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
@@ -164,14 +166,14 @@ def test_only_the_tokenizer_s_eos_ends_a_turn_and_it_is_kept(pair, engine):
         ended = [ids for ids, _ in turns(engine, contexts, 200, 1.0, seed=eos).values()]
         assert all(eos not in ids[:-1] and (ids[-1] == eos or len(ids) == 200) for ids in ended)
         assert 0 < sum(ids[-1] == eos for ids in ended) < 24
-    assert any(tokenizer.eos_token_id in ids for ids in ended)  # and went on
+    assert any(tokenizer.eos_token_id in ids for ids in ended)  # and the turn continued
 
 
 def test_samples_are_a_function_of_the_seed(pair, engine):
-    """With the same turns together; on CUDA whatever else is there, which no test here can tell."""
+    """On the CPU, with the same rows together; on CUDA with any others, too (not run here)."""
     contexts = contexts_of(pair[2])
     together = turns(engine, contexts, 12, 1.0, seed=7)
-    torch.randn(3)  # what others have drawn since plays no part
+    torch.randn(3)  # torch's global generator plays no part
     assert turns(engine, contexts, 12, 1.0, seed=7) == together
     other = turns(engine, contexts, 12, 1.0, seed=8)
     assert sum(other[key][0] == together[key][0] for key in contexts) < len(contexts) / 2
@@ -207,7 +209,7 @@ def test_begin_forgets_running_rows(pair, engine):
 # ---- its weights
 
 
-def test_new_weights_are_used_at_once_and_nothing_of_the_old_is_remembered(pair, engine):
+def test_new_weights_are_used_at_once_and_no_cache_of_the_old_ones(pair, engine):
     _, model, tokenizer = pair
     other, contexts = changed(model), contexts_of(tokenizer)
     before = turns(engine, contexts, 10, 1.0)
@@ -240,14 +242,14 @@ def test_after_sleep_a_load_brings_it_back(pair, engine):
         "model.norm.weight",
     ],
 )
-def test_a_weight_that_the_engine_has_otherwise_is_named(pair, engine, name, monkeypatch):
-    watch = vllm_engine.Proof.watch
+def test_a_weight_that_differs_in_the_engine_is_named(pair, engine, name, monkeypatch):
+    record = vllm_engine.Proof.record
 
     def one_update_old(self, named):
-        for key, tensor in watch(self, named):
+        for key, tensor in record(self, named):
             yield key, tensor * (1 + 1e-4) + 1e-6 if key == name else tensor
 
-    monkeypatch.setattr(vllm_engine.Proof, "watch", one_update_old)
+    monkeypatch.setattr(vllm_engine.Proof, "record", one_update_old)
     with pytest.raises(StaleWeights, match=f"^{name} .*off"):
         engine.load(weights(pair[1]))
 
@@ -259,7 +261,7 @@ def test_a_weight_that_was_not_sent_is_named(pair, engine, name):
 
 
 @pytest.mark.parametrize("pair", ["world"], indirect=True)
-def test_a_tied_head_that_vllm_leaves_as_it_was_is_named(pair, engine, monkeypatch):
+def test_a_tied_head_that_vllm_did_not_pack_again_is_named(pair, engine, monkeypatch):
     monkeypatch.setattr(vllm_engine, "rebuild_heads", lambda model: None)
     with pytest.raises(StaleWeights, match=r"^lm_head\.weight .*off"):
         engine.load(weights(changed(pair[1])))
@@ -267,7 +269,7 @@ def test_a_tied_head_that_vllm_leaves_as_it_was_is_named(pair, engine, monkeypat
 
 def test_weights_without_a_known_place_are_counted(pair, engine):
     proof = vllm_engine.Proof(engine.dtype)
-    list(proof.watch((f"elsewhere.{name}", tensor) for name, tensor in weights(pair[1])))
+    list(proof.record((f"elsewhere.{name}", tensor) for name, tensor in weights(pair[1])))
     [model] = engine.engine.collective_rpc("get_model")
     assert proof.check(model) == len(proof.sent)
 
@@ -281,15 +283,34 @@ def test_in_bfloat16_one_small_update_is_told_from_none(pair, tiny_path, monkeyp
         assert engine.unproven == 0
         contexts = contexts_of(tokenizer)
         assert off(model, contexts, turns(engine, contexts, 20, 1.0), 1.0) < 0.02
-        watch, name = vllm_engine.Proof.watch, "model.layers.0.self_attn.v_proj.weight"
+        record, name = vllm_engine.Proof.record, "model.layers.0.self_attn.v_proj.weight"
 
         def one_update_old(self, named):
-            for key, tensor in watch(self, named):
+            for key, tensor in record(self, named):
                 yield key, tensor + 1e-5 * torch.randn_like(tensor).sign() if key == name else tensor
 
-        monkeypatch.setattr(vllm_engine.Proof, "watch", one_update_old)
+        monkeypatch.setattr(vllm_engine.Proof, "record", one_update_old)
         with pytest.raises(StaleWeights, match=name):
             engine.load(weights(model))
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("family, settings", [("Granite", {"logits_scaling": 0.3}), ("Cohere", {"logit_scale": 3.0})])
+def test_a_family_with_a_logit_scale(family, settings, tiny_path, tmp_path):
+    path = make_family(family, settings, tiny_path, tmp_path / family)
+    model, tokenizer = load_model(path), load_tokenizer(path, STOP)
+    engine = VllmEngine(path, tokenizer, STOP, max_len=MAX_LEN, dtype="float32", memory=0.1, seed=0)
+    try:
+        for factor in (1.0, 1.2):
+            current = changed(model, factor)
+            engine.load(weights(current))
+            assert engine.unproven == 0
+            contexts = contexts_of(tokenizer)
+            for key, (ids, logps) in turns(engine, contexts, 10, 0.7).items():
+                wanted = own_logps(current, torch.tensor(contexts[key] + ids), 0.7)[-len(ids) :]
+                of_sampled = wanted.gather(1, torch.tensor(ids)[:, None])[:, 0]
+                torch.testing.assert_close(torch.tensor(logps).double(), of_sampled, atol=1e-3, rtol=0)
     finally:
         engine.close()
 
@@ -298,7 +319,7 @@ def test_in_bfloat16_one_small_update_is_told_from_none(pair, tiny_path, monkeyp
 
 
 def run(*argv):
-    """What tests/ranks_vllm.py prints in each process; its exit code must be 0."""
+    """Returns what tests/ranks_vllm.py prints in each process; asserts exit code 0."""
     done = subprocess.run([sys.executable, *map(str, argv)], env=ENV, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(one) for one in re.findall(r"{.*?}", done.stdout)]
@@ -403,8 +424,8 @@ def test_a_load_that_fails_leaves_no_rank_waiting(server, tiny, monkeypatch):
         patch.setattr(server.sender, "send_weights", broken)
         with pytest.raises(EngineDown, match="the network is gone"):
             server.load(stream)
-    assert next(stream, None) is None  # what the other ranks gather is gathered to its end
-    server.load(weights(model))  # and the servers take turns again
+    assert next(stream, None) is None  # the other ranks wait until everything is gathered
+    server.load(weights(model))  # and the servers generate again
     assert turns(server, contexts, 5, 0.0)
 
 
@@ -418,28 +439,29 @@ def test_a_server_with_other_weights_than_the_last_ones_is_noticed(server, tiny)
 
 
 def test_a_request_that_fails_is_sent_again(server, tiny, monkeypatch):
-    post, faults = server.http.post, iter([requests.ConnectionError(), requests.exceptions.ChunkedEncodingError()])
+    session = server.clients[server.urls[0]].session
+    request, faults = session.request, iter([requests.ConnectionError(), requests.exceptions.ChunkedEncodingError()])
 
-    def flaky(*args, **how):
+    def flaky(*args, **kwargs):
         for fault in faults:
             raise fault
-        return post(*args, **how)
+        return request(*args, **kwargs)
 
-    monkeypatch.setattr(server.http, "post", flaky)
+    monkeypatch.setattr(session, "request", flaky)
     contexts = {0: contexts_of(tiny[1])[0]}
     assert off(tiny[0], contexts, turns(server, contexts, 5, 0.0), 0.0) < 1e-4
 
 
-def test_a_server_that_does_not_answer_is_not_waited_for_twice(server, tiny, monkeypatch):
-    monkeypatch.setattr(server, "timeout", 0.05)
+def test_a_server_that_does_not_answer_in_time_is_not_asked_again(server, tiny, monkeypatch):
+    monkeypatch.setattr(server.clients[server.urls[0]], "timeout", 0.05)
     begin = time.time()
-    with pytest.raises(EngineDown, match="generate: no answer within 0 s"):
+    with pytest.raises(EngineDown, match="generate: ReadTimeout after 0.05 s"):
         turns(server, {0: contexts_of(tiny[1])[0]}, 400, 1.0)
     assert time.time() - begin < 1
 
 
-def test_a_request_that_the_server_refuses_is_said_at_once(server):
-    with pytest.raises(EngineDown, match=r"generate: 400 .*500"):
+def test_a_request_that_the_server_refuses_is_reported_at_once(server):
+    with pytest.raises(EngineDown, match=r"generate: HTTP 400: .*500"):
         turns(server, {0: [5] * (MAX_LEN + 1)}, 5, 0.0)
 
 
@@ -451,18 +473,18 @@ def test_a_request_that_the_server_refuses_is_said_at_once(server):
         (None, "weight_transfer_config", None, "weight transfer None"),
     ],
 )
-def test_a_server_that_was_started_otherwise(server, tiny, tiny_path, monkeypatch, part, key, value, says):
-    ask = type(server).ask
+def test_a_server_that_was_started_with_other_settings(server, tiny, tiny_path, monkeypatch, part, key, value, says):
+    request = type(server).request
 
-    def other(self, url, path, *args, **how):
-        answer = ask(self, url, path, *args, **how)
+    def other(self, url, path, *args, **kwargs):
+        answer = request(self, url, path, *args, **kwargs)
         if path.startswith("/server_info"):
             config = answer["vllm_config"]
             (config[part] if part else config)[key] = value
         return answer
 
-    monkeypatch.setattr(type(server), "ask", other)
-    with pytest.raises(SystemExit) as e:
+    monkeypatch.setattr(type(server), "request", other)
+    with pytest.raises(Fault) as e:
         type(server)(server.urls[0], tiny[1], STOP, model=tiny_path, max_len=MAX_LEN)
     line = str(e.value)
     assert says in line and "\n" not in line
@@ -472,11 +494,13 @@ def test_a_server_that_was_started_otherwise(server, tiny, tiny_path, monkeypatc
 
 
 def test_the_real_client_wants_nccl(server, tiny, tiny_path):
-    with pytest.raises(SystemExit, match="weight transfer store, not nccl.*'{\"backend\": \"nccl\"}'"):
+    with pytest.raises(Fault, match='weight transfer store, not nccl.*\'{"backend": "nccl"}\''):
         VllmServer(server.urls[0], tiny[1], STOP, model=tiny_path, max_len=MAX_LEN)
 
 
-@pytest.mark.parametrize("answers, says", [({"version": "0.31.2"}, "is vLLM 0.31.2"), (None, "/version: 404 nothing")])
+@pytest.mark.parametrize(
+    "answers, says", [({"version": "0.31.2"}, "is vLLM 0.31.2"), (None, "/version: HTTP 404: nothing")]
+)
 def test_a_server_that_is_something_else(tiny, tiny_path, answers, says):
     class Other(BaseHTTPRequestHandler):
         def do_GET(self):
@@ -490,7 +514,7 @@ def test_a_server_that_is_something_else(tiny, tiny_path, answers, says):
 
     other = HTTPServer(("127.0.0.1", 0), Other)
     threading.Thread(target=other.serve_forever, daemon=True).start()
-    with pytest.raises(SystemExit, match=says):
+    with pytest.raises(Fault, match=says):
         VllmServer(f"http://127.0.0.1:{other.server_port}", tiny[1], STOP, model=tiny_path, max_len=MAX_LEN)
     other.shutdown()
 
@@ -504,11 +528,14 @@ def test_a_server_that_stays_away_ends_the_run_with_one_line(server, starting, t
     url, process = starting[1]
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    monkeypatch.setattr(vllm_server.VllmServer, "tries", 2)
+    monkeypatch.setattr(vllm_server.VllmServer, "retries", 1)
+    monkeypatch.setattr(server.clients[url], "retries", 1)
     server.loads = 0
-    with pytest.raises(EngineDown, match=f"^{url}/inference/v1/generate: ConnectionError$"):
+    with pytest.raises(EngineDown, match=f"^{url}/inference/v1/generate: ConnectionError, 2 times$"):
         turns(server, contexts_of(tiny[1]), 5, 0.0)
-    with pytest.raises(SystemExit, match=f"--vllm {url}/version: ConnectionError; start it with: VLLM_SERVER_DEV_MODE"):
+    with pytest.raises(
+        Fault, match=f"--vllm {url}/version: ConnectionError, 2 times; start it with: VLLM_SERVER_DEV_MODE"
+    ):
         VllmServer(url, tiny[1], STOP, model=tiny_path, max_len=MAX_LEN)
 
 
@@ -519,13 +546,13 @@ def test_the_version_is_checked_without_importing_it(monkeypatch):
     check_vllm()
     assert vllm_installed()
     monkeypatch.setattr(vllm_engine, "version", lambda package: "0.31.0")
-    with pytest.raises(SystemExit, match=r"vLLM 0\.32, found 0\.31\.0: pip install vllm==0\.32\.0 .*--engine torch"):
+    with pytest.raises(Fault, match=r"vLLM 0\.32, found 0\.31\.0: pip install vllm==0\.32\.0 .*--engine torch"):
         check_vllm()
 
     def missing(package):
         raise vllm_engine.PackageNotFoundError(package)
 
     monkeypatch.setattr(vllm_engine, "version", missing)
-    with pytest.raises(SystemExit, match="found none: pip install"):
+    with pytest.raises(Fault, match="found none: pip install"):
         check_vllm()
     assert not vllm_installed()

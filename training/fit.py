@@ -1,21 +1,22 @@
-"""Will it fit? The memory of one GPU, part by part, from shapes alone: no weights are read, no GPU is needed.
+"""Will it fit? Estimates the memory of one GPU, part by part, from shapes alone, without weights or a GPU.
 
-In a rollout the engine has its weights and its KV cache, and of the trainer there is what outlives a step. In an update
-vLLM sleeps, and activations and gradients come on top. The larger of the two has to fit.
+A rollout needs the engine's weights and KV cache besides the trainer's state. An update needs activations and
+gradients besides that state, while vLLM sleeps. The larger of the two has to fit.
 """
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from config import Config
 from training.model import blocks, load_config, skeleton
 
-RESERVE = 0.06  # of a GPU, for what no shape tells: CUDA's context, NCCL's buffers, fragmentation
-ASLEEP = 1e9  # bytes that a sleeping vLLM does not give back, an allowance: CUDA graphs and the like
-CHUNK = 4096  # rows of logits that kernels/head.py has at a time
-KNOWN = {  # so that the presets' sums need no hub
+RESERVE = 0.06  # share of a GPU that shapes cannot predict: CUDA context, NCCL buffers, fragmentation
+ASLEEP = 1e9  # bytes that a sleeping vLLM keeps, an allowance: CUDA graphs and the like
+CHUNK = 4096  # rows of logits that kernels/head.py allocates at a time
+KNOWN = {  # the presets' models, so that estimating needs no hub
     "Qwen/Qwen2.5-3B": dict(
         hidden_size=2048, intermediate_size=11008, num_hidden_layers=36, num_attention_heads=16, num_key_value_heads=2,
         vocab_size=151936, tie_word_embeddings=True,
@@ -27,8 +28,8 @@ KNOWN = {  # so that the presets' sums need no hub
 }  # fmt: skip
 
 
-def shapes(model: str):
-    """The Hugging Face config of a model, as far as its shapes go."""
+def shapes(model: str) -> Any:
+    """Returns a Hugging Face config with the shapes of a model."""
     if model not in KNOWN:
         return load_config(model)
     from transformers import Qwen2Config
@@ -38,19 +39,23 @@ def shapes(model: str):
 
 @dataclass
 class Part:
+    """One part of a GPU's memory."""
+
     name: str
-    update: float  # bytes on a GPU where the update is largest
-    rollout: float  # and in a rollout
-    cure: str = ""  # what makes it smaller
+    update: float  # bytes at the peak of the update
+    rollout: float  # bytes during a rollout
+    cure: str = ""  # a setting that shrinks it
 
 
 @dataclass
 class Fit:
-    who: str
+    """The estimate for one setting."""
+
+    title: str  # model and GPUs
     parts: list[Part]
     usable: float  # bytes
     notes: list[str]
-    starved: str  # what is wrong with vLLM's share, though it fits; "" if nothing is
+    starved: str  # why vLLM's share is too small, if the sum fits; "" if it is large enough
 
     @property
     def update(self) -> float:
@@ -61,12 +66,16 @@ class Fit:
         return sum(part.rollout for part in self.parts)
 
     def table(self) -> str:
-        """Parts, sums and what follows from them, as text of at most 100 columns."""
+        """Returns parts, sums and notes as text of at most 100 columns."""
 
         def row(name: str, *columns: float) -> str:
             return f"{name:<72}" + "".join(f"{x / 1e9:10.1f}" if x else f"{'-':>10}" for x in columns)
 
-        lines = [f"{self.who}: GB on each GPU, computed from shapes", "", f"{'part':<72}{'update':>10}{'rollout':>10}"]
+        lines = [
+            f"{self.title}: GB on each GPU, computed from shapes",
+            "",
+            f"{'part':<72}{'update':>10}{'rollout':>10}",
+        ]
         lines += [row(part.name, part.update, part.rollout) for part in self.parts if part.update or part.rollout]
         lines += ["-" * 92, row("sum", self.update, self.rollout)]
         lines += [row(f"usable (all but {RESERVE:.0%}: CUDA, NCCL, fragmentation)", self.usable, self.usable), ""]
@@ -76,36 +85,37 @@ class Fit:
         return "\n".join(lines)
 
     def fault(self) -> str:
-        """Why it cannot fit and what to change, in one line; "" if it fits."""
+        """Returns one line with the reason why it does not fit and what to change; "" if it fits."""
         phase = max("update", "rollout", key=lambda phase: getattr(self, phase))
         need = getattr(self, phase)
         if need <= self.usable:
             return self.starved
-        parts = sorted(((getattr(part, phase), part) for part in self.parts), key=lambda one: -one[0])
+        parts = sorted(((getattr(part, phase), part) for part in self.parts), key=lambda pair: -pair[0])
         largest = ", ".join(f"{part.name} {size / 1e9:.1f}" for size, part in parts[:3])
         cures = dict.fromkeys(part.cure for size, part in parts if part.cure and size > need / 20)
         return (
-            f"{self.who} do not fit: the {phase} needs {need / 1e9:.1f} GB on each, {self.usable / 1e9:.1f} are usable;"
-            f" largest: {largest}; try {', '.join(cures)}"
+            f"{self.title} do not fit: the {phase} needs {need / 1e9:.1f} GB on each,"
+            f" {self.usable / 1e9:.1f} are usable; largest: {largest}; try {', '.join(cures)}"
         )
 
 
-def estimate(cfg: Config, config, engine: str, gpus: int, gpu_mem: float) -> Fit:
-    """The memory of each of `gpus` GPUs of `gpu_mem` GB (1e9 bytes), for a model of this Hugging Face `config`."""
+def estimate(cfg: Config, config: Any, engine: str, gpus: int, gpu_mem: float) -> Fit:
+    """Returns the memory of each of `gpus` GPUs of `gpu_mem` GB (1e9 bytes), for a model with this config."""
     model = skeleton(config, torch.bfloat16)
     P = sum(p.numel() for p in model.parameters())  # a tied head is the embedding and counts once
     share = sum(math.ceil(len(p) / gpus) * (p.numel() // len(p)) for p in model.parameters())  # FSDP2 pads dim 0
-    in_blocks = [sum(p.numel() for p in block.parameters()) for block in blocks(model)]
-    block, root = max(in_blocks), P - sum(in_blocks)  # root: embedding, last norm and head
+    per_block = [sum(p.numel() for p in block.parameters()) for block in blocks(model)]
+    block, root = max(per_block), P - sum(per_block)  # root: embedding, last norm and head
     V, H = model.get_output_embeddings().weight.shape
-    # A turn may begin at max_prompt, and its search still comes back. A longer trajectory than micro_tokens is alone.
+    # A turn may start at max_prompt and be followed by its observation. A trajectory longer than micro_tokens is packed
+    # alone.
     longest = cfg.max_prompt + cfg.max_response + cfg.max_observation
     tokens = max(cfg.micro_tokens, longest)
     kept, again = activations(model, tokens, cfg.recompute)
 
-    # Where the update may be largest, and the bytes there of: gathered weights, gradients on their way to the shares,
-    # activations, those of a block, the head. bfloat16 has 2 bytes, float32 4; FSDP2 reduces in float32, and has one
-    # block gathered ahead and one still being reduced. The reference runs before all this, and with less.
+    # Candidates for the peak of the update, with the bytes of: gathered weights, gradients being reduced, activations,
+    # activations of one block, the head. bfloat16 has 2 bytes, float32 4. FSDP2 reduces in float32; it has one block
+    # prefetched and one still in reduction. The reference runs earlier and needs less.
     moments = {
         "the forward pass of the head": (
             2 * root + 2 * block, 0, kept, 0, 4 * min(CHUNK, tokens) * V + 4 * V * H + (2 + 4) * tokens * H,
@@ -133,17 +143,17 @@ def estimate(cfg: Config, config, engine: str, gpus: int, gpu_mem: float) -> Fit
         parts += [Part("reference (bfloat16 shares)", state, state, "--offload_reference")]
     parts += [
         Part("policy (embedding, head and two blocks, gathered in bfloat16)", gathered, 0),
-        Part("gradients on their way to the shares", reduced, 0),
+        Part("gradients being reduced", reduced, 0),
         Part(f"activations kept of {tokens:,} tokens", kept, 0, fewer if cfg.recompute else "--recompute 1"),
         Part("activations and their gradients in one block", again, 0, fewer),
         Part("the head's logits and gradients", head, 0),
     ]
 
-    who = f"{P / 1e6:,.0f}M parameters on {gpus} x {gpu_mem:.0f} GB"
-    row = cfg.max_prompt + cfg.max_response  # tokens of the longest context that the engine has
+    title = f"{P / 1e6:,.0f}M parameters on {gpus} x {gpu_mem:.0f} GB"
+    row = cfg.max_prompt + cfg.max_response  # tokens of the engine's longest row
     kv, starved = kv_bytes(config), ""
     if engine == "torch":
-        cache = 2 * kv * row * cfg.max_rows  # rows that go on are copied before the others are forgotten
+        cache = 2 * kv * row * cfg.max_rows  # remaining rows are copied before the old cache is freed
         parts += [
             Part("torch engine (weights)", 2 * P, 2 * P, "--engine vllm"),
             Part(f"torch engine (KV cache of {cfg.max_rows} rows, twice)", 0, cache, "a smaller --max_rows"),
@@ -154,11 +164,11 @@ def estimate(cfg: Config, config, engine: str, gpus: int, gpu_mem: float) -> Fit
         parts += [
             Part("vLLM (weights)", 0, 2 * P, "a smaller --vllm_memory"),
             Part("vLLM (KV cache)", 0, room, "a smaller --vllm_memory"),
-            Part("vLLM (what it keeps asleep, an allowance)", ASLEEP, ASLEEP),
+            Part("vLLM (kept while asleep, an allowance)", ASLEEP, ASLEEP),
         ]
         if room < kv * row:
             starved = (
-                f"{who} do not fit: the {cfg.vllm_memory * gpu_mem:.1f} GB of vLLM have no room for its weights"
+                f"{title} do not fit: the {cfg.vllm_memory * gpu_mem:.1f} GB of vLLM have no room for its weights"
                 f" ({2 * P / 1e9:.1f}) and one context of {row:,} tokens; try a larger --vllm_memory"
             )
         notes.append(
@@ -172,13 +182,13 @@ def estimate(cfg: Config, config, engine: str, gpus: int, gpu_mem: float) -> Fit
         f" {taus * longest:,} to train on.\n"
         "(Upper bounds: what --max_turns, --max_response, --max_observation and --max_prompt allow.)"
     )
-    return Fit(who, parts, (1 - RESERVE) * gpu_mem * 1e9, notes, starved)
+    return Fit(title, parts, (1 - RESERVE) * gpu_mem * 1e9, notes, starved)
 
 
-def activations(model, tokens: int, recompute: int) -> tuple[float, float]:
-    """Bytes that (the forward pass keeps for the backward pass, the backward pass of a block needs on top).
+def activations(model: Any, tokens: int, recompute: int) -> tuple[float, float]:
+    """Returns two numbers of bytes: what the forward pass keeps, and what a block's backward pass needs besides.
 
-    Counted: the model of the meta device runs, and what autograd would keep is added up.
+    Runs the model on the meta device and adds up the tensors that autograd would save.
     """
     from transformers import AttentionInterface
 
@@ -188,7 +198,7 @@ def activations(model, tokens: int, recompute: int) -> tuple[float, float]:
     saved: dict[int, int] = {}  # storage -> bytes
     ends = [0]  # bytes saved up to the end of each block
 
-    def keep(t):
+    def keep(t: torch.Tensor) -> torch.Tensor:
         if t.untyped_storage()._cdata not in weights:
             saved[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
         return t
@@ -199,21 +209,23 @@ def activations(model, tokens: int, recompute: int) -> tuple[float, float]:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         stream = model.train().base_model(input_ids=ids, position_ids=ids, use_cache=False).last_hidden_state
     total, of_block = sum(saved.values()), max(b - a for a, b in zip(ends, ends[1:], strict=False))
-    gradients = stream.nbytes + 2 * max(saved.values())  # of the block's output, and of gate and up projection, say
+    gradients = stream.nbytes + 2 * max(saved.values())  # of the block's output and of, say, gate and up projection
     if recompute:
         return len(blocks(model)) * stream.nbytes + total - ends[-1], of_block + gradients
     return total, gradients
 
 
-def attention_of_shapes(module, query, key, value, attention_mask, **kwargs):
-    """policy.packed_attention as a GPU has it. (On the meta device SDPA is the one with matrices (T, T).)"""
+def attention_of_shapes(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
+) -> tuple[torch.Tensor, None]:
+    """Returns the shapes of training.model.packed_attention on a GPU; SDPA on meta would save matrices (T, T)."""
     out = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True)[0]
     return torch.cat([out], dim=2).transpose(1, 2), None
 
 
-def kv_bytes(config) -> int:
-    """Bytes of a token's keys and values, in bfloat16."""
+def kv_bytes(config: Any) -> int:
+    """Returns the bytes of one token's keys and values, in bfloat16."""
     config = config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * 2 * config.num_hidden_layers * heads * dim
+    return int(2 * 2 * config.num_hidden_layers * heads * dim)
