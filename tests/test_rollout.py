@@ -1,4 +1,4 @@
-"""A trajectory as the specification has it, with a scripted policy and a real retrieval server."""
+"""Trajectories, token by token, from a scripted policy and a real search server."""
 
 import json
 import threading
@@ -6,15 +6,16 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
-from tiny_model import FIXTURE
+from tiny_model import FIXTURE, STOP
 
-from config import SEARCH_R1
+from config import SEARCH_R1, Config
 from data import Question
 from engines.torch_engine import TorchEngine
 from faults import ToolDown
-from grpo import advantages
 from harness.servers import Child
-from rollout import INVALID, STOP, Search, observation, observation_ids, prompt_ids, rollout
+from objectives import set_advantages
+from rollout import Job, Turn, observation_ids, prompt_ids, rollout
+from tools import Calculator, Search, Tool, invalid_action
 
 ROOT = Path(__file__).parents[1]
 ASKED = Question("q-0", "Who designed the Sydney Opera House?", ("Jørn Utzon",), "fixture")
@@ -65,14 +66,49 @@ class Script:
         self.turn += 1
 
 
-LIMITS = dict(max_turns=4, max_response=500, max_observation=500, max_prompt=4096, temperature=1.0, seed=0)
+def roll(engine, tokenizer, tools, jobs, temperature=1.0, seed=0, **limits):
+    """Returns the trajectories of `jobs`, under the paper's limits but for these; a tool alone is a list of one."""
+    tools = [tools] if isinstance(tools, Tool) else tools
+    return rollout(engine, tokenizer, tools, jobs, Config(**limits), temperature=temperature, seed=seed)
 
 
-def play(tokenizer, search, *turns, instruction="Answer.", **limits):
-    """(trajectory, engine) of one question whose answer was scripted as these turns."""
+def play(tokenizer, tools, *turns, instruction="Answer.", **limits):
+    """Returns (trajectory, engine) of one question to which the policy says these turns."""
     engine = Script(tokenizer, turns)
-    [tau] = rollout(engine, tokenizer, search, [(7, instruction, ASKED, 3)], **LIMITS | limits)
+    [tau] = roll(engine, tokenizer, tools, [Job(7, instruction, ASKED, 3)], **limits)
     return tau, engine
+
+
+def jobs(n, instruction="Answer."):
+    """Returns n jobs of one question, each a group of its own."""
+    return [Job(0, instruction, ASKED, k) for k in range(n)]
+
+
+def calls(tau, tool="search"):
+    return [turn.argument for turn in tau.turns if turn.tool == tool]
+
+
+def observation(documents):
+    """Returns the text of an observation of `documents`, uncut."""
+    return f"\n\n<information>{Found().show(documents)}</information>\n\n"
+
+
+class Found(Tool):
+    """A search that finds the same documents, whatever is asked."""
+
+    tag, noun, argument, plural, result_tag = "search", "a search", "query", "searches", "information"
+    show = Search.show
+
+    def __init__(self, *documents):
+        self.documents = list(documents)
+
+    def submit(self, argument):
+        future = Future()
+        future.set_result(self.documents)
+        return future
+
+
+INVALID = invalid_action([Found()])
 
 
 # ---- tokens in, tokens out
@@ -83,10 +119,10 @@ def test_the_mask_is_1_on_exactly_the_sampled_tokens(tokenizer, search):
     tau, _ = play(tokenizer, search, *turns)
     said = [spelled(tokenizer, text) for text in turns]
     assert all(tokenizer(text)["input_ids"] != ids for text, ids in zip(turns, said, strict=True))  # would re-encode
-    documents = tau.turns[0]["documents"]
+    documents = tau.turns[0].result
     parts = [  # (ids, sampled?)
         (prompt_ids(tokenizer, "Answer.", ASKED.text), 0),
-        (said[0], 1), (tokenizer(observation(documents))["input_ids"], 0),
+        (said[0], 1), (observation_ids(tokenizer, search, documents, 500), 0),
         (said[1], 1), (tokenizer(INVALID)["input_ids"], 0),
         (said[2], 1),
     ]  # fmt: skip
@@ -96,21 +132,32 @@ def test_the_mask_is_1_on_exactly_the_sampled_tokens(tokenizer, search):
     assert tau.prompt_tokens == len(parts[0][0])
 
 
-def test_what_a_trajectory_tells(tokenizer, search):
+def test_a_trajectory_and_its_record_hold_every_turn(tokenizer, search):
     turns = "<search> capital of France </search>", "Paris?", "<answer> Paris </answer>"
     tau, _ = play(tokenizer, search, *turns)
-    assert (tau.instruction, tau.question, tau.group) == (7, "q-0", 3)
-    assert (tau.asked, tau.served, tau.stop, tau.prediction) == (1, 1, "answer", "Paris")
-    documents = tau.turns[0]["documents"]
+    assert (tau.instruction, tau.question, tau.group) == (7, ASKED, 3)
+    assert (tau.served("search"), tau.invalid, tau.stop, tau.prediction) == (1, 1, "answer", "Paris")
+    documents = tau.turns[0].result
+    assert len(documents) == 3
     assert tau.turns == [
-        {"text": turns[0], "query": "capital of France", "documents": documents},
-        {"text": turns[1]},
-        {"text": turns[2]},
+        Turn(turns[0], "search", "capital of France", documents),
+        Turn(turns[1], "", "", None),
+        Turn(turns[2], "", "", None),
     ]
     assert tau.response == turns[0] + observation(documents) + turns[1] + INVALID + turns[2]
+    tau.reward, tau.advantage = 0.5, -1.25
     row = json.loads(json.dumps(tau.record()))
-    assert (row["tokens"], row["action_tokens"]) == (len(tau.ids), sum(tau.mask))
-    assert row["turns"] == tau.turns and not {"ids", "mask", "logps"} & set(row)
+    assert (row["instruction"], row["question"], row["group"]) == (7, "q-0", 3)
+    assert (row["reward"], row["advantage"], row["golds"]) == (0.5, -1.25, ["Jørn Utzon"])
+    assert (row["stop"], row["prediction"], row["invalid"]) == ("answer", "Paris", 1)
+    assert (row["prompt_tokens"], row["action_tokens"], row["tokens"]) == (
+        tau.prompt_tokens, sum(tau.mask), len(tau.ids)
+    )  # fmt: skip
+    assert row["turns"][0] == {
+        "text": turns[0], "tool": "search", "argument": "capital of France", "result": documents
+    }  # fmt: skip
+    assert len(row["turns"]) == 3 and row["response"] == tau.response
+    assert not {"ids", "mask", "logps"} & set(row)
 
 
 def test_a_turn_is_sampled_from_the_whole_context_so_far(tokenizer, search):
@@ -126,13 +173,22 @@ def test_the_prompt_is_the_chat_template_of_instruction_and_question(tokenizer):
     )
 
 
+def test_every_job_gets_its_own_instruction_and_question(tokenizer):
+    other = Question("q-1", "Who sang?", ("x",), "fixture")
+    asked = [Job(k, text, q, k) for k, (text, q) in enumerate([("A.", ASKED), ("B.", ASKED), ("A.", other)] * 2)]
+    taus = roll(Script(tokenizer, *[["<answer>x</answer>"]] * 6), tokenizer, Found(), asked)
+    for job, tau in zip(asked, taus, strict=True):
+        assert tau.ids[: tau.prompt_tokens] == prompt_ids(tokenizer, job.text, job.question.text)
+        assert (tau.instruction, tau.question, tau.group) == (job.instruction, job.question, job.group)
+
+
 # ---- observations
 
 
 def test_an_observation_is_the_passages_with_their_titles(tokenizer, search):
     tau, _ = play(tokenizer, search, "<search>river Seine Paris</search>", "<answer>x</answer>")
     corpus = [json.loads(line)["contents"] for line in (FIXTURE / "corpus.jsonl").open(encoding="utf-8")]
-    documents = tau.turns[0]["documents"]
+    documents = tau.turns[0].result
     assert len(documents) == 3 and set(documents) <= set(corpus) and documents[0].startswith('"Paris"\n')
     (a, b, c) = [document.split("\n", 1) for document in documents]
     assert tau.response == (
@@ -147,18 +203,18 @@ def test_an_observation_is_the_passages_with_their_titles(tokenizer, search):
 def test_a_search_that_finds_nothing_is_served_with_an_empty_observation(tokenizer, search):
     for nothing in ("qqqq", ""):
         tau, _ = play(tokenizer, search, f"<search>{nothing}</search>", "<answer>x</answer>")
-        assert (tau.asked, tau.served, tau.turns[0]["documents"]) == (1, 1, [])
+        assert (calls(tau), tau.served("search"), tau.turns[0].result) == ([nothing], 1, [])
         assert "\n\n<information></information>\n\n" in tau.response
 
 
 def test_a_long_observation_is_cut_inside_its_tag(policy):
     tokenizer = policy[1]
     documents = ['"Paris"\nThe capital of France.', '"Rome"\n' + "A city with a river. " * 30]
-    whole = observation_ids(tokenizer, documents, 10_000)
+    whole = observation_ids(tokenizer, Found(), documents, 10_000)
     assert tokenizer.decode(whole).split() == tokenizer.decode(tokenizer(observation(documents))["input_ids"]).split()
     end = tokenizer("</information>\n\n", add_special_tokens=False)["input_ids"]
     for limit in [*range(1, len(whole), 7), len(whole) - 1, len(whole), len(whole) + 1]:
-        ids = observation_ids(tokenizer, documents, limit)
+        ids = observation_ids(tokenizer, Found(), documents, limit)
         assert len(ids) == max(len(end), min(limit, len(whole)))
         assert ids[-len(end) :] == end and ids[: -len(end)] == whole[: len(ids) - len(end)]
 
@@ -175,7 +231,8 @@ def test_the_observation_limit_holds_in_a_rollout(tokenizer, search):
 def test_an_invalid_action_gets_a_corrective_message_and_costs_a_turn(tokenizer, search):
     tau, _ = play(tokenizer, search, "I think so.", "<search>Seine</search>", max_turns=1)
     assert tau.response == "I think so." + INVALID + "<search>Seine</search>"
-    assert (tau.asked, tau.served, tau.invalid, tau.stop) == (1, 0, 1, "turns")
+    assert (calls(tau), tau.served("search"), tau.invalid, tau.stop) == (["Seine"], 0, 1, "turns")
+    assert tau.turns[-1].result is None
 
 
 def test_an_empty_answer_is_an_answer(tokenizer, search):
@@ -191,7 +248,8 @@ def test_after_max_turns_searches_comes_a_last_turn_in_which_no_search_is_served
     search.submit = lambda query: sent.append(query) or submit(query)
     tau, _ = play(tokenizer, search, "<search>a</search>", "<search>b</search>", last, "never", max_turns=2)
     assert sent == ["a", "b"]
-    assert (tau.asked, tau.served, tau.stop, tau.prediction) == (2 + ("search" in last), 2, "turns", None)
+    assert calls(tau) == ["a", "b", "c"][: 2 + ("search" in last)]
+    assert (tau.served("search"), tau.stop, tau.prediction) == (2, "turns", None)
     assert tau.response.endswith(last) and tau.mask[-1] == 1  # no observation follows
     tau, _ = play(tokenizer, search, "<search>a</search>", "<search>b</search>", "<answer>c</answer>", max_turns=2)
     assert (tau.stop, tau.prediction) == ("answer", "c")
@@ -210,14 +268,13 @@ def test_a_full_context_ends_the_trajectory_and_never_costs_the_instruction(toke
         assert tau.prediction == ("x" if actions == 3 else None)
 
 
-def test_rows_end_at_different_times_and_only_the_others_go_on(tokenizer, search):
+def test_rows_end_at_different_times_and_only_the_others_continue(tokenizer, search):
     answer = "<answer>x</answer>"
     script = [[answer], ["hm", "<search>Rhine</search>", answer], ["<search>Seine</search>", "hm", "hm", answer]]
     engine = Script(tokenizer, *script)
-    jobs = [(0, "Answer.", ASKED, k) for k in range(3)]
-    taus = rollout(engine, tokenizer, search, jobs, **LIMITS)
+    taus = roll(engine, tokenizer, search, jobs(3))
     assert [list(rows) for rows in engine.contexts] == [[0, 1, 2], [1, 2], [1, 2], [2]]  # in the order of the jobs
-    assert [[turn["text"] for turn in tau.turns] for tau in taus] == script
+    assert [[turn.text for turn in tau.turns] for tau in taus] == script
     assert [tau.group for tau in taus] == [0, 1, 2]
 
 
@@ -233,7 +290,7 @@ def test_a_search_leaves_while_other_rows_still_generate(tokenizer, search):
                 events.append(row)
 
     a, b, answer = "<search>a</search>", "<search>b</search>", "<answer>x</answer>"
-    rollout(Slow(tokenizer, [a, answer], [b, answer]), tokenizer, search, [(0, "", ASKED, 0)] * 2, **LIMITS)
+    roll(Slow(tokenizer, [a, answer], [b, answer]), tokenizer, search, jobs(2))
     assert events[:4] == ["b", 1, "a", 0]
 
 
@@ -280,10 +337,10 @@ def test_without_lockstep_no_row_waits_for_another(tokenizer):
     long = "<search> a" + " b" * 50 + "</search>"
     script = [search, search, answer], ["<search>slow</search>", answer], [long, answer]
     engine = Watched(tokenizer, *script)
-    taus = rollout(engine, tokenizer, Held('"F"\nfast'), [(0, "", ASKED, k) for k in range(3)], **LIMITS)
-    assert [[turn["text"] for turn in tau.turns] for tau in taus] == [list(texts) for texts in script]
+    taus = roll(engine, tokenizer, Held('"F"\nfast'), jobs(3))
+    assert [[turn.text for turn in tau.turns] for tau in taus] == [list(texts) for texts in script]
     starts = [(call, row) for call, row, _ in engine.contexts]
-    assert starts[:5] == [(1, 0), (1, 1), (1, 2), (2, 0), (3, 0)]  # row 0 goes on while 1 searches and 2 generates
+    assert starts[:5] == [(1, 0), (1, 1), (1, 2), (2, 0), (3, 0)]  # row 0 continues while 1 searches and 2 generates
     assert starts[5][1] == 1 and 30 < starts[5][0] < 35 and starts[6][0] > 50
     assert asked[:3] == ["fast", "slow", "fast"]
     for _, row, ids in engine.contexts:  # every turn continues the row's own context
@@ -299,8 +356,8 @@ def test_an_engine_with_nothing_to_do_waits_for_a_search_instead_of_spinning(tok
             return held
 
     engine = Free(tokenizer, ["<search>slow</search>", "<answer>x</answer>"])
-    [tau] = rollout(engine, tokenizer, Held(), [(0, "", ASKED, 0)], **LIMITS)
-    assert tau.served == 1 and engine.calls <= 3
+    [tau] = roll(engine, tokenizer, Held(), jobs(1))
+    assert tau.served("search") == 1 and engine.calls <= 3
 
 
 def test_in_lockstep_a_turn_begins_when_all_searches_are_back(tokenizer):
@@ -315,28 +372,16 @@ def test_in_lockstep_a_turn_begins_when_all_searches_are_back(tokenizer):
 
     answer = "<answer>x</answer>"
     engine = Script(tokenizer, ["<search>slow</search>", answer], ["<search>fast</search>", answer])
-    rollout(engine, tokenizer, Held(), [(0, "", ASKED, 0)] * 2, **LIMITS)
+    roll(engine, tokenizer, Held(), jobs(2))
     assert [list(rows) for rows in engine.contexts] == [[0, 1], [0, 1]]
 
 
 def test_a_query_of_any_length_is_served(tokenizer, search):
     tau, _ = play(tokenizer, search, f"<search>Seine {'=' * 5000}</search>", "<answer>x</answer>", max_prompt=20_000)
-    assert tau.served == 1 and "Seine" in tau.turns[0]["documents"][0]
+    assert tau.served("search") == 1 and "Seine" in tau.turns[0].result[0]
 
 
 # ---- the prediction
-
-
-class Found:
-    """A search that finds the same documents, whatever is asked."""
-
-    def __init__(self, *documents):
-        self.documents = list(documents)
-
-    def submit(self, query):
-        future = Future()
-        future.set_result(self.documents)
-        return future
 
 
 def test_the_example_in_the_instruction_is_never_the_prediction(tokenizer):
@@ -366,27 +411,24 @@ def test_the_prediction_is_what_the_policy_wrote_never_what_it_was_shown(tokeniz
 def test_equal_questions_in_two_groups_stay_two_groups(tokenizer):
     texts = ["<answer>a</answer>", "<answer>b</answer>"] * 2
     engine = Script(tokenizer, *[[text] for text in texts])
-    taus = rollout(engine, tokenizer, Found(), [(0, "Answer.", ASKED, group) for group in (0, 0, 1, 1)], **LIMITS)
+    taus = roll(engine, tokenizer, Found(), [Job(0, "Answer.", ASKED, group) for group in (0, 0, 1, 1)])
     assert [tau.group for tau in taus] == [0, 0, 1, 1] and len({id(tau.ids) for tau in taus}) == 4
     for tau, reward in zip(taus, [1.0, 1.0, 1.0, 0.0], strict=True):
         tau.reward = reward
-    A = advantages(taus)
-    assert [A[id(tau)] for tau in taus] == pytest.approx([0, 0, 0.5**0.5, -(0.5**0.5)], abs=1e-5)
+    set_advantages(taus)
+    assert [tau.advantage for tau in taus] == pytest.approx([0, 0, 0.5**0.5, -(0.5**0.5)], abs=1e-5)
 
 
 def test_more_jobs_than_rows_give_a_trajectory_each_in_their_order(world):
     model, tokenizer = world
     questions = [Question(f"q-{k}", f"What is the {'base mayor film'.split()[k]}?", ("x",), "") for k in range(3)]
-    jobs = [(k, "Think, search, answer.", questions[k % 3], 10 + k) for k in range(7)]
+    several = [Job(k, "Think, search, answer.", questions[k % 3], 10 + k) for k in range(7)]
     found = Found('"Pais Kranford"\nA city with mayor Krinoun Lizais.')
-    limits = LIMITS | dict(max_turns=2, max_response=30, temperature=0.0)
-    together = rollout(TorchEngine(model, tokenizer, STOP), tokenizer, found, jobs, **limits)
-    heard = []
-    few = TorchEngine(model, tokenizer, STOP, max_rows=3)
-    apart = rollout(few, tokenizer, found, jobs, progress=heard.append, **limits)
-    assert heard == [3, 6, 7]
+    limits = dict(max_turns=2, max_response=30, temperature=0.0)
+    together = roll(TorchEngine(model, tokenizer, STOP), tokenizer, found, several, **limits)
+    apart = roll(TorchEngine(model, tokenizer, STOP, max_rows=3), tokenizer, found, several, **limits)
     for k, tau in enumerate(apart):
-        assert (tau.instruction, tau.question, tau.group) == (k, f"q-{k % 3}", 10 + k)
+        assert (tau.instruction, tau.question, tau.group) == (k, questions[k % 3], 10 + k)
     assert all(tau.stop for tau in apart)
     assert [tau.ids for tau in apart] == [tau.ids for tau in together]  # greedy: it does not matter who sits beside
 
@@ -394,13 +436,12 @@ def test_more_jobs_than_rows_give_a_trajectory_each_in_their_order(world):
 def test_two_batches_of_rows_are_not_sampled_alike(world):
     model, tokenizer = world
     engine = TorchEngine(model, tokenizer, STOP, max_rows=4)
-    limits = LIMITS | dict(max_turns=2, max_response=30)
-    jobs = [(0, "Think, search, answer.", ASKED, 0)] * 8
-    taus = rollout(engine, tokenizer, Found(), jobs, **limits)
+    limits, several = dict(max_turns=2, max_response=30), [Job(0, "Think, search, answer.", ASKED, 0)] * 8
+    taus = roll(engine, tokenizer, Found(), several, **limits)
     assert [tau.ids for tau in taus[:4]] != [tau.ids for tau in taus[4:]]
-    again = rollout(engine, tokenizer, Found(), jobs, **limits)
+    again = roll(engine, tokenizer, Found(), several, **limits)
     assert [(tau.ids, tau.logps) for tau in again] == [(tau.ids, tau.logps) for tau in taus]
-    other = rollout(engine, tokenizer, Found(), jobs, **limits | dict(seed=1))
+    other = roll(engine, tokenizer, Found(), several, **limits, seed=1)
     assert [tau.ids for tau in other] != [tau.ids for tau in taus]
 
 
@@ -413,5 +454,37 @@ def test_a_trajectory_is_never_finished_without_its_results(tokenizer):
 
     engine = Script(tokenizer, ["<answer>x</answer>"], ["<search>a</search>", "<answer>guess</answer>"])
     with pytest.raises(ToolDown, match="away"):
-        rollout(engine, tokenizer, Down(), [(0, "", ASKED, 0)] * 2, **LIMITS)
-    assert len(engine.contexts) == 1  # no turn was played on without them
+        roll(engine, tokenizer, Down(), jobs(2))
+    assert len(engine.contexts) == 1  # no further turn was played without them
+
+
+# ---- several tools
+
+
+def test_a_call_goes_to_its_own_tool_and_its_result_comes_in_that_tool_s_tag(tokenizer):
+    turns = "<calculate> 6 * 7 </calculate>", "<search>Seine</search>", "<answer>42</answer>"
+    tools = [Found('"Seine"\nA river.'), Calculator()]
+    tau, _ = play(tokenizer, tools, *turns)
+    assert [(turn.tool, turn.argument, turn.result) for turn in tau.turns] == [
+        ("calculate", "6 * 7", ["42"]),
+        ("search", "Seine", ['"Seine"\nA river.']),
+        ("", "", None),
+    ]
+    assert (tau.served("calculate"), tau.served("search"), tau.served("browse")) == (1, 1, 0)
+    assert tau.response == (
+        f"{turns[0]}\n\n<result>42</result>\n\n"
+        f"{turns[1]}\n\n<information>Doc 1(Title: Seine) A river.</information>\n\n{turns[2]}"
+    )
+
+
+def test_a_call_of_a_tool_that_is_not_in_use_is_an_invalid_action(tokenizer):
+    tau, _ = play(tokenizer, Found(), "<calculate> 6 * 7 </calculate>", "<answer>x</answer>")
+    assert tau.response.startswith("<calculate> 6 * 7 </calculate>" + INVALID) and tau.invalid == 1
+    tools = [Found(), Calculator()]
+    tau, _ = play(tokenizer, tools, "hm", "<answer>x</answer>")
+    assert tau.response.startswith("hm" + invalid_action(tools)) and "<calculate>" in tau.response
+
+
+def test_an_answer_beside_a_call_ends_the_trajectory_and_nothing_is_called(tokenizer):
+    tau, _ = play(tokenizer, Found(), "<search>a</search><answer>x</answer>")
+    assert (tau.stop, tau.prediction, calls(tau), tau.served("search")) == ("answer", "x", [], 0)
