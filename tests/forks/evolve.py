@@ -1,0 +1,29 @@
+"""Run in a forked copy: one evolution after a failed step, without a policy; prints what the optimizer read."""
+
+import json
+from types import SimpleNamespace
+
+import inspo
+from config import parse
+from data import Question
+from faults import OptimizerDown
+from population import Population, ReplayBuffer
+from rollout import Trajectory
+
+read = []
+
+
+def ask(prompt, when):
+    read.append(prompt)
+    raise OptimizerDown("it has said enough")
+
+
+cfg = parse(["--K_e", "1", "--K_p", "1"])
+P, B = Population(cfg.tau_s, cfg.window), ReplayBuffer(cfg.buffer)
+P.join("I search once.", None, 0)
+D = {k: Question(k, f"Who is {k}?", ("x",), "s") for k in "abcdefgh"}
+B.add(1, [Trajectory(0, q, 0, [], 0, response="<answer> y </answer>") for q in D.values()])
+log = SimpleNamespace(not_evolved=lambda *_: None)
+inspo.evolve(cfg, 1, P, B, None, SimpleNamespace(ask=ask), D, log)
+[prompt] = read
+print(json.dumps(prompt))

@@ -1,0 +1,63 @@
+"""Run in a forked copy: plays a scripted trajectory with the page's tool and a base model, and loads a MiniCPM3.
+
+    python play.py BASE_MODEL MINICPM3
+
+Prints what came of it as JSON.
+"""
+
+import json
+import sys
+
+from config import WORLD, parse
+from data import Question
+from faults import Fault
+from rollout import Job, encode, prompt_ids, rollout
+from tools import Search, invalid_action, make_tools, stop_strings
+from training.model import load_model, load_tokenizer, logit_scale
+
+TURNS = ["Let me see. <count> one two three </count>", "Three?", "<answer> 3 </answer>"]
+
+
+class Script:
+    """An engine that plays the turns of one row."""
+
+    max_rows, lockstep, unproven = 512, True, 0
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.turns = tokenizer, iter(TURNS)
+
+    def begin(self, seed):
+        pass
+
+    def generate(self, contexts, max_new, temperature):
+        for row in contexts:
+            ids = encode(self.tokenizer, next(self.turns))
+            yield row, ids, [0.0] * len(ids)
+
+
+base, minicpm3 = sys.argv[1:]
+cfg = parse(["--tools", "search,counter"])
+tools = make_tools(cfg, Search("http://127.0.0.1:9", cfg.topk))  # nobody listens there, and nobody asks
+tokenizer = load_tokenizer(base, stop_strings(tools))
+question = Question("q", "How many words?", ("3",), "s")
+[tau] = rollout(Script(tokenizer), tokenizer, tools, [Job(0, "Count.", question, 0)], cfg, temperature=0, seed=0)
+try:
+    load_tokenizer(str(WORLD / "policy"), stop_strings(tools))
+    refusal = ""
+except Fault as e:
+    refusal = str(e)
+print(
+    json.dumps(
+        {
+            "stop": stop_strings(tools),
+            "invalid": invalid_action(tools),
+            "prompt": tokenizer.decode(prompt_ids(tokenizer, "Count.", "How many words?")),
+            "response": tau.response,
+            "prediction": tau.prediction,
+            "counts": tau.served("count"),
+            "sampled": tokenizer.decode([i for i, m in zip(tau.ids, tau.mask, strict=True) if m]),
+            "world": refusal,
+            "scale": logit_scale(load_model(minicpm3).config),
+        }
+    )
+)

@@ -1,0 +1,277 @@
+"""The patches of docs/forks.md: each applies to the project as it stands, and does what the page says."""
+
+import gzip
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, MiniCPM3Config
+
+from config import SEARCH_R1
+from data import em, f1, load_questions
+from faults import Fault
+from harness.directory import read_jsonl
+from training.model import load_model, load_tokenizer
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "forks.md").read_text()
+FORKS = dict(re.findall(r"^```diff (\S+)\n(.*?)^```$", PAGE, re.M | re.S))
+FILES = dict(re.findall(r"^```jsonl (\S+)\n(.*?)^```$", PAGE, re.M | re.S))
+[COMMAND] = re.findall(r"^```sh\npython inspo.py (.*?)\n```$", PAGE, re.M)
+ROOMS = ("engines", "harness", "kernels", "retrieval", "training", "world")
+ENV = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")} | {"OMP_WAIT_POLICY": "passive"}
+SMALL = "--T 2 --K_p 1 --K_e 1 --T_e 2 --D_B 2 --rounds 1 --save_every 3 --lr 1e-6 --G 2"
+
+
+def forked(path: Path, *names: str) -> Path:
+    """Returns a copy of the project at `path` with these patches."""
+    for room in (".", *ROOMS):
+        (path / room).mkdir(parents=True)
+        for file in ROOT.glob(f"{room}/*.py"):
+            shutil.copy(file, path / room)
+    (path / "world" / "files").symlink_to(ROOT / "world" / "files")
+    env = ENV | {"GIT_CEILING_DIRECTORIES": str(path.parent)}  # a repository around `path` would swallow the patch
+    for name in names:
+        done = subprocess.run(
+            ["git", "apply", "-"], input=FORKS[name], cwd=path, env=env, capture_output=True, text=True
+        )
+        if done.returncode:
+            pytest.fail(f"docs/forks.md: the patch `{name}` no longer applies: {done.stderr.strip()}", pytrace=False)
+    return path
+
+
+def start(fork: Path, *argv: object) -> subprocess.Popen:
+    env = ENV | {"PYTHONPATH": str(fork)}
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, *map(str, argv)], cwd=fork, env=env, stdout=pipe, stderr=pipe, text=True)
+
+
+def finish(process: subprocess.Popen) -> str:
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    return out
+
+
+def value(fork: Path, expression: str, imports: str) -> object:
+    """Returns the value of an expression in a copy of the project."""
+    return json.loads(finish(start(fork, "-c", f"import json\n{imports}\nprint(json.dumps({expression}))")))
+
+
+# ---- the page
+
+
+@pytest.mark.parametrize("name", FORKS)
+def test_a_patch_applies_and_leaves_python(name, tmp_path):
+    fork = forked(tmp_path / "fork", name)
+    for file in re.findall(r"^\+\+\+ b/(\S+)$", FORKS[name], re.M):
+        compile((fork / file).read_text(), file, "exec")
+
+
+@pytest.mark.parametrize("name", FORKS)
+def test_a_patch_is_as_small_as_the_page_says(name):
+    changed = [line for line in FORKS[name].splitlines() if re.match(r"[+-](?![+-]{2} [ab]/)", line)]
+    files = FORKS[name].count("\n+++ b/")
+    section = next(text for text in re.split(r"^## ", PAGE, flags=re.M) if f"```diff {name}\n" in text)
+    said = f"{len(changed)} lines in {files} files" in " ".join(section.split())
+    assert said or (len(changed) <= 10 and files == 1), f"{len(changed)} lines in {files} files"
+
+
+# ---- 1 to 5 in one run of the world: its rewards, advantages, survivors, probabilities and calls
+
+
+@pytest.fixture(scope="module")
+def base_path(tiny_path, tmp_path_factory):
+    """The tiny policy as a base model: without a chat template."""
+    path = shutil.copytree(tiny_path, tmp_path_factory.mktemp("models") / "base")
+    (path / "chat_template.jinja").unlink()
+    return path
+
+
+@pytest.fixture(scope="module")
+def runs(base_path, tmp_path_factory):
+    """(run of the world with the forks of the algorithm, run of the page's own questions with those of the agent)."""
+    path = tmp_path_factory.mktemp("runs")
+    algorithm = forked(path / "algorithm", "f1", "rloo", "margin", "ucb", "history")
+    flags = shlex.split(f"{SMALL} --batch 8 --mini 8 --eval_n 12")
+    first = start(algorithm, "inspo.py", "--out", path / "world", *flags)
+
+    agent = forked(path / "agent", "counter", "base-model")
+    for name, text in FILES.items():
+        (agent / name).write_text(text)
+    (agent / "counting.txt").write_text(SEARCH_R1 + " You can count words by <count> text </count>.")
+    flags = [*shlex.split(COMMAND), "--model", base_path, "--tools", "search,counter", "--instruction", "counting.txt"]
+    flags += shlex.split(f"{SMALL} --batch 2 --mini 2 --max_response 12 --max_prompt 2000")
+    second = start(agent, "inspo.py", "--out", path / "own", *flags)
+    finish(first), finish(second)
+    return path / "world", path / "own"
+
+
+def metrics(path: Path) -> list[dict]:
+    return read_jsonl(path / "metrics.jsonl")
+
+
+def trajectories(path: Path, t: int) -> list[dict]:
+    with gzip.open(path / "trajectories" / f"step-{t:06d}.jsonl.gz", "rt") as f:
+        return [json.loads(line) for line in f]
+
+
+def test_f1_is_the_reward_and_em_stays_exact_match(runs):
+    start, *steps = metrics(runs[0])
+    for row in steps:
+        taus = trajectories(runs[0], row["t"])
+        assert [tau["reward"] for tau in taus] == [f1(tau["prediction"], tau["golds"]) for tau in taus]
+        assert row["reward"] == row["f1"] == pytest.approx(sum(tau["reward"] for tau in taus) / len(taus))
+        assert row["em"] == sum(em(tau["prediction"], tau["golds"]) for tau in taus) / len(taus)
+    assert any(row["reward"] > row["em"] for row in steps)
+    assert start["test/em"] < start["test/f1"] and start["test/em"] * 12 % 1 == 0  # of 12 questions: not a mean of F1
+    scores = json.loads((runs[0] / "summary.json").read_text())["held_out"].values()
+    assert all(score["em"] * 12 % 1 == 0 for score in scores)
+
+
+def test_leave_one_out_advantages(runs, tmp_path):
+    groups: dict[tuple, list] = {}
+    for t in (1, 2):
+        for tau in trajectories(runs[0], t):
+            groups.setdefault((t, tau["group"]), []).append(tau)
+    for one, two in groups.values():
+        assert one["advantage"] == pytest.approx(one["reward"] - two["reward"]) == -two["advantage"]
+    assert any(tau["advantage"] for group in groups.values() for tau in group)
+
+    imports = "import numpy as np\nfrom objectives import group_advantages"
+    rloo = value(forked(tmp_path / "rloo", "rloo"), "group_advantages(np.array([1, 0, 0, 0.5])).tolist()", imports)
+    assert rloo == pytest.approx([1 - 0.5 / 3, -1.5 / 3, -1.5 / 3, 0.5 - 1 / 3])
+
+
+def test_dr_grpo_advantages(tmp_path):
+    imports = "import numpy as np\nfrom objectives import group_advantages"
+    fork = forked(tmp_path / "fork", "dr-grpo")
+    assert value(fork, "group_advantages(np.array([1, 0, 0, 1])).tolist()", imports) == [0.5, -0.5, -0.5, 0.5]
+    assert value(fork, "group_advantages(np.array([1, 0, 0, 0])).tolist()", imports) == [0.75, -0.25, -0.25, -0.25]
+
+
+POPULATION = """
+from population import Population
+P = Population(0.2, 5)
+for k, w in enumerate([0.1, 0.5, 0.45, 0.3, 0.41, 0.0, 0.39]):
+    P.join(f"I{k}", None, 0).rewards = [w]
+"""
+
+
+def test_the_margin_keeps_those_near_the_best(runs, tmp_path):
+    ids = "[P.prune(P.ranked(), 1, 1) and P.ids, P.prune(P.ranked(), 1, 2), P.ids]"
+    assert value(forked(tmp_path / "fork", "margin"), ids, POPULATION) == [[1, 2, 4], [], [1, 2, 4]]
+    floor = "P.prune(P.ranked(), 5, 1) and sorted(P.ids)"
+    assert value(tmp_path / "fork", floor, POPULATION) == [1, 2, 3, 4, 6]
+
+    w = {row["t"]: row["w"] for row in metrics(runs[0])[1:]}  # as they are before anyone leaves
+    pruned = {e["t"]: {str(I["id"]) for I in e["P"]} for e in read_jsonl(runs[0] / "population.jsonl")[1:]
+              if e["event"] == "prune"}  # fmt: skip
+    assert pruned
+    for t, stayed in pruned.items():
+        assert stayed == {j for j in w[t] if w[t][j] >= max(w[t].values()) - 0.1}
+
+
+def test_a_quarter_is_kept(tmp_path):
+    fork = forked(tmp_path / "fork", "quarter")
+    sizes = "[len(P) for t in (1, 2, 3) if P.prune(P.ranked(), 1, t) or True]"
+    assert value(fork, sizes, POPULATION) == [2, 1, 1]
+
+
+def test_ucb_prefers_the_untried_then_the_highest_bound(runs, tmp_path):
+    fork = forked(tmp_path / "fork", "ucb")
+    rewards = "{} or P.probabilities().tolist()"
+    setting = "[setattr(I, 'rewards', r) for I, r in zip(P.active, {})] and P.probabilities().tolist()"
+    three = "from population import Population\nP = Population({}, 5)\nfor k in range(3): P.join(str(k), None, 0)"
+    assert value(fork, rewards.format("None"), three.format(0.2)) == pytest.approx([1 / 3] * 3)
+    assert value(fork, setting.format([[0.9], [], []]), three.format(0.2)) == [0, 0.5, 0.5]
+    tried = [[0.5] * 5, [0.45], [0.1]]
+    assert value(fork, setting.format(tried), three.format(0.2)) == [0, 1, 0]  # drawn less often: a higher bound
+    assert value(fork, setting.format(tried), three.format(0.01)) == [1, 0, 0]
+
+    for row in metrics(runs[0])[1:]:
+        p = [x for x in row["p"].values() if x]
+        assert p == pytest.approx([1 / len(p)] * len(p), abs=1e-4)
+
+
+def calls(path: Path) -> list[tuple[int, str]]:
+    return [(row["t"], row["call"]["prompt"]) for row in read_jsonl(path / "reflections.jsonl") if "call" in row]
+
+
+def test_the_history_of_instructions_and_scores_is_the_prompt(runs):
+    (t_0, first), (t_1, prompt) = calls(runs[0])
+    assert (t_0, t_1) == (0, 1) and "Improve the above prompt" in first and "<example>" not in prompt
+    r_bar = metrics(runs[0])[1]["r_bar"]
+    shown = re.findall(r"<ins_(\d+)> (.*?) </ins_\1>\n<score_\1> (\d+) </score_\1>", prompt, re.S)
+    [born, *_] = read_jsonl(runs[0] / "population.jsonl")
+    family = {I["text"]: str(I["id"]) for I in born["P"]}
+    assert {family[text]: int(score) for _, text, score in shown} == {j: round(100 * r) for j, r in r_bar.items()}
+    scores = [int(score) for _, _, score in shown]
+    assert scores == sorted(scores, reverse=True) and [k for k, _, _ in shown] == [str(k) for k in range(len(shown))]
+    assert "analyze what components can lead to better performance" in prompt and "</ins_6>" in prompt
+
+
+def test_paraphrases_alone(tmp_path):
+    """One evolution without a policy: what the optimizer reads."""
+    done = finish(start(forked(tmp_path / "fork", "paraphrase"), Path(__file__).parent / "forks" / "evolve.py"))
+    prompt = json.loads(done)
+    assert "Improve the above prompt." in prompt and "I search once." in prompt and "<example>" not in prompt
+
+
+# ---- 6 to 8
+
+
+def test_a_new_tool_a_base_model_and_another_family(base_path, tiny_path, tmp_path):
+    config = MiniCPM3Config(
+        vocab_size=600, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, q_lora_rank=32, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16,
+        dim_model_base=16, max_position_embeddings=512, bos_token_id=0, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    config.initializer_range = 0.2
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "minicpm3")
+    with pytest.raises(Fault, match="its logits are 0.25 times its head's output, not 1 times"):
+        load_model(str(tmp_path / "minicpm3"))
+    with pytest.raises(Fault, match="no chat template"):
+        load_tokenizer(str(base_path))
+
+    fork = forked(tmp_path / "fork", "counter", "base-model", "logit-scale")
+    play = Path(__file__).parent / "forks" / "play.py"
+    got = json.loads(finish(start(fork, play, base_path, tmp_path / "minicpm3")))
+    assert got["scale"] == 0.25
+    assert got["prompt"] == "Count.\n\nQuestion: How many words?\n"
+    assert got["stop"] == ["</search>", "</count>", "</answer>"]
+    invalid = "That was neither a search nor a count nor an answer."
+    assert invalid in got["invalid"] and "<count> text </count>" in got["invalid"]
+    call, thought, answer = "Let me see. <count> one two three </count>", "Three?", "<answer> 3 </answer>"
+    assert got["response"] == f"{call}\n\n<number>3</number>\n\n{thought}{got['invalid']}{answer}"
+    assert got["sampled"] == call + thought + answer  # neither the result nor the message is trained on
+    assert (got["counts"], got["prediction"]) == (1, "3")
+    assert "cannot write </count>" in got["world"] and "\n" not in got["world"]
+
+
+def test_the_run_counts_the_new_tools_calls(runs):
+    first, *_ = metrics(runs[1])
+    assert {"test/searches", "test/counts"} <= set(first)
+
+
+def test_a_base_model_reads_plain_text_and_is_exported_with_its_template(runs):
+    tokenizer = load_tokenizer(str(runs[1] / "policy"))
+    asked = tokenizer.apply_chat_template([{"role": "user", "content": "Who?"}], tokenize=False)
+    assert asked == "Who?"
+
+
+def test_your_own_questions_are_read_as_they_stand_on_the_page(runs, tmp_path):
+    (tmp_path / "questions.jsonl").write_text(FILES["questions.jsonl"])
+    vienna, trial = load_questions(tmp_path / "questions.jsonl")
+    assert vienna.text == "Which river flows through Vienna?" and vienna.golds == ("Danube", "the Danube")
+    asked = {tau["question"] for t in (1, 2) for tau in trajectories(runs[1], t)}
+    assert asked == {vienna.id, trial.id}
+    assert f"test/em/{vienna.source}" in metrics(runs[1])[0]
