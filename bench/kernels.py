@@ -1,13 +1,13 @@
 """The GRPO head beside its peers: time, memory, errors (`python bench/kernels.py`, on a GPU); JSON last.
 
-Each takes the gradients, by hidden states (N, H) and weight (V, H), of the clipped loss with old log-probs (eps 0.2,
-no KL), a mean over the unmasked tokens. A round gives the same fresh batch to each in turn; times are medians over the
-rounds. Beside them, in the same rounds, the three matrix products that none can do without.
+Each computes the gradients, with respect to hidden states (N, H) and weight (V, H), of the clipped loss with old
+log-probs (eps 0.2, no KL), a mean over the unmasked tokens. Every round gives each of them the same fresh batch; times
+are medians over the rounds. The same rounds time the three bare matrix products that every implementation needs.
 
-ms       one call, forward and backward; its first in a round is not timed (it compiles and fills the allocator)
-x ours   times as long as ours with the same N and masked share
-TFLOP/s  6 n H V / time (2 n H V forward only), n the unmasked tokens: what is done for masked ones does not count
-peak GB  most memory allocated beyond the inputs, gradients included
+ms       one call, forward and backward; the first call of a round is not timed (it compiles and fills the allocator)
+x ours   time relative to ours, with the same N and masked share
+TFLOP/s  6 n H V / time (2 n H V forward only) for n unmasked tokens: work on masked ones does not count
+peak GB  peak memory beyond the inputs, gradients included
 error    largest relative error of loss, dX and dW (forward only: of logp) against float64, at a small shape
 """
 
@@ -27,17 +27,17 @@ from unittest import mock
 import torch
 
 HERE = Path(__file__).parent.parent
-sys.path.insert(0, str(HERE))  # before bench/, where `kernels` would be this file
+sys.path.insert(0, str(HERE))  # ahead of bench/, where `kernels` is this file
 
 from peers import CHUNK, DEVICE, NEED_CUDA, RUNS, SEQUENCES, TRITON_PEERS, eager, eager_forward, make_batch, ours  # noqa: E402
 
 from kernels import token_logprobs  # noqa: E402
 
-TARGET = {"tokens": 16384, "H": 2048, "V": 151936}  # what the summary is about
+TARGET = {"tokens": 16384, "H": 2048, "V": 151936}  # the case of the summary
 
 
 def reason(e: Exception) -> str:
-    """Why there is no figure, in a word or two; the whole of it on stderr."""
+    """Returns in a word or two why a figure is missing; prints the whole message on stderr."""
     print(f"{type(e).__name__}: {e}", file=sys.stderr)
     if isinstance(e, torch.OutOfMemoryError):
         return "out of memory"
@@ -45,7 +45,7 @@ def reason(e: Exception) -> str:
 
 
 def check(runs, notes) -> dict:
-    """{run: its relative errors against float64 autograd, half the rows masked}; adds to notes what went wrong."""
+    """Returns {run: relative errors against float64 autograd, half the rows masked}; adds failures to `notes`."""
     b, errors = make_batch(64, 256, 5000, 0.5, seed=0), {}
     wide = {name: getattr(b, name).detach().double().requires_grad_() for name in ("hidden", "weight")}
     exact = SimpleNamespace(**vars(b) | wide)
@@ -60,7 +60,7 @@ def check(runs, notes) -> dict:
 
 
 def measure(runs, N, H, V, masked, rounds, errors, notes) -> list[dict]:
-    """Rows of the table, printed too: each of `runs` once a round, but for those in notes."""
+    """Runs each of `runs` once per round, except those in `notes`; prints and returns the rows of the table."""
     notes, found, rows = dict(notes), {name: [] for name in runs}, []
     for k in range(rounds):
         b = make_batch(N, H, V, masked, seed=k)
@@ -70,7 +70,7 @@ def measure(runs, N, H, V, masked, rounds, errors, notes) -> list[dict]:
             except Exception as e:
                 notes[name] = reason(e)
             if name in notes:
-                gc.collect()  # what the exception's frames held on to
+                gc.collect()  # free what the exception's frames hold
     ms = {name: statistics.median(x["ms"] for x in found[name]) for name in runs if name not in notes}
     for name, (products, _) in runs.items():
         row = {"name": name, "tokens": N, "H": H, "V": V, "masked": masked, "note": notes.get(name)}
@@ -87,25 +87,25 @@ def measure(runs, N, H, V, masked, rounds, errors, notes) -> list[dict]:
 
 
 def timed(run, b=None) -> dict:
-    """ms of a run, and GB at its peak beyond what was there before: of everything, and less what it returns."""
+    """Returns the ms of a run and its peak GB above the memory before: in total, and without what it returns."""
     synchronize = torch.cuda.synchronize if DEVICE == "cuda" else lambda: None
     if DEVICE == "cuda":
-        torch.cuda.empty_cache()  # blocks of the run before, of other sizes
+        torch.cuda.empty_cache()  # the previous run's blocks have other sizes
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
     returned = sum(x.nbytes for x in run(b))  # the first call
     synchronize()
     peak = torch.cuda.max_memory_allocated() - before if DEVICE == "cuda" else None
-    start = time.perf_counter()  # the host's clock: a call takes milliseconds, its launch some hundredths of one
+    start = time.perf_counter()  # the host's clock will do: a launch takes hundredths of a millisecond
     results = run(b)
     synchronize()
     found = {"ms": (time.perf_counter() - start) * 1000}
-    del results  # not before: to free takes time
+    del results  # freeing takes time
     return found if peak is None else found | {"peak_gb": peak / 1e9, "workspace_gb": (peak - returned) / 1e9}
 
 
 def copy_speed() -> float:
-    """GB/s of a device copy, bytes read and bytes written."""
+    """Returns the GB/s of a device copy, counting bytes read and written."""
     source = torch.randn(2**28 if DEVICE == "cuda" else 2**25, device=DEVICE)
     copy = torch.empty_like(source)
     ms = statistics.median(timed(lambda _: (copy.copy_(source),))["ms"] for _ in range(11))
@@ -114,11 +114,11 @@ def copy_speed() -> float:
 
 @torch.no_grad()
 def precision(H=2048, V=151936, rows=8, each=16) -> dict:
-    """|logp - float64|, nats, of bf16 inputs: `each` tokens drawn from the softmax of every row."""
+    """Returns |logp - float64| in nats, for bf16 inputs and `each` tokens drawn from the softmax of every row."""
     g = torch.Generator(DEVICE).manual_seed(0)
     hidden, weight = (torch.randn(n, H, generator=g, device=DEVICE, dtype=torch.bfloat16) for n in (rows, V))
     weight *= 3 / H**0.5
-    blocks = weight.split(8192)  # a float64 copy of the whole has 2.5 GB
+    blocks = weight.split(8192)  # a float64 copy of the whole takes 2.5 GB
     z64 = torch.cat([hidden.double() @ block.double().T for block in blocks], 1)
     z32 = torch.cat([hidden.float() @ block.float().T for block in blocks], 1)
     targets = torch.multinomial(z64.softmax(1), each, replacement=True, generator=g)  # (rows, each)
@@ -130,7 +130,7 @@ def precision(H=2048, V=151936, rows=8, each=16) -> dict:
 
 
 def tuning_runs() -> dict:
-    """Ours by chunk size, and by block and warps of the Triton kernel's rows."""
+    """Returns runs of ours by chunk size, and by block and warps of the Triton kernel."""
     runs = {f"chunk {chunk}": partial(ours, chunk=chunk) for chunk in (CHUNK, 1024, 2048, 8192)}
 
     def with_constants(b, **constants):
@@ -143,7 +143,7 @@ def tuning_runs() -> dict:
 
 
 def summary(rows) -> dict:
-    """The targets of the head, and what came out."""
+    """Prints and returns the targets of the head beside the results."""
     at = {(row["name"], row["masked"]): row for row in rows if TARGET.items() <= row.items()}
 
     def get(name, key="ms", masked=0.0):
@@ -160,14 +160,14 @@ def summary(rows) -> dict:
         "Liger fused, TF32 / ours": get("Liger fused, TF32", "ratio"),
         f"{peer} / ours (the faster of {' and '.join(TRITON_PEERS)})": get(peer, "ratio"),
     }
-    print("\n{tokens} tokens, H = {H}, V = {V}, none masked; in brackets the targets".format(**TARGET))
+    print("\n{tokens} tokens, H = {H}, V = {V}, none masked; targets in brackets".format(**TARGET))
     for name, value in lines.items():
         print(f"{name:84} {value:.2f}")  # nan: not measured
     return {name: value for name, value in lines.items() if value == value}
 
 
 def draw(rows, out) -> None:
-    """Time and memory against tokens, for the first shape and masked share."""
+    """Draws time and memory against tokens, for the first shape and masked share."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -202,16 +202,16 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192, 16384, 32768] if cuda else [64, 256])
     parser.add_argument("--shapes", nargs="+", metavar="HxV",
                         default=["2048x151936", "3584x152064"] if cuda else ["64x4096"])  # fmt: skip
-    parser.add_argument("--masked", type=float, nargs="+", default=[0, 50, 75], help="per cent of the tokens")
+    parser.add_argument("--masked", type=float, nargs="+", default=[0, 50, 75], help="percent of the tokens")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--skip", nargs="+", default=[], choices=list(RUNS)[1:], help="implementations to leave out")
-    parser.add_argument("--tune", action="store_true", help="also ours by chunk size, block and warps (CUDA)")
+    parser.add_argument("--tune", action="store_true", help="also vary our chunk size, block and warps (CUDA)")
     parser.add_argument("--out", default=str(HERE / "runs/kernels.png"), help="the figure")
     args = parser.parse_args()
     if any(n % SEQUENCES for n in args.tokens):
         parser.error(f"--tokens: multiples of {SEQUENCES}")
     shapes = [tuple(map(int, shape.split("x"))) for shape in args.shapes]
-    torch._dynamo.config.recompile_limit = 64  # one compilation a shape; past the limit it runs uncompiled
+    torch._dynamo.config.recompile_limit = 64  # one compilation per shape; beyond the limit it runs uncompiled
 
     installed = {d.metadata["Name"].replace("_", "-"): d.version for d in importlib.metadata.distributions()}
     packages = ("torch", "triton", "liger-kernel", "cut-cross-entropy")
@@ -219,7 +219,7 @@ def main() -> None:
     found["versions"] = {name: installed.get(name, "not installed") for name in packages}
     print(found["device"] + "".join(f", {name} {version}" for name, version in found["versions"].items()))
     if not cuda:
-        print("No GPU here: these shapes only test the script, and their times say nothing of the kernel.")
+        print("No GPU here: these shapes only test the script, and their times say nothing about the kernel.")
 
     runs = {name: run for name, run in RUNS.items() if name not in args.skip}
     notes = {} if cuda else dict.fromkeys(NEED_CUDA, "needs CUDA")

@@ -1,7 +1,7 @@
 """INSPO against Search-R1's static instruction on the embedded world (`make bench-learn`): table, picture, JSON last.
 
-Runs inspo.py itself, for every mode, seed and learning rate, into runs/bench-learn/ (a finished run is not repeated),
-with a held-out evaluation every few steps.
+Runs inspo.py itself for every mode, seed and learning rate, with a held-out evaluation every few steps. Runs go to
+runs/bench-learn/; finished ones are not repeated.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The GRPO head and its peers behind one call: what `bench/kernels.py` measures, and the batches it measures on."""
+"""The GRPO head and its peers behind one interface, and the batches on which `bench/kernels.py` measures them."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ SEQUENCES = 8  # the N tokens are 8 sequences: Liger takes an advantage a sequen
 
 
 def make_batch(N, H, V, masked, seed):
-    """Peaked logits, N(0, 3), and targets drawn from them."""
+    """Returns N tokens with peaked logits, N(0, 3), and targets drawn from them; a share `masked` of them masked."""
     g = torch.Generator(DEVICE).manual_seed(seed)
     hidden, weight = (torch.randn(n, H, generator=g, device=DEVICE, dtype=DTYPE) for n in (N, V))
     weight *= 3 / H**0.5
@@ -24,8 +24,8 @@ def make_batch(N, H, V, masked, seed):
         logp_all = F.linear(hidden[rows], weight).float().log_softmax(1)
         targets[rows] = (logp_all.exp() / torch.empty_like(logp_all).exponential_(generator=g)).argmax(1)
         logp[rows] = logp_all.gather(1, targets[rows, None])[:, 0]
-    # rho = 0.67, 0.92, 1.08 or 1.5, away from the edges of the clip: there a rounding decides whether a token has a
-    # gradient, and the error would be of the batch more than of the implementation.
+    # rho = 0.67, 0.92, 1.08 or 1.5, away from the edges of the clip: there, rounding decides whether a token has a
+    # gradient, and the error would measure the batch more than the implementation.
     noise = torch.tensor([-0.4, -0.08, 0.08, 0.4], device=DEVICE)[torch.randint(4, (N,), generator=g, device=DEVICE)]
     mask = torch.ones(N, dtype=torch.bool, device=DEVICE)
     mask[torch.randperm(N, generator=g, device=DEVICE)[: int(N * masked)]] = False
@@ -39,7 +39,7 @@ def make_batch(N, H, V, masked, seed):
     )  # fmt: skip
 
 
-# What is measured: batch -> (loss, dX, dW), or (logp of the unmasked tokens,), or nothing.
+# The runs: batch -> (loss, dX, dW), or (logp of the unmasked tokens,), or nothing.
 
 
 def gradients(loss_of):
@@ -52,21 +52,21 @@ def gradients(loss_of):
 
 @gradients
 def ours(b, chunk=CHUNK):
-    """Masked rows are dropped, as in training: of the hidden states here, the rest comes without them."""
+    """Drops masked rows of the hidden states, as training does; the tensors in `b.kept` are without them already."""
     return grpo_head(b.hidden[b.rows], b.weight, **b.kept, eps_low=EPS, eps_high=EPS, chunk=chunk)[0]
 
 
 @gradients
 def liger_fused(b, precision="highest"):
-    """All sequences as one chunk: it has chunks of its own inside, and more outside only add passes over dW."""
+    """Takes all sequences as one chunk: Liger chunks them again inside, and outer chunks only add passes over dW."""
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
-    # bnpo is the mean over unmasked tokens; what it would compile is a few operations on N numbers.
+    # bnpo is the mean over unmasked tokens; compiling would only fuse a few operations on N numbers.
     head = LigerFusedLinearGRPOLoss(beta=0.0, epsilon_low=EPS, epsilon_high=EPS, loss_type="bnpo", compiled=False,
                                     use_ref_model=False, chunk_size=SEQUENCES)  # fmt: skip
     hidden = b.hidden.view(*b.sequences, -1)
     targets, mask, old = (x.view(b.sequences) for x in (b.targets, b.mask, b.old_logp))
-    torch.set_float32_matmul_precision(precision)  # its gradients are float32 products, taken in the forward
+    torch.set_float32_matmul_precision(precision)  # it computes its gradients in the forward pass, as float32 products
     try:
         return head(hidden, b.weight, targets, mask, b.adv_sequences, old_per_token_logps=old)[0]
     finally:
@@ -77,7 +77,7 @@ def liger_fused(b, precision="highest"):
 def liger_triton(b):
     from liger_kernel.transformers.grpo_loss import triton_grpo_loss
 
-    hidden = F.pad(b.hidden.view(*b.sequences, -1), (0, 0, 0, 1))  # it wants the logits of one position more, unused
+    hidden = F.pad(b.hidden.view(*b.sequences, -1), (0, 0, 0, 1))  # it ignores the logits of the last position
     targets, mask, old = (x.view(b.sequences) for x in (b.targets, b.mask.long(), b.old_logp))
     return triton_grpo_loss(F.linear(hidden, b.weight), old, None, targets, b.adv_sequences, mask, temperature=1.0,
                             beta=0.0, eps_low=EPS, eps_high=EPS, loss_type="bnpo", reduce=True)[0]  # fmt: skip
@@ -87,7 +87,7 @@ def liger_triton(b):
 def cce(b):
     from cut_cross_entropy import linear_cross_entropy
 
-    targets = b.targets.masked_fill(~b.mask, -100)  # rows that it leaves out
+    targets = b.targets.masked_fill(~b.mask, -100)  # it skips these rows
     return clipped_loss(-linear_cross_entropy(b.hidden, b.weight, targets, reduction="none"), b.old_logp, b.adv, b.w)
 
 
@@ -113,7 +113,7 @@ def eager(b, loss=whole_loss):
 
 @torch.no_grad()
 def gemms(b):
-    """The products of forward and backward for the unmasked rows; what they make is not added up."""
+    """Computes the products of forward and backward for the unmasked rows, without accumulating them."""
     for x in b.hidden[b.rows].split(CHUNK):
         z = x @ b.weight.T
         z @ b.weight
@@ -130,7 +130,7 @@ def eager_forward(b):
     return (whole_logp(b.hidden, b.weight, b.targets)[b.rows],)
 
 
-RUNS = {  # name: (number of products, run); "x ours" is by the first with that number
+RUNS = {  # name: (number of products, run); "x ours" compares with the first run with the same number
     "ours": (3, ours),
     "Liger fused": (3, liger_fused),
     "Liger fused, TF32": (3, partial(liger_fused, precision="high")),

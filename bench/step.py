@@ -1,6 +1,6 @@
 """One training step of the embedded default, part by part (`make bench-step`); JSON last.
 
-The rollouts are made under the world's best instruction, where they are longest; the search server is a real one.
+Rollouts use the world's best instruction, under which they are longest, and a real search server.
 """
 
 import argparse
@@ -16,6 +16,8 @@ from pathlib import Path
 HERE = Path(__file__).parent.parent
 sys.path.insert(0, str(HERE))
 
+from faults import one_line  # noqa: E402
+
 BEST = (
     "Think in <think> </think>, search with <search> </search>, read <information> </information>, answer in <answer> "
     "</answer>. Search one entity at a time. State the fact found after each search. Answer with the exact name only. "
@@ -24,7 +26,7 @@ BEST = (
 
 
 def first_step(out: str) -> float:
-    """Seconds from `python inspo.py` to the end of its first step, import and servers included."""
+    """Returns the seconds from `python inspo.py` to the end of its first step, imports and servers included."""
     subprocess.run([sys.executable, "inspo.py", "--out", out, "--T", "1", "--eval_n", "1"], cwd=HERE, check=True,
                    stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
     row = json.loads((Path(out) / "metrics.jsonl").read_text().splitlines()[-1])
@@ -33,8 +35,8 @@ def first_step(out: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--micro_tokens", type=int, nargs="*", default=[])
+    parser.add_argument("--repeat", type=int, default=5, help="the median counts")
+    parser.add_argument("--micro_tokens", type=int, nargs="*", default=[], help="of the update (the preset's)")
     args = parser.parse_args()
 
     import torch
@@ -85,4 +87,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with one_line():
+        main()

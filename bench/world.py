@@ -1,8 +1,8 @@
-"""What the shipped policy does with an instruction, and how often the verify gate is wrong (`make bench-world`).
+"""How the shipped policy follows instructions, and how often verification errs (`make bench-world`); JSON last.
 
-First table: held-out exact match by the clauses that an instruction says, in wordings that the warm start taught and
-in wordings that it held out. Second: for parents and revisions of them whose true rewards are known from many
-questions, how often the gate of Alg.1 L21 (join if not short of the parent) errs on |D_B| questions. JSON last.
+First table: held-out exact match by the clauses of an instruction, in wordings that the warm start taught and in
+wordings that it held out. Second table: parents and revisions whose true rewards are known from many questions, and how
+often the gate of Alg.1 L21 (a revision joins unless it falls short of its parent) errs on |D_B| questions.
 """
 
 import argparse
@@ -14,6 +14,8 @@ from pathlib import Path
 
 HERE = Path(__file__).parent.parent
 sys.path.insert(0, str(HERE))
+
+from faults import one_line  # noqa: E402
 
 SETS = (
     [], ["whole"], ["whole", "exact"], ["whole", "exact", "state"], ["entity"], ["entity", "exact"],
@@ -79,7 +81,7 @@ def main() -> None:
                         k = np.array([draws.choice(len(train), n, replace=False) for _ in range(2000)])
                         passed = float((child[k].mean(1) >= parent[k].mean(1)).mean())
                         joined["better" if gain > 0 else "worse"][n].append(passed)
-    print("\n| D_B | worse ones that join | better ones that are turned away |\n|---|---|---|")
+    print("\n| D_B | worse revisions that join | better revisions rejected |\n|---|---|---|")
     for n in SIZES:
         wrong, lost = float(np.mean(joined["worse"][n])), 1 - float(np.mean(joined["better"][n]))
         print(f"| {n} | {100 * wrong:.0f} % | {100 * lost:.0f} % |")
@@ -88,4 +90,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with one_line():
+        main()
