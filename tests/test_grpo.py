@@ -1,31 +1,39 @@
-"""The learner against Eq. 2 and 3 written out in float64, with autograd and every logit, a trajectory at a time."""
+"""The learner against Eq. 2 written out in float64, with autograd and every logit, a trajectory at a time."""
 
 import copy
 import math
 from concurrent.futures import Future
-from types import SimpleNamespace
 
 import pytest
 import torch
+from tiny_model import STOP
 
+from config import Config
 from data import Question
 from engines.torch_engine import TorchEngine
-from grpo import Learner, advantages, lr_at, micro_batches
-from rollout import STOP, EngineFault, Trajectory, rollout
+from faults import EngineFault
+from grpo import Learner, lr_at, micro_batches, minibatches
+from rollout import Job, Trajectory, rollout
+from tools import Search, Tool
 
 G = 3
 EPS, BETA = 0.2, 0.1
+QUESTION = Question("q", "Who?", ("x",), "s")
+
+
+def settings_of(**settings):
+    """At step 2 of 10 the learning rate is at its peak."""
+    usual = dict(lr=1e-3, T=10, warmup=0.2, eps=EPS, beta=BETA, temperature=1.0, G=G, mini=1)
+    return Config(**usual | dict(loss_agg="trajectory", micro_tokens=256) | settings)
 
 
 def learner_of(policy, reference=None, **settings):
-    """A learner on a copy of the policy; at step 2 of 10 the learning rate is at its peak."""
-    usual = dict(lr=1e-3, T=10, warmup=0.2, eps=EPS, beta=BETA, temperature=1.0)
-    usual |= dict(loss_agg="trajectory", micro_tokens=256)
-    return Learner(copy.deepcopy(policy), copy.deepcopy(reference), **usual | settings)
+    """Returns a learner on a copy of the policy."""
+    return Learner(copy.deepcopy(policy), copy.deepcopy(reference), settings_of(**settings))
 
 
 def noisy(model, scale, seed=1):
-    """A copy of the model, all weights moved a little."""
+    """Returns a copy of the model, all weights moved a little."""
     g, model = torch.Generator().manual_seed(seed), copy.deepcopy(model)
     with torch.no_grad():
         for p in model.parameters():
@@ -45,7 +53,7 @@ def reference(model):
 
 
 def batch_of(groups, seed=0, longest=40):
-    """`groups` groups of G random trajectories, of any length, with two to four turns, and their advantages."""
+    """Returns `groups` groups of G random trajectories with random advantages, of any length, of one to four turns."""
     g = torch.Generator().manual_seed(seed)
 
     def number(low, high):
@@ -58,7 +66,7 @@ def batch_of(groups, seed=0, longest=40):
     for group in range(groups):
         for _ in range(G):
             ids = tokens(number(3, 12))
-            tau = Trajectory(0, "q", group, ids, len(ids), [0] * len(ids), [0.0] * len(ids))
+            tau = Trajectory(0, QUESTION, group, ids, len(ids), [0] * len(ids), [0.0] * len(ids))
             for _ in range(number(1, 3)):
                 n = number(1, longest // 4)
                 tau.act(tokens(n), (-8 * torch.rand(n, generator=g)).tolist())
@@ -66,27 +74,40 @@ def batch_of(groups, seed=0, longest=40):
             if number(0, 1):
                 tau.act(tokens(2), [-1.0, -2.0])
             taus.append(tau)
-    return taus, {id(tau): float(torch.randn((), generator=g)) for tau in taus}
+    for tau in taus:
+        tau.advantage = float(torch.randn((), generator=g))
+    return taus
+
+
+def scaled(taus, factor):
+    """Returns copies of the trajectories with advantages of another size."""
+    out = copy.deepcopy(taus)
+    for tau in out:
+        tau.advantage *= factor
+    return out
 
 
 # ---- Eq. 2 by hand
 
 
 def logprobs(model, tau, temperature=1.0):
-    """log pi(y_t | y_<t) of a trajectory's action tokens, from one plain forward pass, (actions,)."""
+    """Returns log pi(y_t | y_<t) of a trajectory's action tokens, (actions,), from one plain forward pass."""
     z = model(torch.tensor([tau.ids]), use_cache=False).logits[0, :-1] / temperature  # (L-1, V)
     logp = torch.log_softmax(z, -1).gather(1, torch.tensor(tau.ids[1:])[:, None])[:, 0]
     return logp[torch.tensor(tau.mask[1:]).bool()]
 
 
-def eq2(model, reference, taus, A, old=None, temperature=1.0, beta=BETA, loss_agg="trajectory"):
-    """(loss, mean KL of a token, share of clipped tokens) of a mini-batch; `old` is pi_old, or None: the policy."""
+def eq2(model, reference, taus, old=None, temperature=1.0, beta=BETA, loss_agg="trajectory"):
+    """Returns (loss, mean KL of a token, share of clipped tokens) of a mini-batch.
+
+    `old`: id(tau) -> log-probs under pi_old; None: those of the policy itself.
+    """
     terms, kls, clipped = [], [], []
     for tau in taus:
         logp = logprobs(model, tau, temperature)
         pi_old = logp.detach() if old is None else old[id(tau)]
         rho = torch.exp(logp - pi_old)
-        S = torch.minimum(rho * A[id(tau)], rho.clamp(1 - EPS, 1 + EPS) * A[id(tau)])
+        S = torch.minimum(rho * tau.advantage, rho.clamp(1 - EPS, 1 + EPS) * tau.advantage)
         kl = torch.zeros_like(logp)
         if beta:
             with torch.no_grad():
@@ -94,7 +115,7 @@ def eq2(model, reference, taus, A, old=None, temperature=1.0, beta=BETA, loss_ag
             kl = torch.exp(ref - logp) - (ref - logp) - 1
         terms.append(S - beta * kl)
         kls.append(kl.detach())
-        clipped.append((S < rho * A[id(tau)]).double())
+        clipped.append((S < rho * tau.advantage).double())
     if loss_agg == "token":
         J = torch.cat(terms).mean()
     else:
@@ -106,19 +127,19 @@ def eq2(model, reference, taus, A, old=None, temperature=1.0, beta=BETA, loss_ag
 
 
 def gradient(loss, model):
-    """d loss / d theta as one vector."""
+    """Returns d loss / d theta as one vector."""
     return torch.cat([x.flatten() for x in torch.autograd.grad(loss, list(model.parameters()))])
 
 
 def clip(g):
-    """The gradient as an optimizer step takes it: of norm 1 at most."""
+    """Returns the gradient as an optimizer step takes it: of norm 1 at most."""
     return g / max(1.0, g.norm().item() + 1e-6)
 
 
-def gradients(learner, minibatches, A, expected=None, t=2):
-    """The gradient that each optimizer step of an update takes, and the update's metrics.
+def gradients(learner, parts, expected=None, t=2):
+    """Returns the gradient that each optimizer step of an update takes, and the update's metrics.
 
-    `expected(k)` is evaluated on the policy as it is before the k-th step; its values come as a third result.
+    `expected(k)` is evaluated on the policy before the k-th step; its values are a third result.
     """
     seen, wanted = [], []
 
@@ -129,7 +150,7 @@ def gradients(learner, minibatches, A, expected=None, t=2):
                 wanted.append(expected(len(wanted)))
 
     hook = learner.optimizer.register_step_pre_hook(before_step)
-    metrics = learner.update(t, minibatches, A)
+    metrics = learner.update(t, parts)
     hook.remove()
     return seen, metrics, wanted
 
@@ -141,12 +162,12 @@ def error(got, want):
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("loss_agg", ["trajectory", "token"])
 def test_an_on_policy_update_is_eq_2(model, reference, temperature, loss_agg):
-    taus, A = batch_of(4)
+    taus = batch_of(4)
     assert len({sum(tau.mask) for tau in taus}) > 5  # so the two averages differ
     learner = learner_of(model, reference, temperature=temperature, loss_agg=loss_agg)
-    loss, kl, _ = eq2(learner.model, reference, taus, A, None, temperature, loss_agg=loss_agg)
+    loss, kl, _ = eq2(learner.model, reference, taus, None, temperature, loss_agg=loss_agg)
     want = gradient(loss, learner.model)
-    [got], metrics, _ = gradients(learner, [taus], A)
+    [got], metrics, _ = gradients(learner, [taus])
     assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-5)
     assert metrics["grad_norm"] == pytest.approx(want.norm().item(), rel=1e-5)
     assert metrics["kl"] == pytest.approx(kl, rel=1e-5) and kl > 0.01
@@ -156,17 +177,17 @@ def test_an_on_policy_update_is_eq_2(model, reference, temperature, loss_agg):
 
 @pytest.mark.parametrize("loss_agg", ["trajectory", "token"])
 def test_an_off_policy_update_is_eq_2_with_the_policy_before_the_step_as_old(model, reference, loss_agg):
-    taus, A = batch_of(6)
-    minibatches = [taus[: 3 * G], taus[3 * G :]]
+    taus = batch_of(6)
+    parts = [taus[: 3 * G], taus[3 * G :]]
     learner = learner_of(model, reference, loss_agg=loss_agg)
     with torch.no_grad():
         old = {id(tau): logprobs(learner.model, tau) for tau in taus}
 
     def expected(k):
-        loss, kl, clipped = eq2(learner.model, reference, minibatches[k], A, old, loss_agg=loss_agg)
+        loss, kl, clipped = eq2(learner.model, reference, parts[k], old, loss_agg=loss_agg)
         return loss.item(), gradient(loss, learner.model), clipped
 
-    got, metrics, want = gradients(learner, minibatches, A, expected)
+    got, metrics, want = gradients(learner, parts, expected)
     assert len(got) == 2
     for k in range(2):
         assert error(got[k], clip(want[k][1])) < 1e-5
@@ -175,36 +196,48 @@ def test_an_off_policy_update_is_eq_2_with_the_policy_before_the_step_as_old(mod
     assert want[0][2] == 0 and want[1][2] > 0.1  # the first update moved the policy: rho is clipped
     assert metrics["clip_fraction"] > 0.02
     # With the policy itself as old the second gradient would be another one.
-    assert error(gradients(learner_of(model, reference), [minibatches[1]], A)[0][0], clip(want[1][1])) > 0.1
+    assert error(gradients(learner_of(model, reference), [parts[1]])[0][0], clip(want[1][1])) > 0.1
 
 
-def test_an_update_is_a_step_of_adamw(model, reference):
-    taus, A = batch_of(2)
-    learner = learner_of(model, reference)
-    before = torch.cat([p.detach().flatten() for p in learner.model.parameters()]).clone()
-    [g], metrics, _ = gradients(learner, [taus], A)
-    after = torch.cat([p.detach().flatten() for p in learner.model.parameters()])
-    lr = metrics["lr"]
-    assert lr == lr_at(2, 1e-3, 10, 0.2) == 1e-3
-    torch.testing.assert_close(after, before * (1 - 0.01 * lr) - lr * g / (g.abs() + 1e-8), atol=1e-9, rtol=0)
+def flat(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
+
+
+@pytest.mark.parametrize(
+    "knobs", [{}, {"adam_beta1": 0.5}, {"adam_beta2": 0.9}, {"adam_eps": 1e-3}, {"weight_decay": 0.3}], ids=str
+)
+def test_an_update_is_a_step_of_adamw(model, reference, knobs):
+    learner, taus = learner_of(model, reference, **knobs), batch_of(2)
+    beta1, beta2, eps, decay = (0.9, 0.999, 1e-8, 0.01)
+    beta1, beta2 = knobs.get("adam_beta1", beta1), knobs.get("adam_beta2", beta2)
+    eps, decay = knobs.get("adam_eps", eps), knobs.get("weight_decay", decay)
+    want, m, v = flat(learner.model), 0.0, 0.0
+    for k in (1, 2):  # with one step alone the betas would cancel out
+        [g], metrics, _ = gradients(learner, [taus], t=k + 1)
+        lr = metrics["lr"]
+        assert lr == lr_at(k + 1, learner.cfg) > 5e-4
+        m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g**2
+        want = want * (1 - lr * decay) - lr * (m / (1 - beta1**k)) / ((v / (1 - beta2**k)).sqrt() + eps)
+    torch.testing.assert_close(flat(learner.model), want, atol=1e-9, rtol=0)
     assert all(p.grad is None for p in learner.model.parameters())  # nothing is left for the next update
 
 
-def test_the_gradient_is_clipped_to_a_norm_of_1(model, reference):
-    taus, A = batch_of(2)
-    [got], metrics, _ = gradients(learner_of(model, reference), [taus], {k: 100 * a for k, a in A.items()})
-    assert metrics["grad_norm"] > 2 and got.norm().item() == pytest.approx(1, abs=1e-5)
-    [got], metrics, _ = gradients(learner_of(model, reference, beta=0.0), [taus], {k: a / 100 for k, a in A.items()})
-    assert metrics["grad_norm"] == pytest.approx(got.norm().item()) and metrics["grad_norm"] < 0.5
+@pytest.mark.parametrize("limit", [1.0, 0.25])
+def test_the_gradient_is_clipped_to_max_grad_norm(model, reference, limit):
+    taus = batch_of(2)
+    [got], metrics, _ = gradients(learner_of(model, reference, max_grad_norm=limit), [scaled(taus, 100)])
+    assert metrics["grad_norm"] > 2 and got.norm().item() == pytest.approx(limit, abs=1e-5)
+    [got], metrics, _ = gradients(learner_of(model, beta=0.0, max_grad_norm=limit), [scaled(taus, 0.001)])
+    assert metrics["grad_norm"] == pytest.approx(got.norm().item()) and metrics["grad_norm"] < limit
 
 
 @pytest.mark.parametrize("loss_agg", ["trajectory", "token"])
 def test_the_gradient_does_not_depend_on_micro_batches_nor_on_the_order(model, reference, loss_agg):
-    taus, A = batch_of(6)
+    taus = batch_of(6)
     results = []
     for micro_tokens, order in [(1, taus), (100, taus[::-1]), (250, taus[5:] + taus[:5]), (10**6, taus)]:
         learner = learner_of(model, reference, loss_agg=loss_agg, micro_tokens=micro_tokens)
-        [g], metrics, _ = gradients(learner, [order], A)
+        [g], metrics, _ = gradients(learner, [order])
         results.append((g, metrics))
     for g, metrics in results[1:]:
         assert error(g, results[0][0]) < 1e-6
@@ -212,61 +245,59 @@ def test_the_gradient_does_not_depend_on_micro_batches_nor_on_the_order(model, r
 
 
 def test_neither_do_old_log_probs(model, reference):
-    taus, A = batch_of(6)
-    minibatches = [taus[: 3 * G], taus[3 * G :]]
+    taus = batch_of(6)
+    parts = [taus[: 3 * G], taus[3 * G :]]
     one, other = (learner_of(model, reference, micro_tokens=n) for n in (1, 10**6))
-    (_, a), metrics, _ = gradients(one, minibatches, A)
-    (_, b), also, _ = gradients(other, minibatches, A)
+    (_, a), metrics, _ = gradients(one, parts)
+    (_, b), also, _ = gradients(other, parts)
     assert error(a, b) < 1e-4 and metrics["clip_fraction"] > 0  # Adam's first step magnifies rounding
     assert metrics == pytest.approx(also, rel=1e-3)
 
 
 def test_the_float32_gradient_is_eq_2_as_well(world, model, reference):
-    taus, A = batch_of(4)
-    loss, *_ = eq2(model, reference, taus, A)
+    taus = batch_of(4)
+    loss, *_ = eq2(model, reference, taus)
     learner = learner_of(world[0], copy.deepcopy(reference).float())
-    [got], metrics, _ = gradients(learner, [taus], A)
+    [got], metrics, _ = gradients(learner, [taus])
     assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-5, rel=1e-4)
     assert error(got.double(), clip(gradient(loss, model))) < 1e-4
 
 
 def test_beta_0_needs_no_reference(model):
-    taus, A = batch_of(2)
+    taus = batch_of(2)
     learner = learner_of(model, None, beta=0.0)
-    loss, *_ = eq2(learner.model, None, taus, A, beta=0.0)
+    loss, *_ = eq2(learner.model, None, taus, beta=0.0)
     want = gradient(loss, learner.model)
-    [got], metrics, _ = gradients(learner, [taus], A)
+    [got], metrics, _ = gradients(learner, [taus])
     assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-5) and metrics["kl"] == 0
     assert error(got, clip(want)) < 1e-5
 
 
 def test_the_reference_never_learns(model, reference):
-    taus, A = batch_of(2)
+    taus = batch_of(2)
     learner = learner_of(model, reference, lr=0.1)
-    gradients(learner, [taus], A)
+    gradients(learner, [taus])
     for p, frozen in zip(reference.parameters(), learner.reference.parameters(), strict=True):
         assert torch.equal(p, frozen) and frozen.grad is None
 
 
 def test_packed_is_as_if_each_were_alone(model, reference):
-    taus, _ = batch_of(1)
-    long, _ = batch_of(1, seed=9, longest=400)
+    taus = batch_of(1)
+    long = batch_of(1, seed=9, longest=400)
     assert len(long[0].ids) > 3 * max(len(tau.ids) for tau in taus)
     learner = learner_of(model, reference, micro_tokens=10**6)
-    beside = learner.old_logprobs([taus + long])
-    for tau in taus:
-        want = logprobs(model, tau).detach()
-        torch.testing.assert_close(beside[id(tau)], want, atol=1e-6, rtol=0)
-        assert len(want) == sum(tau.mask)
+    want = [logprobs(model, tau).detach() for tau in [*taus, *long]]
+    assert [len(logp) for logp in want] == [sum(tau.mask) for tau in [*taus, *long]]
+    torch.testing.assert_close(learner.logprobs(taus + long), torch.cat(want), atol=1e-6, rtol=0)
 
 
 def test_a_trajectory_without_a_turn_counts_and_carries_no_gradient(model):
-    taus, A = batch_of(2)
-    none = Trajectory(0, "q", 0, [5] * 30, 30, [0] * 30, [0.0] * 30, stop="length")  # its prompt was too long
-    A = {k: a / 100 for k, a in A.items()} | {id(none): 1.0}
+    taus = batch_of(2)
+    none = Trajectory(0, QUESTION, 0, [5] * 30, 30, [0] * 30, [0.0] * 30, stop="length")  # its prompt was too long
+    none.advantage, taus = 1.0, scaled(taus, 0.01)
     alone = dict(micro_tokens=1, beta=0.0)  # it is a micro-batch of its own
-    [got], metrics, _ = gradients(learner_of(model, **alone), [[none, *taus[1:]]], A)
-    [want], without, _ = gradients(learner_of(model, **alone), [taus[1:]], A)
+    [got], metrics, _ = gradients(learner_of(model, **alone), [[none, *taus[1:]]])
+    [want], without, _ = gradients(learner_of(model, **alone), [taus[1:]])
     assert metrics["grad_norm"] < 1 and without["grad_norm"] < 1  # nothing is clipped
     assert metrics["loss"] == pytest.approx(without["loss"] * 5 / 6, rel=1e-5)
     assert error(got, want * 5 / 6) < 1e-5
@@ -274,47 +305,47 @@ def test_a_trajectory_without_a_turn_counts_and_carries_no_gradient(model):
 
 @pytest.mark.parametrize("loss_agg", ["trajectory", "token"])
 def test_a_mini_batch_without_any_turn_is_survived(model, reference, loss_agg):
-    none = [Trajectory(0, "q", 0, [5] * 30, 30, [0] * 30, [0.0] * 30, stop="length") for _ in range(G)]
+    none = [Trajectory(0, QUESTION, 0, [5] * 30, 30, [0] * 30, [0.0] * 30, stop="length") for _ in range(G)]
     learner = learner_of(model, reference, loss_agg=loss_agg)
-    metrics = learner.update(2, [none], {id(tau): 0.0 for tau in none})
+    metrics = learner.update(2, [none])
     assert metrics["loss"] == metrics["grad_norm"] == metrics["logp_gap"] == 0
 
 
 def test_an_update_makes_the_better_trajectory_likelier(model, reference):
-    taus, _ = batch_of(1)
+    taus = batch_of(1)
     learner = learner_of(model, reference, beta=0.0)
-    before = learner.old_logprobs([taus])
-    learner.update(2, [taus], {id(tau): a for tau, a in zip(taus, (1.0, -1.0, 0.0), strict=True)})
-    after = learner.old_logprobs([taus])
-    good, bad = [(after[id(tau)] - before[id(tau)]).mean().item() for tau in taus[:2]]
-    assert good > 0.01 and bad < -0.01
+    taus[0].advantage, taus[1].advantage, taus[2].advantage = 1.0, -1.0, 0.0
+    before = [learner.logprobs([tau]).mean().item() for tau in taus]
+    learner.update(2, [taus])
+    after = [learner.logprobs([tau]).mean().item() for tau in taus]
+    assert after[0] - before[0] > 0.01 and after[1] - before[1] < -0.01
 
 
 def test_a_stale_engine_is_refused_before_anything_has_changed(model, reference):
-    taus, A = batch_of(4)
-    minibatches = [taus[: 2 * G], taus[2 * G :]]
+    taus = batch_of(4)
+    parts = [taus[: 2 * G], taus[2 * G :]]
     learner = learner_of(model, reference)
     with torch.no_grad():
         gap = [(logprobs(learner.model, tau) - torch.tensor([x for x, m in zip(tau.logps, tau.mask, strict=True) if m]))
-               for tau in minibatches[0]]  # fmt: skip
+               for tau in parts[0]]  # fmt: skip
     gap = torch.cat(gap).abs().mean().item()  # of the first mini-batch, which is what there is before the first step
     before = [p.clone() for p in learner.model.parameters()]
     learner.max_gap = gap * 0.999
     with pytest.raises(EngineFault, match=f"differ by {gap:.3f} nat a token"):
-        learner.update(2, minibatches, A)
+        learner.update(2, parts)
     assert all(torch.equal(p, q) and p.grad is None for p, q in zip(learner.model.parameters(), before, strict=True))
     assert not learner.optimizer.state
     learner.max_gap = gap * 1.001
-    learner.update(2, minibatches, A)
+    learner.update(2, parts)
     taus[0].logps[taus[0].mask.index(1)] = math.nan  # an engine that computes nonsense
     with pytest.raises(EngineFault):
-        learner.update(3, minibatches, A)
+        learner.update(3, parts)
 
 
 @pytest.mark.parametrize("cap", [0.5, 2.0])
 def test_truncated_importance_weights_by_hand(model, reference, cap):
     """The loss of every token times min(pi_old / pi_engine, cap), a constant (no gradient flows through it)."""
-    taus, A = batch_of(3)
+    taus = batch_of(3)
     learner = learner_of(model, reference, tis=cap)
     terms = []
     for tau in taus:
@@ -324,52 +355,34 @@ def test_truncated_importance_weights_by_hand(model, reference, cap):
         with torch.no_grad():
             ref = logprobs(reference, tau)
         kl = torch.exp(ref - logp) - (ref - logp) - 1
-        terms.append((weight * (torch.exp(logp - logp.detach()) * A[id(tau)] - BETA * kl)).mean())
+        terms.append((weight * (torch.exp(logp - logp.detach()) * tau.advantage - BETA * kl)).mean())
     loss = -torch.stack(terms).mean()
     want = gradient(loss, learner.model)
-    [got], metrics, _ = gradients(learner, [taus], A)
+    [got], metrics, _ = gradients(learner, [taus])
     assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-5)
     assert error(got, clip(want)) < 1e-5
-    [plain], _, _ = gradients(learner_of(model, reference), [taus], A)
+    [plain], _, _ = gradients(learner_of(model, reference), [taus])
     assert error(plain, clip(want)) > 0.05
 
 
-# ---- Eq. 3
+# ---- batches and the learning rate
 
 
-def rewarded(*groups):
-    return [Trajectory(0, "q", k, [1], 1, reward=r) for k, rewards in enumerate(groups) for r in rewards]
-
-
-def test_advantages_by_hand():
-    taus = rewarded([1, 0, 0, 0, 1], [0, 1], [0.5, 0.25, 0.0])
-    A = advantages(taus)
-    std = math.sqrt((2 * 0.6**2 + 3 * 0.4**2) / 4)  # mean 0.4, unbiased
-    want = [0.6 / std, -0.4 / std, -0.4 / std, -0.4 / std, 0.6 / std]
-    want += [-0.5 / math.sqrt(0.5), 0.5 / math.sqrt(0.5)]
-    want += [1, 0, -1]  # mean 0.25, std 0.25
-    assert [A[id(tau)] for tau in taus] == pytest.approx(want, abs=1e-5)
-
-
-@pytest.mark.parametrize("rewards", [[0] * 5, [1] * 5, [0.1] * 7])
-def test_a_group_without_variance_has_advantage_0(rewards):
-    assert list(advantages(rewarded(rewards)).values()) == pytest.approx([0] * len(rewards), abs=1e-9)
-
-
-def test_groups_are_told_apart_by_their_id_alone():
-    taus = rewarded([1, 1], [1, 0])
-    mixed = [taus[k] for k in (2, 0, 3, 1)]  # not side by side either
-    A = advantages(mixed)
-    assert [A[id(tau)] for tau in taus] == pytest.approx([0, 0, 0.5**0.5, -(0.5**0.5)], abs=1e-5)
-
-
-# ---- micro-batches and the learning rate
+def test_a_mini_batch_holds_mini_questions_with_all_their_trajectories():
+    taus = batch_of(6)
+    for mini in (1, 2, 3, 6):
+        parts = minibatches(taus, settings_of(mini=mini))
+        assert [len(part) for part in parts] == [mini * G] * (6 // mini)
+        assert [tau for part in parts for tau in part] == taus
+        assert all(
+            {tau.group for tau in a}.isdisjoint(tau.group for tau in b) for a in parts for b in parts if a is not b
+        )
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 7])
 @pytest.mark.parametrize("micro_tokens", [1, 60, 200, 500, 10**6])
 def test_micro_batches_keep_to_their_size_and_lose_nothing(micro_tokens, ranks):
-    taus, _ = batch_of(10)
+    taus = batch_of(10)
     batches = micro_batches(taus, micro_tokens, ranks)
     sizes = [sum(len(tau.ids) for tau in batch) for batch in batches]
     assert all(size <= micro_tokens or len(batch) == 1 for size, batch in zip(sizes, batches, strict=True))
@@ -383,7 +396,7 @@ def test_micro_batches_keep_to_their_size_and_lose_nothing(micro_tokens, ranks):
 
 
 def test_the_learning_rate_rises_peaks_and_falls():
-    rates = [lr_at(t, 3e-4, 10, 0.3) for t in range(1, 11)]
+    rates = [lr_at(t, Config(lr=3e-4, T=10, warmup=0.3)) for t in range(1, 11)]
     assert rates[:3] == pytest.approx([1e-4, 2e-4, 3e-4])
     assert rates[3:] == pytest.approx([1.5e-4 * (1 + math.cos(math.pi * k / 8)) for k in range(1, 8)])
     assert rates[6] == pytest.approx(1.5e-4)  # half way down
@@ -391,38 +404,46 @@ def test_the_learning_rate_rises_peaks_and_falls():
 
 
 def test_the_learning_rate_at_the_edges():
-    assert [lr_at(t, 1.0, 2, 0.0) for t in (1, 2)] == pytest.approx([1.0, 0.5])  # no step has rate 0
-    assert lr_at(1, 1.0, 1, 0.1) == 1.0
-    assert lr_at(30, 5e-7, 300, 0.1) == 5e-7  # App. B
+    assert [lr_at(t, Config(lr=1.0, T=2, warmup=0.0)) for t in (1, 2)] == pytest.approx(
+        [1.0, 0.5]
+    )  # no step has rate 0
+    assert lr_at(1, Config(lr=1.0, T=1, warmup=0.1)) == 1.0
+    assert lr_at(30, Config(lr=5e-7, T=300, warmup=0.1)) == 5e-7  # App. B
 
 
 # ---- engine and trainer
 
 
-def found(documents):
-    future = Future()
-    future.set_result(documents)
-    return future
+class Found(Tool):
+    """A search that finds one to three passages."""
+
+    tag, noun, argument, plural, result_tag = "search", "a search", "query", "searches", "information"
+    show = Search.show
+
+    def submit(self, argument):
+        future = Future()
+        document = '"Pais Kranford"\nA city with country Blaur Neia and mayor Krinoun Lizais.'
+        future.set_result([document] * (1 + len(argument) % 3))
+        return future
 
 
 @pytest.fixture(scope="module")
 def sampled(world):
     """temperature -> trajectories that the engine has sampled with the world's policy."""
     model, tokenizer = world
-    document = '"Pais Kranford"\nA city with country Blaur Neia and mayor Krinoun Lizais.'
-    search = SimpleNamespace(submit=lambda query: found([document] * (1 + len(query) % 3)))
     asked = ["What is the mayor of the city Pais Kranford?", "Name the base of the producer of the film Leglex?"]
-    jobs = [(0, "Search, then answer.", Question("q", asked[k % 2], ("x",), ""), k % 2) for k in range(10)]
-    limits = dict(max_turns=2, max_response=30, max_observation=60, max_prompt=400, seed=5)
+    jobs = [Job(0, "Search, then answer.", Question("q", asked[k % 2], ("x",), ""), k % 2) for k in range(10)]
+    cfg = Config(max_turns=2, max_response=30, max_observation=60, max_prompt=400)
     engine = TorchEngine(model, tokenizer, STOP)
-    return {T: rollout(engine, tokenizer, search, jobs, temperature=T, **limits) for T in (0.7, 1.0)}
+    return {T: rollout(engine, tokenizer, [Found()], jobs, cfg, temperature=T, seed=5) for T in (0.7, 1.0)}
 
 
 def gap(world, taus, temperature, parts=1, lr=1e-3):
     learner = learner_of(world[0], world[0], temperature=temperature, lr=lr)
     size = len(taus) // parts
-    minibatches = [taus[k * size : (k + 1) * size] for k in range(parts)]
-    return learner.update(2, minibatches, {id(tau): 1.0 for tau in taus})["logp_gap"]
+    for tau in taus:
+        tau.advantage = 1.0
+    return learner.update(2, [taus[k * size : (k + 1) * size] for k in range(parts)])["logp_gap"]
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
@@ -446,14 +467,14 @@ def test_a_stale_engine_shows_in_the_gap(world, sampled):
 # ---- resuming
 
 
-def test_a_learner_goes_on_bit_by_bit_from_its_saved_state(world):
-    taus, A = batch_of(2)
+def test_a_learner_restored_from_its_state_continues_bit_by_bit(world):
+    taus = batch_of(2)
     through = learner_of(world[0], world[0])
-    through.update(1, [taus], A)
+    through.update(1, [taus])
     saved = copy.deepcopy((through.model, through.state_dict()))
-    through.update(2, [taus], A)
+    through.update(2, [taus])
     resumed = learner_of(saved[0], world[0])
     resumed.load_state_dict(saved[1])
-    resumed.update(2, [taus], A)
+    resumed.update(2, [taus])
     for p, q in zip(through.model.parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(p, q)
