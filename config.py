@@ -73,7 +73,7 @@ class Config:
     max_observation: int = knob(500, "tokens an observation; a longer one is cut inside its tag")
     max_prompt: int = knob(4096, "tokens of context with which a turn may start; more end the trajectory")
     topk: int = knob(3, "passages a search returns")
-    search_retries: int = knob(6, "times a search is repeated (0.5 s to 8 s apart) before the run stops resumably")
+    search_retries: int = knob(6, "times a search is repeated, with growing pauses, before the run stops resumably")
     max_rows: int = knob(512, "rows the torch engine generates at once; affects speed and memory alone")
 
     engine: str = knob(

@@ -8,18 +8,22 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+import export
 import inspo
 from config import Config
 from data import draw, load_questions, rng
@@ -295,6 +299,7 @@ class Chat(BaseHTTPRequestHandler):
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         Chat.seen.append({"path": self.path, "auth": self.headers["Authorization"], "body": body})
+        self.server.before_reply(len(Chat.seen))
         prompt = body["messages"][0]["content"]
         parent = re.search(r"<ins_0>(.*?)</ins_0>", prompt, re.S).group(1).strip()
         n = int(re.search(r"to <ins_(\d+)>", prompt).group(1))
@@ -310,24 +315,36 @@ class Chat(BaseHTTPRequestHandler):
         pass
 
 
+@contextlib.contextmanager
+def chat(before_reply=lambda n: None):
+    """The URL of a `Chat` server; `before_reply(n)` is called before its n-th reply."""
+    Chat.seen.clear()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Chat)
+    server.before_reply = before_reply
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/v1"
+    server.shutdown()
+
+
 def test_own_data_own_model_and_any_chat_endpoint_through_the_same_command(tmp_path):
     """Real English, a byte-level BPE tokenizer, untied random weights: nothing in the core knows the world."""
     from tiny_model import make_tiny_model
 
     make_tiny_model(tmp_path / "model")
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Chat)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    env = ENV | {"OPENAI_BASE_URL": f"http://127.0.0.1:{server.server_port}/v1", "OPENAI_API_KEY": "k"}
     flags = ["--model", tmp_path / "model", "--optimizer_model", "some-model", "--out", tmp_path / "r"]
     for name in ("train", "test", "corpus"):
         flags += [f"--{name}", FIXTURE / f"{name}.jsonl"]
     flags += "--T 2 --batch 4 --mini 2 --G 2 --K_p 1 --K_e 1 --T_e 2 --D_B 3 --max_response 24 --max_prompt 900".split()
     flags += "--max_observation 120 --failures 2 --rounds 1 --eval_n 2 --device cpu --save_every 1".split()
-    code, stdout, stderr = finish(start(*flags, env=env))
-    server.shutdown()
+    flags += ["--tools", "search,calculator"]
+    with chat() as url:
+        code, _, stderr = finish(start(*flags, env=ENV | {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": "k"}))
     assert code == 0, stderr
     rows = read_jsonl(tmp_path / "r" / "metrics.jsonl")
     assert [row["t"] for row in rows] == [0, 1, 2] and rows[-1]["logp_gap"] < 1e-4
+    assert "test/searches" in rows[0] and "test/calculations" in rows[0]
+    turns = [turn for tau in trajectories(tmp_path / "r", 1) for turn in tau["response"].split("That was neither ")[1:]]
+    assert turns and all(text.startswith("a search nor a calculation nor an answer.") for text in turns)
     assert {call["path"] for call in Chat.seen} == {"/v1/chat/completions"} and Chat.seen[0]["auth"] == "Bearer k"
     assert len(Chat.seen) == 2 and Chat.seen[0]["body"]["model"] == "some-model"  # P_0, and the evolution at t = 1
     assert "Answer the given question." in Chat.seen[0]["body"]["messages"][0]["content"]  # Search-R1's (App. F)
@@ -337,8 +354,21 @@ def test_own_data_own_model_and_any_chat_endpoint_through_the_same_command(tmp_p
 
 
 BAD = [
-    (["--model", "/no/such/model", "--train", "FILES/train.jsonl", "--test", "FILES/test.jsonl",
-      "--corpus", "FILES/corpus.jsonl", "--mode", "static"], "--model /no/such/model: no causal LM"),
+    (
+        [
+            "--model",
+            "/no/such/model",
+            "--train",
+            "FILES/train.jsonl",
+            "--test",
+            "FILES/test.jsonl",
+            "--corpus",
+            "FILES/corpus.jsonl",
+            "--mode",
+            "static",
+        ],
+        "--model /no/such/model: no causal LM",
+    ),
     (["--train", "BADROW"], "bad.jsonl:2"),
     (["--corpus", "BADROW"], "bad.jsonl:2"),
     (["--out", "/proc/none"], "/proc/none"),
@@ -350,6 +380,7 @@ BAD = [
     (["--instruction", "FILE"], "is empty"),
     (["--max_prompt", "1000"], "--max_prompt 1000 + --max_response 48: the model ends at 1024"),
 ]
+BAD.append((["--tools", "search,calculator"], "its tokenizer cannot write </calculate>"))
 if not vllm_installed():
     BAD.append((["--engine", "vllm"], "--engine vllm needs vLLM 0.32, found none: pip install"))
 if not torch.cuda.is_available():
@@ -365,21 +396,157 @@ def test_bad_input_is_one_line_and_leaves_nothing(tmp_path, flags, says):
     flags = [str(tmp_path / paths[flag]) if flag in paths else flag for flag in flags]
     flags = [flag.replace("FILES", str(FIXTURE)) for flag in flags]
     out = [] if "--out" in flags else ["--out", tmp_path / "r"]
-    code, stdout, stderr = finish(start(*flags, *out, *SMALL))
-    assert code != 0 and says in stderr and stdout == ""
-    assert stderr.strip().count("\n") == 0, stderr
+    code, stdout, stderr = run_here(*SMALL, *flags, *out)
+    line = stderr if code == 2 else str(code)  # sys.exit(text) prints the text to stderr and exits with 1
+    assert code != 0 and says in line and stdout == ""
+    assert line.strip().count("\n") == 0 and (code == 2 or stderr == "")
     assert not (tmp_path / "r").exists()
+
+
+def test_a_fault_is_printed_to_stderr_with_exit_code_1():
+    code, stdout, stderr = finish(start("--train", FIXTURE / "corpus.jsonl", "--out", "/tmp/never"))
+    assert (code, stdout, stderr.count("\n")) == (1, "", 1) and "corpus.jsonl:1: no question" in stderr
+
+
+# ---- what one does with a run
+
+
+def script(*argv: object) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, *map(str, argv)], capture_output=True, text=True, env=ENV, cwd=ROOT)
 
 
 def test_ask_shows_the_agent_at_work(whole):
     question = read_jsonl(ROOT / "world/files/test.jsonl")[0]["question"]
-    done = subprocess.run(
-        [sys.executable, "ask.py", "--run", str(whole[0]), question], capture_output=True, text=True, env=ENV, cwd=ROOT
-    )
+    done = script("ask.py", "--run", whole[0], question)
     assert done.returncode == 0, done.stderr
     assert "<search>" in done.stdout and "doc 1" in done.stdout and "answer  " in done.stdout
-    done = subprocess.run([sys.executable, "ask.py", "--run", "/no"], capture_output=True, text=True, env=ENV, cwd=ROOT)
-    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert (whole[0] / "I_star.txt").read_text().strip() in done.stdout
+    done = script("ask.py", "--run", "/no")
+    assert done.returncode == 1 and done.stderr == "ask.py: /no holds no finished run (no I_star.txt)\n"
+
+
+def weights_of(path: Path) -> dict[str, torch.Tensor]:
+    return dict(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).named_parameters())
+
+
+def test_export_writes_a_checkpoint_as_hugging_face_stores_models(whole, tmp_path, capsys):
+    export.main([str(whole[0]), "--to", str(tmp_path / "newest")])
+    mine, final = weights_of(tmp_path / "newest"), weights_of(whole[0] / "policy")
+    assert mine.keys() == final.keys() and all(torch.equal(mine[name], final[name]) for name in final)
+    assert (tmp_path / "newest" / "I_star.txt").read_text() == (whole[0] / "I_star.txt").read_text()
+    export.main([str(whole[0]), "--step", "9", "--to", str(tmp_path / "nine")])
+    earlier = weights_of(tmp_path / "nine")
+    assert any(not torch.equal(earlier[name], final[name]) for name in final)  # step 10 moved it
+    assert "step 10" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "flags, says",
+    [
+        (["--step", "4"], "has no checkpoint of step 4; it has: 9, 10"),
+        (["--best"], "has no checkpoint that was evaluated; it has: 9, 10"),
+        (["--to", "HERE"], "exists already; remove it, or choose another with --to"),
+    ],
+)
+def test_export_says_in_one_line_what_it_cannot_do(whole, tmp_path, flags, says):
+    with pytest.raises(SystemExit) as stop:
+        export.main([str(whole[0]), *[str(tmp_path) if flag == "HERE" else flag for flag in flags]])
+    assert says in stop.value.code and stop.value.code.startswith("export.py: ") and "\n" not in stop.value.code
+    with pytest.raises(SystemExit, match="holds no run"):
+        export.main([str(tmp_path)])
+
+
+def test_the_best_checkpoint_is_the_best_on_valid_never_on_test(whole, tmp_path):
+    """From rows as a run writes them: step 9 is best on --valid, step 10 on --test."""
+    shutil.copytree(whole[0], tmp_path / "r")
+    rows = read_jsonl(tmp_path / "r" / "metrics.jsonl")
+    rows[9] |= {"valid/em": 0.5, "test/em": 0.1}
+    rows[10] |= {"valid/em": 0.4, "test/em": 0.9}
+    (tmp_path / "r" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    export.main([str(tmp_path / "r"), "--best", "--to", str(tmp_path / "best")])
+    best, nine = weights_of(tmp_path / "best"), tmp_path / "nine"
+    export.main([str(tmp_path / "r"), "--step", "9", "--to", str(nine)])
+    assert all(torch.equal(p, best[name]) for name, p in weights_of(nine).items())
+
+
+def test_the_report_shows_scores_winner_and_cost(whole):
+    out, stdout = whole
+    summary = json.loads((out / "summary.json").read_text())
+    for name, row in summary["held_out"].items():
+        sources = [row[k] for k in sorted(row) if k.startswith("em/")]
+        wanted = [name, *(f"{x:.3f}" for x in [row["em"], *sources]), f"{row['searches']:.2f}"]
+        assert any(line.split() == " ".join(wanted).split() for line in stdout.splitlines()), name
+    assert set(summary["held_out"]) >= {"trained policy, first instruction", "first policy, first instruction"}
+    assert " -> ".join(f"#{j}" for j in summary["generations"]) in stdout
+    for picture in ("reward.png", "population.png"):
+        assert (out / picture).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+# ---- faults and options of a whole run
+
+
+def test_a_search_server_that_dies_during_an_evolution_ends_the_run_resumably(whole, tmp_path):
+    """The optimizer's endpoint stops the search server, so the verification of its candidates cannot be played."""
+    server = [str(ROOT / "retrieval_server.py"), "--corpus", str(ROOT / "world/files/corpus.jsonl")]
+    flags = [*SMALL, "--search_retries", 0, "--optimizer_model", "m", "--out", tmp_path / "r"]
+    with Child(server, tmp_path / "log") as child, chat(before_reply=lambda n: child.stop() if n == 2 else None) as url:
+        env = ENV | {"OPENAI_BASE_URL": url}
+        code, _, stderr = finish(start(*flags, "--retriever", child.url, env=env))
+        last = stderr.strip().splitlines()
+        assert code == 1 and "does not answer" in last[-2] and "--resume" in last[-1] and "Traceback" not in stderr
+        reflections = read_jsonl(tmp_path / "r" / "reflections.jsonl")
+        assert [row["t"] for row in reflections if "call" in row] == [0, 3]  # the reply was paid for, and is kept
+        code, _, stderr = finish(start(*flags, "--resume", env=env))
+        assert code == 0, stderr
+        whole_calls = [row["call"]["key"] for row in read_jsonl(tmp_path / "r" / "reflections.jsonl") if "call" in row]
+        assert len(whole_calls) == len(set(whole_calls)) == len(Chat.seen)
+        assert sum(key.startswith("t3 r0") for key in whole_calls) == 1  # not asked again
+    assert [row["t"] for row in metrics(tmp_path / "r")] == list(range(11))
+
+
+def test_an_engine_that_samples_from_another_policy_stops_the_run_before_it_trains(tmp_path, monkeypatch):
+    import training.worker
+
+    monkeypatch.setitem(training.worker.MAX_LOGP_GAP, "cpu", -1.0)  # no engine is that close
+    code, stdout, stderr = run_here(*SMALL, "--mode", "static", "--out", tmp_path / "r")
+    assert "log-probs of engine and trainer differ by" in code and "nothing was trained on it" in code
+    assert "--resume" in code.splitlines()[-1]
+    monkeypatch.undo()
+    code, _, _ = run_here(*SMALL, "--mode", "static", "--out", tmp_path / "r", "--resume", "--T", 10)
+    assert code == 0 and [row["t"] for row in metrics(tmp_path / "r")] == list(range(11))
+
+
+OPTIONS = {
+    "token mean": (["--loss_agg", "token"], lambda rows: True),
+    "importance weights": (["--tis", "2", "--mini", "1"], lambda rows: True),
+    "no reference": (["--beta", "0"], lambda rows: all(row["kl"] == 0 for row in rows)),
+    "valid": (["--valid_n", "9", "--eval_every", "1"], lambda rows: "valid/em" in rows[0] and "test/em" in rows[0]),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_option_works_through_a_whole_run(tmp_path, name):
+    flags, holds = OPTIONS[name]
+    flags = [*SMALL, "--T", "2", "--mode", "static", "--batch", "4", *flags, "--out", tmp_path / "r"]
+    code, stdout, stderr = run_here(*flags)
+    assert code == 0, (code, stderr)
+    rows = metrics(tmp_path / "r")[1:]
+    assert len(rows) == 2 and holds(rows) and all(math.isfinite(row["loss"]) for row in rows)
+    assert any(row["grad_norm"] > 0 for row in rows)
+
+
+def test_questions_set_aside_for_valid_are_never_trained_on(tmp_path):
+    from harness.start import load_data
+
+    cfg = Config(train=str(ROOT / "world/files/train.jsonl"), test=str(ROOT / "world/files/test.jsonl"), valid_n=50)
+    train, valid, test = load_data(cfg)
+    everyone = load_questions(cfg.train)
+    assert len(valid) == 50 and len(train) == len(everyone) - 50
+    assert {q.id for q in train} | {q.id for q in valid} == {q.id for q in everyone}
+    assert len(load_data(replace(cfg, valid_n=500))[1]) == len(everyone) // 10  # at most a tenth
+    assert load_data(replace(cfg, seed=1))[1] != valid
+    given = load_data(replace(cfg, valid=cfg.test))
+    assert given[1] == test and len(given[0]) == len(everyone)
 
 
 @pytest.mark.slow
