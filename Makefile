@@ -7,9 +7,13 @@ ARGS   ?=
 # Threads that wait for each other spin only for a moment (LOG.md): as fast alone, twice as fast beside other programs.
 export GOMP_SPINCOUNT ?= 1000
 
-.PHONY: setup train static test test-slow test-ranks test-vllm resolve lint bench-world bench-learn bench-step bench-retrieval bench-kernels bench-rollout warm-start ask
+.DEFAULT_GOAL := help
+.PHONY: help setup train static test test-slow test-ranks test-vllm resolve lint bench-world bench-learn bench-step bench-retrieval bench-kernels bench-rollout warm-start ask one-step mutants
 
-setup: .venv/done
+help:                 ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## *(.*)/\1\t\2/' | expand -t 18
+
+setup: .venv/done     ## .venv with all that is needed
 
 .venv/done: requirements-base.txt requirements-cpu.txt
 	$(PYTHON) -m venv .venv
@@ -25,51 +29,54 @@ setup: .venv/done
 	$(VLLM) -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch .venv-vllm/done
 
-train: setup          ## the embedded default: a whole INSPO run, minutes on two cores
+train: setup          ## the embedded default: a whole INSPO run on a small world, minutes on two cores
 	$(PY) inspo.py $(ARGS)
 
-static: setup         ## Search-R1 on the same: one fixed instruction
+static: setup         ## the baseline on the same world: one fixed instruction
 	$(PY) inspo.py --mode static $(ARGS)
 
-ask: setup            ## talk to the agent of the newest run
+ask: setup            ## question the agent of the newest run
 	$(PY) ask.py $(ARGS)
 
-test: lint            ## everything that takes minutes
+test: lint            ## everything that can be tested without a GPU in minutes
 	$(PY) -m pytest -m "not slow and not ranks" $(ARGS)
 
-test-slow: setup      ## whole runs: it learns; the warm start from nothing; killed and resumed
+test-slow: setup      ## the default learns; the warm start from nothing; another random kill
 	$(PY) -m pytest -m slow $(ARGS)
 
-test-ranks: setup     ## several processes: FSDP2 over gloo with 2, 3 and 4, whole runs of 2 that are killed and resumed
+test-ranks: setup     ## several processes: FSDP2 over gloo with 2, 3 and 4; whole runs killed and resumed
 	$(PY) -m pytest -m ranks $(ARGS)
 
-test-vllm: .venv-vllm/done  ## a real vLLM on the CPU: both engines beside each other, whole runs in 1 and 2 processes
+test-vllm: .venv-vllm/done  ## a real vLLM on the CPU, in an environment of its own
 	$(VLLM) -m pytest tests/test_vllm.py tests/test_vllm_runs.py $(ARGS)
 
-resolve: setup        ## whether requirements.txt, the GPU's, can be installed as a whole
+resolve: setup        ## check that requirements.txt, for GPUs, can be installed as a whole
 	$(PY) -m pip install -qq --dry-run --ignore-installed --disable-pip-version-check -r requirements.txt
 
 lint: setup           ## style and types: ruff, mypy
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 
-bench-learn: setup    ## inspo and static, 3 seeds, 2 learning rates: the README's figure (about half an hour)
+bench-learn: setup    ## inspo and static, 3 seeds, 2 learning rates: the README's figure (half an hour)
 	$(PY) bench/learn.py
 
-bench-world: setup    ## what the shipped policy makes of its instructions; how often verification is wrong
+bench-world: setup    ## the first policy by instruction; how often verification errs
 	$(PY) bench/world.py
 
 bench-step: setup     ## rollouts, update and start-up time of the embedded default
 	$(PY) bench/step.py
 
-bench-retrieval: setup ## the search server: queries/s and latency by clients; memory by corpus size (20 minutes)
+bench-retrieval: setup ## the search server: queries/s, latency, memory (20 minutes)
 	$(PY) bench/retrieval.py $(ARGS)
 
-bench-kernels: setup  ## the GRPO head beside its peers, on a GPU (elsewhere small shapes, to test the script)
+bench-kernels: setup  ## the GRPO head beside its peers, on a GPU
 	$(PY) bench/kernels.py $(ARGS)
 
 bench-rollout: .venv-vllm/done  ## rollouts with vLLM against raw generation and against synchronous rounds
 	$(VLLM) bench/rollout.py $(ARGS)
 
-warm-start: setup     ## rebuild world/files from nothing: the policy that the run starts from
+warm-start: setup     ## rebuild world/files from nothing
 	$(PY) -m world.warm_start
+
+one-step: setup       ## rewrite docs/one_step.md from a real run
+	$(PY) docs/one_step.py
