@@ -1,4 +1,4 @@
-"""Questions as files hold them, the exact-match reward on hand-computed values, and the shipped fixture."""
+"""Questions in files, the batches of a run, exact match and F1 on values computed by hand, the shipped fixture."""
 
 import json
 import subprocess
@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from tiny_model import FIXTURE, make_tiny_model
 
-from data import Question, em, f1, last_answer, load_questions, normalize
+from data import Question, draw, em, f1, last_answer, load_questions, normalize, rng
+from faults import Fault
 
 ROW = {"id": "a", "question": "Who?", "golden_answers": ["X"], "data_source": "nq"}
 
@@ -20,10 +21,10 @@ def write(path: Path, *rows) -> Path:
 
 
 def fault(path) -> str:
-    """The one line with which loading `path` ends."""
-    with pytest.raises(SystemExit) as stop:
+    """Returns the one line with which loading `path` fails, after the path."""
+    with pytest.raises(Fault) as caught:
         load_questions(path)
-    message = stop.value.code
+    message = str(caught.value)
     assert "\n" not in message and message.startswith(str(path)) and "; " in message
     return message.removeprefix(str(path))
 
@@ -236,9 +237,40 @@ def test_a_faulty_parquet_is_named(tmp_path):
     assert "no question" in fault(tmp_path / "r.parquet")
 
 
-def test_importing_data_needs_the_standard_library_only():
-    code = "import sys, data; assert not {'pyarrow', 'numpy', 'torch', 'transformers'} & set(sys.modules)"
+def test_importing_data_needs_neither_torch_nor_a_reader_of_parquet():
+    code = "import sys, data; assert not {'pyarrow', 'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent, check=True)
+
+
+# --- the batches of a run
+
+
+def batches(n: int, batch: int, steps: int, seed: int = 0) -> list[list[str]]:
+    """Returns the ids of the first steps' questions, of a data set of n."""
+    D = {str(k): Question(str(k), "q?", ("a",), "s") for k in range(n)}
+    return [[q.id for q in draw(D, batch, seed, t)] for t in range(1, steps + 1)]
+
+
+def test_every_epoch_shows_every_question_once_in_another_order():
+    flat = [q for part in batches(7, 3, 14) for q in part]  # 42 questions: 6 epochs of 7, no multiple of 3
+    epochs = [flat[k : k + 7] for k in range(0, 42, 7)]
+    assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs) and len(set(epochs[0])) == 7
+    assert len({tuple(epoch) for epoch in epochs}) > 4
+
+
+def test_a_batch_may_be_larger_than_the_data():
+    (first,) = batches(3, 8, 1)
+    assert len(first) == 8 and all(2 <= first.count(q) <= 3 for q in "012")
+
+
+def test_the_questions_of_a_step_depend_on_the_seed_and_the_step_alone():
+    assert batches(50, 6, 9)[8] == batches(50, 6, 20)[8]
+    assert batches(50, 6, 1, seed=1) != batches(50, 6, 1, seed=2)
+
+
+def test_randomness_depends_on_seed_step_and_purpose():
+    draws = {float(rng(*key).random()) for key in [(0, 1, "a"), (0, 1, "b"), (0, 2, "a"), (1, 1, "a"), (0, 1, "a")]}
+    assert len(draws) == 4
 
 
 # --- the fixture
