@@ -1,7 +1,7 @@
-"""The GRPO head against Eq. 2 as it is printed: float64, autograd, the whole logits matrix alive.
+"""The GRPO head against a literal Eq. 2: float64, autograd, the whole logits matrix in memory.
 
-Every test runs with the rows in torch on the CPU, and with the rows in the Triton kernel: on the GPU where there is
-one, in Triton's interpreter elsewhere.
+Every test runs with rows_torch on the CPU and with the Triton kernel: on a GPU if there is one, otherwise in Triton's
+interpreter.
 """
 
 import json
@@ -23,7 +23,7 @@ pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 
 @pytest.fixture(params=["torch", "triton"], autouse=True)
 def rows(request, monkeypatch):
-    """The module that works on the rows of logits; `head` picks it by the device, here the test does."""
+    """The module that processes rows of logits: `head` chooses it by device, this fixture for every test."""
     from kernels import rows_triton
 
     if request.param == "torch":
@@ -38,11 +38,11 @@ def rows(request, monkeypatch):
 
 
 def there_and_back(function):
-    """The function on the GPU, with arguments and results on the CPU."""
+    """Returns the function with arguments and results on the CPU that runs on the GPU."""
 
     def call(*args, grad_weight=None, **kw):
         if grad_weight is not None:
-            pytest.skip("a copy on the GPU would be added to")
+            pytest.skip("it would accumulate into a copy on the GPU")
         args = [v.cuda() for v in args]
         results = function(*args, **{k: v.cuda() if torch.is_tensor(v) else v for k, v in kw.items()})
         first, second = results
@@ -52,9 +52,25 @@ def there_and_back(function):
     return call
 
 
-def eq2(hidden, weight, targets, *, adv, w, old_logp=None, ref_logp=None, temperature=1.0,
-        eps_low=0.2, eps_high=0.2, delta=math.inf, beta=0.0, entropy_coef=0.0, kind="clip"):
-    """The reference: grpo_head's loss and extras in float64, for autograd to differentiate."""
+def eq2(
+    hidden,
+    weight,
+    targets,
+    *,
+    adv,
+    w,
+    old_logp=None,
+    ref_logp=None,
+    temperature=1.0,
+    eps_low=0.2,
+    eps_high=0.2,
+    delta=math.inf,
+    beta=0.0,
+    entropy_coef=0.0,
+    kind="clip",
+):
+    """Returns grpo_head's loss and extras in float64, for autograd to differentiate."""
+
     def f64(v):
         return None if v is None else torch.as_tensor(v).double()
 
@@ -77,7 +93,7 @@ def eq2(hidden, weight, targets, *, adv, w, old_logp=None, ref_logp=None, temper
 
 
 def differentiate(function, hidden, weight, targets, **kw):
-    """{loss, dX, dW, logp, entropy, kl, clipped} of grpo_head or eq2."""
+    """Returns {loss, dX, dW, logp, entropy, kl, clipped} of grpo_head or eq2."""
     hidden, weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
     loss, extras = function(hidden, weight, targets, **kw)
     dX, dW = torch.autograd.grad(loss, (hidden, weight))
@@ -85,7 +101,7 @@ def differentiate(function, hidden, weight, targets, **kw):
 
 
 def error(got, want):
-    """Relative error in the Frobenius norm; where nothing is wanted, the size of what came."""
+    """Returns the relative error in the Frobenius norm; the absolute one if `want` is 0."""
     return ((got.double() - want.double()).norm() / (want.double().norm() or 1)).item()
 
 
@@ -94,7 +110,7 @@ def same(got, want, atol=1e-5, rtol=1e-5):
 
 
 def check(hidden, weight, targets, chunk=4096, **kw):
-    """Holds grpo_head to eq2: logp to 1e-5, gradients to 1e-5 of their size. Returns its results."""
+    """Asserts that grpo_head equals eq2, logp to 1e-5 and gradients to 1e-5 of their norm; returns its results."""
     got = differentiate(grpo_head, hidden, weight, targets, chunk=chunk, **kw)
     want = differentiate(eq2, hidden.double(), weight.double(), targets, **kw)
     for k in ("logp", "entropy", "kl", "clipped"):
@@ -109,7 +125,7 @@ def check(hidden, weight, targets, chunk=4096, **kw):
 
 
 def batch(N=37, H=16, V=1187, dtype=torch.float32, seed=0):
-    """Arguments with peaked logits, N(0, 3), and those of per_token."""
+    """Returns arguments with peaked logits, N(0, 3), and those of per_token."""
     g = torch.Generator().manual_seed(seed)
     hidden, weight = (torch.randn(n, H, generator=g, dtype=dtype) for n in (N, V))
     weight *= 3 / H**0.5
@@ -118,7 +134,7 @@ def batch(N=37, H=16, V=1187, dtype=torch.float32, seed=0):
 
 
 def per_token(hidden, weight, targets, g):
-    """Advantages of either sign and zero; rho between about 0.4 and 2.5; any weights."""
+    """Returns advantages of both signs and zero, rho between about 0.4 and 2.5, arbitrary weights."""
     N, dtype = len(targets), hidden.dtype
     adv = torch.randn(N, generator=g, dtype=dtype)
     adv[1::5] = 0
@@ -170,7 +186,7 @@ def test_shapes(N, H, V):
 
 @pytest.mark.parametrize("logits", ["negative", "+-60", "-60 but one"])
 def test_logits(logits):
-    """hidden = identity, so that weight.T is the matrix of logits."""
+    """With hidden = identity, weight.T is the matrix of logits."""
     g = torch.Generator().manual_seed(1)
     z = 60 * (2 * torch.rand(37, 1187, generator=g) - 1)
     if logits == "negative":
@@ -203,7 +219,7 @@ def test_a_tie_keeps_the_whole_gradient(eps):
     kw |= {"eps_low": eps, "eps_high": eps}
     implied = differentiate(grpo_head, *args, **kw | {"old_logp": None})
     given = differentiate(grpo_head, *args, **kw | {"old_logp": token_logprobs(*args)[0]})
-    equal = same if torch.cuda.is_available() else torch.equal  # log-probs come from another compilation there
+    equal = same if torch.cuda.is_available() else torch.equal  # on a GPU another compilation makes the log-probs
     assert all(equal(implied[k], given[k]) for k in implied)
     assert not implied["clipped"].any()
 
@@ -223,7 +239,7 @@ def test_delta_bounds_a_negative_advantage():
 
 @pytest.mark.parametrize("adv", [0.0, 1.0, -1.0])
 def test_far_from_old_and_reference_all_stays_finite(adv):
-    """Log-ratios are cut at +-80, where exp is still a float32; with w = 0 nothing of it is left."""
+    """Log-ratios are clamped to +-80, where exp still fits float32; with w = 0 all is 0."""
     args, kw = batch(N=6)
     logp = token_logprobs(*args)[0]
     far = torch.tensor([math.inf, 1000, 200, -200, -1000, -math.inf])
@@ -234,7 +250,7 @@ def test_far_from_old_and_reference_all_stays_finite(adv):
         assert w.any() or not (got["loss"] or got["dX"].any() or got["dW"].any())
 
 
-def test_what_is_not_a_number_is_not_hidden(rows):
+def test_nan_propagates(rows):
     (hidden, weight, targets), kw = batch(N=5)
     hidden[2] = math.nan
     got = differentiate(grpo_head, hidden, weight, targets, beta=0.04, **kw)
@@ -244,7 +260,7 @@ def test_what_is_not_a_number_is_not_hidden(rows):
 
 @pytest.mark.parametrize("target", [-100, 1187])
 def test_a_target_that_is_no_token_is_an_error_or_nan(rows, target):
-    """Asking the GPU would make it wait."""
+    """The kernel returns NaN: checking for an error would make the host wait for the GPU."""
     (hidden, weight, targets), kw = batch(N=5)
     targets[3] = target
     if rows is rows_torch:
@@ -289,7 +305,7 @@ def test_gradcheck(rows):
     assert torch.autograd.gradcheck(loss, (hidden, weight))
 
 
-# ---- how the rows are cut
+# ---- chunks
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 36, 37, 38])
@@ -341,7 +357,7 @@ def test_repeats_bit_for_bit():
     assert all(torch.equal(a[k], b[k]) for k in a)
 
 
-# ---- where the gradient goes
+# ---- the gradient's destination
 
 
 def test_backward_scales():
@@ -353,7 +369,7 @@ def test_backward_scales():
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_grad_weight_takes_dW(frozen):
+def test_grad_weight_accumulates_dW(frozen):
     (hidden, weight, targets), kw = batch()
     dW = differentiate(grpo_head, hidden, weight, targets, **kw)["dW"]
     hidden, weight = hidden.requires_grad_(), weight.requires_grad_(not frozen)
@@ -368,7 +384,7 @@ def test_grad_weight_takes_dW(frozen):
 
 @pytest.mark.parametrize("into_grad", [False, True])
 def test_tied_embeddings(into_grad):
-    """weight makes the hidden states too: both shares add up, also with weight.grad itself as grad_weight."""
+    """weight also produces the hidden states: both gradients add up, also with weight.grad itself as grad_weight."""
     (hidden, weight, targets), kw = batch()
     ids = targets.flip(0)
 
@@ -383,7 +399,7 @@ def test_tied_embeddings(into_grad):
 
 
 class Watch(TorchDispatchMode):
-    """Counts matrix products and remembers the bytes of the largest tensor made."""
+    """Counts matrix products and records the bytes of the largest new tensor."""
 
     products = largest = 0
 
@@ -395,7 +411,7 @@ class Watch(TorchDispatchMode):
         return out
 
 
-def test_three_products_and_only_those_that_are_wanted():
+def test_three_products_and_none_without_need():
     (hidden, weight, targets), kw = batch()
 
     def products(dX, dW):
@@ -422,7 +438,7 @@ def test_the_logits_matrix_is_never_whole():
 
 
 class Alive(TorchDispatchMode):
-    """Notes the largest number of tensors of `nbytes` that lived at the same time, by their memory."""
+    """Records the largest number of tensors of `nbytes`, by storage, that were alive at the same time."""
 
     def __init__(self, nbytes):
         super().__init__()
@@ -437,8 +453,8 @@ class Alive(TorchDispatchMode):
         return out
 
 
-def test_how_many_matrices_of_a_chunk_live_at_once(rows):
-    """Two in torch; in the kernel dL/dz lies over the logits."""
+def test_matrices_of_a_chunk_alive_at_once(rows):
+    """Two in torch; the kernel writes dL/dz over the logits."""
     args, kw = batch(N=40, H=4)
     with Alive(8 * 1187 * 4) as seen:
         differentiate(grpo_head, *args, chunk=8, **kw)
@@ -481,7 +497,7 @@ def test_autocast_changes_nothing():
 
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
 def test_bf16_inputs_are_computed_in_float32(weight_dtype):
-    """bf16 hidden states as autocast makes them: only the gradients that go back are rounded."""
+    """With bf16 hidden states, as under autocast, only the returned gradients are rounded."""
     (hidden, weight, targets), kw = batch()
     hidden, weight = hidden.bfloat16(), weight.to(weight_dtype)
     got = differentiate(grpo_head, hidden, weight, targets, **kw)
@@ -505,7 +521,7 @@ def test_a_small_kl_keeps_its_digits(rows):
     assert torch.allclose(kl.double(), torch.expm1(d) - d, rtol=1e-2 if rows is rows_torch else 1e-5, atol=1e-13)
 
 
-# ---- what is refused
+# ---- refusals
 
 
 def test_refusals():
@@ -516,7 +532,7 @@ def test_refusals():
         grpo_head(*args, **kw | {"ref_logp": None}, beta=0.04)
 
 
-# ---- peers and company
+# ---- a peer, FSDP2
 
 
 LIGER = {
@@ -531,7 +547,7 @@ LIGER = {
 
 @pytest.mark.parametrize("ours, theirs", LIGER.values(), ids=LIGER)
 def test_liger_gives_the_same(ours, theirs):
-    """LigerFusedLinearGRPOLoss on (B, T) tokens, a third of them masked, against the action tokens alone."""
+    """Liger computes (B, T) tokens, a third of them masked; grpo_head only the action tokens."""
     grpo_loss = pytest.importorskip("liger_kernel.chunked_loss.grpo_loss")
     B, T = 4, 9
     (hidden, weight, targets), kw = batch(N=B * T)
@@ -558,9 +574,9 @@ def test_liger_gives_the_same(ours, theirs):
 
 
 def test_inside_fsdp2(rows):
-    """Two processes, the head in the forward of a sharded module: loss and gradient are those of one process."""
+    """Two processes, with the head in the forward pass of a sharded module, equal one process."""
     if rows is not rows_torch:
-        pytest.skip("the rows do not know of it")
+        pytest.skip("the same for both")
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "tests/fsdp_head.py"],
         env=os.environ | {"PYTHONPATH": ".", "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120,

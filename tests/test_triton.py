@@ -1,4 +1,4 @@
-"""The Triton kernel of the GRPO head by itself: against its twin in torch, as compiled code, and on a GPU."""
+"""The Triton kernel of the GRPO head: against rows_torch, as compiled code, and on a GPU."""
 
 import json
 import os
@@ -19,8 +19,8 @@ on_gpu = torch.cuda.is_available()
 
 
 @pytest.mark.skipif(on_gpu, reason="Triton's interpreter is off where there is a GPU")
-def test_the_kernel_is_its_twin():
-    """The same rows through both, each result; and dL/dz in bf16 is that in float32, rounded."""
+def test_the_kernel_equals_rows_torch():
+    """Every result on the same rows; dL/dz in bf16 is the float32 one, rounded."""
     g = torch.Generator().manual_seed(0)
     z = 3 * torch.randn(33, 5000, generator=g)
     y = torch.randint(5000, (33,), generator=g)
@@ -42,12 +42,12 @@ def test_the_kernel_is_its_twin():
         assert rows_triton.loss_rows(z, y, None, **tokens, **constants, kind=kind)[-1] is None
     half = rows_triton.loss_rows(z.bfloat16(), y, torch.bfloat16, **tokens, **constants, kind="clip")
     again = rows_triton.loss_rows(z.bfloat16().float(), y, torch.bfloat16, **tokens, **constants, kind="clip")
-    assert all(torch.equal(a, b) for a, b in zip(half, again, strict=True))  # bf16 logits are read as they are
+    assert all(torch.equal(a, b) for a, b in zip(half, again, strict=True))  # bf16 logits need no conversion
 
 
 @pytest.fixture(scope="module")
 def compiled():
-    """What every variant of the kernel becomes on an A100 and on an H100 or H200."""
+    """Registers and memory accesses of every variant of the kernel on an A100 and on an H100 or H200."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": "."}
     script = [sys.executable, "tests/compile_kernel.py"]
     done = subprocess.run(script, env=env, capture_output=True, text=True, timeout=300)
@@ -66,7 +66,7 @@ def test_it_compiles_without_spills_and_moves_16_bytes_at_once(compiled):
         assert c["loads"] == ["v4.b32"] * (passes * (2 if c["setting"] == "bf16 logits" else 4)), c
         assert len(c["stores"]) == (0 if passes == 1 else 4 if "fp32 gradient" in c["setting"] else 2), c
         assert set(c["stores"]) <= {"v4.b32"}, c
-        # dL/dz over the logits: all threads have read a block before any of them writes
+        # dL/dz overwrites the logits: all threads must have read a block before any of them writes
         assert passes == 1 or re.search("^L+B+L+BS+$", c["steps"]), c
 
 
@@ -75,7 +75,7 @@ def test_it_compiles_without_spills_and_moves_16_bytes_at_once(compiled):
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("N, H, V", [(37, 64, 1187), (130, 128, 151_936), (5, 128, 152_064)])
 def test_on_the_gpu(setting, dtype, N, H, V):
-    """float32: as everywhere. bf16: logits to 2e-5, gradients to the rounding of dL/dz; twice the same bits."""
+    """float32 as on the CPU; bf16 logits to 2e-5, gradients to the rounding of dL/dz; bitwise repeatable."""
     (hidden, weight, targets), kw = batch(N, H, V)
     hidden, weight = hidden.to(dtype[0]), weight.to(dtype[1])
     kw |= {k: v[:1].expand(N) if torch.is_tensor(v) else v for k, v in setting.items()}
@@ -97,7 +97,7 @@ def test_on_the_gpu(setting, dtype, N, H, V):
 
 
 def test_the_benchmark_runs(tmp_path):
-    """On any machine, with whatever peers there are; its last line is JSON, and what it measures is right."""
+    """On any machine, with the peers that are installed; its last line is JSON, and its errors are small."""
     command = [sys.executable, "bench/kernels.py", "--tokens", "16", "--shapes", "32x512", "--masked", "0", "50"]
     command += ["--rounds", "1", "--out", str(tmp_path / "kernels.png")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)

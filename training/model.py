@@ -243,7 +243,10 @@ def blocks(model: Any) -> list[torch.nn.Module]:
     """Returns the decoder layers: the units of FSDP's gathering and of activation checkpointing."""
     names = set(model._no_split_modules or ())
     found = [m for m in model.modules() if type(m).__name__ in names]
-    return found or list(max((m for m in model.modules() if isinstance(m, torch.nn.ModuleList)), key=lambda m: len(m)))
+    if found:
+        return found
+    lists: list[Any] = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
+    return list(max(lists, key=lambda m: len(m)))
 
 
 def shard(
