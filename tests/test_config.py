@@ -1,6 +1,7 @@
-"""Flags: default < preset < flag; what cannot work is one line and exit code 2, before anything is loaded."""
+"""Flags: default < preset < flag; an impossible one ends in one line and exit code 2, before anything is loaded."""
 
 import dataclasses
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,8 @@ import pytest
 from torch.distributed.run import get_args_parser as torchrun_parser
 
 import config
-from config import PRESETS, Config, parse, warnings
+from config import PRESETS, SEARCH_R1, Config, first_instruction, parse, warnings
+from faults import Fault
 
 HERE = Path(config.__file__).parent
 WORLD = HERE / "world" / "files"
@@ -46,7 +48,7 @@ def questions(tmp_path):
 
 @pytest.fixture
 def refuses(capsys):
-    """Parse flags that cannot work; the one line that says why."""
+    """Returns a function that parses impossible flags and returns the one line about them."""
 
     def why(*argv):
         with pytest.raises(SystemExit) as stop:
@@ -108,8 +110,18 @@ def test_no_flags_at_all_run_the_embedded_world_from_files_that_exist():
     assert Path(cfg.model).is_dir()
 
 
-def test_an_empty_instruction_flag_goes_back_to_search_r1_s():
-    assert parse(["--instruction", ""]).instruction == ""
+def test_an_empty_instruction_flag_means_search_r1_s():
+    cfg = parse(["--instruction", ""])
+    assert cfg.instruction == "" and first_instruction(cfg) == SEARCH_R1
+
+
+def test_the_first_instruction_is_read_from_its_file(tmp_path):
+    path = tmp_path / "i.txt"
+    path.write_text("\n Be brief. \n")
+    assert first_instruction(parse(["--instruction", str(path)])) == "Be brief."
+    path.write_text(" \n")
+    with pytest.raises(Fault, match=f"--instruction {path}: the file is empty"):
+        first_instruction(parse(["--instruction", str(path)]))
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -119,26 +131,99 @@ def test_presets_name_only_knobs_that_exist_with_values_of_their_type(preset):
         assert type(value) is types[name], name
 
 
-def test_a_model_that_is_no_preset_is_taken_as_it_is(questions):
+def test_a_model_that_is_no_preset_is_a_path_or_an_id(questions):
     argv = ["--train", questions, "--test", questions, "--corpus", questions, "--mode", "static"]
     cfg = parse(["--model", "some/hub-id", *argv])
     assert cfg.model == "some/hub-id"
     assert cfg.lr == Config.lr
 
 
-def test_help_names_every_knob_with_its_default_and_exits_with_0(capsys):
+# --- help ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shown(capsys):
+    """Returns the text of --help."""
     with pytest.raises(SystemExit) as stop:
         parse(["--help"])
     assert stop.value.code == 0
-    out = capsys.readouterr().out
+    return capsys.readouterr().out
+
+
+def line_of(shown, name):
+    """Returns what --help says about a flag, on one line."""
+    begin = shown.index(f"\n  --{name} " if f"\n  --{name} " in shown else f"\n  --{name}\n")
+    words = shown[begin:].split("\n  --")[1].split("\n\n")[0].split()
+    return " ".join(words)
+
+
+def test_help_shows_the_defaults_of_the_world_and_where_they_differ_the_paper_s(shown):
     for f in FIELDS:
-        line = next(line for line in out.splitlines() if line.startswith(f"  --{f.name}"))
-        assert f.default in ("", False) or f"[{f.default}]" in out[out.index(line) :].split("\n  --")[0]
+        line, doc = line_of(shown, f.name), " ".join(f.metadata["doc"].split())
+        assert line.startswith(f.name) and doc in line, line
+        world = PRESETS["world"].get(f.name, f.default)
+        if f.name == "model" or f.type is bool or world == "":
+            assert line.endswith(doc)
+        elif f.name in ("train", "test", "corpus", "instruction"):
+            assert line.endswith(f"[world/files/{Path(world).name}]")
+        elif world == f.default or f.default == "":
+            assert line.endswith(f"{doc} [{world}]"), line
+        else:
+            assert line.endswith(f"{doc} [{world}; {f.default}]"), line
+    assert line_of(shown, "T") == "T int T: training steps [60; 300]"
+    assert line_of(shown, "tau_s").endswith("selection temperature [0.2]")
+
+
+def test_help_groups_the_flags_by_the_paper_s_sections(shown):
+    titles = [f.metadata["section"] for f in FIELDS if f.metadata["section"]]
+    assert len(titles) == len(set(titles)) and FIELDS[0].metadata["section"]
+    places, title = [], ""
+    for f in FIELDS:
+        title = f.metadata["section"] or title
+        places.append((shown.index(f"\n{title}:\n"), shown.index(f"\n  --{f.name}")))
+    heads = sorted({head for head, _ in places}) + [len(shown)]
+    for head, place in places:
+        assert head < place < heads[heads.index(head) + 1]
+
+
+def test_help_does_not_wait_for_torch():
+    code = (
+        "import runpy, sys; sys.argv = ['inspo.py', '--help']\n"
+        "try: runpy.run_path('inspo.py', run_name='__main__')\n"
+        "except SystemExit as end: assert end.code == 0\n"
+        "else: raise AssertionError\n"
+        "assert not {'torch', 'transformers', 'vllm', 'tiktoken', 'tqdm'} & set(sys.modules)"
+    )
+    path = {"PYTHONPATH": str(HERE)}
+    run = subprocess.run([sys.executable, "-c", code], cwd=HERE, env=os.environ | path, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert "--tau_s" in run.stdout
+
+
+def test_a_fault_in_the_flags_does_not_wait_for_torch_either():
+    code = (
+        "import runpy, sys; sys.argv = ['inspo.py', '--G', '1']\n"
+        "try: runpy.run_path('inspo.py', run_name='__main__')\n"
+        "except SystemExit as end: assert end.code == 2\n"
+        "assert 'torch' not in sys.modules"
+    )
+    path = {"PYTHONPATH": str(HERE)}
+    run = subprocess.run([sys.executable, "-c", code], cwd=HERE, env=os.environ | path, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+# --- one object ---------------------------------------------------------------------------------------------------
 
 
 def test_a_configuration_cannot_be_changed_afterwards():
     with pytest.raises(dataclasses.FrozenInstanceError):
         parse([]).lr = 1.0
+
+
+def test_static_mode_is_one_instruction_that_never_evolves():
+    cfg = parse(["--mode", "static"])
+    assert (cfg.N_P, cfg.N_parent, cfg.T_e) == (1, 1, 0)
+    assert dataclasses.replace(cfg, mode="inspo", N_P=7, T_e=40) == parse([])
 
 
 # --- what cannot work ---------------------------------------------------------------------------------------------
@@ -207,6 +292,23 @@ def test_an_unknown_abbreviated_or_mistyped_flag_is_refused(refuses, argv, said)
         ("--vllm_memory nan", "--vllm_memory nan"),
         ("--recompute 2", "--recompute 2"),
         ("--tis -1", "--tis -1"),
+        ("--adam_beta1 1", "--adam_beta1 1"),
+        ("--adam_beta1 -0.1", "--adam_beta1 -0.1"),
+        ("--adam_beta2 1.5", "--adam_beta2 1.5"),
+        ("--adam_beta2 nan", "--adam_beta2 nan"),
+        ("--adam_eps 0", "--adam_eps 0"),
+        ("--weight_decay -0.01", "--weight_decay -0.01"),
+        ("--weight_decay nan", "--weight_decay nan"),
+        ("--max_grad_norm 0", "--max_grad_norm 0"),
+        ("--valid_n -1", "--valid_n -1"),
+        ("--valid /nowhere/q.jsonl", "--valid /nowhere/q.jsonl: no such file"),
+        ("--tools search,browser", "--tools search,browser: there is no browser"),
+        ("--tools search,,calculator", "there is no empty name"),
+        ("--tools calculator", "--tools calculator: search must be among them"),
+        ("--max_observation 31", "--max_observation 31"),
+        ("--top_n 0", "--top_n 0"),
+        ("--rounds 0", "--rounds 0"),
+        ("--keep 0", "--keep 0"),
         ("--patience 0", "--patience 0"),
         ("--gpus 0", "--gpus 0"),
         ("--resume", "--out"),
@@ -220,6 +322,19 @@ def test_an_unknown_abbreviated_or_mistyped_flag_is_refused(refuses, argv, said)
 )
 def test_an_impossible_configuration_is_refused(refuses, argv, said):
     assert said in refuses(*argv.split())
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "--tools search", "--tools search,calculator", "--tools calculator,search", "--valid_n 0", "--weight_decay 0",
+        "--adam_beta1 0", "--adam_beta2 0", "--beta 0", "--T_e 0", "--warmup 0", "--eval_every 0", "--N_P 1",
+        "--max_observation 32", "--tis 2", "--G 2",
+    ],
+)  # fmt: skip
+def test_values_at_the_edge_of_the_possible_are_taken(argv):
+    flag, value = argv.split()
+    assert str(getattr(parse([flag, value]), flag[2:])).removesuffix(".0") == value
 
 
 def test_every_rank_must_have_a_trajectory_to_train_on(refuses, monkeypatch):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tiny_model import FIXTURE, make_tiny_model
 
+from config import Config
 from data import Question, draw, em, f1, last_answer, load_questions, normalize, rng
 from faults import Fault
 
@@ -271,6 +272,40 @@ def test_the_questions_of_a_step_depend_on_the_seed_and_the_step_alone():
 def test_randomness_depends_on_seed_step_and_purpose():
     draws = {float(rng(*key).random()) for key in [(0, 1, "a"), (0, 1, "b"), (0, 2, "a"), (1, 1, "a"), (0, 1, "a")]}
     assert len(draws) == 4
+
+
+# --- what a run trains on, chooses its checkpoint by, and reports on
+
+
+def split(tmp_path, n=40, **knobs):
+    from harness.start import load_data
+
+    train = write(tmp_path / "train.jsonl", *[ROW | {"id": f"q{k}"} for k in range(n)])
+    test = write(tmp_path / "test.jsonl", ROW | {"id": "held out"})
+    parts = load_data(Config(train=str(train), test=str(test), **knobs))
+    return [[q.id for q in part] for part in parts]
+
+
+def test_validation_questions_are_those_of_valid(tmp_path):
+    valid = write(tmp_path / "valid.jsonl", ROW | {"id": "v1"}, ROW | {"id": "v0"})
+    train, chosen, test = split(tmp_path, valid=str(valid), valid_n=3)
+    assert chosen == ["v1", "v0"] and train == [f"q{k}" for k in range(40)] and test == ["held out"]
+
+
+def test_without_valid_some_training_questions_are_set_aside(tmp_path):
+    everyone = [f"q{k}" for k in range(40)]
+    train, chosen, test = split(tmp_path, valid_n=3)
+    assert len(chosen) == 3 and test == ["held out"]
+    assert train == [q for q in everyone if q not in chosen]  # in their order, and none is trained on
+    assert chosen == [q for q in everyone if q in chosen]
+    assert split(tmp_path, valid_n=3)[1] == chosen  # a resumed run sets the same ones aside
+    assert any(split(tmp_path, valid_n=3, seed=seed)[1] != chosen for seed in (1, 2))
+
+
+def test_at_most_a_tenth_is_set_aside_and_none_if_valid_n_is_0(tmp_path):
+    assert [len(part) for part in split(tmp_path, valid_n=500)] == [36, 4, 1]
+    assert [len(part) for part in split(tmp_path, n=9, valid_n=500)] == [9, 0, 1]
+    assert [len(part) for part in split(tmp_path, valid_n=0)] == [40, 0, 1]
 
 
 # --- the fixture
