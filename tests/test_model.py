@@ -120,6 +120,8 @@ SUPPORTED = {  # family -> settings, logit scale
     "Granite": ({"logits_scaling": 8.0}, 0.125),
     "GraniteMoe": ({"logits_scaling": 3.0} | EXPERTS, 1 / 3),
     "HyperCLOVAX": ({"logits_scaling": 0.25}, 0.25),  # multiplies, where Granite divides
+    "Mistral": ({"sliding_window": 8}, 1.0),  # shorter than the sequences
+    "Gemma3Text": ({"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}, 1.0),
 }
 REFUSED = {  # family -> settings, what the line says
     "Gemma2": ({}, "not a multiple of its head's output.*final_logit_softcapping = 30.0"),

@@ -42,13 +42,18 @@ def packed_attention(
     """Causal attention within each of the sequences of these `lengths`, packed into one row.
 
     query, key, value (1, heads, T, dim) -> (1, T, heads, dim). Without `lengths`, as in generation, this is
-    transformers' own SDPA.
+    transformers' own SDPA; a causal mask (B, 1, T, columns), with columns in the order of positions, is narrowed to the
+    layer's sliding window.
     """
+    window = kwargs.get("sliding_window")
     if lengths is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+        if window and attention_mask is not None:
+            columns = torch.arange(attention_mask.shape[-1], device=query.device)
+            attention_mask = attention_mask & (columns >= attention_mask.sum(-1, keepdim=True) - window)
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    window = kwargs.get("sliding_window") or max(lengths)
+    window = window or max(lengths)
     if FLASH and query.is_cuda:
         from flash_attn import flash_attn_varlen_func
 
@@ -246,7 +251,8 @@ def blocks(model: Any) -> list[torch.nn.Module]:
     if found:
         return found
     lists: list[Any] = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
-    return list(max(lists, key=lambda m: len(m)))
+    longest: Any = max(lists, key=len)
+    return list(longest)
 
 
 def shard(
