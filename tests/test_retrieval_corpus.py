@@ -1,4 +1,4 @@
-"""Passages on disk: rows as plain json reads them, the file of offsets, parquet, and what a corpus costs in memory."""
+"""Passages on disk: rows as plain json reads them, the file of offsets, parquet, and the memory that a corpus takes."""
 
 import errno
 import json
@@ -48,7 +48,7 @@ def random_rows(n, seed=0):
 
 
 def as_passages(rows):
-    """What the rows mean, written down a second time."""
+    """Returns the passages that the rows stand for, computed independently."""
     contents = [row["contents"] if "contents" in row else '"' + row["title"] + '"\n' + row["text"] for row in rows]
     return [{"id": str(row["id"]), "contents": text} for row, text in zip(rows, contents, strict=True)]
 
@@ -72,16 +72,16 @@ def refusal(path):
 
 @pytest.fixture
 def large(monkeypatch):
-    """Every corpus counts as a large one."""
+    """Treats every corpus as large."""
     monkeypatch.setattr(retrieval.corpus, "LARGE", 0)
 
 
 @pytest.fixture
 def no_scan(monkeypatch):
-    """After the call of it no corpus can be read through."""
+    """A function after whose call no corpus can be scanned."""
 
     def scan(*_):
-        raise AssertionError("read the corpus again")
+        raise AssertionError("scanned the corpus again")
 
     return lambda: monkeypatch.setattr(retrieval.corpus, "_scan", scan)
 
@@ -93,7 +93,7 @@ def no_scan(monkeypatch):
 @pytest.mark.parametrize("ascii_only", [True, False])
 @pytest.mark.parametrize("ended", [True, False])
 @pytest.mark.parametrize("size", [0, 1 << 40])
-def test_rows_are_those_of_plain_json(tmp_path, monkeypatch, newline, ascii_only, ended, size):
+def test_rows_are_read_like_plain_json(tmp_path, monkeypatch, newline, ascii_only, ended, size):
     monkeypatch.setattr(retrieval.corpus, "LARGE", size)
     text = newline + newline.join(json.dumps(row, ensure_ascii=ascii_only) for row in random_rows(200))
     path = tmp_path / "c.jsonl"
@@ -101,7 +101,7 @@ def test_rows_are_those_of_plain_json(tmp_path, monkeypatch, newline, ascii_only
     with open(path, encoding="utf-8", newline="\n") as f:
         expected = as_passages([json.loads(line) for line in f if line.strip()])
     assert len(expected) == 200
-    for _ in range(2):  # the second time with the file of offsets, where there is one
+    for _ in range(2):  # the second time with the file of offsets, if there is one
         corpus = Corpus(path)
         assert len(corpus) == 200 and corpus.size == path.stat().st_size
         assert passages(corpus) == expected
@@ -112,7 +112,7 @@ def test_rows_are_those_of_plain_json(tmp_path, monkeypatch, newline, ascii_only
             corpus[200]
 
 
-def test_threads_that_read_at_once_get_their_own_rows(tmp_path):
+def test_concurrent_threads_get_their_own_rows(tmp_path):
     rows = [{"id": i, "contents": f"{i} " * (i % 50)} for i in range(3000)]
     corpus = Corpus(write(tmp_path / "c", rows))
 
@@ -146,7 +146,7 @@ def test_a_bad_row_is_named_by_file_and_line(tmp_path, monkeypatch, line, compla
     path = tmp_path / "c.jsonl"
     path.write_bytes(b'{"id": 1, "contents": "x"}\r\n\n' + line + b'\n{"id": 2, "contents": "x"}')
     assert refusal(path).startswith(f"{path}:3: {complaint}")
-    assert os.listdir(tmp_path) == ["c.jsonl"]  # nothing half made stays
+    assert os.listdir(tmp_path) == ["c.jsonl"]  # no partial file remains
 
 
 @pytest.mark.parametrize("name", ["c.jsonl.gz", "c.jsonl"])
@@ -157,16 +157,16 @@ def test_gzip_is_refused_with_the_command_to_run(tmp_path, name):
 
 
 @pytest.mark.parametrize("make", [lambda p: p.write_bytes(b"\n \r\n"), Path.mkdir, lambda p: None])
-def test_no_passages_no_file_no_start(tmp_path, large, make):
+def test_without_passages_or_a_file_it_does_not_start(tmp_path, large, make):
     path = tmp_path / "c.jsonl"
     make(path)
     assert refusal(path).startswith(f"{path}: ")
 
 
-# --- a file that changes ---
+# --- a changing file ---
 
 
-def test_a_file_that_changed_after_it_was_opened_gives_no_wrong_text(tmp_path):
+def test_a_file_changed_after_opening_gives_no_wrong_text(tmp_path):
     rows = [{"id": i, "contents": "abc" * (i + 1)} for i in range(20)]
     path = write(tmp_path / "c", rows)
     changes = {
@@ -175,20 +175,20 @@ def test_a_file_that_changed_after_it_was_opened_gives_no_wrong_text(tmp_path):
         "empty": b"",
     }
     before = path.read_bytes()
-    for how, after in changes.items():
+    for change, after in changes.items():
         path.write_bytes(before)
         os.utime(path, (1e9, 1e9))
         corpus = Corpus(path)
-        path.write_bytes(after)  # in place, as an editor or `cp` does it
+        path.write_bytes(after)  # in place, like an editor or `cp`
         with pytest.raises(ValueError, match="corpus has changed") as changed:
-            print(how, corpus[19])
+            print(change, corpus[19])
         assert str(path) in str(changed.value) and "\n" not in str(changed.value)
 
 
-def test_a_file_that_was_replaced_is_read_on_as_it_was(tmp_path):
+def test_a_replaced_file_is_still_read_in_its_old_version(tmp_path):
     rows = random_rows(20)
     corpus = Corpus(write(tmp_path / "c", rows))
-    os.replace(write(tmp_path / "new", rows[::-1]), tmp_path / "c")  # as `mv` does it: the open file is the old one
+    os.replace(write(tmp_path / "new", rows[::-1]), tmp_path / "c")  # like `mv`: the open file is still the old one
     assert passages(corpus) == as_passages(rows)
 
 
@@ -211,15 +211,15 @@ def test_a_small_corpus_leaves_no_file(tmp_path):
     assert os.listdir(tmp_path) == ["c"]
 
 
-@pytest.mark.parametrize("how", ["size", "time"])
-def test_offsets_are_renewed_when_the_corpus_changes(tmp_path, large, no_scan, how):
+@pytest.mark.parametrize("changed", ["size", "time"])
+def test_offsets_are_renewed_when_the_corpus_changes(tmp_path, large, no_scan, changed):
     old = [{"id": 1, "contents": "x" * k} for k in range(30)]
     path = write(tmp_path / "c", old)
     os.utime(path, ns=(10**18, 10**18))
     Corpus(path)
-    new = old + random_rows(5) if how == "size" else old[::-1]  # reversed: as many bytes, other offsets
+    new = old + random_rows(5) if changed == "size" else old[::-1]  # reversed: same size, different offsets
     write(path, new)
-    os.utime(path, ns=(10**18, 10**18 + (how == "time")))
+    os.utime(path, ns=(10**18, 10**18 + (changed == "time")))
     assert passages(Corpus(path)) == as_passages(new)
     no_scan()
     assert passages(Corpus(path)) == as_passages(new)
@@ -245,18 +245,18 @@ def test_garbage_in_place_of_offsets_gives_no_wrong_rows(tmp_path, large, size, 
     assert passages(Corpus(path)) == as_passages(rows)
 
 
-def test_offsets_that_cannot_be_written_are_said_so_and_done_without(tmp_path, large, monkeypatch, capsys):
+def test_offsets_that_cannot_be_written_are_reported_and_not_needed(tmp_path, large, monkeypatch, capsys):
     def read_only(*_, **__):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     path = write(tmp_path / "c", random_rows(50))
     real_open = open
 
-    def reading(file, mode="r", *more, **how):
-        return read_only() if "w" in mode else real_open(file, mode, *more, **how)
+    def open_to_read(file, mode="r", *args, **kwargs):
+        return read_only() if "w" in mode else real_open(file, mode, *args, **kwargs)
 
-    # As on a file system that is mounted read-only, where Linux refuses even to unlink a file that is not there.
-    monkeypatch.setattr("builtins.open", reading)
+    # A file system mounted read-only, on which Linux refuses even to unlink a file that does not exist.
+    monkeypatch.setattr("builtins.open", open_to_read)
     for module, name in ((os, "replace"), (os, "unlink"), (Path, "unlink")):
         monkeypatch.setattr(module, name, read_only)
     assert passages(Corpus(path)) == as_passages(random_rows(50))
@@ -266,7 +266,7 @@ def test_offsets_that_cannot_be_written_are_said_so_and_done_without(tmp_path, l
     assert os.listdir(tmp_path) == ["c"]
 
 
-def test_ctrl_c_while_reading_leaves_no_half_of_a_file(tmp_path, large, monkeypatch):
+def test_ctrl_c_during_the_scan_leaves_no_partial_file(tmp_path, large, monkeypatch):
     path = write(tmp_path / "c", random_rows(50))
 
     def interrupted(path, size):
@@ -279,7 +279,7 @@ def test_ctrl_c_while_reading_leaves_no_half_of_a_file(tmp_path, large, monkeypa
     assert os.listdir(tmp_path) == ["c"]
 
 
-def test_two_processes_that_open_at_once_do_not_disturb_each_other(tmp_path):
+def test_two_processes_can_open_a_corpus_at_once(tmp_path):
     path = write(tmp_path / "c", [{"id": i, "contents": "x" * 200} for i in range(20_000)])
     code = (
         "import sys, retrieval.corpus as c; c.LARGE = 0; corpus = c.Corpus(sys.argv[1]);"
@@ -293,7 +293,7 @@ def test_two_processes_that_open_at_once_do_not_disturb_each_other(tmp_path):
 # --- parquet ---
 
 
-def test_parquet_is_read_as_the_rows_that_it_holds(tmp_path, capsys):
+def test_parquet_gives_its_rows(tmp_path, capsys):
     rows = [{"id": i, "contents": f"{random.Random(i).choice(WORDS)} {i}", "more": [i]} for i in range(25_000)]
     path = tmp_path / "c.parquet"
     pq.write_table(pa.Table.from_pylist(rows), path)  # one row group; written out in batches of 10,000
@@ -312,7 +312,7 @@ def test_parquet_with_and_without_a_contents_column(tmp_path, columns):
     assert passages(Corpus(path)) == as_passages(rows)
 
 
-def test_parquet_is_written_out_once_and_again_when_it_changes(tmp_path, monkeypatch):
+def test_parquet_is_written_out_once_per_version(tmp_path, monkeypatch):
     path = tmp_path / "c.parquet"
     pq.write_table(pa.table({"id": [1], "contents": ["old"]}), path)
     os.utime(path, ns=(10**18, 10**18))
@@ -321,7 +321,7 @@ def test_parquet_is_written_out_once_and_again_when_it_changes(tmp_path, monkeyp
         patch.setattr(pq, "ParquetFile", None)  # cannot be read again
         assert Corpus(path)[0]["contents"] == "old"
     pq.write_table(pa.table({"id": [1], "contents": ["new"]}), path)
-    os.utime(path, ns=(10**18, 10**18 - 1))  # older than before, but another
+    os.utime(path, ns=(10**18, 10**18 - 1))  # older than before, but different
     assert Corpus(path)[0]["contents"] == "new"
     assert sorted(os.listdir(tmp_path)) == ["c.parquet", "c.parquet.jsonl"]
 
@@ -330,7 +330,7 @@ def damaged(path):
     pq.write_table(pa.table({"id": range(9999), "contents": [f"text {i * 7919 % 9973}" for i in range(9999)]}), path)
     content = bytearray(path.read_bytes())
     content[100 : len(content) // 2] = random.Random(0).randbytes(len(content) // 2 - 100)
-    path.write_bytes(content)  # the footer, which is read first, is whole
+    path.write_bytes(content)  # the footer, which is read first, is intact
 
 
 @pytest.mark.parametrize(
@@ -353,7 +353,7 @@ def test_a_bad_parquet_file_is_refused_in_one_line(tmp_path, make, complaint):
     make(path)
     message = refusal(path)
     assert str(path) in message and complaint in message and "None;" not in message
-    assert set(os.listdir(tmp_path)) <= {"c.parquet", "c.parquet.jsonl"}  # no half of a file
+    assert set(os.listdir(tmp_path)) <= {"c.parquet", "c.parquet.jsonl"}  # no partial file
 
 
 # --- memory ---
@@ -381,10 +381,10 @@ def test_passages_cost_no_memory(tmp_path):
     with open(path, "w") as f:
         f.writelines(f'{{"id": {i}, "contents": "{text}"}}\n' for i in range(n))
     assert path.stat().st_size > 120e6
-    for _ in range(2):  # as the offsets are made, and with those that are there
+    for _ in range(2):  # when the offsets are made, and when they exist
         run = [sys.executable, "-c", MEASURE, path]
         done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
         rows, megabytes = re.fullmatch(r"(\d+) (\S+)\n", done.stdout).groups()
-        # 8 bytes a row are 1.6 MB; all texts would be 120, and a list of so many int objects 8
+        # 8 bytes per row are 1.6 MB; all texts would take 120, and a list of int objects 8
         assert int(rows) == n and float(megabytes) < 6

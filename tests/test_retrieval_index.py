@@ -1,7 +1,8 @@
-"""Encoders and indexes against second computations; builds that are killed, resumed and refused. MiniLM is real."""
+"""Encoders and indexes against independent computations; builds killed, resumed and refused. MiniLM is real."""
 
 import json
 import math
+import multiprocessing
 import os
 import random
 import re
@@ -34,7 +35,7 @@ from transformers import (
 
 import retrieval.bm25
 from faults import Fault
-from retrieval import build
+from retrieval import build, vectors
 from retrieval.bm25 import BM25, words
 from retrieval.corpus import Corpus
 from retrieval.encoder import Encoder, family_of
@@ -58,7 +59,7 @@ def make_corpus(path, n, seed=0):
 
 
 def make_bert(folder, d=24):
-    """A BERT of one layer over characters, with random weights: it encodes thousands of passages a second."""
+    """Makes a one-layer BERT over characters with random weights, which encodes thousands of passages per second."""
     vocabulary = ["[PAD]", "[UNK]", *map(chr, range(32, 127))]
     tokens = Tokenizer(models.WordLevel({c: k for k, c in enumerate(vocabulary)}, unk_token="[UNK]"))
     tokens.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -70,7 +71,7 @@ def make_bert(folder, d=24):
 
 
 def reversed_corpus(folder, tmp_path):
-    """As many rows and as many bytes as the fixture's."""
+    """Returns the fixture's corpus in reverse order: as many rows, as many bytes."""
     lines = (folder / "corpus").read_text().splitlines(keepends=True)
     (tmp_path / "reversed").write_text("".join(lines[::-1]))
     return Corpus(tmp_path / "reversed")
@@ -86,7 +87,7 @@ def refusal(call, *args, **more):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Has `corpus`, and `flat`, made from it by the command with MiniLM; `printed` is what it said."""
+    """Holds `corpus`; `flat`, built from it by the command with MiniLM; and `printed`, the output of the command."""
     folder = tmp_path_factory.mktemp("index")
     make_corpus(folder / "corpus", N)
     command = [sys.executable, "retrieval_server.py", "build", "--corpus", folder / "corpus"]
@@ -127,7 +128,7 @@ def Q(flat):
         ("bge", "cls", "Represent this sentence for searching relevant passages: ", ""),
     ],
 )
-def test_vectors_are_those_of_sentence_transformers(family, pooling, query, passage):
+def test_vectors_equal_those_of_sentence_transformers(family, pooling, query, passage):
     draw = random.Random(0)
     texts = [" ".join(draw.choices(KINDS + SYLLABLES, k=draw.randint(0, 150))) for _ in range(40)] + ["", "naïve 日本 "]
     peer = SentenceTransformer(modules=[Transformer(MINILM, max_seq_length=128), Pooling(D, pooling)], device="cpu")
@@ -140,7 +141,7 @@ def test_vectors_are_those_of_sentence_transformers(family, pooling, query, pass
     assert ours.queries([]).shape == (0, D)
 
 
-def test_the_family_is_told_by_the_name():
+def test_the_family_follows_from_the_name():
     names = {"intfloat/e5-base-v2": "e5", "intfloat/multilingual-e5-large/": "e5", "BAAI/bge-base-en-v1.5": "bge"}
     names |= {"sentence-transformers/all-MiniLM-L6-v2": "plain", "/e5/models/mpnet": "plain"}
     assert {name: family_of(name) for name in names} == names
@@ -157,7 +158,7 @@ def test_other_models_of_the_bert_type(tmp_path):
         assert vectors.shape == (2, 24) and np.allclose(np.linalg.norm(vectors, axis=1), 1)
 
 
-def test_what_is_no_encoder_is_refused(tmp_path):
+def test_a_model_that_is_not_an_encoder_is_refused(tmp_path):
     for config, kind in ((T5Config(), "t5"), (LlamaConfig(), "llama")):
         config.save_pretrained(tmp_path / kind)
         assert f"{kind} is not a BERT-type encoder" in refusal(Encoder, str(tmp_path / kind))
@@ -171,7 +172,7 @@ def test_what_is_no_encoder_is_refused(tmp_path):
 # --- flat ---
 
 
-def test_the_built_file_is_what_faiss_writes(folder, X, tmp_path):
+def test_the_built_file_equals_the_one_faiss_writes(folder, X, tmp_path):
     ours = faiss.read_index(str(folder / "flat/index.faiss"))
     assert type(ours) is faiss.IndexFlatIP and (ours.ntotal, ours.d) == (N, D)
     vectors = ours.reconstruct_n(0, N)
@@ -180,11 +181,11 @@ def test_the_built_file_is_what_faiss_writes(folder, X, tmp_path):
     theirs.add(vectors)
     faiss.write_index(theirs, str(tmp_path / "theirs"))
     assert (tmp_path / "theirs").read_bytes() == (folder / "flat/index.faiss").read_bytes()
-    assert sorted(os.listdir(folder / "flat")) == ["index.faiss", "index.json"]  # and nothing half made
+    assert sorted(os.listdir(folder / "flat")) == ["index.faiss", "index.json"]  # and no partial file
     assert not (folder / "flat.partial").exists()
 
 
-def test_the_build_says_what_it_will_take_and_that_it_checked(folder):
+def test_the_build_prints_its_needs_and_its_check(folder):
     lines = (folder / "printed").read_text().splitlines()
     size = (folder / "flat/index.faiss").stat().st_size
     assert [line.split()[0] for line in lines[:5]] == ["corpus", "index", "disk", "memory", "time"]
@@ -193,7 +194,7 @@ def test_the_build_says_what_it_will_take_and_that_it_checked(folder):
     assert any("encoding: 100%" in line for line in lines)
 
 
-def test_ranking_and_scores_are_those_of_the_direct_product(flat, X, Q):
+def test_ranking_and_scores_equal_the_direct_product(flat, X, Q):
     S = Q.astype(np.float64) @ X.T  # (200, N)
     best = -np.sort(-S, axis=1)[:, :10]
     for q, hits in enumerate(flat.nearest(Q, 10)):
@@ -208,8 +209,8 @@ def test_k_beyond_the_passages_and_no_queries(flat):
 
 
 @pytest.mark.parametrize("kind", ["Flat", "HNSW16,Flat", "IVF8,Flat", "IVF8,SQ8", "SQ8", "L2"])
-def test_files_that_faiss_wrote_elsewhere_open_as_they_are(folder, flat, X, Q, tmp_path, kind):
-    """As Search-R1's index_builder does it: index_factory(d, name, inner product), train, add, write_index."""
+def test_files_written_by_faiss_itself_can_be_opened(folder, flat, X, Q, tmp_path, kind):
+    """Written like Search-R1's index_builder: index_factory(d, name, inner product), train, add, write_index."""
     metric = faiss.METRIC_L2 if kind == "L2" else faiss.METRIC_INNER_PRODUCT
     index = faiss.index_factory(D, "Flat" if kind == "L2" else kind, metric)
     index.train(X.astype(np.float32))
@@ -230,7 +231,7 @@ def test_files_that_faiss_wrote_elsewhere_open_as_they_are(folder, flat, X, Q, t
 
 @pytest.fixture(scope="module")
 def made(folder, flat, tmp_path_factory):
-    """The index of a type over the flat one's vectors, made as `build` makes it."""
+    """A function: index type -> path of the index that `build` makes of the flat one's vectors."""
     indexes = {}
 
     def make(kind):
@@ -281,7 +282,7 @@ def test_ivf_in_several_blocks_holds_the_same_lists(made, folder, monkeypatch, t
 
 
 @pytest.mark.parametrize("kind", ["flat", "ivf", "ivf-sq8", "hnsw", "IVF16,SQfp16", "HNSW32,SQ8", "HNSW12,Flat"])
-def test_the_expected_size_is_the_size(made, folder, kind):
+def test_the_expected_size_is_right(made, folder, kind):
     path = folder / "flat/index.faiss" if kind == "flat" else made(kind)
     size = sum(p.stat().st_size for p in path.parent.iterdir() if p.name in ("index.faiss", "lists.ivfdata"))
     name = build.factory(kind, N)
@@ -290,7 +291,7 @@ def test_the_expected_size_is_the_size(made, folder, kind):
 
 def test_the_number_of_cells():
     assert build.cells(21_015_324) == 16384  # 4 sqrt(n) is 18,337
-    assert build.cells(2100) == 32  # 39 vectors a cell at least, as k-means wants
+    assert build.cells(2100) == 32  # k-means wants at least 39 vectors per cell
     assert build.cells(1) == 1 and build.factory("IVF7,SQ8", 10**6) == "IVF7,SQ8"
     for other in ("IVF", "PQ16", "IVF32,PQ8", "IVF32_HNSW8,Flat", "PCA12,IVF32,Flat", "IVF32,SQ8,RFlat", "IDMap,Flat"):
         assert build.factory(other, 10**6) == ""
@@ -329,7 +330,7 @@ def test_a_longer_answer_begins_with_the_shorter_one(k):
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
-def test_bm25_is_that_of_bm25s_bit_for_bit(tmp_path, monkeypatch, on_disk):
+def test_bm25_equals_bm25s_bit_for_bit(tmp_path, monkeypatch, on_disk):
     monkeypatch.setattr(retrieval.bm25, "BLOCK", 300)  # several blocks, the last one smaller
     draw = random.Random(0)
     texts = [" ".join(draw.choices([f"W{k}" for k in range(400)], k=draw.randint(0, 40))) for _ in range(1000)]
@@ -347,7 +348,7 @@ def test_bm25_is_that_of_bm25s_bit_for_bit(tmp_path, monkeypatch, on_disk):
         np.testing.assert_array_equal(ours.index.scores[key], theirs.scores[key])
 
 
-def test_the_expected_size_of_bm25_is_the_size(folder, tmp_path):
+def test_the_expected_size_of_bm25_is_right(folder, tmp_path):
     corpus = Corpus(folder / "corpus")
     BM25.build(corpus.texts, tmp_path)
     size = sum(path.stat().st_size for path in tmp_path.iterdir())
@@ -357,7 +358,7 @@ def test_the_expected_size_of_bm25_is_the_size(folder, tmp_path):
     assert build.expected_bm25(N, distinct)["disk"] == pytest.approx(postings, rel=0.01)
 
 
-# --- what does not fit ---
+# --- indexes that do not match ---
 
 
 def test_an_index_of_another_corpus_or_encoder_is_refused(folder, tmp_path):
@@ -394,7 +395,7 @@ def test_a_damaged_index_is_refused(folder, tmp_path, made):
             (index / "index.json").write_text(content)
             assert "index.json" in refusal(open_index, str(index), corpus)
             (index / "index.json").write_text(noted)
-        os.replace(index, tmp_path / "elsewhere")  # a sound one may move
+        os.replace(index, tmp_path / "elsewhere")  # an intact index may move
         open_index(str(tmp_path / "elsewhere"), corpus)
         os.replace(tmp_path / "elsewhere", index)
     os.replace(tmp_path / "bert", tmp_path / "moved")  # and so may its model
@@ -402,18 +403,18 @@ def test_a_damaged_index_is_refused(folder, tmp_path, made):
     assert open_index(str(ivf), corpus, encoder=str(tmp_path / "moved")).name.endswith("moved")
 
 
-def test_vectors_of_another_prefix_or_order_are_warned_of(folder, tmp_path, capsys):
+def test_vectors_of_another_prefix_or_order_cause_a_warning(folder, tmp_path, capsys):
     corpus, file = Corpus(folder / "corpus"), str(folder / "flat/index.faiss")
     open_index(file, corpus, encoder=MINILM)
     assert capsys.readouterr().out == ""
-    open_index(file, corpus, encoder=MINILM, family="bge")  # CLS pooling of what was pooled by the mean
+    open_index(file, corpus, encoder=MINILM, family="bge")  # CLS pooling, where the index has mean pooling
     out = capsys.readouterr().out
     assert out.startswith("warning: ") and "--family" in out and out.count("\n") == 1
     open_index(file, reversed_corpus(folder, tmp_path), encoder=MINILM)
     assert "the index's order" in capsys.readouterr().out
 
 
-def test_passages_that_an_encoder_cannot_tell_apart_are_no_fault(bert, tmp_path):
+def test_passages_that_an_encoder_cannot_distinguish_are_no_fault(bert, tmp_path):
     twins = [{"id": k, "contents": f"{'a river since 1900 ' * 4}{k}"} for k in range(90)]  # alike for 64 tokens
     (tmp_path / "c").write_text("".join(json.dumps(row) + "\n" for row in twins))
     build.main(["--corpus", str(tmp_path / "c"), "--encoder", bert, "--index", str(tmp_path / "i")])
@@ -430,12 +431,12 @@ def test_the_check_of_a_finished_index_can_fail(folder, flat, X, made, tmp_path,
     warn_of_mismatch(ivf, corpus, flat.encoder, "here")
     assert capsys.readouterr().out == ""
     warn_of_mismatch(ivf, reversed_corpus(folder, tmp_path), flat.encoder, "here")
-    assert "the index's order" in capsys.readouterr().out  # IVF, which cannot give its vectors back, too
+    assert "the index's order" in capsys.readouterr().out  # also with IVF, which cannot return its vectors
     shifted.remove_ids(np.array([0]))
     assert "2,099 vectors" in refusal(build.check, shifted, corpus, flat.encoder, "Flat")
 
 
-# --- the command, in trouble ---
+# --- the command: faults and kills ---
 
 
 @pytest.fixture(scope="module")
@@ -454,12 +455,12 @@ def bert(tmp_path_factory):
         (["--index", "/tmp"], "--index /tmp: already exists"),
     ],
 )
-def test_a_build_that_cannot_be_is_refused(folder, bert, tmp_path, more, complaint):
+def test_an_impossible_build_is_refused(folder, bert, tmp_path, more, complaint):
     argv = ["--corpus", str(folder / "corpus"), "--encoder", bert, "--index", str(tmp_path / "i"), *more]
     assert refusal(build.main, argv).startswith(complaint)
 
 
-def test_too_little_disk_or_memory_is_said_before_anything_is_encoded(folder, bert, tmp_path, monkeypatch, capsys):
+def test_too_little_disk_or_memory_is_reported_before_encoding(folder, bert, tmp_path, monkeypatch, capsys):
     usage = type("usage", (), {"free": 1000})
     monkeypatch.setattr(build.shutil, "disk_usage", lambda _: usage)
     monkeypatch.setattr(build.psutil, "virtual_memory", lambda: type("memory", (), {"available": 1000}))
@@ -471,8 +472,18 @@ def test_too_little_disk_or_memory_is_said_before_anything_is_encoded(folder, be
     assert "not enough disk;" in refusal(build.main, argv)
 
 
-def test_a_build_that_is_killed_goes_on_where_it_was(bert, tmp_path):
-    """SIGKILL of the build, SIGKILL of one of its workers, Ctrl-C; then it ends as one that was never stopped."""
+def test_a_fault_of_an_encoding_process_is_one_line(folder, tmp_path, capfd):
+    spawn = multiprocessing.get_context("spawn")
+    plan = {"corpus": str(folder / "corpus"), "digest": "of another corpus"}
+    process = spawn.Process(target=vectors._work, args=(plan, str(tmp_path), "cpu", 1, [], spawn.Value("q", 0)))
+    process.start()
+    process.join(120)
+    assert process.exitcode == 1
+    assert capfd.readouterr().err == f"{folder / 'corpus'}: has changed since the build started\n"
+
+
+def test_a_killed_build_resumes(bert, tmp_path):
+    """SIGKILL of the build, SIGKILL of one of its workers, Ctrl-C; the result equals that of an uninterrupted build."""
     n = 24 * CHUNK + 17
     corpus, out = make_corpus(tmp_path / "c", n), tmp_path / "i"
     partial, done = tmp_path / "i.partial", tmp_path / "i.partial/done"
@@ -508,7 +519,7 @@ def test_a_build_that_is_killed_goes_on_where_it_was(bert, tmp_path):
     process.wait()
     first = gone(children)
 
-    # A mark says that the vectors are there.
+    # A mark guarantees that the vectors are on disk.
     model, passages = Encoder(bert), Corpus(corpus)
     expected = np.concatenate([model.passages(list(passages.texts(k, min(k + CHUNK, n)))) for k in range(0, n, CHUNK)])
     there = vectors_of(partial / "vectors.faiss", 24)
@@ -527,7 +538,7 @@ def test_a_build_that_is_killed_goes_on_where_it_was(bert, tmp_path):
 
     process = start()
     until_more(process)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the workers too
+    os.killpg(process.pid, signal.SIGINT)  # like a terminal: to the workers too
     printed, _ = process.communicate(timeout=30)
     assert process.returncode == 1 and "stopped; the same command resumes with the vectors" in printed
     assert "Traceback" not in printed
@@ -543,7 +554,7 @@ def test_a_build_that_is_killed_goes_on_where_it_was(bert, tmp_path):
     assert "already exists; remove it" in refusal(build.main, argv)
 
 
-def test_an_ivf_build_that_is_killed_while_it_merges_goes_on(folder, tmp_path, monkeypatch):
+def test_an_ivf_build_killed_while_merging_resumes(folder, tmp_path, monkeypatch):
     partial = tmp_path / "p"
     partial.mkdir()
     (partial / "vectors.faiss").symlink_to(folder / "flat/index.faiss")
@@ -567,7 +578,7 @@ def test_an_ivf_build_that_is_killed_while_it_merges_goes_on(folder, tmp_path, m
 # --- the README's table ---
 
 
-def test_the_table_of_the_readme_is_what_is_computed():
+def test_the_table_of_the_readme_is_computed():
     n, d = 21_015_324, 768
     gb = lambda b: f"{b / 1e9:.1f}"  # noqa: E731
     readme = open("retrieval/README.md").read()

