@@ -46,7 +46,7 @@ IN_EVOLVE = {
     "L21": r"verify\(.*I_new, D_B\)",
     "L23": r"P\.join\(",
 }
-EQUATIONS = {  # the surrogate and rho are in the kernel and its twin, the average in grpo.py, the advantage in objectives.py
+EQUATIONS = {  # surrogate and rho are in the kernel and its twin, the average in grpo.py, the advantage in objectives
     "Eq.1": ["inspo.py"],
     "Eq.2": ["grpo.py", "kernels/rows_torch.py", "kernels/rows_triton.py"],
     "Eq.3": ["kernels/rows_torch.py", "kernels/rows_triton.py", "objectives.py"],
