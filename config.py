@@ -98,7 +98,12 @@ class Config:
     K_e: int = knob(15, "K_e: steps between evolutions")
     T_e: int = knob(150, "T_e: evolutions happen at steps below it")
 
-    failures: int = knob(4, "failed trajectories shown to the optimizer", "reflection (§3.2, App. B)")
+    proposer: str = knob(
+        "reflection",
+        "what the optimizer is shown: reflection; paraphrase or history: Fig. 3",
+        "reflection (§3.2, App. B)",
+    )
+    failures: int = knob(4, "failed trajectories shown to the optimizer")
     D_B: int = knob(200, "|D_B|: questions on which candidates are verified")
     top_n: int = knob(6, "n of Alg.1 L21: candidates that may join in one round")
     rounds: int = knob(5, "rounds of generate and verify in one evolution, at most (App. C)")
@@ -116,8 +121,6 @@ class Config:
     save_every: int = knob(25, "steps between checkpoints")
     keep: int = knob(2, "newest checkpoints to keep; the best on --valid is kept too")
 
-
-TOOLS = ("search", "calculator")
 
 PRESETS: dict[str, dict[str, Any]] = {
     "world": dict(
@@ -193,14 +196,12 @@ def validate(cfg: Config) -> str:
         return f"--mode {cfg.mode}: choose inspo or static"
     if cfg.loss_agg not in ("trajectory", "token"):
         return f"--loss_agg {cfg.loss_agg}: choose trajectory or token"
+    if cfg.proposer not in ("reflection", "paraphrase", "history"):
+        return f"--proposer {cfg.proposer}: choose reflection, paraphrase or history"
     if cfg.tracker not in ("", "wandb", "tensorboard"):
         return f"--tracker {cfg.tracker}: choose wandb or tensorboard"
     if cfg.device not in ("", "cpu", "cuda"):
         return f"--device {cfg.device}: choose cpu or cuda"
-    if unknown := [name for name in cfg.tools.split(",") if name not in TOOLS]:
-        return f"--tools {cfg.tools}: there is no {unknown[0] or 'empty name'}; choose from {', '.join(TOOLS)}"
-    if "search" not in cfg.tools.split(","):
-        return f"--tools {cfg.tools}: search must be among them"
     at_least_1 = (
         "T", "batch", "mini", "micro_tokens", "max_turns", "max_response", "max_observation", "max_prompt", "topk",
         "max_rows", "N_P", "N_parent", "window", "K_p", "K_e", "failures", "D_B", "top_n", "rounds", "buffer",

@@ -17,7 +17,7 @@ from data import Question, draw, em, rng
 from faults import OptimizerDown, one_line
 from objectives import set_advantages
 from population import Candidate, Experience, Instruction, Population, ReplayBuffer, significantly_worse
-from reflect import Optimizer, candidates, normalized, paraphrase_prompt, reflection_prompt
+from reflect import Optimizer, candidates, history_prompt, normalized, paraphrase_prompt, reflection_prompt
 from rollout import Job, Trajectory
 
 if TYPE_CHECKING:  # torch takes seconds to import; --help does not wait for it
@@ -83,7 +83,7 @@ def evolve(
             shortfall = "no failure to learn from" if not tau_fail else "no question left to verify on"
             break
         try:
-            I_new = propose(cfg, t, round, I_parent, tau_fail, used, optimizer, log)  # Alg.1 L20
+            I_new = propose(cfg, t, round, P, I_parent, tau_fail, used, optimizer, log)  # Alg.1 L20
         except OptimizerDown as e:
             shortfall = f"the optimizer gave no reply ({e})"
             break
@@ -110,7 +110,7 @@ def first_population(cfg: Config, optimizer: Optimizer | None, log: Log) -> Popu
     I_0 = P.join(first_instruction(cfg), None, 0)
     if optimizer and cfg.N_P > 1:
         try:
-            paraphrases = propose(cfg, 0, 0, I_0, [], {normalized(I_0.text)}, optimizer, log)  # CHOICE-22
+            paraphrases = propose(cfg, 0, 0, P, I_0, [], {normalized(I_0.text)}, optimizer, log)  # CHOICE-22
             for text in paraphrases[: cfg.N_P - 1]:
                 P.join(text, I_0.id, 0)
         except OptimizerDown as e:
@@ -120,26 +120,27 @@ def first_population(cfg: Config, optimizer: Optimizer | None, log: Log) -> Popu
 
 
 def propose(
-    cfg: Config, t: int, round: int, I_parent: Instruction, tau_fail: list[Experience], used: set[str],
+    cfg: Config, t: int, round: int, P: Population, I_parent: Instruction, tau_fail: list[Experience], used: set[str],
     optimizer: Optimizer, log: Log,
 ) -> list[str]:  # fmt: skip
-    """Returns well-formed revisions of a parent, by reflection on failures, or by paraphrase where there are none.
-
-    Adds them to `used`. Raises OptimizerDown.
-    """
-    n = cfg.N_P - cfg.N_parent  # CHOICE-24
-    failures = [(e.text, e.golds) for e in tau_fail]
-    prompt = (
-        reflection_prompt(I_parent.text, failures, n, cfg.prompt_budget)
-        if failures
-        else paraphrase_prompt(I_parent.text, n)
-    )
-    call = optimizer.ask(prompt, f"t{t} r{round}")
+    """Returns well-formed revisions of a parent by the optimizer, and adds them to `used`. Raises OptimizerDown."""
+    call = optimizer.ask(prompt_of(cfg, P, I_parent, tau_fail), f"t{t} r{round}")
     log.call(t, round, I_parent, call)  # before anything else can fail: it has been paid for
-    golds = [gold for _, golds in failures for gold in golds]
+    golds = [gold for e in tau_fail for gold in e.golds]
     accepted, rejected = candidates(call.reply, I_parent.text, used, golds, cfg.max_instruction)
     log.proposed(t, round, I_parent, accepted, rejected)
     return accepted
+
+
+def prompt_of(cfg: Config, P: Population, I_parent: Instruction, tau_fail: list[Experience]) -> str:
+    """Returns the prompt of the proposer (App. E): reflection on failures, or one of the paper's two ablations."""
+    n = cfg.N_P - cfg.N_parent  # CHOICE-24
+    if cfg.proposer == "history" and tau_fail:
+        scored = [(I.text, I.w) for I in P.family if I.rewards]
+        return history_prompt(sorted(scored, key=lambda pair: pair[1]), n)
+    if cfg.proposer == "reflection" and tau_fail:
+        return reflection_prompt(I_parent.text, [(e.text, e.golds) for e in tau_fail], n, cfg.prompt_budget)
+    return paraphrase_prompt(I_parent.text, n)
 
 
 def verify(

@@ -40,6 +40,17 @@ Make sure you include the same XML tags <>...</> as the original prompt in your 
 For each XML tag, include both the beginning and ending tags, such as <answer>...</answer>.
 List the instruction candidates in <ins_1>...</ins_1> to <ins_{n}>...</ins_{n}> tags."""
 
+HISTORY = """<history>
+{history}
+</history>
+
+Based on the above “instruction: score” history for instructions with their scores, where the score ranges from 0 to \
+100, analyze what components can lead to better performance.
+Give {n} different but better candidates. Make it concise and effective. Be creative and diverse in your suggestions.
+Make sure you include the same XML tags <>...</> as the original prompt in your improved prompts.
+For each XML tag, include both the beginning and ending tags, such as <answer>...</answer>.
+List the instruction candidates in <ins_1>...</ins_1> to <ins_{n}>...</ins_{n}> tags."""
+
 EXAMPLE = "<example>\nResponse: {response}\nCorrect answer: {gold}\n</example>"
 
 
@@ -61,6 +72,13 @@ def token_counter() -> tuple[Callable[[str], int], str]:
 def paraphrase_prompt(instruction: str, n: int) -> str:
     """Returns the prompt that asks for `n` paraphrases of an instruction."""
     return PARAPHRASE.format(instruction=instruction, n=n)
+
+
+def history_prompt(scored: Sequence[tuple[str, float]], n: int) -> str:
+    """Returns the prompt that asks for `n` candidates better than the `scored` ones: (instruction, mean reward)."""
+    line = "<ins_{0}> {1} </ins_{0}>\n<score_{0}> {2:.0f} </score_{0}>"
+    lines = [line.format(k, text, 100 * w) for k, (text, w) in enumerate(scored)]
+    return HISTORY.format(history="\n".join(lines), n=n)
 
 
 def reflection_prompt(instruction: str, failures: Sequence[tuple[str, tuple[str, ...]]], n: int, budget: int) -> str:

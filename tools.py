@@ -1,7 +1,8 @@
 """What an agent can call: how a call looks in its text, who answers it, and how the result is shown (§2.1).
 
-A tool is a subclass of `Tool`: five words and `submit`. The strings that end a turn, the message after an invalid
-action, the tag of an observation and the names of the metrics derive from the tools in use (`--tools`).
+A tool is a subclass of `Tool`, five words and `submit`, or of `Function`, five words and `run`. The strings that end a
+turn, the message after an invalid action, the tag of an observation and the names of the metrics derive from the tools
+in use (`--tools`).
 """
 
 import queue
@@ -15,7 +16,7 @@ from typing import Any
 import simpleeval
 
 from config import Config
-from faults import ToolDown
+from faults import Fault, ToolDown
 from harness.client import Client, RequestFailed
 
 simpleeval.MAX_POWER = 1000  # largest base and exponent, so that no calculation takes long
@@ -45,22 +46,32 @@ class Tool(ABC):
         return "\n".join(result)
 
 
-class Calculator(Tool):
-    """Arithmetic on numbers: `<calculate> 3 * (4 + 5) </calculate>` returns 27."""
+class Function(Tool):
+    """A tool that answers at once: a subclass has the five words and `run`."""
 
-    tag, noun, argument, plural, result_tag = "calculate", "a calculation", "expression", "calculations", "result"
+    @abstractmethod
+    def run(self, argument: str) -> str:
+        """Returns the result. An exception becomes a reply too, since the policy may write anything."""
 
     def submit(self, argument: str) -> "Future[list[str]]":
         done: Future[list[str]] = Future()
         try:
-            if not re.fullmatch(r"[\d\s.+*/%()-]{1,200}", argument):
-                raise ValueError(argument)
-            one_line = " ".join(argument.split())  # of several lines simpleeval would compute the first
-            value = simpleeval.SimpleEval(names={}, functions={}).eval(one_line)
-            done.set_result([f"{float(value):.12g}"])
-        except Exception as e:  # the policy gets a reply, whatever it wrote
-            done.set_result([f"not a calculation ({type(e).__name__})"])
+            done.set_result([self.run(argument)])
+        except Exception as e:
+            done.set_result([f"not {self.noun} ({type(e).__name__})"])
         return done
+
+
+class Calculator(Function):
+    """Arithmetic on numbers: `<calculate> 3 * (4 + 5) </calculate>` returns 27."""
+
+    tag, noun, argument, plural, result_tag = "calculate", "a calculation", "expression", "calculations", "result"
+
+    def run(self, argument: str) -> str:
+        if not re.fullmatch(r"[\d\s.+*/%()-]{1,200}", argument):
+            raise ValueError(argument)
+        one_line = " ".join(argument.split())  # of several lines simpleeval would compute the first
+        return f"{float(simpleeval.SimpleEval(names={}, functions={}).eval(one_line)):.12g}"
 
 
 def stop_strings(tools: Sequence[Tool]) -> tuple[str, ...]:
@@ -182,4 +193,9 @@ def _read_passages(answer: Any, n: int) -> list[list[str]]:
 def make_tools(cfg: Config, search: Search) -> list[Tool]:
     """Returns the tools that --tools names, in their order."""
     known: dict[str, Tool] = {"search": search, "calculator": Calculator()}
-    return [known[name] for name in cfg.tools.split(",")]
+    names = cfg.tools.split(",")
+    if unknown := [name for name in names if name not in known]:
+        raise Fault(f"--tools {cfg.tools}: there is no {unknown[0] or 'empty name'}; choose from {', '.join(known)}")
+    if "search" not in names:
+        raise Fault(f"--tools {cfg.tools}: search must be among them")
+    return [known[name] for name in names]

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import IO, Any, cast
 from urllib.parse import urlsplit
 
 from faults import Fault
@@ -33,7 +34,7 @@ def listen(host: str, port: int) -> socket.socket:
     return sock
 
 
-def serve(app, sock: socket.socket, child: bool) -> None:
+def serve(app: Any, sock: socket.socket, child: bool) -> None:
     """Serves an ASGI app on a listening socket until interrupted, or, as a child, until standard input ends."""
     import uvicorn  # here, because the trainer imports this module too
 
@@ -44,7 +45,7 @@ def serve(app, sock: socket.socket, child: bool) -> None:
         # Ctrl-C in a terminal reaches the whole process group, but the parent may still need this server, and stops
         # it when it is done. uvicorn would install its own handlers instead.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        server.capture_signals = contextlib.nullcontext
+        server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
         threading.Thread(target=_exit_with_stdin, daemon=True).start()
     host, port = sock.getsockname()[:2]
     print(f"listening on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
@@ -87,7 +88,7 @@ class Child:
             raise
 
     def _read_stdout(self) -> None:
-        with self._process.stdout as lines:
+        with cast(IO[bytes], self._process.stdout) as lines:
             for line in lines:  # to the end: a child that prints more would block on a full pipe
                 if line.startswith(b"listening on ") and not self.url:
                     self.url = line.split()[-1].decode()
@@ -109,7 +110,7 @@ class Child:
 
     def stop(self) -> None:
         """Terminates the process and waits for it; kills it after 5 s."""
-        self._process.stdin.close()
+        cast(IO[bytes], self._process.stdin).close()
         self._process.terminate()
         try:
             self._process.wait(5)
@@ -120,7 +121,7 @@ class Child:
     def __enter__(self) -> "Child":
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
 
@@ -137,14 +138,14 @@ class Servers:
     def __call__(self, *argv: str) -> str:
         last = self._running.get(argv[0])
         if last is None or not last.alive():
-            port = urlsplit(last.url).port if last else 0
+            port = urlsplit(last.url).port or 0 if last else 0
             self._running[argv[0]] = Child([*argv], self.log, port=port)
         return self._running[argv[0]].url
 
     def __enter__(self) -> "Servers":
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         for child in self._running.values():
             child.stop()
 

@@ -151,6 +151,22 @@ def seed_that_draws(*parents: int, of: int) -> int:
     return next(seed for seed in itertools.count() if draws(seed) == list(parents))
 
 
+# --- the proposer (L20, App. E, Fig. 3) -----------------------------------------------------------------------------
+
+
+def test_a_proposer_is_shown_failures_or_scores_or_the_parent_alone():
+    right = {"old": 5, "weak": 1, "new": 5}
+    prompts = {}
+    for proposer in ("reflection", "history", "paraphrase"):
+        e = Evolution({"weak": 0.125, "old": 0.5}, right, ["new"], N_P=2, proposer=proposer)
+        prompts[proposer] = e.optimizer.prompts[0]
+    shown = "<ins_0> weak </ins_0>\n<score_0> 12 </score_0>\n<ins_1> old </ins_1>\n<score_1> 50 </score_1>"
+    assert prompts["history"].startswith(f"<history>\n{shown}\n</history>\n")  # the best stands last, as in OPRO
+    assert "gold f" not in prompts["history"] and "Give 1 different but better" in prompts["history"]
+    assert prompts["paraphrase"].startswith("<ins_0> old </ins_0>\n\nImprove the above prompt.")
+    assert "it still gets the following examples wrong" in prompts["reflection"] and "gold f" in prompts["reflection"]
+
+
 # --- verification: who joins (L21) --------------------------------------------------------------------------------
 
 

@@ -17,6 +17,7 @@ from reflect import (
     Optimizer,
     candidates,
     check,
+    history_prompt,
     normalized,
     paid_calls,
     paraphrase_prompt,
@@ -44,6 +45,20 @@ def test_the_paraphrase_prompt_is_that_of_appendix_e():
         "Make sure you include the same XML tags <>...</> as the original prompt in your improved prompts.\n"
         "For each XML tag, include both the beginning and ending tags, such as <answer>...</answer>.\n"
         "List the instruction candidates in <ins_1>...</ins_1> to <ins_6>...</ins_6> tags."
+    )
+
+
+def test_the_history_prompt_is_that_of_appendix_e():
+    assert history_prompt([("Do A.", 0.1), ("Do B.", 0.456)], 3) == (
+        "<history>\n<ins_0> Do A. </ins_0>\n<score_0> 10 </score_0>\n"
+        "<ins_1> Do B. </ins_1>\n<score_1> 46 </score_1>\n</history>\n\n"
+        "Based on the above “instruction: score” history for instructions with their scores, where the score ranges "
+        "from 0 to 100, analyze what components can lead to better performance.\n"
+        "Give 3 different but better candidates. Make it concise and effective. Be creative and diverse in your "
+        "suggestions.\n"
+        "Make sure you include the same XML tags <>...</> as the original prompt in your improved prompts.\n"
+        "For each XML tag, include both the beginning and ending tags, such as <answer>...</answer>.\n"
+        "List the instruction candidates in <ins_1>...</ins_1> to <ins_3>...</ins_3> tags."
     )
 
 

@@ -1,6 +1,7 @@
 """What an agent can call: the texts that derive from the tools in use, the calculator, and the search client."""
 
 import json
+import re
 import threading
 import time
 from concurrent.futures import Future
@@ -40,6 +41,19 @@ def test_the_message_after_an_invalid_action_names_every_tool():
 def test_the_tools_of_a_run_come_in_the_order_in_which_they_are_named(names, tools):
     made = make_tools(SimpleNamespace(tools=names), SEARCH)
     assert [type(tool) for tool in made] == [type(tool) for tool in tools] and SEARCH in made
+
+
+@pytest.mark.parametrize(
+    "names, says",
+    [
+        ("search,browser", "--tools search,browser: there is no browser; choose from search, calculator"),
+        ("search,,calculator", "there is no empty name"),
+        ("calculator", "--tools calculator: search must be among them"),
+    ],
+)
+def test_a_tool_that_does_not_exist_is_one_line(names, says):
+    with pytest.raises(Fault, match=re.escape(says)):
+        make_tools(SimpleNamespace(tools=names), SEARCH)
 
 
 def test_a_tool_of_ones_own_is_a_class_with_five_words():

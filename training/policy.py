@@ -27,9 +27,10 @@ class Policy:
         self.t = 0  # the last step whose update has begun
         self.seconds: defaultdict[str, float] = defaultdict(float)  # by what they were spent on
         self.in_step = True  # whether all ranks wait for the next call
+        tools = make_tools(cfg, search)
         if ranks.size > 1:
             ranks.broadcast((engine, ",".join(search.urls)))
-        self.worker = Worker(cfg, ranks, engine, make_tools(cfg, search))
+        self.worker = Worker(cfg, ranks, engine, tools)
 
     def rollout(self, t: int, purpose: str, jobs: Sequence[Job], temperature: float | None = None) -> list[Trajectory]:
         """Returns a trajectory for each job, in their order; `purpose` tells the random draws of one step apart."""
