@@ -1,6 +1,10 @@
-"""Run in a forked copy: one evolution after a failed step, without a policy; prints what the optimizer read."""
+"""Run in a copy of the project: one evolution after a failed step, without a policy; prints what the optimizer read.
+
+python evolve.py [flags of inspo.py]
+"""
 
 import json
+import sys
 from types import SimpleNamespace
 
 import inspo
@@ -18,9 +22,9 @@ def ask(prompt, when):
     raise OptimizerDown("it has said enough")
 
 
-cfg = parse(["--K_e", "1", "--K_p", "1"])
+cfg = parse(sys.argv[1:])
 P, B = Population(cfg.tau_s, cfg.window), ReplayBuffer(cfg.buffer)
-P.join("I search once.", None, 0)
+P.join("I search once.", None, 0).rewards = [0.25]
 D = {k: Question(k, f"Who is {k}?", ("x",), "s") for k in "abcdefgh"}
 B.add(1, [Trajectory(0, q, 0, [], 0, response="<answer> y </answer>") for q in D.values()])
 log = SimpleNamespace(not_evolved=lambda *_: None)

@@ -1,13 +1,15 @@
 """Run in a forked copy: plays a scripted trajectory with the page's tool and a base model, and loads a MiniCPM3.
 
-    python play.py BASE_MODEL MINICPM3
+    python play.py BASE_MODEL MINICPM3 RESULT [flags of inspo.py]
 
-Prints what came of it as JSON.
+Writes what came of it to RESULT, as JSON, and then does the run: one process, since imports take seconds.
 """
 
 import json
 import sys
+from pathlib import Path
 
+import inspo
 from config import WORLD, parse
 from data import Question
 from faults import Fault
@@ -35,7 +37,7 @@ class Script:
             yield row, ids, [0.0] * len(ids)
 
 
-base, minicpm3 = sys.argv[1:]
+base, minicpm3, result, *flags = sys.argv[1:]
 cfg = parse(["--tools", "search,counter"])
 tools = make_tools(cfg, Search("http://127.0.0.1:9", cfg.topk))  # nobody listens there, and nobody asks
 tokenizer = load_tokenizer(base, stop_strings(tools))
@@ -46,7 +48,7 @@ try:
     refusal = ""
 except Fault as e:
     refusal = str(e)
-print(
+Path(result).write_text(
     json.dumps(
         {
             "stop": stop_strings(tools),
@@ -61,3 +63,4 @@ print(
         }
     )
 )
+inspo.main(flags)
