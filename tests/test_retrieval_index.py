@@ -92,7 +92,7 @@ def folder(tmp_path_factory):
     make_corpus(folder / "corpus", N)
     command = [sys.executable, "retrieval_server.py", "build", "--corpus", folder / "corpus"]
     command += ["--encoder", MINILM, "--index", folder / "flat"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     (folder / "printed").write_text(done.stdout + done.stderr)
     return folder
