@@ -16,12 +16,13 @@ from mutmut.stats import status_by_exit_code
 
 GOAL = 0.9
 NAMES = {
-    "inspo": ["inspo", "evolve", "first_population", "propose", "verify", "reward"],
-    "data": ["rng", "draw", "normalize", "em", "f1", "_token_f1", "last_answer"],
-    "reflect": ["paraphrase_prompt", "reflection_prompt", "shorten", "_middle_out", "parse", "candidates", "check"]
-    + ["normalized"],
+    "inspo": "reward inspo evolve first_population propose prompt_of verify",
+    "reflect": "parse candidates check normalized paraphrase_prompt history_prompt reflection_prompt shorten "
+    "_middle_out",
+    "data": "rng draw normalize em f1 _token_f1 last_answer",
 }
-FUNCTIONS = ["population.*", "objectives.*", *(f"{file}.x_{name}__mutmut_*" for file in NAMES for name in NAMES[file])]
+FUNCTIONS = ["population.*", "objectives.*"]
+FUNCTIONS += [f"{module}.x_{name}__mutmut_*" for module, names in NAMES.items() for name in names.split()]
 
 
 def main() -> None:
