@@ -5,7 +5,7 @@
     python inspo.py --model path/or/hub-id --train q.jsonl --test q.jsonl --corpus c.jsonl
 
 `# Alg.1 Lnn` and `# Eq.n` mark the paper's lines and equations, `# CHOICE-n` a decision where the paper is silent
-(the README lists them; `grep -rn "CHOICE-3" *.py` finds one).
+(docs/choices.md lists them).
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def squash(text):
 def test_the_files_of_the_world_regenerate_to_the_byte(tmp_path):
     write_files(tmp_path)
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["corpus.jsonl", "instruction.txt", "test.jsonl", "train.jsonl"]
+    assert names == ["corpus.jsonl", "instruction.txt", "test.jsonl", "train.jsonl", "valid.jsonl"]
     for name in names:
         assert (tmp_path / name).read_bytes() == (FILES / name).read_bytes(), name
 
@@ -79,12 +79,20 @@ def test_no_entity_is_asked_about_in_both_splits():
     assert not {r["id"] for r in rows("train")} & {r["id"] for r in rows("test")}
 
 
+def test_validation_asks_what_neither_training_nor_the_test_asks():
+    matter = lambda split: {row["question"].partition(" the ")[2] for row in rows(split)}  # noqa: E731
+    assert Counter(r["data_source"] for r in rows("valid")) == {f"world-{h}hop": 50 for h in (1, 2, 3)}
+    assert len(matter("valid")) == 150 and not matter("valid") & (matter("train") | matter("test"))
+    valid, test = ({re.search(SUBJECT, row["question"]).groups() for row in rows(split)} for split in ("valid", "test"))
+    assert not valid & test
+
+
 def test_every_answer_follows_from_the_passages_alone(full_world):
     told = {}
     for row in rows("corpus"):
         title, text = re.fullmatch(r'"(.+)"\nA \w+ with (.+)\.', row["contents"]).groups()
         told[title] = dict(re.match(r"(\w+) (.+)", part).groups() for part in text.split(" and "))
-    for row in rows("train") + rows("test"):
+    for row in rows("train") + rows("valid") + rows("test"):
         *chain, last = re.findall(r"the (\w+) of", row["question"])
         fact = re.search(SUBJECT, row["question"]).group(2)
         for relation in [last, *reversed(chain)]:
@@ -104,7 +112,7 @@ def test_a_search_for_one_entity_finds_its_passage_first(full_world):
 def test_a_search_with_the_whole_question_hardly_ever_finds_the_answer_of_several_hops(full_world):
     found = Counter()
     asked = Counter()
-    for row in rows("train") + rows("test"):
+    for row in rows("train") + rows("valid") + rows("test"):
         hops = row["data_source"]
         asked[hops] += 1
         found[hops] += any(row["golden_answers"][0] in passage for passage in full_world.search(row["question"]))

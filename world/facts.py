@@ -6,6 +6,7 @@ search for one entity finds them too, at ranks 2 and 3.
 
 import random
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import bm25s
@@ -133,17 +134,22 @@ def the_world() -> World:
     return World(random.Random(12345), FULL)
 
 
-def questions(world: World, split: str, per_hops: dict[int, int]) -> list[dict]:
-    """Returns distinct questions as data rows; "train" and "test" ask about disjoint sets of entities."""
+def questions(world: World, split: str, per_hops: dict[int, int], without: Iterable[dict] = ()) -> list[dict]:
+    """Returns distinct questions as data rows, none of them asked in `without` in other words.
+
+    "test" asks about other entities than "train" and "valid" do.
+    """
     rng = random.Random(f"questions {split}")
     heads = {}
     for kind, names in world.names.items():
         half = len(names) // 2
-        heads[kind] = names[:half] if split == "train" else names[half:]
+        heads[kind] = names[half:] if split == "test" else names[:half]
+    matter = lambda text: text.partition(" the ")[2]  # noqa: E731  # without its opening
+    used = {matter(row["question"]) for row in without}
     rows = []
     for hops, n in per_hops.items():
         asked = [world.ask(rng, chain, name) for chain in CHAINS[hops] for name in heads[RELATIONS[chain[0]][0]]]
-        for q in rng.sample(asked, n):
+        for q in rng.sample([q for q in asked if matter(q.text) not in used], n):
             rows.append({"question": q.text, "golden_answers": [q.path[-1]], "data_source": f"world-{hops}hop"})
     rng.shuffle(rows)
     return [{"id": f"{split}-{i}", **row} for i, row in enumerate(rows)]

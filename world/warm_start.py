@@ -127,9 +127,11 @@ def write_files(folder: Path) -> None:
     world = the_world()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "instruction.txt").write_text(START + "\n")
+    train = questions(world, "train", {1: 500, 2: 600, 3: 500})
     tables = {
         "corpus": [{"id": str(i), "contents": p} for i, p in enumerate(world.passages)],
-        "train": questions(world, "train", {1: 500, 2: 600, 3: 500}),
+        "train": train,
+        "valid": questions(world, "valid", {1: 50, 2: 50, 3: 50}, without=train),
         "test": questions(world, "test", {1: 100, 2: 100, 3: 100}),
     }
     for name, rows in tables.items():
