@@ -1,6 +1,7 @@
 """The LLM-based optimizer (§3.2): App. E's prompts, strict parsing, and a client that no fault of an endpoint stops."""
 
 import json
+import re
 import socket
 import sys
 import time
@@ -132,6 +133,15 @@ def test_observations_are_cut_no_more_than_is_needed():
     assert by_budget == sorted(by_budget)
     assert by_budget[-1] > 500
     assert "Doc 1(Title: Solaris) lorem" in shorten(text, 600, words)  # an observation's start and end stay
+
+
+def test_an_observation_keeps_as_much_of_its_start_as_of_its_end_and_a_short_one_all():
+    long, short = "".join(f"{k:04d}" for k in range(2000)), "short and whole"
+    text = f"a<information>{long}</information>b<information>{short}</information>c"
+    cut = re.fullmatch(rf"a<information>(\d+) \[...\] (\d+)</information>b<information>{short}</information>c",
+                       shorten(text, 1500, len))  # fmt: skip
+    start, end = cut.groups()
+    assert long.startswith(start) and long.endswith(end) and len(start) == len(end) > 400
 
 
 def test_where_observations_are_not_enough_question_and_end_stay():
