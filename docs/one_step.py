@@ -213,7 +213,7 @@ The policy continued it {s.cfg.G} times, at temperature {s.cfg.temperature:g}:
 
 {block(*(item(k, x.response) for k, x in enumerate(s.group)))}
 
-A closing tag ends a turn. What stands in `<search>` is the query, and the passages found are put into the context as an
+A closing tag ends a turn. What stands in `<search>` is the query, and the passages that it finds follow as an
 observation. Trajectory {s.k} searched for "{turn.argument}" and got
 
 {block("~".join(item(k, " ".join(text.split())) for k, text in enumerate(turn.result, 1)).replace("~", chr(10)))}
@@ -336,16 +336,16 @@ in the second: the policy pi has moved since pi_old sampled the trajectory, and 
 
 {of_the_loss}
 
-These {SHOWN} of the {n} tokens of trajectory {s.k} (A = {num(s.tau.advantage)}) moved most. Columns 3 to 6 and the last are
-log-probabilities.
+These {SHOWN} of the {n} tokens of trajectory {s.k} (A = {num(s.tau.advantage)}) moved most. The four policies' columns
+and the last one hold log-probabilities.
 
 {table("token | text | engine | pi_old | pi | pi_ref | rho | outside | KL | term | pi later", rows)}
 
 - *engine* is what the sampler reported, *pi_old* what the trainer computed before the first update. Both are the same
   policy and must agree; for all tokens of the step they do, to less than 0.0001.
 - *pi_ref* is the policy before any training, *KL* the k3 estimate of the distance from it.
-- *outside* tells whether rho is outside {low:g} to {high:g}. Then, if rho has moved to the side that A asks for, the
-  clip holds: the token has no gradient.
+- *outside* tells whether rho is outside {low:g} to {high:g}. Then, if rho has moved in the direction that A asks for,
+  the clip holds and the token has no gradient.
 - *pi later* is after the second update, which this trajectory had a part in.
 
 By hand, for token {moved[0]}, `{texts[moved[0]]}`, with {n} tokens in the trajectory and {N} trajectories in the
