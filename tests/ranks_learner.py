@@ -1,9 +1,9 @@
-"""Run by torchrun: the learner on a policy that FSDP2 has cut over all ranks; writes what it has computed.
+"""Run by torchrun: the learner on a policy that FSDP2 has cut over all ranks; writes what it computes.
 
     torchrun --nproc_per_node=2 tests/ranks_learner.py POLICY BATCHES OUT [--bf16] [--recompute] [--offload] [--load D]
 
-Two updates on the trajectories in BATCHES (a pickle); OUT gets result.pt (metrics and weights, by rank 0), `dcp/` with
-the state after the first update, and `policy/`. With --load the first update is replaced by that state.
+Takes two updates on BATCHES, a pickle of (Config, mini-batches). OUT gets result.pt (metrics and weights, by rank 0),
+`dcp/` with the state after the first update, and `policy/`. With --load that state replaces the first update.
 """
 
 import argparse
@@ -43,21 +43,17 @@ def main() -> None:
     assert shares <= whole / dist.get_world_size() * 1.2 + 1000, (shares, whole)
     if args.recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    learner = Learner(
-        model, reference, lr=1e-3, T=10, warmup=0.2, eps=0.2, beta=0.1, temperature=0.9, loss_agg="trajectory",
-        micro_tokens=300,
-    )  # fmt: skip
-    minibatches, A = pickle.loads(Path(args.batches).read_bytes())
-    A = {id(tau): a for tau, a in zip((tau for part in minibatches for tau in part), A, strict=True)}
+    cfg, minibatches = pickle.loads(Path(args.batches).read_bytes())
+    learner = Learner(model, reference, cfg)
     metrics = []
     if args.load:
         state = learner.state_dict()
         dcp.load(state, checkpoint_id=args.load)
         learner.load_state_dict(state)
     else:
-        metrics.append(learner.update(1, minibatches, A))
+        metrics.append(learner.update(1, minibatches))
         dcp.save(learner.state_dict(), checkpoint_id=args.out / "dcp")
-    metrics.append(learner.update(2, minibatches, A))
+    metrics.append(learner.update(2, minibatches))
     final = {name: tensor.clone() for name, tensor in weights(model)}
     export(config, weights(model), load_tokenizer(args.policy), args.out / "policy" if rank == 0 else None)
     if rank == 0:

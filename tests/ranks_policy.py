@@ -1,0 +1,32 @@
+"""Run by torchrun: `Policy.update` on given trajectories, by the workers of all ranks; writes what it computes.
+
+    torchrun --nproc_per_node=2 tests/ranks_policy.py TRAJECTORIES OUT
+
+Takes one update on TRAJECTORIES, a pickle of (Config, trajectories). OUT gets metrics.json and `policy/`.
+"""
+
+import json
+import pickle
+import sys
+from pathlib import Path
+
+from tools import Search
+from training.policy import Policy
+from training.ranks import Ranks
+from training.worker import worker_loop
+
+
+def main() -> None:
+    taus_path, out = map(Path, sys.argv[1:])
+    cfg, taus = pickle.loads(taus_path.read_bytes())
+    ranks = Ranks("cpu", cfg.patience)
+    if ranks.rank:
+        return worker_loop(cfg, ranks)
+    policy = Policy(cfg, ranks, "torch", Search("http://127.0.0.1:9", cfg.topk))  # it is never asked
+    (out / "metrics.json").write_text(json.dumps(policy.update(1, taus)))
+    policy.export(out / "policy")
+    policy.close()
+
+
+if __name__ == "__main__":
+    main()
