@@ -457,6 +457,11 @@ def test_a_paraphrase_must_differ_from_the_first_instruction_and_keep_its_tags()
     assert [I.text for I in P.active] == [SEARCH_R1, f"a {TAGS}"]
 
 
+def test_a_population_of_two_starts_with_one_paraphrase():
+    P, _ = first(TableOptimizer([f"a {TAGS}", f"b {TAGS}"]), N_P=2)
+    assert [I.text for I in P.active] == [SEARCH_R1, f"a {TAGS}"]
+
+
 def test_the_first_instruction_starts_alone_if_nobody_paraphrases_it():
     P, log = first(TableOptimizer(OptimizerDown("refused")))
     assert [I.text for I in P.active] == [SEARCH_R1]

@@ -55,3 +55,8 @@ def test_advantages_of_an_array_depend_on_the_differences_alone():
     assert group_advantages(100 * r) == pytest.approx(group_advantages(r), rel=1e-4)  # in units of their deviation
     assert group_advantages(r[::-1]) == pytest.approx(group_advantages(r)[::-1])
     assert group_advantages(r).sum() == pytest.approx(0, abs=1e-9)
+
+
+def test_a_difference_as_small_as_epsilon_counts_less():
+    """Rewards 0 and 2e-6: distance 1e-6, unbiased deviation 1e-6 * sqrt(2), and 1e-6 is added to it."""
+    assert group_advantages(np.array([2e-6, 0.0])) == pytest.approx([1 / (2**0.5 + 1), -1 / (2**0.5 + 1)])
