@@ -71,7 +71,7 @@ def draw(D: dict[str, Question], n: int, seed: int, t: int) -> list[Question]:
     for epoch in range(first // len(questions), (first + n - 1) // len(questions) + 1):
         order = rng(seed, epoch, "epoch").permutation(len(questions))
         begin, end = first - epoch * len(questions), first + n - epoch * len(questions)
-        out += [questions[k] for k in order[max(0, begin) : max(0, end)]]
+        out += [questions[k] for k in order[max(0, begin) : end]]
     return out
 
 

@@ -9,11 +9,12 @@ from data import em, f1
 from harness.directory import read_jsonl
 from population import Instruction, Population, mean_rewards
 from rollout import Trajectory
+from tools import Tool
 
 Row = dict[str, Any]
 
 
-def step_metrics(taus: Sequence[Trajectory], P: Population, G: int) -> dict[str, Any]:
+def step_metrics(taus: Sequence[Trajectory], P: Population, G: int, tools: Sequence[Tool]) -> Row:
     """Returns what the rollouts of a step show, by the names in metrics.jsonl and in the tracker.
 
     `w`, `p` and `best` include this step's rewards: the weights by which P is ranked.
@@ -25,7 +26,7 @@ def step_metrics(taus: Sequence[Trajectory], P: Population, G: int) -> dict[str,
         "reward": sum(tau.reward for tau in taus) / n,
         "em": sum(em(tau.prediction, tau.question.golds) for tau in taus) / n,
         "f1": sum(f1(tau.prediction, tau.question.golds) for tau in taus) / n,
-        "searches": sum(tau.served("search") for tau in taus) / n,
+        **{tool.plural: sum(tau.served(tool.tag) for tau in taus) / n for tool in tools},
         "answered": sum(tau.stop == "answer" for tau in taus) / n,
         "valid_actions": 1 - sum(tau.invalid for tau in taus) / max(1, sum(len(tau.turns) for tau in taus)),
         "response_tokens": sum(sum(tau.mask) for tau in taus) / n,
@@ -66,12 +67,12 @@ def draw(path: Path) -> list[str]:
 def _reward(plt: Any, path: Path, steps: list[Row], events: list[Row]) -> str:
     t = [row["t"] for row in steps]
     fig, (top, bottom) = plt.subplots(2, 1, figsize=(8, 5.5), sharex=True, height_ratios=(2, 1))
-    top.plot(t, [row["reward"] for row in steps], color="C0", lw=1.8, label="mean reward (EM) of a step's rollouts")
+    top.plot(t, [row["reward"] for row in steps], color="C0", lw=1.8, label="mean reward of a step's rollouts")
     top.plot(t, [row["w_best"] for row in steps], color="C1", lw=1.2, label="best importance weight w")
     for step in {event["t"] for event in events if event["event"] == "evolve"}:
         top.axvline(step, color="0.8", lw=0.8, zorder=0)
     top.plot([], [], color="0.8", lw=0.8, label="evolution: all w restart at 0 after it")
-    top.set(ylim=(0, 1.02), ylabel="exact match")
+    top.set(ylim=(0, 1.02), ylabel="reward")
     top.legend(loc="upper left", frameon=False, fontsize=9)
     bottom.plot(t, [row["searches"] for row in steps], color="C2", lw=1.8)
     bottom.set(ylabel="searches a question", xlabel="step t", ylim=(0, None))

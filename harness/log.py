@@ -95,7 +95,7 @@ class Log:
         self.ledger.training_rollouts += len(taus)
         self.ledger.searches += sum(tau.served("search") for tau in taus)
         self.run.write_trajectories(t, [tau.record() for tau in taus])
-        self.row = report.step_metrics(taus, P, self.cfg.G) | update
+        self.row = report.step_metrics(taus, P, self.cfg.G, self.policy.worker.tools) | update
         self.row |= {f"time/{name}": seconds for name, seconds in self.policy.seconds.items()}
         self.logged = time.time()
         self.row["time/log"] = self.logged - began
@@ -167,7 +167,7 @@ class Log:
         self.event(0, "start", P, f"|P| {len(P)}: the first instruction and {len(P) - 1} variations")
 
     def pruned(self, t: int, P: Population, pruned: Sequence[Instruction]) -> None:
-        left = ", ".join(f"#{I.id} (w {I.w:.2f})" for I in pruned)
+        left = ", ".join(f"#{I.id} (w {I.w:.2f})" for I in pruned) or "nobody"
         self.event(t, "prune", P, f"|P| {len(P) + len(pruned)} -> {len(P)}: {left} left")
 
     def call(self, t: int, round: int, parent: Instruction, call: Call) -> None:

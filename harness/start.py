@@ -77,7 +77,7 @@ def prepare(cfg: Config, ranks: Ranks) -> Iterator[Parts]:
     longest = getattr(load_config(cfg.model), "max_position_embeddings", None)
     if longest and cfg.max_prompt + cfg.max_response > longest:
         raise Fault(f"--max_prompt {cfg.max_prompt} + --max_response {cfg.max_response}: the model ends at {longest}")
-    load_tokenizer(cfg.model)  # its faults are found before weights are loaded
+    load_tokenizer(cfg.model)  # its faults are found before a server is started
     run = RunDirectory(cfg, name)
     try:
         with contextlib.ExitStack() as stack:

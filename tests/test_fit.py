@@ -321,7 +321,7 @@ def test_two_real_ranks_use_the_estimated_memory(tmp_path):
         tmp_path,
     ]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(run, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(run, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     cfg = replace(CFG7, micro_tokens=256, max_prompt=50, max_response=50, max_observation=50, vllm="http://a:8000")
     fitted = estimate(cfg, config, "vllm", 2, 80)

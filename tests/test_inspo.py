@@ -41,7 +41,7 @@ ENV = os.environ | {"OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}  # test
 def start(*flags: object, env: dict | None = None) -> subprocess.Popen:
     argv = [sys.executable, str(ROOT / "inspo.py"), *map(str, flags)]
     pipe = subprocess.PIPE
-    return subprocess.Popen(argv, stdout=pipe, stderr=pipe, text=True, env=env or ENV, cwd=ROOT)
+    return subprocess.Popen(argv, stdout=pipe, stderr=pipe, text=True, env=env or ENV, cwd=ROOT, start_new_session=True)
 
 
 def run_here(*flags: object) -> tuple[int | str, str, str]:
@@ -55,8 +55,13 @@ def run_here(*flags: object) -> tuple[int | str, str, str]:
     return code, out.getvalue(), err.getvalue()
 
 
-def finish(process: subprocess.Popen, timeout: float = 120) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=timeout)
+def finish(process: subprocess.Popen, timeout: float = 300) -> tuple[int, str, str]:
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # torchrun's ranks too: every process here leads its own group
+        raise
     return process.returncode, out, err
 
 
