@@ -39,7 +39,7 @@ ask: setup            ## question the agent of the newest run
 	$(PY) ask.py $(ARGS)
 
 test: lint            ## everything that can be tested without a GPU in minutes
-	$(PY) -m pytest -m "not slow and not ranks" $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow and not ranks" -n 2 --dist loadfile $(ARGS)
 
 test-slow: setup      ## the default learns; the warm start from nothing; another random kill
 	$(PY) -m pytest -m slow $(ARGS)

@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
 from config import WORLD
 from training.model import load_policy
 
-torch.set_num_threads(2)
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))  # one in each of two parallel workers
 
 
 def load(path):
