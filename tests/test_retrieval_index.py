@@ -475,7 +475,8 @@ def test_too_little_disk_or_memory_is_reported_before_encoding(folder, bert, tmp
 def test_a_fault_of_an_encoding_process_is_one_line(folder, tmp_path, capfd):
     spawn = multiprocessing.get_context("spawn")
     plan = {"corpus": str(folder / "corpus"), "digest": "of another corpus"}
-    process = spawn.Process(target=vectors._work, args=(plan, str(tmp_path), "cpu", 1, [], spawn.Value("q", 0)))
+    claimed = spawn.Value("q", 0)  # in a name of its own: the process drops its arguments when it starts
+    process = spawn.Process(target=vectors._work, args=(plan, str(tmp_path), "cpu", 1, [], claimed))
     process.start()
     process.join(120)
     assert process.exitcode == 1
