@@ -233,16 +233,16 @@ def test_killed_at_a_random_step_and_resumed_it_is_bit_identical(whole, tmp_path
 
 
 def test_a_run_is_not_overwritten_and_not_continued_as_another(whole):
-    code, _, stderr = finish(start("--out", whole[0], *SMALL))
-    assert code != 0 and stderr.count("\n") == 1 and "--resume" in stderr
-    code, _, stderr = finish(start("--out", whole[0], *SMALL, "--resume", "--lr", "0.5"))
-    assert code != 0 and stderr.count("\n") == 1 and "--lr" in stderr
+    line, _, stderr = run_here("--out", whole[0], *SMALL)
+    assert stderr == "" and "\n" not in line and "--resume" in line
+    line, _, stderr = run_here("--out", whole[0], *SMALL, "--resume", "--lr", "0.5")
+    assert stderr == "" and "\n" not in line and "--lr" in line
 
 
-def test_without_an_optimizer_training_goes_on(tmp_path):
-    env = ENV | {"OPENAI_BASE_URL": "http://127.0.0.1:9/v1"}
+def test_without_an_optimizer_training_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
     flags = [*SMALL, "--T", "4", "--optimizer_model", "nobody", "--optimizer_retries", "1"]
-    code, stdout, stderr = finish(start("--out", tmp_path / "r", *flags, env=env))
+    code, stdout, stderr = run_here("--out", tmp_path / "r", *flags)
     assert code == 0, stderr
     assert "the first instruction starts alone" in stdout and "gave no reply" in stdout
     rows = read_jsonl(tmp_path / "r" / "metrics.jsonl")
@@ -277,7 +277,7 @@ def test_a_retriever_that_stays_away_ends_the_run_resumably(whole, tmp_path):
     assert code == 1 and "does not answer" in last[0] and "--resume" in last[1]
     assert "Traceback" not in stderr
     assert len(metrics(out)) < 11
-    code, _, stderr = finish(start("--out", out, *flags, "--resume"))  # now with a server of its own
+    code, _, stderr = run_here("--out", out, *flags, "--resume")  # now with a server of its own
     assert code == 0, stderr
     drop = lambda rows: [{k: v for k, v in row.items() if k != "search/faults"} for row in rows]  # noqa: E731
     assert drop(metrics(out)) == drop(metrics(whole[0]))
@@ -331,7 +331,7 @@ def chat(before_reply=lambda n: None):
     server.shutdown()
 
 
-def test_own_data_own_model_and_any_chat_endpoint_through_the_same_command(tmp_path):
+def test_own_data_own_model_and_any_chat_endpoint_through_the_same_command(tmp_path, monkeypatch):
     """Real English, a byte-level BPE tokenizer, untied random weights: nothing in the core knows the world."""
     from tiny_model import make_tiny_model
 
@@ -342,9 +342,11 @@ def test_own_data_own_model_and_any_chat_endpoint_through_the_same_command(tmp_p
     flags += "--T 2 --batch 4 --mini 2 --G 2 --K_p 1 --K_e 1 --T_e 2 --D_B 3 --max_response 24 --max_prompt 900".split()
     flags += "--max_observation 120 --failures 2 --rounds 1 --eval_n 2 --device cpu --save_every 1".split()
     flags += ["--tools", "search,calculator"]
+    monkeypatch.setenv("OPENAI_API_KEY", "k")
     with chat() as url:
-        code, _, stderr = finish(start(*flags, env=ENV | {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": "k"}))
-    assert code == 0, stderr
+        monkeypatch.setenv("OPENAI_BASE_URL", url)
+        code, _, stderr = run_here(*flags)
+    assert code == 0, (code, stderr)
     rows = read_jsonl(tmp_path / "r" / "metrics.jsonl")
     assert [row["t"] for row in rows] == [0, 1, 2] and rows[-1]["logp_gap"] < 1e-4
     assert "test/searches" in rows[0] and "test/calculations" in rows[0]
@@ -490,19 +492,19 @@ def test_the_report_shows_scores_winner_and_cost(whole):
 # ---- faults and options of a whole run
 
 
-def test_a_search_server_that_dies_during_an_evolution_ends_the_run_resumably(whole, tmp_path):
+def test_a_search_server_that_dies_during_an_evolution_ends_the_run_resumably(tmp_path, monkeypatch):
     """The optimizer's endpoint stops the search server, so the verification of its candidates cannot be played."""
     server = [str(ROOT / "retrieval_server.py"), "--corpus", str(ROOT / "world/files/corpus.jsonl")]
     flags = [*SMALL, "--search_retries", 0, "--optimizer_model", "m", "--out", tmp_path / "r"]
     with Child(server, tmp_path / "log") as child, chat(before_reply=lambda n: child.stop() if n == 2 else None) as url:
-        env = ENV | {"OPENAI_BASE_URL": url}
-        code, _, stderr = finish(start(*flags, "--retriever", child.url, env=env))
-        last = stderr.strip().splitlines()
-        assert code == 1 and "does not answer" in last[-2] and "--resume" in last[-1] and "Traceback" not in stderr
+        monkeypatch.setenv("OPENAI_BASE_URL", url)
+        said, _, _ = run_here(*flags, "--retriever", child.url)
+        first, last = said.strip().splitlines()
+        assert "does not answer" in first and "--resume" in last
         reflections = read_jsonl(tmp_path / "r" / "reflections.jsonl")
         assert [row["t"] for row in reflections if "call" in row] == [0, 3]  # the reply was paid for, and is kept
-        code, _, stderr = finish(start(*flags, "--resume", env=env))
-        assert code == 0, stderr
+        code, _, stderr = run_here(*flags, "--resume")
+        assert code == 0, (code, stderr)
         whole_calls = [row["call"]["key"] for row in read_jsonl(tmp_path / "r" / "reflections.jsonl") if "call" in row]
         assert len(whole_calls) == len(set(whole_calls)) == len(Chat.seen)
         assert sum(key.startswith("t3 r0") for key in whole_calls) == 1  # not asked again
