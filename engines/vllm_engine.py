@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -154,6 +155,8 @@ def settings(path: str, *, max_len: int, dtype: str, memory: float, seed: int) -
         "seed": seed,
         "max_model_len": max_len,
         "gpu_memory_utilization": memory,
+        # On the CPU vLLM would take the whole process's memory, the trainer's included, off this share.
+        "kv_cache_memory_bytes": None if cuda else int(memory * psutil.virtual_memory().total),
         "load_format": "dummy",  # `load` brings the weights
         "hf_overrides": {"head_dtype": "float32"},  # float32 logits, like the trainer's
         "logprobs_mode": "processed_logprobs",  # at the sampling temperature

@@ -108,7 +108,7 @@ def pair(request, tiny_path):
     path = {"world": str(WORLD / "policy"), "tiny": tiny_path}[request.param]
     model, tokenizer = load_policy(path, "cpu")
     assert model.config.tie_word_embeddings == (request.param == "world")
-    engine = VllmEngine(path, tokenizer, STOP, max_len=MAX_LEN, dtype="float32", memory=0.1, seed=0)
+    engine = VllmEngine(path, tokenizer, STOP, max_len=MAX_LEN, dtype="float32", memory=0.02, seed=0)
     engine.load(weights(model))
     yield engine, model, tokenizer
     engine.close()
@@ -277,7 +277,7 @@ def test_weights_without_a_known_place_are_counted(pair, engine):
 @pytest.mark.parametrize("pair", ["tiny"], indirect=True)
 def test_in_bfloat16_one_small_update_is_told_from_none(pair, tiny_path, monkeypatch):
     _, model, tokenizer = pair
-    engine = VllmEngine(tiny_path, tokenizer, STOP, max_len=MAX_LEN, dtype="bfloat16", memory=0.2, seed=0)
+    engine = VllmEngine(tiny_path, tokenizer, STOP, max_len=MAX_LEN, dtype="bfloat16", memory=0.02, seed=0)
     try:
         engine.load(weights(model))
         assert engine.unproven == 0
@@ -300,7 +300,7 @@ def test_in_bfloat16_one_small_update_is_told_from_none(pair, tiny_path, monkeyp
 def test_a_family_with_a_logit_scale(family, settings, tiny_path, tmp_path):
     path = make_family(family, settings, tiny_path, tmp_path / family)
     model, tokenizer = load_model(path), load_tokenizer(path, STOP)
-    engine = VllmEngine(path, tokenizer, STOP, max_len=MAX_LEN, dtype="float32", memory=0.1, seed=0)
+    engine = VllmEngine(path, tokenizer, STOP, max_len=MAX_LEN, dtype="float32", memory=0.02, seed=0)
     try:
         for factor in (1.0, 1.2):
             current = changed(model, factor)
