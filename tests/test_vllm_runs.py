@@ -102,7 +102,8 @@ def test_a_layer_that_stays_as_it_was_stops_the_run_and_is_named(tmp_path):
     """vLLM's own fault: on the CPU a tied head does not take new weights unless it is packed anew."""
     out = tmp_path / "r"
     argv = ["--out", str(out), *map(str, FLAGS)]
-    code = f"import vllm_engine, inspo; vllm_engine.rebuild_heads = lambda model: None; inspo.main({argv})"
+    code = "import inspo; from engines import vllm_engine; vllm_engine.rebuild_heads = lambda model: None"
+    code += f"; inspo.main({argv})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENV, cwd=ROOT, timeout=300)
     assert done.returncode == 1
     [line] = [line for line in done.stderr.splitlines() if "lm_head" in line]
