@@ -15,6 +15,7 @@ import torch
 from ranks_fit import Live
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
+import inspo
 import training.fit as fit
 from config import Config, parse
 from data import Question
@@ -147,13 +148,15 @@ def test_the_presets_shapes_need_no_hub(monkeypatch):
     assert fit.shapes(CFG0.model).num_hidden_layers == 3  # the world's, from its file
 
 
-def test_the_command_prints_the_table_and_refuses_what_cannot_fit():
-    run = [sys.executable, "inspo.py", "--model", "qwen2.5-7b", "--dry_run"]
-    done = subprocess.run([*run, "--gpus", "8", "--gpu_mem", "80"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stderr == "" and "7,616M parameters on 8 x 80 GB" in done.stdout
-    assert done.stdout == estimate(CFG7, B7, "vllm", 8, 80).table() + "\n"
-    done = subprocess.run([*run, "--gpus", "1", "--gpu_mem", "24"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "do not fit" in done.stderr
+def test_the_command_prints_the_table_and_refuses_what_cannot_fit(capsys):
+    argv = ["--model", "qwen2.5-7b", "--dry_run"]
+    inspo.main([*argv, "--gpus", "8", "--gpu_mem", "80"])
+    stdout, stderr = capsys.readouterr()
+    assert stderr == "" and "7,616M parameters on 8 x 80 GB" in stdout
+    assert stdout == estimate(CFG7, B7, "vllm", 8, 80).table() + "\n"
+    with pytest.raises(SystemExit) as end:
+        inspo.main([*argv, "--gpus", "1", "--gpu_mem", "24"])
+    assert "do not fit" in end.value.code and "\n" not in end.value.code
 
 
 # --- its verdict --------------------------------------------------------------------------------------------------

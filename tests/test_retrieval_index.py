@@ -483,6 +483,7 @@ def test_a_fault_of_an_encoding_process_is_one_line(folder, tmp_path, capfd):
     assert capfd.readouterr().err == f"{folder / 'corpus'}: has changed since the build started\n"
 
 
+@pytest.mark.slow
 def test_a_killed_build_resumes(bert, tmp_path):
     """SIGKILL of the build, SIGKILL of one of its workers, Ctrl-C; the result equals that of an uninterrupted build."""
     n = 24 * CHUNK + 17

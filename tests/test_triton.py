@@ -96,6 +96,7 @@ def test_on_the_gpu(setting, dtype, N, H, V):
         assert error(one["dX"], want["dX"]) < bound and error(one["dW"], want["dW"]) < bound
 
 
+@pytest.mark.slow
 def test_the_benchmark_runs(tmp_path):
     """On any machine, with the peers that are installed; its last line is JSON, and its errors are small."""
     command = [sys.executable, "bench/kernels.py", "--tokens", "16", "--shapes", "32x512", "--masked", "0", "50"]
