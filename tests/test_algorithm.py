@@ -257,6 +257,12 @@ def test_the_smallest_loss_against_its_own_parent_fills_a_place_first():
     assert e.P.active[2].parent == 1 and e.P.active[2].verified == 0.2
 
 
+def test_candidates_of_every_round_may_fill_a_place():
+    right = {"old": 5, "near": 4, "far": 3}
+    e = Evolution({"old": 0.5}, right, ["near"], ["far"], N_P=3)
+    assert e.texts == ["old", "near", "far"]
+
+
 def test_a_good_candidate_beyond_top_n_fills_a_place_before_worse_ones():
     right = {"old": 5, "a": 8, "b": 7, "c": 4}
     e = Evolution({"old": 0.5}, right, ["c", "b", "a"], N_P=3, top_n=1)
@@ -584,6 +590,9 @@ def test_pruning_and_evolution_keep_their_schedule():
     assert steps_of(log, "pruned") == [2, 4, 6, 8, 10, 12]  # not at 14: |P| = N_parent
     assert steps_of(log, "evolved") == [4, 8]  # not at 12: t < T_e
     assert steps_of(log, "step") == list(range(1, 15))
+    assert sorted({I.left for I in log.P.family} - {None}) == [2, 4, 6, 8, 10, 12]
+    for _, P, dropped in log.of("pruned"):
+        assert P is log.P and dropped and not any(I in P.active for I in dropped)
 
 
 def test_after_T_e_the_optimizer_is_not_asked():
