@@ -283,7 +283,7 @@ def test_new_tags_are_welcome_and_a_parent_without_tags_asks_for_none():
     ],
 )
 def test_a_candidate_that_names_a_gold_answer_is_rejected(gold, leaked):
-    assert reason(f"{GOOD} {leaked}", golds=["other", gold]) == f"contains the gold answer {gold!r}"
+    assert reason(f"{GOOD} {leaked}", golds=["other", "yes", gold]) == f"contains the gold answer {gold!r}"
 
 
 @pytest.mark.parametrize(
