@@ -57,7 +57,7 @@ lint: setup           ## style and types: ruff, mypy
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 
-mutants: setup        ## mutation tests of the algorithm: is every small fault in it noticed? (10 minutes)
+mutants: setup        ## mutation tests of the algorithm: is every small fault in it noticed? (2 minutes)
 	$(PY) bench/mutants.py $(ARGS)
 
 bench-learn: setup    ## inspo and static, 3 seeds, 2 learning rates: the README's figure (half an hour)

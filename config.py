@@ -40,7 +40,7 @@ class Config:
     corpus: str = knob("", "passages, .jsonl: the run serves them with BM25 (unless --retriever is given)")
     retriever: str = knob("", "URL of a running search server, http://host:port; several with commas, for fail-over")
     tools: str = knob("search", "what the agent can call, with commas: search, calculator")
-    optimizer_model: str = knob("", "model name at OPENAI_BASE_URL; 'scripted' starts the world's own server")
+    optimizer_model: str = knob("", "model name at OPENAI_BASE_URL; scripted: the world's own; guessing: its control")
     instruction: str = knob("", "file with the first instruction; empty: Search-R1's (App. F)")
     out: str = knob("", "directory of the run; empty: runs/<time>-<model>-<mode>")
     resume: bool = knob(False, "resume the run in --out from its last checkpoint, on any number of ranks")
@@ -53,7 +53,7 @@ class Config:
     mini: int = knob(256, "questions an optimizer update ")
     micro_tokens: int = knob(32768, "tokens a forward pass of a rank; affects speed and memory alone")
     G: int = knob(5, "G: trajectories a question")
-    lr: float = knob(5e-7, "peak learning rate of AdamW; cosine")
+    lr: float = knob(5e-7, "peak learning rate of AdamW; cosine. 0 freezes the policy")
     warmup: float = knob(0.1, "share of T in which lr rises")
     adam_beta1: float = knob(0.9, "AdamW: decay of the mean gradient")
     adam_beta2: float = knob(0.999, "AdamW: decay of the mean squared gradient")
@@ -118,6 +118,7 @@ class Config:
         "what is kept and measured",
     )
     eval_n: int = knob(0, "questions of an evaluation; 0: all")
+    canary: str = knob("", "file with an instruction to score at every evaluation; does training keep its meaning?")
     save_every: int = knob(25, "steps between checkpoints")
     keep: int = knob(2, "newest checkpoints to keep; the best on --valid is kept too")
 
@@ -184,9 +185,14 @@ def _help(f: dataclasses.Field[Any]) -> str:
 
 def first_instruction(cfg: Config) -> str:
     """Returns the instruction that evolution starts from."""
-    text = Path(cfg.instruction).read_text().strip() if cfg.instruction else SEARCH_R1
+    return read_instruction("instruction", cfg.instruction) if cfg.instruction else SEARCH_R1
+
+
+def read_instruction(knob: str, path: str) -> str:
+    """Returns the instruction in a file; Fault if it is empty."""
+    text = Path(path).read_text().strip()
     if not text:
-        raise Fault(f"--instruction {cfg.instruction}: the file is empty")
+        raise Fault(f"--{knob} {path}: the file is empty")
     return text
 
 
@@ -211,13 +217,13 @@ def validate(cfg: Config) -> str:
         if getattr(cfg, name) < 1:
             return f"--{name} {getattr(cfg, name)}: must be at least 1"
     at_least_0 = (
-        "eval_every", "eval_n", "T_e", "beta", "seed", "search_retries", "optimizer_retries", "tis", "weight_decay",
-        "valid_n",
+        "lr", "eval_every", "eval_n", "T_e", "beta", "seed", "search_retries", "optimizer_retries", "tis",
+        "weight_decay", "valid_n",
     )  # fmt: skip
     for name in at_least_0:
         if not getattr(cfg, name) >= 0:  # nan, too
             return f"--{name} {getattr(cfg, name)}: must not be negative"
-    for name in ("lr", "temperature", "tau_s", "eps", "patience", "gpu_mem", "adam_eps", "max_grad_norm"):
+    for name in ("temperature", "tau_s", "eps", "patience", "gpu_mem", "adam_eps", "max_grad_norm"):
         if not getattr(cfg, name) > 0:
             return f"--{name} {getattr(cfg, name)}: must be above 0"
     if not 0 <= cfg.warmup < 1:
@@ -259,7 +265,7 @@ def validate(cfg: Config) -> str:
         return "nothing to search: give --corpus (passages) or --retriever (URL of a running server)"
     if cfg.mode == "inspo" and not (cfg.optimizer_model and (scripted(cfg) or os.environ.get("OPENAI_BASE_URL"))):
         return "no optimizer: set OPENAI_BASE_URL and --optimizer_model, or choose --mode static"
-    for name in ("train", "valid", "test", "corpus", "instruction"):
+    for name in ("train", "valid", "test", "corpus", "instruction", "canary"):
         path = getattr(cfg, name)
         if path and not (name == "corpus" and cfg.retriever) and not Path(path).is_file():
             return f"--{name} {path}: no such file"
@@ -267,8 +273,8 @@ def validate(cfg: Config) -> str:
 
 
 def scripted(cfg: Config) -> bool:
-    """Returns whether the run starts the world's scripted optimizer instead of calling OPENAI_BASE_URL."""
-    return cfg.optimizer_model == "scripted"
+    """Returns whether the run starts an optimizer of the world's instead of calling OPENAI_BASE_URL."""
+    return cfg.optimizer_model in ("scripted", "guessing")
 
 
 def warnings(cfg: Config) -> list[str]:

@@ -1,5 +1,6 @@
 """What a run shows: a step's metrics, the two pictures of a run directory, the table at the end."""
 
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -121,6 +122,29 @@ def lineage(P: Population, I: Instruction) -> list[int]:
     return line
 
 
+def conclusion(em: dict[str, float], n: int) -> str:
+    """Returns whose gain it is in one sentence: the policy's, the instruction's, or only the pair's.
+
+    `em`: row of the final table -> exact match on `n` questions. A gain below two standard errors counts as none.
+    """
+    start, trained = em["first policy, first instruction"], em["trained policy, first instruction"]
+    end = em.get("trained policy, I_star", trained)
+    gain, noise = end - start, 2 * math.sqrt((end * (1 - end) + start * (1 - start)) / n)
+    if abs(gain) <= noise:
+        return f"EM {gain:+.2f}: nothing gained that {n} questions could show (two standard errors are {noise:.2f})."
+    if "trained policy, I_star" not in em:
+        return f"EM {gain:+.2f} under the first instruction, by training alone."
+    if gain < 0:
+        return f"EM {gain:+.2f}: the run has done harm."
+    by_policy, by_instruction = trained - start, em["first policy, I_star"] - start
+    text = f"EM {gain:+.2f}; the policy alone has {by_policy:+.2f}, the instruction alone {by_instruction:+.2f}: "
+    if by_policy + by_instruction <= 0.6 * gain:
+        return text + "the pair is worth more than its parts."
+    if by_instruction >= 0.8 * gain:
+        return text + "a search over instructions would have been enough."
+    return text + ("training would have been enough." if by_policy >= 0.8 * gain else "the parts add up.")
+
+
 def ending(summary: Row, rows: dict[str, Row], pictures: list[str], path: Path) -> str:
     """Returns the last screen of a run: EM by source, the winning instruction, its cost, where the files are."""
     sources = sorted({k for row in rows.values() for k in row if k.startswith("em/")})
@@ -130,6 +154,7 @@ def ending(summary: Row, rows: dict[str, Row], pictures: list[str], path: Path) 
     for name, row in rows.items():
         cells = "".join(f"{row[k]:>{max(9, len(k) - 1)}.3f}" for k in sources)
         lines.append(f"{name:{width}}{row['em']:>7.3f}{cells}{row['searches']:>10.2f}")
+    lines += ["", conclusion({name: row["em"] for name, row in rows.items()}, summary["questions"])]
     cost = summary["ledger"]
     lines += ["", f"I_star ({' -> '.join(f'#{j}' for j in summary['generations'])}):", summary["I_star"], ""]
     lines += [

@@ -13,7 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 import report
-from config import Config, first_instruction
+from config import Config, first_instruction, read_instruction
 from data import Question, em, f1
 from faults import Fault
 from harness.directory import RunDirectory
@@ -78,7 +78,7 @@ class Log:
         self.P, self.B = P, B
         if not self.start:
             self.start = self.evaluate(first_instruction(self.cfg), 0, self.test)
-            self.run.append("metrics", {"t": 0} | {f"test/{k}": v for k, v in self.start.items()})
+            self.run.append("metrics", {"t": 0} | self.named("test", self.start) | self.score_canary(0))
         if unproven := self.policy.worker.engine.unproven:
             self.note(f"note: {unproven} weights cannot be read back from the engine: only its log-probs are checked")
         scores = f"EM {self.start['em']:.3f}, {self.start['searches']:.2f} searches"
@@ -108,7 +108,8 @@ class Log:
         if self.cfg.eval_every and t % self.cfg.eval_every == 0 and t < self.cfg.T:
             for name, questions in (("valid", self.valid), ("test", self.test)):
                 scores = self.evaluate(self.P.best().text, t, questions) if questions else {}
-                row |= {f"{name}/{k}": v for k, v in scores.items()}
+                row |= self.named(name, scores)
+            row |= self.score_canary(t)
         self.run.append("metrics", {"t": t} | row)
         self.track({k: v for k, v in row.items() if isinstance(v, (int, float))}, t)
         seconds = row["time/rollout"] + row["time/update"] + row["time/log"] + row["time/evolve"]
@@ -150,6 +151,15 @@ class Log:
             for tool in self.policy.worker.tools:
                 scores.setdefault(tool.plural, []).append(tau.served(tool.tag))
         return {name: sum(x) / len(x) for name, x in sorted(scores.items())}
+
+    def named(self, name: str, scores: dict[str, float]) -> dict[str, float]:
+        return {f"{name}/{k}": v for k, v in scores.items()}
+
+    def score_canary(self, t: int) -> dict[str, float]:
+        """Returns the scores of --canary on the held-out questions, by their names in metrics.jsonl."""
+        if not self.cfg.canary:
+            return {}
+        return self.named("canary", self.evaluate(read_instruction("canary", self.cfg.canary), t, self.test))
 
     # ---- the population
 
@@ -218,6 +228,8 @@ class Log:
         self.policy.export(run.path / "policy")
         rows = {"trained policy, first instruction": (end := self.evaluate(first, cfg.T, self.test))}
         rows["first policy, first instruction"] = self.start
+        if cfg.canary:
+            rows["trained policy, canary"] = self.evaluate(read_instruction("canary", cfg.canary), cfg.T, self.test)
         if I_star.text != first:
             rows = {"trained policy, I_star": (end := self.evaluate(I_star.text, cfg.T, self.test))} | rows
             self.policy.reset()
@@ -225,7 +237,7 @@ class Log:
         summary = {  # other programs may rely on these keys
             "mode": cfg.mode, "seed": cfg.seed, "steps": cfg.T, "em_start": self.start["em"], "em_best": end["em"],
             "searches_start": self.start["searches"], "searches_end": end["searches"],
-            "seconds": round(self.spent + time.time() - self.began, 1), "held_out": rows,
+            "seconds": round(self.spent + time.time() - self.began, 1), "questions": len(self.test), "held_out": rows,
             "overhead_inference": round(self.ledger.overhead_inference(), 4), "ledger": asdict(self.ledger),
             "generations": report.lineage(self.P, I_star), "I_star": I_star.text,
         }  # fmt: skip

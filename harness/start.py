@@ -11,7 +11,7 @@ import psutil
 import torch
 from tqdm import tqdm
 
-from config import HERE, PRESETS, Config, first_instruction, scripted, warnings
+from config import HERE, PRESETS, Config, first_instruction, read_instruction, scripted, warnings
 from data import Question, load_questions, rng
 from faults import EngineFault, Fault, Outage, ToolDown
 from harness.directory import RunDirectory
@@ -67,6 +67,8 @@ def prepare(cfg: Config, ranks: Ranks) -> Iterator[Parts]:
     name = next((k for k, v in PRESETS.items() if v["model"] == cfg.model), Path(cfg.model).name)
     train, valid, test = load_data(cfg)
     first_instruction(cfg)
+    if cfg.canary:
+        read_instruction("canary", cfg.canary)
     if ranks.nodes > 1 and (not cfg.retriever or "//127." in cfg.retriever or "//localhost" in cfg.retriever):
         raise Fault(f"{ranks.nodes} nodes: give --retriever with an address that all of them can reach")
     engine, why = choose_engine(cfg, ranks.device)
@@ -134,7 +136,8 @@ def connect_optimizer(cfg: Config, serve: Servers, run: RunDirectory) -> Optimiz
     if cfg.mode != "inspo":
         return None
     if scripted(cfg):
-        url, key = serve("-m", "world.optimizer", "--seed", str(cfg.seed)) + "/v1", ""
+        guess = ["--guess"] if cfg.optimizer_model == "guessing" else []
+        url, key = serve("-m", "world.optimizer", "--seed", str(cfg.seed), *guess) + "/v1", ""
     else:
         url, key = os.environ["OPENAI_BASE_URL"], os.environ.get("OPENAI_API_KEY", "")
     paid = paid_calls(run.rows("reflections"))

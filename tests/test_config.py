@@ -92,6 +92,7 @@ def test_a_preset_wins_over_the_default_and_a_flag_over_the_preset():
     assert Config.lr == 5e-7
     assert parse([]).lr == PRESETS["world"]["lr"] != Config.lr
     assert parse(["--lr", "1e-5"]).lr == 1e-5
+    assert parse(["--lr", "0"]).lr == 0  # a frozen policy
     assert parse(["--lr", "5e-7"]).lr == 5e-7  # also where the flag is the default
 
 
@@ -274,7 +275,7 @@ def test_an_unknown_abbreviated_or_mistyped_flag_is_refused(refuses, argv, said)
         ("--save_every 0", "--save_every 0"),
         ("--eval_n -1", "--eval_n -1"),
         ("--seed -1", "--seed -1"),
-        ("--lr 0", "--lr 0"),
+        ("--lr -1", "--lr -1"),
         ("--lr nan", "--lr nan"),
         ("--temperature 0", "--temperature 0"),
         ("--tau_s 0", "--tau_s 0"),

@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import export
@@ -33,6 +34,7 @@ from harness.servers import Child
 
 ROOT = Path(__file__).parent.parent
 FIXTURE = Path(__file__).parent / "fixture"
+FILES = ROOT / "world" / "files"
 SMALL = "--batch 2 --mini 2 --G 2 --T 10 --K_p 1 --K_e 3 --T_e 9 --D_B 4 --eval_n 3 --save_every 3 --rounds 2".split()
 SMALL += ["--instruction", str(FIXTURE / "instruction.txt")]  # one that the world's policy scores under
 ENV = os.environ | {"OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}  # tests share their cores with the servers
@@ -540,6 +542,15 @@ def test_an_option_works_through_a_whole_run(tmp_path, name):
     rows = metrics(tmp_path / "r")[1:]
     assert len(rows) == 2 and holds(rows) and all(math.isfinite(row["loss"]) for row in rows)
     assert any(row["grad_norm"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("lr, moved", [("0", False), ("1e-4", True)])
+def test_a_learning_rate_of_0_freezes_the_policy(tmp_path, lr, moved):
+    code, _, stderr = run_here(*SMALL, "--T", "2", "--mode", "static", "--lr", lr, "--out", tmp_path / "r")
+    assert code == 0, (code, stderr)
+    first, last = (load_file(path / "model.safetensors") for path in (FILES / "policy", tmp_path / "r" / "policy"))
+    assert any(not torch.equal(first[name], last[name]) for name in last) == moved
+    assert any(row["grad_norm"] > 0 for row in metrics(tmp_path / "r")[1:])  # there was something to learn
 
 
 def test_questions_set_aside_for_valid_are_never_trained_on(tmp_path):

@@ -54,8 +54,11 @@ def revise(rng: random.Random, clauses: list[str], add: list[str]) -> str:
     return write(rng, kept + add, rng.randint(0, 1), "any" if rng.random() < 0.3 else "taught")
 
 
-def reply_to(prompt: str, seed: int) -> str:
-    """Returns the reply to a prompt of App. E; it depends on the two arguments alone."""
+def reply_to(prompt: str, seed: int, guess: bool = False) -> str:
+    """Returns the reply to a prompt of App. E; it depends on the arguments alone.
+
+    `guess`: a control that proposes clauses at random and never looks at the failures.
+    """
     rng = random.Random(f"{seed} {hashlib.sha256(prompt.encode()).hexdigest()}")
     parent = re.search(r"<ins_0>(.*?)</ins_0>", prompt, re.S)
     asked = re.search(r"to <ins_(\d+)>", prompt)
@@ -67,14 +70,14 @@ def reply_to(prompt: str, seed: int) -> str:
     if failures:
         reasons: dict[str, str] = {}
         votes: list[str] = []
-        for response in failures:
+        for response in failures if not guess else []:
             found = {c: why for c, why in diagnose(response).items() if c not in clauses}
             reasons |= found
             votes += found
         text = [f"{k}. {why}" for k, why in enumerate(reasons.values(), 1)] or ["The reasons are not clear."]
         candidates = []
         for _ in range(n):
-            luck = rng.random()
+            luck = rng.random() if not guess else 0.6
             if luck < 0.55 and votes:  # to the point
                 add = [rng.choice(votes)]
             elif luck < 0.80:  # a guess
@@ -98,7 +101,7 @@ def reply_to(prompt: str, seed: int) -> str:
     return "\n\n".join(["\n".join(text), *blocks])
 
 
-def make_app(seed: int):
+def make_app(seed: int, guess: bool = False):
     from fastapi import FastAPI
     from pydantic import BaseModel
 
@@ -119,7 +122,7 @@ def make_app(seed: int):
     @app.post("/v1/chat/completions")
     def complete(request: Request) -> dict:
         prompt = request.messages[-1].content if request.messages else ""
-        reply = reply_to(prompt, seed)
+        reply = reply_to(prompt, seed, guess)
         usage = {"prompt_tokens": len(prompt) // 4, "completion_tokens": len(reply) // 4}
         message = {"role": "assistant", "content": reply}
         return {
@@ -137,10 +140,11 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8001)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--guess", action="store_true", help="propose at random, without reading the failures")
     parser.add_argument("--child", action="store_true", help="exit when standard input ends")
     args = parser.parse_args()
     with one_line():
-        serve(make_app(args.seed), listen(args.host, args.port), args.child)
+        serve(make_app(args.seed, args.guess), listen(args.host, args.port), args.child)
 
 
 if __name__ == "__main__":
