@@ -8,7 +8,7 @@ ARGS   ?=
 export GOMP_SPINCOUNT ?= 1000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train static test test-slow test-ranks test-vllm resolve lint bench-world bench-learn bench-step bench-retrieval bench-kernels bench-rollout warm-start ask one-step mutants
+.PHONY: help setup train static test test-slow test-ranks test-vllm resolve lint bench-world controls bench-learn bench-instructions bench-step bench-retrieval bench-kernels bench-rollout warm-start ask one-step mutants
 
 help:                 ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## *(.*)/\1\t\2/' | expand -t 18
@@ -60,8 +60,14 @@ lint: setup           ## style and types: ruff, mypy
 mutants: setup        ## mutation tests of the algorithm: is every small fault in it noticed? (2 minutes)
 	$(PY) bench/mutants.py $(ARGS)
 
-bench-learn: setup    ## inspo and static, 3 seeds, 2 learning rates: the README's figure (half an hour)
-	$(PY) bench/learn.py
+controls: setup       ## whose gain is it? inspo beside a static instruction and beside a frozen policy
+	$(PY) bench/learn.py --arms inspo static frozen --seeds 0 --out runs/controls $(ARGS)
+
+bench-learn: setup    ## inspo and six controls, 5 seeds: the README's figure (2 hours)
+	$(PY) bench/learn.py --picture assets/learning.png $(ARGS)
+
+bench-instructions: setup  ## every combination of clauses under the first policy and under a trained one
+	$(PY) bench/instructions.py $(or $(POLICY),runs/bench-learn/inspo-seed0/policy)
 
 bench-world: setup    ## the first policy by instruction; how often verification errs
 	$(PY) bench/world.py

@@ -127,9 +127,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "world": dict(
         model=str(WORLD / "policy"), train=str(WORLD / "train.jsonl"), valid=str(WORLD / "valid.jsonl"),
         test=str(WORLD / "test.jsonl"), corpus=str(WORLD / "corpus.jsonl"), instruction=str(WORLD / "instruction.txt"),
-        optimizer_model="scripted", T=60, batch=24, mini=24, micro_tokens=4096, lr=1e-4, max_response=48,
-        max_observation=100, max_prompt=480, K_p=3, K_e=9, T_e=40, D_B=48, buffer=960, max_instruction=120,
-        eval_every=0, save_every=9, recompute=0, vllm_memory=0.05,
+        optimizer_model="scripted", T=80, batch=24, mini=24, micro_tokens=4096, lr=1e-3, max_response=48,
+        max_observation=100, max_prompt=480, K_p=5, K_e=10, T_e=50, D_B=48, rounds=1, buffer=960, max_instruction=120,
+        eval_every=0, save_every=10, recompute=0, vllm_memory=0.05,
     ),
     "qwen2.5-3b": dict(model="Qwen/Qwen2.5-3B"),
     "qwen2.5-7b": dict(model="Qwen/Qwen2.5-7B", lr=3e-7, max_turns=6),

@@ -9,7 +9,6 @@ import argparse
 import json
 import random
 import sys
-import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).parent.parent
@@ -33,54 +32,39 @@ def main() -> None:
 
     import numpy as np
 
-    from config import PRESETS, Config
-    from data import em, load_questions
-    from engines.torch_engine import TorchEngine
-    from harness.servers import Child
-    from rollout import Job, rollout
-    from tools import Search, stop_strings
-    from training.model import load_policy
+    from bench.player import player
+    from config import PRESETS
+    from data import load_questions
     from world.clauses import CLAUSES, write
     from world.optimizer import revise
 
-    cfg = Config(**PRESETS["world"])
-    model, tokenizer = load_policy(cfg.model, "cpu")
     found: dict = {}
-    with tempfile.TemporaryDirectory() as tmp:
-        with Child([str(HERE / "retrieval_server.py"), "--corpus", cfg.corpus], f"{tmp}/log") as server:
-            search = Search(server.url, cfg.topk)
-            engine = TorchEngine(model, tokenizer, stop_strings([search]), cfg.max_rows)
+    with player() as play:
+        test = load_questions(PRESETS["world"]["test"])[: args.questions]
+        print("| clauses | greedy, taught wordings | greedy, held-out wordings | T = 1, taught |")
+        print("|---|---|---|---|")
+        for clauses in SETS:
+            row = []
+            for wordings, temperature in (("taught", 0.0), ("unseen", 0.0), ("taught", 1.0)):
+                dice = random.Random(0)
+                texts = [write(dice, clauses, 0, wordings) for _ in test]
+                row.append(float(play(texts, test, temperature).mean()))
+            print(f"| {', '.join(clauses) or 'none'} | " + " | ".join(f"{x:.2f}" for x in row) + " |")
+            found["+".join(clauses)] = [round(x, 3) for x in row]
 
-            def rewards(texts: list[str], questions: list, temperature: float) -> np.ndarray:
-                jobs = [Job(0, text, q, k) for k, (text, q) in enumerate(zip(texts, questions, strict=True))]
-                taus = rollout(engine, tokenizer, [search], jobs, cfg, temperature=temperature, seed=0)
-                return np.array([em(tau.prediction, tau.question.golds) for tau in taus])
-
-            test = load_questions(cfg.test)[: args.questions]
-            print("| clauses | greedy, taught wordings | greedy, held-out wordings | T = 1, taught |")
-            print("|---|---|---|---|")
-            for clauses in SETS:
-                row = []
-                for wordings, temperature in (("taught", 0.0), ("unseen", 0.0), ("taught", 1.0)):
-                    dice = random.Random(0)
-                    texts = [write(dice, clauses, 0, wordings) for _ in test]
-                    row.append(float(rewards(texts, test, temperature).mean()))
-                print(f"| {', '.join(clauses) or 'none'} | " + " | ".join(f"{x:.2f}" for x in row) + " |")
-                found["+".join(clauses)] = [round(x, 3) for x in row]
-
-            train = load_questions(cfg.train)[: args.questions]
-            dice, draws = random.Random(0), np.random.default_rng(0)
-            joined = {kind: {n: [] for n in SIZES} for kind in ("worse", "better")}
-            for clauses in PARENTS:
-                parent = rewards([write(dice, clauses)] * len(train), train, 1.0)
-                for add in [c for c in CLAUSES if c not in clauses]:
-                    child = rewards([revise(dice, clauses, [add])] * len(train), train, 1.0)
-                    if abs(gain := child.mean() - parent.mean()) < 0.03:
-                        continue
-                    for n in SIZES:
-                        k = np.array([draws.choice(len(train), n, replace=False) for _ in range(2000)])
-                        passed = float((child[k].mean(1) >= parent[k].mean(1)).mean())
-                        joined["better" if gain > 0 else "worse"][n].append(passed)
+        train = load_questions(PRESETS["world"]["train"])[: args.questions]
+        dice, draws = random.Random(0), np.random.default_rng(0)
+        joined = {kind: {n: [] for n in SIZES} for kind in ("worse", "better")}
+        for clauses in PARENTS:
+            parent = play([write(dice, clauses)] * len(train), train, 1.0)
+            for add in [c for c in CLAUSES if c not in clauses]:
+                child = play([revise(dice, clauses, [add])] * len(train), train, 1.0)
+                if abs(gain := child.mean() - parent.mean()) < 0.03:
+                    continue
+                for n in SIZES:
+                    k = np.array([draws.choice(len(train), n, replace=False) for _ in range(2000)])
+                    passed = float((child[k].mean(1) >= parent[k].mean(1)).mean())
+                    joined["better" if gain > 0 else "worse"][n].append(passed)
     print("\n| D_B | worse revisions that join | better revisions rejected |\n|---|---|---|")
     for n in SIZES:
         wrong, lost = float(np.mean(joined["worse"][n])), 1 - float(np.mean(joined["better"][n]))

@@ -131,8 +131,8 @@ def write_files(folder: Path) -> None:
     tables = {
         "corpus": [{"id": str(i), "contents": p} for i, p in enumerate(world.passages)],
         "train": train,
-        "valid": questions(world, "valid", {1: 50, 2: 50, 3: 50}, without=train),
-        "test": questions(world, "test", {1: 100, 2: 100, 3: 100}),
+        "valid": questions(world, "valid", {1: 30, 2: 60, 3: 60}, without=train),
+        "test": questions(world, "test", {1: 60, 2: 120, 3: 120}),
     }
     for name, rows in tables.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
