@@ -171,7 +171,7 @@ def test_help_shows_the_defaults_of_the_world_and_where_they_differ_the_paper_s(
             assert line.endswith(f"{doc} [{world}]"), line
         else:
             assert line.endswith(f"{doc} [{world}; {f.default}]"), line
-    assert line_of(shown, "T") == "T int T: training steps [60; 300]"
+    assert line_of(shown, "T") == "T int T: training steps [80; 300]"
     assert line_of(shown, "tau_s").endswith("selection temperature [0.2]")
 
 
@@ -224,7 +224,7 @@ def test_a_configuration_cannot_be_changed_afterwards():
 def test_static_mode_is_one_instruction_that_never_evolves():
     cfg = parse(["--mode", "static"])
     assert (cfg.N_P, cfg.N_parent, cfg.T_e) == (1, 1, 0)
-    assert dataclasses.replace(cfg, mode="inspo", N_P=7, T_e=40) == parse([])
+    assert dataclasses.replace(cfg, mode="inspo", N_P=7, T_e=50) == parse([])
 
 
 # --- what cannot work ---------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 Where the instruction is silent, the agent falls back on poor habits: one search with the whole question, no notes, a
 sentence as the answer, stopping one fact early. The paper's static baseline shows such a habit (one search that mirrors
-the question, App. F); evolution has to overcome them.
+the question, App. F). Evolution has to overcome them, all but the last: that one is reinforcement's.
 """
 
 import random
