@@ -38,6 +38,11 @@ ARMS = {  # name -> (what it is, flags); {arm} is the directory of that arm's ru
 COLORS = {"inspo": "C0", "static": "C3", "frozen": "C2"}
 
 
+def needs(arm: str) -> list[str]:
+    """Returns the arms that this one builds on."""
+    return [other for other in ARMS if f"{{{other}}}" in ARMS[arm][1]]
+
+
 def run(arm: str, seed: int, args: argparse.Namespace) -> Path:
     """Runs an arm, and first those that it builds on, unless they are there; returns its directory."""
     from config import PRESETS
@@ -46,7 +51,7 @@ def run(arm: str, seed: int, args: argparse.Namespace) -> Path:
     if (out / "summary.json").exists():
         return out
     flags = ARMS[arm][1]
-    needed = {other: str(run(other, seed, args)) for other in ARMS if f"{{{other}}}" in flags}
+    needed = {other: str(run(other, seed, args)) for other in needs(arm)}
     world = " ".join(f"--{name} {value}" for name, value in PRESETS["world"].items() if name not in ("model", "lr"))
     argv = flags.format(**needed, world=world, half=PRESETS["world"]["T_e"] // 2).split()
     argv += ["--seed", str(seed), "--eval_every", str(args.every), "--canary", str(args.canary), "--out", str(out)]
@@ -61,12 +66,14 @@ def run(arm: str, seed: int, args: argparse.Namespace) -> Path:
 
 
 def curve(out: Path, name: str) -> tuple[list[int], list[float]]:
-    """Returns the steps of a run's evaluations and a score at each, the last one included."""
+    """Returns the steps of a run and a score at each: of every step, or of the evaluations, the last one included."""
     rows = [row for row in read_jsonl(out / "metrics.jsonl") if name in row]
+    t, y = [row["t"] for row in rows], [row[name] for row in rows]
+    if "/" not in name:
+        return t, [float(np.mean(y[max(0, k - 4) : k + 1])) for k in range(len(y))]
     end = json.loads((out / "summary.json").read_text())
-    last = {"test/em": end["em_best"], "test/searches": end["searches_end"]}
-    last["canary/em"] = end["held_out"]["trained policy, canary"]["em"]
-    return [row["t"] for row in rows] + [end["steps"]], [row[name] for row in rows] + [last[name]]
+    last = {"test/em": end["em_best"], "canary/em": end["held_out"]["trained policy, canary"]["em"]}
+    return [*t, end["steps"]], [*y, last[name]]
 
 
 def draw(runs: dict[str, list[Path]], path: Path) -> None:
@@ -76,11 +83,12 @@ def draw(runs: dict[str, list[Path]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     panels = {
-        "test/em": "held-out exact match,\nunder the run's best instruction",
-        "canary/em": "the same policies under one\ngood instruction, always the same",
-        "test/searches": "searches a question,\nunder the run's best instruction",
+        "reward": "reward of a step's rollouts\n(temperature 1, mean of 5 steps)",
+        "searches": "searches a question\n(mean of 5 steps)",
+        "test/em": "held-out exact match, greedy,\nunder the run's best instruction",
+        "canary/em": "the same policies under one good\ninstruction, never the run's own",
     }
-    fig, axes = plt.subplots(1, len(panels), figsize=(11, 3.4))
+    fig, axes = plt.subplots(1, len(panels), figsize=(13, 3.3))
     for ax, (name, title) in zip(axes, panels.items(), strict=True):
         for arm in [arm for arm in COLORS if arm in runs]:
             curves = [curve(out, name) for out in runs[arm]]
@@ -89,7 +97,7 @@ def draw(runs: dict[str, list[Path]], path: Path) -> None:
             mean = np.mean([y for _, y in curves], axis=0)
             ax.plot(curves[0][0], mean, color=COLORS[arm], lw=2, label=f"{arm}: {ARMS[arm][0]}")
         ax.set_title(title, fontsize=9, loc="left")
-        ax.set(xlabel="step t", ylim=(0, 1.02) if name.endswith("em") else (0.8, None))
+        ax.set(xlabel="step t", ylim=(0.8, None) if name == "searches" else (0, 1.02))
         ax.spines[["top", "right"]].set_visible(False)
         ax.grid(axis="y", alpha=0.3)
     fig.legend(*axes[0].get_legend_handles_labels(), frameon=False, loc="lower center", ncols=3, fontsize=8)
@@ -113,7 +121,7 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--static_lr", default="", help="the static arms' learning rate; empty: the default's")
-    parser.add_argument("--every", type=int, default=10, help="steps between held-out evaluations")
+    parser.add_argument("--every", type=int, default=20, help="steps between held-out evaluations")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time; their seconds then say little")
     parser.add_argument("--out", type=Path, default=HERE / "runs" / "bench-learn")
     parser.add_argument("--picture", type=Path, help="where to draw the curves")
@@ -123,10 +131,12 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     args.canary = args.out / "canary.txt"
     args.canary.write_text(write(random.Random(0), sorted(BEST)) + "\n")
-    runs: dict[str, list[Path]] = {}
+    alone = [arm for arm in ARMS if not needs(arm)]
     with ThreadPoolExecutor(args.jobs) as pool:
-        for arm in args.arms:  # an arm may build on an earlier one
-            runs[arm] = list(pool.map(lambda seed, arm=arm: run(arm, seed, args), args.seeds))
+        for phase in (alone, [arm for arm in ARMS if arm not in alone]):  # some arms build on others
+            pairs = [(arm, seed) for arm in phase if arm in args.arms for seed in args.seeds]
+            list(pool.map(lambda pair: run(*pair, args), pairs))
+    runs = {arm: [run(arm, seed, args) for seed in args.seeds] for arm in args.arms}
     if args.picture:
         draw(runs, args.picture)
 
