@@ -25,7 +25,7 @@ from harness.directory import read_jsonl  # noqa: E402
 
 ARMS = {  # name -> (what it is, flags); {arm} is the directory of that arm's run with the same seed
     "inspo": ("instruction and policy evolve together", ""),
-    "static": ("Search-R1's way: one instruction, at its own best learning rate", "--mode static"),
+    "static": ("Search-R1's way: one instruction", "--mode static"),
     "frozen": ("evolution, the policy frozen", "--lr 0"),
     "evolve-train": (
         "evolution first, then training under the winner",
