@@ -529,6 +529,10 @@ OPTIONS = {
     "token mean": (["--loss_agg", "token"], lambda rows: True),
     "importance weights": (["--tis", "2", "--mini", "1"], lambda rows: True),
     "no reference": (["--beta", "0"], lambda rows: all(row["kl"] == 0 for row in rows)),
+    "canary": (  # the run's own instruction
+        ["--eval_every", "1", "--canary", str(FIXTURE / "instruction.txt")],
+        lambda rows: all(rows[0][f"canary/{x}"] == rows[0][f"test/{x}"] for x in ("em", "f1", "searches")),
+    ),
     "valid": (["--eval_every", "1"], lambda rows: "valid/em" in rows[0] and "test/em" in rows[0]),
 }
 
