@@ -67,7 +67,7 @@ bench-learn: setup    ## inspo and six controls, 5 seeds: the README's figure (2
 	$(PY) bench/learn.py --picture assets/learning.png $(ARGS)
 
 bench-instructions: setup  ## every combination of clauses under the first policy and under a trained one
-	$(PY) bench/instructions.py $(or $(POLICY),runs/bench-learn/inspo-seed0/policy)
+	$(PY) bench/instructions.py $(or $(POLICY),runs/bench-learn/inspo-seed1/policy) $(ARGS)
 
 bench-world: setup    ## the first policy by instruction; how often verification errs
 	$(PY) bench/world.py
