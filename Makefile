@@ -63,7 +63,7 @@ mutants: setup        ## mutation tests of the algorithm: is every small fault i
 controls: setup       ## whose gain is it? inspo beside a static instruction and beside a frozen policy
 	$(PY) bench/learn.py --arms inspo static frozen --seeds 0 --out runs/controls $(ARGS)
 
-bench-learn: setup    ## inspo and six controls, 5 seeds: the README's figure (2 hours)
+bench-learn: setup    ## inspo and six controls, 5 seeds: the README's figure (hours)
 	$(PY) bench/learn.py --picture assets/learning.png $(ARGS)
 
 bench-instructions: setup  ## every combination of clauses under the first policy and under a trained one
