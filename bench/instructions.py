@@ -17,15 +17,16 @@ sys.path.insert(0, str(HERE))
 
 import numpy as np  # noqa: E402
 
+from config import PRESETS  # noqa: E402
+from data import load_questions  # noqa: E402
 from faults import one_line  # noqa: E402
+from world.clauses import CLAUSES, write  # noqa: E402
 
 SEARCHING = {"entity": "one entity per query", "whole": "the whole question", "memory": "no search", "": "unsaid"}
 
 
 def combinations() -> list[tuple[str, ...]]:
     """Returns every set of clauses that does not contradict itself."""
-    from world.clauses import CLAUSES
-
     slots: dict[str, list[str]] = {}
     for name, clause in CLAUSES.items():
         slots.setdefault(clause.slot, [""]).append(name)
@@ -35,9 +36,6 @@ def combinations() -> list[tuple[str, ...]]:
 def values(policy: str, family: list[tuple[str, ...]], n: int) -> tuple[np.ndarray, dict[tuple[str, ...], float]]:
     """Returns the exact match of each combination on `n` questions, and of the five best ones on all of them."""
     from bench.player import player
-    from config import PRESETS
-    from data import load_questions
-    from world.clauses import write
 
     test = load_questions(PRESETS["world"]["test"])
     with player(policy) as play:

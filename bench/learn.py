@@ -3,7 +3,7 @@
     make controls          # one seed of inspo, static and frozen, to the end
     make bench-learn       # five seeds of every arm
 
-Runs inspo.py itself for every arm and seed. Runs go to runs/bench-learn/; finished ones are not repeated.
+Runs inspo.py itself for every arm and seed. Finished runs are not repeated.
 """
 
 import argparse
@@ -20,8 +20,10 @@ sys.path.insert(0, str(HERE))
 
 import numpy as np  # noqa: E402
 
+from config import PRESETS  # noqa: E402
 from faults import Fault, one_line  # noqa: E402
 from harness.directory import read_jsonl  # noqa: E402
+from world.clauses import BEST, write  # noqa: E402
 
 ARMS = {  # name -> (what it is, flags); {arm} is the directory of that arm's run with the same seed
     "inspo": ("instruction and policy evolve together", ""),
@@ -45,8 +47,6 @@ def needs(arm: str) -> list[str]:
 
 def run(arm: str, seed: int, args: argparse.Namespace) -> Path:
     """Runs an arm, and first those that it builds on, unless they are there; returns its directory."""
-    from config import PRESETS
-
     out = args.out / f"{arm}-seed{seed}"
     if (out / "summary.json").exists():
         return out
@@ -55,7 +55,7 @@ def run(arm: str, seed: int, args: argparse.Namespace) -> Path:
     world = " ".join(f"--{name} {value}" for name, value in PRESETS["world"].items() if name not in ("model", "lr"))
     argv = flags.format(**needed, world=world, half=PRESETS["world"]["T_e"] // 2).split()
     argv += ["--seed", str(seed), "--eval_every", str(args.every), "--canary", str(args.canary), "--out", str(out)]
-    argv += ["--lr", args.static_lr] if "static" in flags and args.static_lr else []
+    argv += ["--lr", args.static_lr] if "--mode static" in flags and args.static_lr else []
     argv += ["--resume"] if (out / "config.json").exists() else []
     env = os.environ | {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // args.jobs))}
     with open(f"{out}.log", "w") as log:
@@ -126,8 +126,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "runs" / "bench-learn")
     parser.add_argument("--picture", type=Path, help="where to draw the curves")
     args = parser.parse_args()
-    from world.clauses import BEST, write
-
     args.out.mkdir(parents=True, exist_ok=True)
     args.canary = args.out / "canary.txt"
     args.canary.write_text(write(random.Random(0), sorted(BEST)) + "\n")

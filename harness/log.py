@@ -78,7 +78,9 @@ class Log:
         self.P, self.B = P, B
         if not self.start:
             self.start = self.evaluate(first_instruction(self.cfg), 0, self.test)
-            self.run.append("metrics", {"t": 0} | self.named("test", self.start) | self.score_canary(0))
+            self.run.append(
+                "metrics", {"t": 0} | self.named("test", self.start) | self.named("canary", self.score_canary(0))
+            )
         if unproven := self.policy.worker.engine.unproven:
             self.note(f"note: {unproven} weights cannot be read back from the engine: only its log-probs are checked")
         scores = f"EM {self.start['em']:.3f}, {self.start['searches']:.2f} searches"
@@ -109,7 +111,7 @@ class Log:
             for name, questions in (("valid", self.valid), ("test", self.test)):
                 scores = self.evaluate(self.P.best().text, t, questions) if questions else {}
                 row |= self.named(name, scores)
-            row |= self.score_canary(t)
+            row |= self.named("canary", self.score_canary(t))
         self.run.append("metrics", {"t": t} | row)
         self.track({k: v for k, v in row.items() if isinstance(v, (int, float))}, t)
         seconds = row["time/rollout"] + row["time/update"] + row["time/log"] + row["time/evolve"]
@@ -156,10 +158,10 @@ class Log:
         return {f"{name}/{k}": v for k, v in scores.items()}
 
     def score_canary(self, t: int) -> dict[str, float]:
-        """Returns the scores of --canary on the held-out questions, by their names in metrics.jsonl."""
+        """Returns the scores of --canary on the held-out questions; {} without one."""
         if not self.cfg.canary:
             return {}
-        return self.named("canary", self.evaluate(read_instruction("canary", self.cfg.canary), t, self.test))
+        return self.evaluate(read_instruction("canary", self.cfg.canary), t, self.test)
 
     # ---- the population
 
@@ -229,7 +231,7 @@ class Log:
         rows = {"trained policy, first instruction": (end := self.evaluate(first, cfg.T, self.test))}
         rows["first policy, first instruction"] = self.start
         if cfg.canary:
-            rows["trained policy, canary"] = self.evaluate(read_instruction("canary", cfg.canary), cfg.T, self.test)
+            rows["trained policy, canary"] = self.score_canary(cfg.T)
         if I_star.text != first:
             rows = {"trained policy, I_star": (end := self.evaluate(I_star.text, cfg.T, self.test))} | rows
             self.policy.reset()

@@ -31,6 +31,8 @@ from data import draw, load_questions, rng
 from engines.vllm_engine import vllm_installed
 from harness.directory import read_jsonl
 from harness.servers import Child
+from world.clauses import FRAMES
+from world.optimizer import reply_to
 
 ROOT = Path(__file__).parent.parent
 FIXTURE = Path(__file__).parent / "fixture"
@@ -548,6 +550,16 @@ def test_an_option_works_through_a_whole_run(tmp_path, name):
     assert any(row["grad_norm"] > 0 for row in rows)
 
 
+def test_the_guessing_optimizer_is_the_one_that_does_not_read(tmp_path):
+    flags = [*SMALL, "--T", "4", "--optimizer_model", "guessing", "--out", tmp_path / "r"]
+    code, _, stderr = run_here(*flags)
+    assert code == 0, (code, stderr)
+    calls = [row["call"] for row in read_jsonl(tmp_path / "r" / "reflections.jsonl") if "call" in row]
+    asked = [call["prompt"] for call in calls if "Correct answer:" in call["prompt"]]
+    assert asked and all(call["reply"] == reply_to(call["prompt"], 0, guess=True) for call in calls)
+    assert any(reply_to(prompt, 0) != reply_to(prompt, 0, guess=True) for prompt in asked)
+
+
 @pytest.mark.parametrize("lr, moved", [("0", False), ("1e-4", True)])
 def test_a_learning_rate_of_0_freezes_the_policy(tmp_path, lr, moved):
     code, _, stderr = run_here(*SMALL, "--T", "2", "--mode", "static", "--lr", lr, "--out", tmp_path / "r")
@@ -555,6 +567,17 @@ def test_a_learning_rate_of_0_freezes_the_policy(tmp_path, lr, moved):
     first, last = (load_file(path / "model.safetensors") for path in (FILES / "policy", tmp_path / "r" / "policy"))
     assert any(not torch.equal(first[name], last[name]) for name in last) == moved
     assert any(row["grad_norm"] > 0 for row in metrics(tmp_path / "r")[1:])  # there was something to learn
+
+
+def test_a_canary_is_scored_under_its_own_instruction(tmp_path):
+    (tmp_path / "canary").write_text(f"{FRAMES[0]} Do not search at all.")
+    flags = [*SMALL, "--T", "2", "--mode", "static", "--eval_every", "1", "--canary", tmp_path / "canary"]
+    code, _, stderr = run_here(*flags, "--out", tmp_path / "r")
+    assert code == 0, (code, stderr)
+    rows = [row for row in metrics(tmp_path / "r") if "test/em" in row]
+    summary = json.loads((tmp_path / "r" / "summary.json").read_text())
+    assert len(rows) == 2 and summary["held_out"]["trained policy, canary"]["searches"] == 0
+    assert all(row["canary/searches"] == 0 < row["test/searches"] for row in rows)
 
 
 def test_questions_set_aside_for_valid_are_never_trained_on(tmp_path):

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.slow
-def test_the_rebuilt_policy_is_the_shipped_one_and_lacks_one_skill(tmp_path):
+def test_the_rebuilt_policy_follows_its_instruction_and_lacks_one_skill(tmp_path):
     build = [sys.executable, "-m", "world.warm_start", "--out", str(tmp_path)]
     subprocess.run(build, cwd=ROOT, check=True, timeout=1200, capture_output=True)
     for name in ("corpus.jsonl", "train.jsonl", "test.jsonl", "instruction.txt", "policy/tokenizer.json"):
@@ -49,5 +49,6 @@ def test_the_rebuilt_policy_is_the_shipped_one_and_lacks_one_skill(tmp_path):
         assert exact_match(play(["entity", "exact"], one_hop)) >= 0.8
         for clauses in (["entity", "exact", "cont"], sorted(BEST), [*sorted(BEST), "plan"]):
             assert exact_match(play(clauses, questions)) <= 0.45
-        # Under the first instruction reinforcement would have nothing to find: a second search is never tried.
-        assert sum(tau.served("search") > 1 for tau in play([], questions * 4, 1.0)) < 0.01 * 600
+        # Under the first instruction reinforcement has next to nothing to find: a second search is hardly tried.
+        sampled = play([], questions * 4, 1.0)
+        assert sum(tau.served("search") > 1 for tau in sampled) < 0.01 * len(sampled)

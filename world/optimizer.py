@@ -70,15 +70,16 @@ def reply_to(prompt: str, seed: int, guess: bool = False) -> str:
     if failures:
         reasons: dict[str, str] = {}
         votes: list[str] = []
-        for response in failures if not guess else []:
+        for response in [] if guess else failures:
             found = {c: why for c, why in diagnose(response).items() if c not in clauses}
             reasons |= found
             votes += found
         text = [f"{k}. {why}" for k, why in enumerate(reasons.values(), 1)] or ["The reasons are not clear."]
         candidates = []
         for _ in range(n):
-            luck = rng.random() if not guess else 0.6
-            if luck < 0.55 and votes:  # to the point
+            if guess:
+                add = [rng.choice(list(CLAUSES))]
+            elif (luck := rng.random()) < 0.55 and votes:  # to the point
                 add = [rng.choice(votes)]
             elif luck < 0.80:  # a guess
                 add = [rng.choice(list(CLAUSES))]
