@@ -3,12 +3,14 @@ PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 PY     := .venv/bin/python
 VLLM   := .venv-vllm/bin/python
+TRL    := .venv-trl/bin/python
 ARGS   ?=
+# `train` has one thread: with so small a policy two wait for each other.
 # Threads that wait for each other spin only for a moment (LOG.md): as fast alone, twice as fast beside other programs.
 export GOMP_SPINCOUNT ?= 1000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train static test test-slow test-ranks test-vllm resolve lint bench-world controls bench-learn bench-instructions bench-step bench-retrieval bench-kernels bench-rollout warm-start ask one-step mutants
+.PHONY: help setup train static test test-slow test-ranks test-vllm resolve lint bench-world controls bench-learn bench-instructions bench-step bench-retrieval bench-kernels bench-rollout bench-trl gpu warm-start ask one-step mutants
 
 help:                 ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## *(.*)/\1\t\2/' | expand -t 21
@@ -29,11 +31,18 @@ setup: .venv/done     ## .venv with all that is needed
 	$(VLLM) -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch .venv-vllm/done
 
+# TRL, to measure against, in an environment of its own: it brings datasets and accelerate.
+.venv-trl/done: requirements-base.txt requirements-cpu.txt requirements-trl.txt
+	$(PYTHON) -m venv .venv-trl
+	$(TRL) -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(TRL) -m pip install --quiet --disable-pip-version-check -r requirements-cpu.txt -r requirements-trl.txt
+	touch .venv-trl/done
+
 train: setup          ## the embedded default: a whole INSPO run on a small world, minutes on two cores
-	$(PY) inspo.py $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) inspo.py $(ARGS)
 
 static: setup         ## the baseline on the same world: one fixed instruction
-	$(PY) inspo.py --mode static $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) inspo.py --mode static $(ARGS)
 
 ask: setup            ## question the agent of the newest run
 	$(PY) ask.py $(ARGS)
@@ -83,6 +92,11 @@ bench-kernels: setup  ## the GRPO head beside its peers, on a GPU
 
 bench-rollout: .venv-vllm/done  ## rollouts with vLLM against raw generation and against synchronous rounds
 	$(VLLM) bench/rollout.py $(ARGS)
+
+gpu:                  ## does it work on this GPU? 10 minutes, in an environment of yours (PYTHON=...), not .venv
+	$(PYTHON) bench/gpu.py $(ARGS)
+bench-trl: .venv-trl/done  ## a step of single turns beside TRL's GRPOTrainer, on one thread
+	OMP_NUM_THREADS=1 $(TRL) bench/trl.py $(ARGS)
 
 warm-start: setup     ## rebuild world/files from nothing
 	$(PY) -m world.warm_start

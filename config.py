@@ -32,7 +32,7 @@ class Config:
     """Defaults are the paper's 3B column (§4, App. B); sizes in tokens are the policy's tokens."""
 
     mode: str = knob("inspo", "inspo, or static: Search-R1's baseline, one fixed instruction", "the run")
-    model: str = knob("world", "a preset (world, qwen2.5-3b, qwen2.5-7b), a Hugging Face id or a local directory")
+    model: str = knob("world", "a preset (world, qwen2.5-0.5b to -7b), a Hugging Face id or a local directory")
     train: str = knob("", "training questions, .jsonl or .parquet")
     valid: str = knob("", "questions that choose the best checkpoint; empty: some of --train are set aside")
     valid_n: int = knob(500, "questions set aside from --train without --valid, at most a tenth of it")
@@ -63,6 +63,10 @@ class Config:
     eps: float = knob(0.2, "epsilon of Eq. 2: the clip")
     beta: float = knob(0.001, "beta of Eq. 2: weight of the KL to the first policy; 0: no reference model")
     loss_agg: str = knob("trajectory", "trajectory: Eq. 2's average; token: verl's token mean")
+    lora_rank: int = knob(
+        0, "rank of LoRA adapters on all linear layers but the head; 0: train all weights. Adapters want a larger --lr"
+    )
+    lora_alpha: int = knob(32, "LoRA's scale is this / --lora_rank")
     tis: float = knob(0.0, "truncated importance sampling: weight tokens by min(pi_old / pi_engine, this); 0 disables")
 
     temperature: float = knob(
@@ -82,13 +86,15 @@ class Config:
         "where it runs (torchrun: a rank a GPU)",
     )
     vllm: str = knob("colocate", "colocate: vLLM in every rank, asleep during updates; or URLs of `vllm serve`")
-    vllm_memory: float = knob(0.5, "share of a GPU's memory for colocated vLLM: its weights and KV cache")
+    vllm_memory: float = knob(0.5, "share of a GPU's memory for colocated vLLM: its weights, activations and KV cache")
     recompute: int = knob(1, "1: recompute a block's activations in the backward pass; 0: keep them")
+    fused_layers: int = knob(1, "1: on a GPU, RMSNorm, rotary embedding and SwiGLU are Liger's kernels; 0: torch's")
     offload_reference: bool = knob(False, "keep the reference model in CPU memory")
     patience: float = knob(30.0, "minutes that a rank waits for the others before the job ends")
-    dry_run: bool = knob(False, "print the memory that --gpus of --gpu_mem would need, and stop")
+    dry_run: bool = knob(False, "print the memory that --gpus of --card would need and a step's seconds, and stop")
     gpus: int = knob(8, "GPUs of --dry_run")
-    gpu_mem: float = knob(80.0, "memory of each, in GB, of --dry_run")
+    card: str = knob("h100", "which GPUs, of --dry_run: h100, h200, a100 or rtx4090")
+    gpu_mem: float = knob(0.0, "memory of each, in GB, of --dry_run; 0: the card's")
 
     N_P: int = knob(7, "N_P: size of the population", "the population (§3.1, Eq. 4 and 6)")
     N_parent: int = knob(1, "N_parent: survivors of pruning, parents of the next generation")
@@ -117,7 +123,7 @@ class Config:
         "steps between evaluations on --valid and --test; 0: --test at start and end alone",
         "what is kept and measured",
     )
-    eval_n: int = knob(0, "questions of an evaluation; 0: all")
+    eval_n: int = knob(0, "questions of an evaluation, a fixed sample with every source in its share; 0: all")
     canary: str = knob("", "file with an instruction to score at every evaluation; does training keep its meaning?")
     save_every: int = knob(25, "steps between checkpoints")
     keep: int = knob(2, "newest checkpoints to keep; the best on --valid is kept too")
@@ -128,11 +134,14 @@ PRESETS: dict[str, dict[str, Any]] = {
         model=str(WORLD / "policy"), train=str(WORLD / "train.jsonl"), valid=str(WORLD / "valid.jsonl"),
         test=str(WORLD / "test.jsonl"), corpus=str(WORLD / "corpus.jsonl"), instruction=str(WORLD / "instruction.txt"),
         optimizer_model="scripted", T=80, batch=24, mini=24, micro_tokens=4096, lr=1e-3, max_response=48,
-        max_observation=100, max_prompt=480, K_p=5, K_e=10, T_e=50, D_B=48, rounds=1, buffer=960, max_instruction=120,
+        max_observation=100, max_prompt=480, K_p=5, K_e=10, T_e=40, D_B=48, rounds=1, buffer=960, max_instruction=120,
         eval_every=0, save_every=10, recompute=0, vllm_memory=0.05,
     ),
-    "qwen2.5-3b": dict(model="Qwen/Qwen2.5-3B"),
-    "qwen2.5-7b": dict(model="Qwen/Qwen2.5-7B", lr=3e-7, max_turns=6),
+    # Not in the paper: for one GPU of 24 GB, which trains all of the first and LoRA adapters of the second.
+    "qwen2.5-0.5b": dict(model="Qwen/Qwen2.5-0.5B", lr=1e-6, batch=128, mini=64, eval_n=2000),
+    "qwen2.5-1.5b": dict(model="Qwen/Qwen2.5-1.5B", lr=1e-6, batch=128, mini=64, eval_n=2000),
+    "qwen2.5-3b": dict(model="Qwen/Qwen2.5-3B", eval_n=2000, vllm_memory=0.8),
+    "qwen2.5-7b": dict(model="Qwen/Qwen2.5-7B", lr=3e-7, max_turns=6, eval_n=2000, vllm_memory=0.75),
 }  # fmt: skip
 
 
@@ -211,19 +220,19 @@ def validate(cfg: Config) -> str:
     at_least_1 = (
         "T", "batch", "mini", "micro_tokens", "max_turns", "max_response", "max_observation", "max_prompt", "topk",
         "max_rows", "N_P", "N_parent", "window", "K_p", "K_e", "failures", "D_B", "top_n", "rounds", "buffer",
-        "max_instruction", "prompt_budget", "save_every", "keep", "gpus",
+        "max_instruction", "prompt_budget", "save_every", "keep", "gpus", "lora_alpha",
     )  # fmt: skip
     for name in at_least_1:
         if getattr(cfg, name) < 1:
             return f"--{name} {getattr(cfg, name)}: must be at least 1"
     at_least_0 = (
         "lr", "eval_every", "eval_n", "T_e", "beta", "seed", "search_retries", "optimizer_retries", "tis",
-        "weight_decay", "valid_n",
+        "weight_decay", "valid_n", "lora_rank", "gpu_mem",
     )  # fmt: skip
     for name in at_least_0:
         if not getattr(cfg, name) >= 0:  # nan, too
             return f"--{name} {getattr(cfg, name)}: must not be negative"
-    for name in ("temperature", "tau_s", "eps", "patience", "gpu_mem", "adam_eps", "max_grad_norm"):
+    for name in ("temperature", "tau_s", "eps", "patience", "adam_eps", "max_grad_norm"):
         if not getattr(cfg, name) > 0:
             return f"--{name} {getattr(cfg, name)}: must be above 0"
     if not 0 <= cfg.warmup < 1:
@@ -231,6 +240,8 @@ def validate(cfg: Config) -> str:
     for name in ("adam_beta1", "adam_beta2"):
         if not 0 <= getattr(cfg, name) < 1:
             return f"--{name} {getattr(cfg, name)}: from 0 to below 1"
+    if cfg.card not in ("h100", "h200", "a100", "rtx4090"):
+        return f"--card {cfg.card}: choose h100, h200, a100 or rtx4090"
     if cfg.engine not in ("auto", "vllm", "torch"):
         return f"--engine {cfg.engine}: choose auto, vllm or torch"
     if cfg.engine != "torch" and cfg.temperature > 2:
@@ -241,8 +252,11 @@ def validate(cfg: Config) -> str:
         return f"--vllm {cfg.vllm}: it is not used with --engine torch"
     if not 0 < cfg.vllm_memory < 1:
         return f"--vllm_memory {cfg.vllm_memory}: a share of the GPU's memory, between 0 and 1"
-    if cfg.recompute not in (0, 1):
-        return f"--recompute {cfg.recompute}: choose 0 or 1"
+    for name in ("recompute", "fused_layers"):
+        if getattr(cfg, name) not in (0, 1):
+            return f"--{name} {getattr(cfg, name)}: choose 0 or 1"
+    if cfg.offload_reference and cfg.lora_rank:
+        return "--offload_reference: with --lora_rank the reference is the policy, its adapters off; leave it out"
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     if cfg.mini * cfg.G < ranks:
         return f"{ranks} ranks for {cfg.mini * cfg.G} trajectories an update: start fewer, or raise --mini"
@@ -256,8 +270,8 @@ def validate(cfg: Config) -> str:
         return f"--batch {cfg.batch} is not a multiple of --mini {cfg.mini}: every update needs as many questions"
     if cfg.resume and not cfg.out:
         return "--resume: say which run with --out"
-    if cfg.dry_run:
-        return ""  # it needs no data
+    if cfg.dry_run or os.environ.get("RANK", "0") != "0":
+        return ""  # rank 0 alone reads data and calls the optimizer; other nodes may have neither
     for name in ("train", "test"):
         if not getattr(cfg, name):
             return f"--{name} is missing: give a .jsonl or .parquet file of questions"

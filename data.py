@@ -75,6 +75,20 @@ def draw(D: dict[str, Question], n: int, seed: int, t: int) -> list[Question]:
     return out
 
 
+def subset(questions: list[Question], n: int) -> list[Question]:
+    """Returns `n` of the questions in their order, the same ones in every run, each source in its share; 0: all."""
+    if not 0 < n < len(questions):
+        return questions
+    order = rng(0, 0, "subset").permutation(len(questions))
+    sources = [questions[k].source for k in order]
+    # Interleave the sources: the k-th question of a source with m has the place (k + 1/2) / m.
+    size, seen, place = Counter(sources), Counter[str](), []
+    for k, source in zip(order, sources, strict=True):
+        place.append(((seen[source] + 0.5) / size[source], int(k)))
+        seen[source] += 1
+    return [questions[k] for k in sorted(k for _, k in sorted(place)[:n])]
+
+
 def _read_jsonl(path: Path) -> Iterator[tuple[int, object]]:
     with path.open("rb") as file:
         for line, raw in enumerate(file, 1):

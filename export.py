@@ -2,6 +2,7 @@
 
 python export.py runs/NAME                  # the newest checkpoint
 python export.py runs/NAME --step 100       # or --best: the best on the validation questions
+python export.py runs/NAME --adapters       # of a run with --lora_rank: the adapters alone, for peft and vLLM
 vllm serve runs/NAME/step-000100            # the directory loads in vLLM and in transformers
 """
 
@@ -18,7 +19,8 @@ from config import Config
 from faults import Fault, one_line
 from harness.directory import RunDirectory
 from population import Population
-from training.model import empty, export, load_config, load_tokenizer
+from training import lora
+from training.model import empty, export, load_config, load_model, load_tokenizer, weights
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -26,17 +28,20 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("run", type=Path, help="directory of the run")
     parser.add_argument("--step", type=int, help="which checkpoint; default: the newest")
     parser.add_argument("--best", action="store_true", help="the one with the best score on the validation questions")
+    parser.add_argument("--adapters", action="store_true", help="LoRA's adapters alone, not merged into the weights")
     parser.add_argument("--to", type=Path, help="directory to write; default: runs/NAME/step-N")
     args = parser.parse_args(argv)
     with one_line("export.py"):
-        export_checkpoint(args.run, args.step, args.best, args.to)
+        export_checkpoint(args.run, args.step, args.best, args.adapters, args.to)
 
 
-def export_checkpoint(path: Path, step: int | None, best: bool, to: Path | None) -> None:
-    """Writes the chosen checkpoint of the run at `path` to the directory `to`."""
+def export_checkpoint(path: Path, step: int | None, best: bool, adapters: bool, to: Path | None) -> None:
+    """Writes the chosen checkpoint of the run at `path` to the directory `to`: its weights, or its adapters alone."""
     if not (path / "config.json").is_file():
         raise Fault(f"{path} holds no run (no config.json)")
     cfg = Config(**json.loads((path / "config.json").read_text()))
+    if adapters and not cfg.lora_rank:
+        raise Fault(f"--adapters: {path} has none, it trained all weights (--lora_rank 0)")
     run = RunDirectory(dataclasses.replace(cfg, out=str(path), resume=True), "")
     saved = run.checkpoints()
     if best:
@@ -51,10 +56,16 @@ def export_checkpoint(path: Path, step: int | None, best: bool, to: Path | None)
     if to.exists():
         raise Fault(f"{to} exists already; remove it, or choose another with --to")
     config = load_config(cfg.model)
-    state = {"model": empty(config, torch.float32, "cpu").state_dict()}
+    merge = cfg.lora_rank and not adapters  # such a checkpoint lacks the weights that did not change
+    model = load_model(cfg.model) if merge else empty(config, torch.float32, "cpu")
+    lora.add(model, cfg.lora_rank, cfg.lora_alpha)
+    state = {"model": {k: v for k, v in model.state_dict().items() if lora.is_adapter(k) or not cfg.lora_rank}}
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
     dcp.load(state, checkpoint_id=saved[-1], no_dist=True)
-    export(config, state["model"].items(), load_tokenizer(cfg.model), to)
+    if adapters:
+        lora.export(model, cfg.model, to)
+    else:
+        export(config, weights(model), load_tokenizer(cfg.model), to)
     P = Population(cfg.tau_s, cfg.window)
     P.load_state_dict(torch.load(saved[-1] / "state.pt", weights_only=True)["population"])
     (to / "I_star.txt").write_text(P.best().text + "\n")

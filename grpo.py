@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
 from config import Config
 from faults import EngineFault
 from rollout import Trajectory
+from training import lora
 from training.model import score
 
 
@@ -52,6 +53,8 @@ def lr_at(t: int, cfg: Config) -> float:
 class Learner:
     """The policy with its optimizer; `reference` is its frozen first version, pi_ref of Eq. 2.
 
+    With LoRA pi_ref is the policy with its adapters off, and no other model is needed.
+
     A model that `training.model.shard` has cut over the ranks is trained by all ranks together: each calls `update`
     with the same trajectories and computes its share of the micro-batches. The result equals that of one process.
     """
@@ -63,10 +66,12 @@ class Learner:
         self.device, self.sharded = first.device, isinstance(first, DTensor)
         self.rank: int = dist.get_rank() if self.sharded else 0
         self.ranks: int = dist.get_world_size() if self.sharded else 1
-        self.reference = reference.requires_grad_(False).eval() if cfg.beta else None
+        self.reference = None
+        if cfg.beta:
+            self.reference = model if cfg.lora_rank else reference.requires_grad_(False).eval()
         self.optimizer = torch.optim.AdamW(  # CHOICE-17
-            model.parameters(), lr=cfg.lr, betas=(cfg.adam_beta1, cfg.adam_beta2), eps=cfg.adam_eps,
-            weight_decay=cfg.weight_decay, fused=True,
+            [p for p in model.parameters() if p.requires_grad], lr=cfg.lr, betas=(cfg.adam_beta1, cfg.adam_beta2),
+            eps=cfg.adam_eps, weight_decay=cfg.weight_decay, fused=True,
         )  # fmt: skip
 
     def update(self, t: int, minibatches: list[list[Trajectory]]) -> dict[str, float]:
@@ -82,9 +87,11 @@ class Learner:
         shares = [
             micro_batches(part, self.cfg.micro_tokens, self.ranks)[self.rank :: self.ranks] for part in minibatches
         ]
-        # pi_old is the policy before the step's first update. With a single update it is the policy in training.
-        frozen = len(minibatches) > 1 or self.cfg.tis > 0
-        old_logps = [[self.logprobs(batch) if frozen else None for batch in share] for share in shares]
+        # pi_old is the policy before the step's first update: for the first mini-batch the policy in training itself.
+        old_logps = [
+            [self.logprobs(batch) if k > 0 or self.cfg.tis else None for batch in share]
+            for k, share in enumerate(shares)
+        ]
         total = dict.fromkeys(("loss", "kl", "entropy", "clipped", "gap", "tokens"), 0.0)
         norm = 0.0
         self.model.train()
@@ -158,7 +165,7 @@ class Learner:
         if (
             self.reference is not None
         ):  # the head averages the k3 estimate of the KL as it does the surrogate. CHOICE-23
-            with torch.no_grad():
+            with torch.no_grad(), lora.off(self.reference):
                 ref_logp, _ = score(self.reference, *packed, self.cfg.temperature)
         loss, extras = score(
             self.model, *packed, self.cfg.temperature, adv=adv, w=w, ref_logp=ref_logp, beta=self.cfg.beta,
@@ -181,9 +188,14 @@ class Learner:
         return ids, [len(tau.ids) for tau in batch] or [1], rows, ids[rows + 1]
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns weights and optimizer by the parameters' names, for torch.distributed.checkpoint."""
+        """Returns trained weights and optimizer by the parameters' names, for torch.distributed.checkpoint."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
+        if self.cfg.lora_rank:
+            model = {name: p for name, p in model.items() if lora.is_adapter(name)}
         return {"model": model, "optimizer": optimizer}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"],
+            options=StateDictOptions(strict=not self.cfg.lora_rank),  # frozen weights are not in it
+        )  # fmt: skip

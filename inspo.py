@@ -169,11 +169,12 @@ def main(argv: list[str] | None = None) -> None:
         if cfg.dry_run:
             return print_memory(cfg)
         ranks = Ranks(device_of(cfg), cfg.patience)
-        if ranks.rank:
-            return worker_loop(cfg, ranks)
-        with prepare(cfg, ranks) as (policy, optimizer, D, log):
-            policy, I_star = inspo(cfg, policy, optimizer, D, log)
-            log.finish(I_star)
+        with ranks.fail_at_once():
+            if ranks.rank:
+                return worker_loop(cfg, ranks)
+            with prepare(cfg, ranks) as (policy, optimizer, D, log):
+                policy, I_star = inspo(cfg, policy, optimizer, D, log)
+                log.finish(I_star)
 
 
 if __name__ == "__main__":

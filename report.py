@@ -99,7 +99,8 @@ def _population(plt: Any, path: Path, steps: list[Row], events: list[Row]) -> st
             ax.hlines(j, t - 0.5, t + 0.5, colors=plt.cm.viridis(value), lw=5)
         if parent.get(j) is not None and born > 0:
             ax.plot([born, born], [parent[j], j], color="0.75", lw=0.7, zorder=0)
-    ax.set(xlabel="step t", ylabel="instruction", xlim=(-0.5, steps[-1]["t"] + 1))
+    ax.set(xlabel="step t", ylabel="instruction #", xlim=(-0.5, steps[-1]["t"] + 1))
+    ax.yaxis.get_major_locator().set_params(integer=True)
     ax.invert_yaxis()
     fig.colorbar(plt.cm.ScalarMappable(plt.Normalize(0, 1), "viridis"), ax=ax, label="importance weight w", pad=0.02)
     return _save(plt, fig, path)

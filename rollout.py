@@ -9,9 +9,9 @@ back, while other rows generate. Only an engine in `lockstep` waits for all resu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from config import Config
@@ -80,6 +80,11 @@ class Trajectory:
         """Turns that neither called a tool nor answered."""
         return sum(not turn.tool for turn in self.turns) - (self.stop == "answer")
 
+    def outcome(self) -> Trajectory:
+        """Returns a copy for scores alone: without tokens, texts and passages."""
+        turns = [Turn("", turn.tool, "", turn.result and []) for turn in self.turns]
+        return replace(self, ids=[], mask=[], logps=[], turns=turns, response="")
+
     def record(self) -> dict[str, Any]:
         """Returns a row for `trajectories/`: everything but the token arrays."""
         return {
@@ -126,37 +131,52 @@ def rollout(
     """
     taus: list[Trajectory] = []
     for first in range(0, len(jobs), engine.max_rows):
-        taus += _play(engine, tokenizer, tools, jobs[first : first + engine.max_rows], cfg, temperature, seed + first)
+        some = jobs[first : first + engine.max_rows]
+        played = play(engine, tokenizer, tools, some, cfg, _at_once(len(some)), temperature, seed + first)
+        taus += [played[k] for k in range(len(some))]
     return taus
 
 
-def _play(
+def _at_once(n: int) -> Callable[[int], Sequence[int]]:
+    """Returns a `deal` for `play` that hands out n jobs with its first answer."""
+    hands = iter([range(n)])
+    return lambda in_play: next(hands, [])
+
+
+def play(
     engine: Engine,
     tokenizer: Tokenizer,
     tools: Sequence[Tool],
     jobs: Sequence[Job],
     cfg: Config,
+    deal: Callable[[int], Sequence[int]],
     temperature: float,
     seed: int,
-) -> list[Trajectory]:
-    """`rollout` for as many jobs as the engine takes at once."""
+) -> dict[int, Trajectory]:
+    """Returns the trajectories of those jobs that `deal` hands out, by place in `jobs`.
+
+    `deal` is asked again and again: it is told how many rows are in play and returns the places of jobs to start.
+    """
     by_tag = {tool.tag: tool for tool in tools}
     invalid = encode(tokenizer, invalid_action(tools))
     prompts: dict[tuple[str, str], list[int]] = {}
-    taus = []
-    for job in jobs:
-        if (job.text, job.question.text) not in prompts:
-            prompts[job.text, job.question.text] = prompt_ids(tokenizer, job.text, job.question.text)
-        tau = Trajectory(job.instruction, job.question, job.group, [], 0)
-        tau.observe(prompts[job.text, job.question.text])
-        tau.prompt_tokens = len(tau.ids)
-        taus.append(tau)
+    taus: dict[int, Trajectory] = {}
 
     engine.begin(seed)
-    ready = list(range(len(taus)))  # rows whose next turn can start
+    ready: list[int] = []  # rows whose next turn can start
     generating = 0  # rows in the engine
     waiting: dict[int, Future[list[str]] | None] = {}  # row -> its tool's result; None after an invalid turn
-    while ready or generating or waiting:
+    while True:
+        for k in deal(len(ready) + generating + len(waiting)):
+            job = jobs[k]
+            if (job.text, job.question.text) not in prompts:
+                prompts[job.text, job.question.text] = prompt_ids(tokenizer, job.text, job.question.text)
+            taus[k] = Trajectory(job.instruction, job.question, job.group, [], 0)
+            taus[k].observe(prompts[job.text, job.question.text])
+            taus[k].prompt_tokens = len(taus[k].ids)
+            ready.append(k)
+        if not (ready or generating or waiting):
+            break
         for k in ready:
             if len(taus[k].ids) > cfg.max_prompt:  # CHOICE-20
                 taus[k].stop = "length"
@@ -190,7 +210,7 @@ def _play(
                 turn.result = result.result()
                 tau.observe(observation_ids(tokenizer, by_tag[turn.tool], turn.result, cfg.max_observation))
 
-    for tau in taus:
+    for tau in taus.values():
         tau.response = tokenizer.decode(tau.ids[tau.prompt_tokens :], skip_special_tokens=False)
     return taus
 

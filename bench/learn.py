@@ -34,7 +34,7 @@ ARMS = {  # name -> (what it is, flags); {arm} is the directory of that arm's ru
         "--mode static --instruction {frozen}/I_star.txt",
     ),
     "train-evolve": ("training first, then evolution", "--lr 0 {world} --model {static}/policy"),
-    "half": ("inspo, evolution ends at half its time", "--T_e {half}"),
+    "half": ("inspo, evolution ends at half its time", "--T_e {half_T_e}"),
     "guessing": ("inspo, the optimizer proposes at random", "--optimizer_model guessing"),
 }
 COLORS = {"inspo": "C0", "static": "C3", "frozen": "C2"}
@@ -45,17 +45,20 @@ def needs(arm: str) -> list[str]:
     return [other for other in ARMS if f"{{{other}}}" in ARMS[arm][1]]
 
 
+def flags_of(arm: str, built_on: dict[str, str]) -> list[str]:
+    """Returns an arm's flags; `built_on`: directories of the runs that it needs, by arm."""
+    world = " ".join(f"--{name} {value}" for name, value in PRESETS["world"].items() if name not in ("model", "lr"))
+    return ARMS[arm][1].format(**built_on, world=world, half_T_e=PRESETS["world"]["T_e"] // 2).split()
+
+
 def run(arm: str, seed: int, args: argparse.Namespace) -> Path:
     """Runs an arm, and first those that it builds on, unless they are there; returns its directory."""
     out = args.out / f"{arm}-seed{seed}"
     if (out / "summary.json").exists():
         return out
-    flags = ARMS[arm][1]
-    needed = {other: str(run(other, seed, args)) for other in needs(arm)}
-    world = " ".join(f"--{name} {value}" for name, value in PRESETS["world"].items() if name not in ("model", "lr"))
-    argv = flags.format(**needed, world=world, half=PRESETS["world"]["T_e"] // 2).split()
+    argv = flags_of(arm, {other: str(run(other, seed, args)) for other in needs(arm)})
     argv += ["--seed", str(seed), "--eval_every", str(args.every), "--canary", str(args.canary), "--out", str(out)]
-    argv += ["--lr", args.static_lr] if "--mode static" in flags and args.static_lr else []
+    argv += ["--lr", args.static_lr] if "--mode" in argv and args.static_lr else []
     argv += ["--resume"] if (out / "config.json").exists() else []
     env = os.environ | {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // args.jobs))}
     with open(f"{out}.log", "w") as log:

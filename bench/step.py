@@ -1,22 +1,31 @@
 """One training step of the embedded default, part by part (`make bench-step`); JSON last.
 
+The update is also predicted with the formulas of `--dry_run`, from the rates that this CPU reaches in products of the
+model's shapes, in attention and in copying. Prediction and update take turns; both are in CPU seconds, which other
+programs on the machine disturb less, and their medians are compared.
+
 Rollouts use the world's best instruction, under which they are longest, and a real search server.
 """
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent.parent
 sys.path.insert(0, str(HERE))
 
 from faults import one_line  # noqa: E402
+from training.model import blocks  # noqa: E402
+from training.speed import Assumed, Card, Lengths, shape_of, update_flops, update_seconds  # noqa: E402
 
 BEST = (
     "Think in <think> </think>, search with <search> </search>, read <information> </information>, answer in <answer> "
@@ -33,6 +42,45 @@ def first_step(out: str) -> float:
     return row["time/total"]
 
 
+def card_here(model: Any, tokens: int, lengths: Lengths) -> Card:
+    """Returns what this CPU reaches in float32 at a micro-batch's own shapes.
+
+    FLOP/s are those of all products and attentions of a forward and a backward pass, one after another; bytes/s those
+    of a copy in memory. Seconds are the CPU's.
+    """
+    import torch
+    import torch.nn.functional as F
+
+    config, shape = model.config, shape_of(model.config, torch.float32)
+    n, seconds = lengths.total, 0.0
+    scored, rows = tokens * lengths.sampled // n, tokens // n
+    head = model.get_output_embeddings().weight
+    for weight in [p.detach() for block in blocks(model) for p in block.parameters() if p.ndim == 2] + [head.detach()]:
+        count = scored if len(weight) == shape.vocabulary else tokens
+        x, g = torch.randn(count, weight.shape[1]), torch.randn(count, weight.shape[0])
+        for product in (lambda x=x, w=weight: x @ w.T, lambda g=g, w=weight: g @ w, lambda g=g, x=x: g.T @ x):
+            seconds += timed(product)
+    dim = shape.width // config.num_hidden_layers // config.num_attention_heads
+    q, k, v = torch.randn(3, 1, config.num_attention_heads, n, dim, requires_grad=True)
+
+    def attention() -> None:
+        for _ in range(rows * config.num_hidden_layers):
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+
+    seconds += timed(attention)
+    flops = update_flops(shape, tokens, scored, rows * n * n / 2, recompute=0)
+    a, b = torch.randn(2, 1 << 24)  # 64 MB each: more than a core's own caches
+    return Card(flops / seconds, 2 * a.nbytes / timed(lambda: b.copy_(a)), math.inf, 0.0)
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Returns the CPU seconds of a call, after one that is not counted."""
+    work()
+    start = time.process_time()
+    work()
+    return time.process_time() - start
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeat", type=int, default=5, help="the median counts")
@@ -44,7 +92,7 @@ def main() -> None:
     from config import PRESETS, Config
     from data import em, load_questions
     from engines.torch_engine import TorchEngine
-    from grpo import Learner
+    from grpo import Learner, micro_batches
     from harness.servers import Child
     from objectives import set_advantages
     from rollout import Job, rollout
@@ -72,17 +120,28 @@ def main() -> None:
         for tau in taus:
             tau.reward = em(tau.prediction, tau.question.golds)
         set_advantages(taus)
+        tokens = sum(len(tau.ids) for tau in taus)
+        mean, sampled = round(tokens / len(taus)), round(sum(sum(tau.mask) for tau in taus) / len(taus))
+        prompt = round(sum(tau.prompt_tokens for tau in taus) / len(taus))
+        lengths = Lengths("measured", prompt, mean - prompt - sampled, sampled, row=0, longest=0, searches=0, rounds=0)
+        shape, rates = shape_of(model.config, torch.float32), Assumed(flops=1, bandwidth=1, link=1)
         for micro in args.micro_tokens or [cfg.micro_tokens]:
-            learner = Learner(model, reference, replace(cfg, lr=0.0, micro_tokens=micro))
-            times = []
+            trained = replace(cfg, lr=0.0, micro_tokens=micro)
+            learner, rows = Learner(model, reference, trained), []
             for _ in range(args.repeat + 1):
-                start = time.time()
+                card = card_here(model, tokens // len(micro_batches(taus, micro)), lengths)
+                predicted = sum(update_seconds(trained, shape, card, 1, lengths, rates).values())
+                start = time.time(), time.process_time()
                 learner.update(1, [taus])
-                times.append(time.time() - start)
-            found[f"update_s micro_tokens={micro}"] = round(statistics.median(times[1:]), 3)
+                rows.append((time.time() - start[0], time.process_time() - start[1], predicted))
+            wall, cpu, predicted = (statistics.median(column) for column in zip(*rows[1:], strict=True))
+            found[f"update_s micro_tokens={micro}"] = round(wall, 3)
+            found[f"measured_cpu_s micro_tokens={micro}"] = round(cpu, 3)
+            found[f"predicted_cpu_s micro_tokens={micro}"] = round(predicted, 3)
+            found[f"measured / predicted micro_tokens={micro}"] = round(cpu / predicted, 2)
         found["start_to_end_of_first_step_s"] = round(first_step(f"{tmp}/run"), 2)
     for name, value in found.items():
-        print(f"{name:32} {value}")
+        print(f"{name:42} {value}")
     print(json.dumps(found))
 
 

@@ -278,7 +278,8 @@ def by_hand(s: Step, call: Call) -> dict[int, torch.Tensor]:
     lengths = [sum(tau.mask) for tau in batch]
     engine = torch.tensor([lp for tau in batch for lp, m in zip(tau.logps, tau.mask, strict=True) if m])
     ref = score(s.learner.reference, *s.learner.pack(batch), s.cfg.temperature)[0].double()
-    old, new = old.double(), extras["logp"].double()
+    new = extras["logp"].double()
+    old = new if old is None else old.double()  # the first mini-batch's pi_old is pi
     A = torch.tensor([tau.advantage for tau in batch]).double().repeat_interleave(torch.tensor(lengths))
     w = 1 / (torch.tensor([n for n in lengths for _ in range(n)]) * n_trajectories)
     rho, d = torch.exp(new - old), ref - new

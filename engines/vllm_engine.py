@@ -21,6 +21,8 @@ from faults import EngineFault, Fault
 from training.model import load_config, logit_scale
 
 VERSION = "0.32"  # this file relies on internals: reloading, packed weights, weight transfer
+MAX_SEQS = 512  # rows that vLLM runs at once on a GPU; its default of 128 would queue a rank's 320 in 2.5 waves
+MAX_BATCHED_TOKENS = 16384  # tokens of one of its forward passes on a GPU (its default: 2,048)
 PROBES = 8  # rows and columns of a weight that `Proof` compares
 
 
@@ -82,8 +84,8 @@ class VllmEngine:
     def begin(self, seed: int) -> None:
         """As Engine; on CUDA samples depend only on `seed` and contexts, on the CPU also on the rows run together."""
         self.seed = seed
-        if not self.cuda:
-            torch.manual_seed(seed)
+        if not self.cuda:  # rows have no seeds of their own there (see `add`), so ranks must differ
+            torch.manual_seed(seed + (dist.get_rank() if self.had_group else 0))
         self.engine.abort_request(list(self.engine.output_processor.request_states), internal=True)
 
     def generate(self, contexts: dict[int, list[int]], max_new: int, temperature: float) -> Iterator[FinishedTurn]:
@@ -154,6 +156,8 @@ def settings(path: str, *, max_len: int, dtype: str, memory: float, seed: int) -
         "dtype": dtype,
         "seed": seed,
         "max_model_len": max_len,
+        "max_num_seqs": MAX_SEQS if cuda else None,
+        "max_num_batched_tokens": MAX_BATCHED_TOKENS if cuda else None,
         "gpu_memory_utilization": memory,
         # On the CPU vLLM would take the whole process's memory, the trainer's included, off this share.
         "kv_cache_memory_bytes": None if cuda else int(memory * psutil.virtual_memory().total),

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 import report
 from config import Config, first_instruction, read_instruction
-from data import Question, em, f1
+from data import Question, em, f1, subset
 from faults import Fault
 from harness.directory import RunDirectory
 from population import Candidate, Instruction, Population, ReplayBuffer
@@ -47,7 +47,7 @@ class Log:
     ):  # fmt: skip
         """`began`: time.time() at which the process started."""
         self.cfg, self.run, self.policy, self.bar, self.began = cfg, run, policy, bar, began
-        self.test, self.valid = test[: cfg.eval_n or None], valid[: cfg.eval_n or None]
+        self.test, self.valid = subset(test, cfg.eval_n), subset(valid, cfg.eval_n)
         self.track = tracker(cfg.tracker, run.path, cfg)
         self.ledger = Ledger()
         self.t = 0  # the step in progress, or the last one

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from tqdm import tqdm
 
 from config import HERE, PRESETS, Config, first_instruction, read_instruction, scripted, warnings
-from data import Question, load_questions, rng
+from data import Question, load_questions, normalize, rng
 from faults import EngineFault, Fault, Outage, ToolDown
 from harness.directory import RunDirectory
 from harness.log import Log
@@ -23,6 +24,8 @@ from training.fit import estimate, shapes
 from training.model import load_config, load_tokenizer
 from training.policy import Policy
 from training.ranks import Ranks
+from training.speed import CARDS
+from training.speed import table as speed_table
 from training.worker import choose_engine
 
 
@@ -44,11 +47,13 @@ def device_of(cfg: Config) -> str:
 
 
 def print_memory(cfg: Config) -> None:
-    """Prints the memory that --gpus of --gpu_mem would need; Fault if it does not fit."""
-    fit = estimate(cfg, shapes(cfg.model), "torch" if cfg.engine == "torch" else "vllm", cfg.gpus, cfg.gpu_mem)
+    """Prints the memory that --gpus of --card would need, and a step's seconds; Fault if it does not fit."""
+    config, gpu_mem = shapes(cfg.model), cfg.gpu_mem or CARDS[cfg.card].memory
+    fit = estimate(cfg, config, "torch" if cfg.engine == "torch" else "vllm", cfg.gpus, gpu_mem)
     print(fit.table(), flush=True)
     if fault := fit.fault():
         raise Fault(fault)
+    print(f"\n{speed_table(cfg, config, fit.kv_tokens)}", flush=True)
 
 
 def load_data(cfg: Config) -> tuple[list[Question], list[Question], list[Question]]:
@@ -85,17 +90,22 @@ def prepare(cfg: Config, ranks: Ranks) -> Iterator[Parts]:
         with contextlib.ExitStack() as stack:
             serve = stack.enter_context(Servers(run.path / "servers.log"))
             search = connect_search(cfg, serve)
+            answers = try_search(search, train[:64], cfg)
             optimizer = connect_optimizer(cfg, serve, run)
             policy = Policy(cfg, ranks, engine, search)
             stack.callback(policy.close)
             bar = stack.enter_context(tqdm(total=cfg.T, unit="step", dynamic_ncols=True, smoothing=0.1, disable=None))
             log = Log(cfg, run, policy, test, valid, bar, began=psutil.Process().create_time())
             n = policy.worker.parameters()
+            layers = f"fused layers: {policy.worker.layers}\n" if policy.worker.layers else ""
+            lora = f", {policy.worker.parameters(trained=True) / 1e6:,.2f}M of LoRA trained" if cfg.lora_rank else ""
             device = ranks.device if ranks.size == 1 else f"{ranks.size} x {ranks.device}"
             log.note(
-                f"INSPO, mode {cfg.mode}: {name} ({n / 1e6:,.2f}M parameters, {device}, {engine} engine: {why}) "
+                f"INSPO, mode {cfg.mode}: {name} ({n / 1e6:,.2f}M parameters{lora}, {device}, {engine} engine: {why}) "
                 f"on {len(train)} questions, {len(test)} held out\n"
+                f"{layers}"
                 f"search: {cfg.retriever or f'{search.urls[0]} (BM25 over {cfg.corpus}, started by this run)'}\n"
+                f"        {answers}\n"
                 f"optimizer: {describe(optimizer)}\n"
                 f"{cfg.T} steps of {cfg.batch} questions x {cfg.G}, seed {cfg.seed}; everything goes to {run.path}"
             )
@@ -129,6 +139,31 @@ def connect_search(cfg: Config, serve: Servers) -> Search:
     except ToolDown as e:
         raise Fault(f"--retriever {e}; start the server, or leave it out and give --corpus") from None
     return Search(cfg.retriever, cfg.topk, retries=cfg.search_retries)
+
+
+def try_search(search: Search, questions: list[Question], cfg: Config) -> str:
+    """Returns how fast and how well the server answers some questions, in words; Fault if it finds nothing at all."""
+    began = time.time()
+    try:
+        found = [future.result() for future in [search.submit(q.text) for q in questions]]
+    except ToolDown as e:
+        raise Fault(f"the search server does not answer ({e})") from None
+    seconds, n = time.time() - began, len(questions)
+    if not any(found):
+        raise Fault(
+            f"{search.urls[0]} found no passage for any of {n} questions: check its index, and that it answers as"
+            " Search-R1's server does"
+        )
+    texts = [f" {normalize(' '.join(passages))} " for passages in found]
+    hits = sum(
+        any(f" {normalize(gold)} " in text for gold in q.golds) for q, text in zip(questions, texts, strict=True)
+    )
+    rows = cfg.batch * cfg.G
+    return (
+        f"{n} questions took {seconds:.2f} s, so a step's {rows:,} trajectories wait"
+        f" {seconds / n * rows:,.1f} s if each searches once, {seconds / n * rows * cfg.max_turns:,.1f} s at most;"
+        f" a gold answer was in the passages of {hits}"
+    )
 
 
 def connect_optimizer(cfg: Config, serve: Servers, run: RunDirectory) -> Optimizer | None:

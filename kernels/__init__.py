@@ -4,6 +4,6 @@
 or by `rows_torch.py` (the same in torch, for every other device).
 """
 
-from kernels.head import grpo_head, token_logprobs
+from kernels.head import grpo_head, head_logits, token_logprobs
 
-__all__ = ["grpo_head", "token_logprobs"]
+__all__ = ["grpo_head", "head_logits", "token_logprobs"]

@@ -115,6 +115,13 @@ def token_logprobs(hidden, weight, targets, temperature=1.0, chunk=4096):
     return logp, entropy
 
 
+@torch.no_grad()
+def head_logits(hidden, weight):
+    """Returns hidden @ weight.T (N, V) with the precision of grpo_head: in float32 even where its factors are bf16."""
+    W = weight.to(_factor(hidden))
+    return _product(hidden.to(W.dtype), W.T)
+
+
 def _rows(device):
     """Returns the module that processes rows of logits on this device."""
     if device.type == "cuda":

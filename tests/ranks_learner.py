@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from grpo import Learner
+from training import lora
 from training.model import blocks, export, fill, load_config, load_model, load_tokenizer, shard, skeleton, weights
 
 
@@ -30,20 +31,23 @@ def main() -> None:
     args = parser.parse_args()
     dist.init_process_group("gloo")
     rank = dist.get_rank()
+    cfg, minibatches = pickle.loads(Path(args.batches).read_bytes())
     config, source = load_config(args.policy), load_model(args.policy) if rank == 0 else None
-    model = shard(skeleton(config), "cpu", compute=torch.bfloat16 if args.bf16 else None)
-    fill(model, source)
-    reference = shard(skeleton(config), "cpu", frozen=True, offload=args.offload)
-    fill(reference, source)
+    frozen = torch.bfloat16 if args.bf16 and cfg.lora_rank else torch.float32
+    reference = fill(shard(skeleton(config, frozen), "cpu", frozen=True, offload=args.offload), source)
+    model = skeleton(config, frozen)
+    for whole in [model] + [source] * (rank == 0):
+        lora.add(whole, cfg.lora_rank, cfg.lora_alpha)
+    model = fill(shard(model, "cpu", compute=torch.bfloat16 if args.bf16 else None), source)
+    plain = {lora.plain(name): p.to(frozen) for name, p in source.named_parameters()} if source else {}
     for (name, whole), (_, copy) in zip(weights(model), weights(reference), strict=True):
-        assert torch.equal(whole, copy) and (source is None or torch.equal(whole, source.get_parameter(name)))
+        assert torch.equal(whole, copy.to(whole.dtype)) and (source is None or torch.equal(copy, plain[name]))
     shares = sum(p.to_local().numel() for p in model.parameters())
     whole = sum(p.numel() for p in model.parameters())
     assert len(blocks(model)) == config.num_hidden_layers
     assert shares <= whole / dist.get_world_size() * 1.2 + 1000, (shares, whole)
     if args.recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    cfg, minibatches = pickle.loads(Path(args.batches).read_bytes())
     learner = Learner(model, reference, cfg)
     metrics = []
     if args.load:

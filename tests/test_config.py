@@ -224,7 +224,18 @@ def test_a_configuration_cannot_be_changed_afterwards():
 def test_static_mode_is_one_instruction_that_never_evolves():
     cfg = parse(["--mode", "static"])
     assert (cfg.N_P, cfg.N_parent, cfg.T_e) == (1, 1, 0)
-    assert dataclasses.replace(cfg, mode="inspo", N_P=7, T_e=50) == parse([])
+    assert dataclasses.replace(cfg, mode="inspo", N_P=7, T_e=40) == parse([])
+
+
+def test_only_rank_0_needs_data_files_and_an_optimizer(monkeypatch):
+    flags = ["--model", "x", "--train", "/no/t.jsonl", "--test", "/no/t.jsonl", "--corpus", "/no/c.jsonl"]
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert parse(flags).train == "/no/t.jsonl"  # another node need not have them
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit):
+        parse(flags)
 
 
 # --- what cannot work ---------------------------------------------------------------------------------------------
@@ -293,6 +304,9 @@ def test_an_unknown_abbreviated_or_mistyped_flag_is_refused(refuses, argv, said)
         ("--vllm_memory nan", "--vllm_memory nan"),
         ("--recompute 2", "--recompute 2"),
         ("--tis -1", "--tis -1"),
+        ("--lora_rank -1", "--lora_rank -1"),
+        ("--lora_alpha 0", "--lora_alpha 0"),
+        ("--lora_rank 8 --offload_reference", "--offload_reference: with --lora_rank"),
         ("--adam_beta1 1", "--adam_beta1 1"),
         ("--adam_beta1 -0.1", "--adam_beta1 -0.1"),
         ("--adam_beta2 1.5", "--adam_beta2 1.5"),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from config import Config
-from data import Question, draw, em, f1, last_answer, load_questions, normalize, rng
+from data import Question, draw, em, f1, last_answer, load_questions, normalize, rng, subset
 from faults import Fault
 
 FIXTURE = Path(__file__).parent / "fixture"
@@ -384,3 +384,21 @@ def test_tiny_model(tiny, tmp_path):
         assert (again / name).read_bytes() == (tiny / name).read_bytes()
     make_tiny_model(tmp_path, seed=1)
     assert (again / "model.safetensors").read_bytes() != (tiny / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("n", [1, 7, 50, 99])
+def test_a_subset_is_the_same_every_time_and_has_every_source_in_its_share(n):
+    sizes = {"nq": 70, "musique": 20, "bamboogle": 10}  # one after the other, as in a sorted file
+    questions = [Question(f"{s}-{k}", "Who?", ("A",), s) for s, size in sizes.items() for k in range(size)]
+    found = subset(questions, n)
+    assert found == subset(questions, n) and len(set(found)) == n
+    assert found == sorted(found, key=questions.index)
+    for source, size in sizes.items():
+        assert abs(sum(q.source == source for q in found) - n * size / 100) <= 1
+    assert [q.id for q in found] != [q.id for q in questions[:n]]
+
+
+@pytest.mark.parametrize("n", [0, 100, 1000])
+def test_a_subset_of_all_is_all(n):
+    questions = [Question(str(k), "Who?", ("A",), "nq") for k in range(100)]
+    assert subset(questions, n) == questions

@@ -1,5 +1,6 @@
 """The torch engine against a plain forward pass over the whole context, and every engine against the protocol."""
 
+import copy
 import inspect
 import itertools
 import random
@@ -82,6 +83,19 @@ def spelled(tokenizer, text):
 # ---- the cache
 
 
+@torch.no_grad()
+def test_logits_of_a_bf16_policy_are_not_rounded(policy):
+    model, tokenizer = policy
+    half = copy.deepcopy(model).bfloat16()
+    engine, context = TorchEngine(half, tokenizer, STOP), contexts_of(tokenizer)
+    engine.begin(0)
+    hidden = []
+    half.base_model.register_forward_hook(lambda _m, _a, out: hidden.append(out.last_hidden_state[:, -1].double()))
+    [turn] = engine.generate({0: context[0]}, 1, 1.0)
+    z = hidden[0][0] @ half.get_output_embeddings().weight.double().T
+    assert abs(torch.log_softmax(z, -1)[turn.ids[0]].item() - turn.logps[0]) < 1e-5
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 def test_cached_turns_equal_a_plain_forward_pass(policy, engine, temperature, monkeypatch):
     model, tokenizer = policy
@@ -151,7 +165,7 @@ def test_rows_of_one_prompt_are_sampled_independently(policy, engine):
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_tokens_are_drawn_from_the_softmax_at_the_temperature(world, temperature):
     model, tokenizer = world
-    context = prompt_ids(tokenizer, "Who?") + tokenizer("<think></think><search>the")["input_ids"]
+    context = prompt_ids(tokenizer, "Who?") + tokenizer("<think></think><search>director of")["input_ids"]
     n = 3000
     engine = TorchEngine(model, tokenizer, STOP)
     engine.begin(3)
@@ -159,7 +173,7 @@ def test_tokens_are_drawn_from_the_softmax_at_the_temperature(world, temperature
     p = plain_logprobs(model, context, [0], temperature)[0].exp()
     share = torch.bincount(drawn, minlength=len(p)) / n
     likely = n * p > 20
-    assert likely.sum() >= 5
+    assert likely.sum() >= 2
     assert ((share - p).abs() < 4.5 * (p * (1 - p) / n).sqrt())[likely].all()
 
 

@@ -15,18 +15,22 @@ import torch
 from ranks_fit import Live
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
+import engines.vllm_engine as vllm_engine
 import inspo
 import training.fit as fit
+import training.speed as speed
 from config import Config, parse
 from data import Question
 from kernels import grpo_head
 from rollout import Job, prompt_ids, rollout
 from tools import Search
+from training import lora
 from training.fit import activations, estimate, kv_bytes
 from training.model import empty, skeleton
 
 ROOT = Path(__file__).parent.parent
 P3, P7 = 3_085_938_688, 7_615_616_512
+P05, P15 = 494_032_768, 1_543_714_304
 B3 = Qwen2Config(
     hidden_size=2048, intermediate_size=11008, num_hidden_layers=36, num_attention_heads=16, num_key_value_heads=2,
     vocab_size=151936, tie_word_embeddings=True,
@@ -77,17 +81,87 @@ def test_a_tied_head_is_gathered_once():
     assert gathered == 2 * (V + 1) * H + 4 * block
 
 
+def test_the_state_with_lora_by_hand():
+    """Frozen bf16 weights, 16 bytes a parameter of the adapters, no reference, no gradient of embedding and head."""
+    H, I, kv, V, r, gpus = 3584, 18944, 512, 152064, 32, 8
+    in_and_out = 2 * (H + H) + 2 * (H + kv) + 3 * (H + I)  # q and o, k and v, gate and up and down
+    per_block = r * in_and_out
+    A = 28 * per_block
+    assert A == 80_740_352
+    fitted = estimate(replace(CFG7, lora_rank=r), B7, "vllm", gpus, 80)
+    update, rollout = of(fitted), of(fitted, "rollout")
+    assert update["policy (frozen, bfloat16 shares)"] == rollout["policy (frozen, bfloat16 shares)"] == 2 * P7 / gpus
+    assert update["adapters (float32 shares)"] == rollout["adapters (float32 shares)"] == 4 * A / gpus
+    assert update["moments of AdamW (float32 shares)"] == 8 * A / gpus
+    assert update["gradients (float32 shares)"] == 4 * A / gpus and rollout["gradients (float32 shares)"] == 0
+    assert not any(name.startswith(("reference", "policy (float32")) for name in update)
+    block = H * (H + 2 * kv) + (H + 2 * kv) + H * H + 3 * H * I + 2 * H + per_block
+    root = 2 * V * H + H
+    assert update["policy (embedding, head and two blocks, gathered in bfloat16)"] == 2 * root + 4 * block
+    assert update["gradients being reduced"] == (2 + 4 + 4 / gpus) * per_block
+    assert rollout["vLLM (weights)"] == 2 * P7  # the engine has merged weights
+    assert fitted.title == "7,616M parameters, LoRA, on 8 x 80 GB"
+
+
+def test_a_frozen_head_has_no_gradient():
+    small = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, vocab_size=3000)
+    cfg = replace(CFG7, micro_tokens=5000, max_prompt=4, max_response=4, max_observation=4, lora_rank=2)
+    fitted = estimate(cfg, Qwen2Config(**SMALL | small), "vllm", 8, 80)
+    assert "largest in the forward pass of the head" in fitted.table()
+    assert of(fitted)["the head's logits and gradients"] == 4 * 4096 * 3000 + (2 + 4) * 5000 * 32  # logits, states, dX
+
+
+@pytest.mark.parametrize(
+    "argv, verdict",
+    [
+        (["qwen2.5-7b", "--gpu_mem", "80", "--lora_rank", "32"], "a smaller --vllm_memory"),
+        (["qwen2.5-7b", "--gpu_mem", "80", "--lora_rank", "32", "--vllm_memory", "0.7"], "It fits"),
+        (["qwen2.5-1.5b", "--gpu_mem", "24", "--lora_rank", "32"], "It fits"),
+        (["qwen2.5-0.5b", "--gpu_mem", "24"], "It fits"),
+        (["qwen2.5-7b", "--gpu_mem", "80"], "--lora_rank 32"),
+        (["qwen2.5-1.5b", "--gpu_mem", "24"], "--lora_rank 32"),
+    ],
+)
+def test_one_gpu_is_told_when_adapters_make_it_fit(argv, verdict):
+    cfg = parse(["--dry_run", "--gpus", "1", "--model", *argv])
+    fitted = estimate(cfg, fit.shapes(cfg.model), "vllm", cfg.gpus, cfg.gpu_mem)
+    assert verdict in (fitted.fault().split("; try ")[-1] or fitted.table())
+
+
 def test_the_kv_cache_by_hand():
     assert kv_bytes(B3) == 2 * 36 * 2 * 128 * 2 and kv_bytes(B7) == 2 * 28 * 4 * 128 * 2
     fitted = estimate(CFG7, B7, "vllm", 8, 80)
     rollout = of(fitted, "rollout")
     assert rollout["vLLM (weights)"] == 2 * P7
-    assert rollout["vLLM (weights)"] + rollout["vLLM (KV cache)"] == pytest.approx(0.5 * 80e9)
-    tokens = (0.5 * 80e9 - 2 * P7) / 57344
-    assert (
-        f"at most {tokens:,.0f} tokens" in fitted.table()
-        and f"{tokens // 4596:.0f} contexts of 4,596" in fitted.table()
-    )
+    work = 16384 * 2 * (3584 + 3584 + 2 * 18944 + 18944)  # residual, hidden states, gate and up, their product
+    assert rollout["vLLM (activations, or the sampler's logits)"] == work > 4 * 4 * 512 * 152064
+    graphs = rollout["vLLM (CUDA graphs, an allowance; also while asleep)"]
+    assert graphs == 28 * 30e6 == of(fitted)["vLLM (CUDA graphs, an allowance; also while asleep)"]
+    tokens = (0.75 * 80e9 - 2 * P7 - work - graphs) / 57344
+    assert rollout["vLLM (KV cache)"] == pytest.approx(57344 * tokens) and fitted.kv_tokens == pytest.approx(tokens)
+    assert f"room for {tokens:,.0f} tokens of 57.3 kB; a rank's 320 trajectories can need 1,470,720" in fitted.table()
+    assert f"{tokens // 4596:.0f} of them run at once" in fitted.table()
+
+
+def test_the_sampler_s_logits_can_need_more_than_the_activations():
+    rollout = of(estimate(CFG3, B3, "vllm", 8, 80), "rollout")
+    work = 16384 * 2 * (2048 + 2048 + 3 * 11008)
+    assert rollout["vLLM (activations, or the sampler's logits)"] == 4 * 4 * 512 * 151936 > work
+
+
+def test_the_rows_of_vllm_are_those_that_its_engine_is_given(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    given = vllm_engine.settings("m", max_len=9, dtype="bfloat16", memory=0.5, seed=0)
+    assert given["max_num_seqs"] == 512 and given["max_num_batched_tokens"] == 16384
+    text = estimate(replace(CFG3, batch=8 * 512), B3, "vllm", 8, 400).table()
+    assert "a rank's 2,560 trajectories" in text and "512 of them run at once" in text
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    given = vllm_engine.settings("m", max_len=9, dtype="bfloat16", memory=0.5, seed=0)
+    assert given["max_num_seqs"] is None and given["max_num_batched_tokens"] is None
+
+
+def test_a_rank_s_trajectories_are_whole_groups():
+    assert "a rank's 855 trajectories" in estimate(CFG3, B3, "vllm", 3, 80).table()  # 171 of 512 groups of 5
 
 
 def test_tokens_of_a_step_are_bounded_by_the_limits():
@@ -140,6 +214,8 @@ def test_the_longest_trajectory_is_the_longest_that_rollout_makes(tiny):
 
 
 def test_the_presets_shapes_need_no_hub(monkeypatch):
+    for name, P in (("Qwen/Qwen2.5-0.5B", P05), ("Qwen/Qwen2.5-1.5B", P15)):
+        assert sum(p.numel() for p in skeleton(fit.shapes(name)).parameters()) == P
     for name, config, P in (("Qwen/Qwen2.5-3B", B3, P3), ("Qwen/Qwen2.5-7B", B7, P7)):
         known = fit.shapes(name)
         assert sum(p.numel() for p in skeleton(known).parameters()) == P
@@ -153,7 +229,10 @@ def test_the_command_prints_the_table_and_refuses_what_cannot_fit(capsys):
     inspo.main([*argv, "--gpus", "8", "--gpu_mem", "80"])
     stdout, stderr = capsys.readouterr()
     assert stderr == "" and "7,616M parameters on 8 x 80 GB" in stdout
-    assert stdout == estimate(CFG7, B7, "vllm", 8, 80).table() + "\n"
+    fitted = estimate(CFG7, B7, "vllm", 8, 80)
+    assert stdout == f"{fitted.table()}\n\n{speed.table(CFG7, B7, fitted.kv_tokens)}\n"
+    inspo.main([*argv, "--card", "h200"])
+    assert "7,616M parameters on 8 x 141 GB" in capsys.readouterr().out
     with pytest.raises(SystemExit) as end:
         inspo.main([*argv, "--gpus", "1", "--gpu_mem", "24"])
     assert "do not fit" in end.value.code and "\n" not in end.value.code
@@ -172,6 +251,23 @@ def test_the_paper_s_setting_fits_8_gpus_of_80_gb(cfg, config):
     assert text.splitlines()[-1].startswith("It fits, with ")
 
 
+def test_the_page_has_these_sums():
+    fits = [estimate(cfg, config, "vllm", 8, 80) for cfg, config in ((CFG3, B3), (CFG7, B7))]
+    sums = " | ".join(f"{x / 1e9:.1f}" for fitted in fits for x in (fitted.update, fitted.rollout))
+    assert f"| sum (75.2 usable) | {sums} |" in (ROOT / "docs" / "gpus.md").read_text()
+
+
+def test_the_presets_give_vllm_what_8_gpus_of_80_gb_have():
+    """vLLM refuses to start unless its whole share is free beside policy and reference; moments come later."""
+    for cfg, config, rows in ((CFG3, B3, 320), (CFG7, B7, 158)):
+        fitted = estimate(cfg, config, "vllm", 8, 80)
+        there = of(fitted, "rollout")
+        there = there["policy (float32 shares)"] + there["reference (bfloat16 shares)"]
+        assert there + cfg.vllm_memory * 80e9 < fitted.usable and fitted.fault() == ""
+        assert f"\n{rows} of them run at once" in fitted.table()
+    assert estimate(replace(CFG7, vllm_memory=0.78), B7, "vllm", 8, 80).fault()
+
+
 def test_every_recommended_setting_saves_memory():
     """Each knob that --help or a fault recommends shrinks its sum."""
     base = estimate(CFG7, B7, "vllm", 8, 80)
@@ -179,11 +275,13 @@ def test_every_recommended_setting_saves_memory():
     assert more.update < base.update and more.rollout < base.rollout
     offloaded = estimate(replace(CFG7, offload_reference=True), B7, "vllm", 8, 80)
     assert base.update - offloaded.update == base.rollout - offloaded.rollout == 2 * P7 / 8
+    adapters = estimate(replace(CFG7, lora_rank=32), B7, "vllm", 8, 80)
+    assert adapters.update < base.update and adapters.rollout < base.rollout
     without = estimate(replace(CFG7, beta=0.0), B7, "vllm", 8, 80)
     assert without.update == offloaded.update and not any(name.startswith("reference") for name in of(without))
     assert estimate(replace(CFG7, recompute=0), B7, "vllm", 8, 80).update > 3 * base.update
     assert estimate(replace(CFG7, micro_tokens=16384), B7, "vllm", 8, 80).update < base.update
-    less = estimate(replace(CFG7, vllm_memory=0.4), B7, "vllm", 8, 80)
+    less = estimate(replace(CFG7, vllm_memory=0.65), B7, "vllm", 8, 80)
     assert base.rollout - less.rollout == pytest.approx(0.1 * 80e9) and less.update == base.update
     served = estimate(replace(CFG7, vllm="http://a:8000"), B7, "vllm", 8, 80)
     assert not any(name.startswith("vLLM") for name in of(served)) and "vLLM" not in served.table()
@@ -204,7 +302,7 @@ def test_every_recommended_setting_saves_memory():
             "activations and their gradients in one block 41",
             ["--micro_tokens"],
         ),
-        ({"vllm_memory": 0.9}, "vllm", 8, 80, "vLLM (KV cache) 56.8", ["--vllm_memory"]),
+        ({"vllm_memory": 0.9}, "vllm", 8, 80, "vLLM (KV cache) 53.8", ["--vllm_memory"]),
         ({}, "torch", 8, 80, "torch engine (KV cache of 512 rows, twice) 269.9", ["--max_rows"]),
     ],
 )
@@ -217,9 +315,10 @@ def test_a_refusal_names_the_largest_part_and_a_cure(change, engine, gpus, gpu_m
 
 
 def test_a_vllm_share_too_small_for_one_context_is_refused():
-    fault = estimate(replace(CFG7, vllm_memory=0.19), B7, "vllm", 8, 80).fault()  # 15.2 GB, the weights are 15.23
-    assert "15.2 GB of vLLM have no room" in fault and "a larger --vllm_memory" in fault
-    assert estimate(replace(CFG7, vllm_memory=0.2), B7, "vllm", 8, 80).fault() == ""
+    fault = estimate(replace(CFG7, vllm_memory=0.22), B7, "vllm", 8, 80).fault()  # 17.6 GB, the weights are 15.23
+    assert "17.6 GB of vLLM have no room" in fault and "CUDA graphs (2.9)" in fault
+    assert "a larger --vllm_memory" in fault
+    assert estimate(replace(CFG7, vllm_memory=0.24), B7, "vllm", 8, 80).fault() == ""
 
 
 def test_the_caller_s_config_is_unchanged():
@@ -246,11 +345,13 @@ T = sum(LENGTHS)
 
 @pytest.mark.parametrize("kind", [Qwen2Config, LlamaConfig, Qwen3Config])
 @pytest.mark.parametrize("recompute", [0, 1])
-def test_activations_equal_autograd_s(kind, recompute):
+@pytest.mark.parametrize("rank", [0, 16])
+def test_activations_equal_autograd_s(kind, recompute, rank):
     config = kind(**SMALL)
-    model = empty(config, torch.bfloat16, "cpu").train()
+    model = lora.add(empty(config, torch.bfloat16, "cpu").train(), rank, 32).bfloat16()
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.02)
+    for p in filter(lambda p: p.requires_grad, model.parameters()):
         p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))  # FSDP2 frees them, too
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -262,7 +363,7 @@ def test_activations_equal_autograd_s(kind, recompute):
         held, loss = live.now(), hidden.sum()
         del hidden
         loss.backward()
-    kept, again = activations(skeleton(config, torch.bfloat16), T, recompute)
+    kept, again = activations(lora.add(skeleton(config, torch.bfloat16), rank, 32).bfloat16(), T, recompute)
     output = T * 128 * 2  # of the last norm: counted in `held`, not in `kept`
     shared = T * 2 * 2 * 32 if recompute else 0  # cos and sin, which `activations` counts in the block
     assert kept + output + shared == pytest.approx(held, rel=0.01)

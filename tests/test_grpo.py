@@ -199,6 +199,17 @@ def test_an_off_policy_update_is_eq_2_with_the_policy_before_the_step_as_old(mod
     assert error(gradients(learner_of(model, reference), [parts[1]])[0][0], clip(want[1][1])) > 0.1
 
 
+def test_the_first_mini_batch_costs_no_pass_for_its_old_log_probs(model, monkeypatch):
+    taus = batch_of(6)
+    parts = [taus[: 3 * G], taus[3 * G :]]
+    scored = []
+    monkeypatch.setattr(
+        Learner, "logprobs", lambda self, batch, plain=Learner.logprobs: scored.extend(batch) or plain(self, batch)
+    )
+    learner_of(model, beta=0.0).update(1, parts)
+    assert {id(tau) for tau in scored} == {id(tau) for tau in parts[1]}
+
+
 def flat(model):
     return torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
 

@@ -179,7 +179,7 @@ FACES = {  # what a room knows of the wings
     "rollout": {"engines"},
     "tools": {"harness.client"},
     "reflect": {"harness.client"},
-    "grpo": {"training.model"},
+    "grpo": {"training.lora", "training.model"},
     "report": {"harness.directory"},
 }
 
@@ -201,7 +201,8 @@ def test_population_reflect_and_objectives_stand_beside_each_other_and_without_t
 def test_engines_and_the_loader_of_models_do_not_know_the_agent():
     for path in of_wing("engines"):
         assert not own(path) & {"rollout", "tools", "population", "grpo"}, path
-    assert own(MODULES["training.model"]) == {"faults", "kernels"}
+    assert own(MODULES["training.model"]) == {"faults", "kernels", "training.lora"}
+    assert not own(MODULES["training.lora"])
 
 
 def test_kernels_retrieval_and_world_stand_alone():

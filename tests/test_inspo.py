@@ -38,7 +38,8 @@ ROOT = Path(__file__).parent.parent
 FIXTURE = Path(__file__).parent / "fixture"
 FILES = ROOT / "world" / "files"
 SMALL = "--batch 2 --mini 2 --G 2 --T 10 --K_p 1 --K_e 3 --T_e 9 --D_B 4 --eval_n 3 --save_every 3 --rounds 2".split()
-SMALL += ["--instruction", str(FIXTURE / "instruction.txt")]  # one that the world's policy scores under
+SEED = 6  # the first policy scores in the first step
+SMALL += ["--instruction", str(FIXTURE / "instruction.txt"), "--seed", str(SEED)]
 ENV = os.environ | {"OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}  # tests share their cores with the servers
 
 
@@ -100,12 +101,13 @@ def test_a_run_prunes_and_evolves_at_its_steps_only(whole):
     events = [(e["t"], e["event"], len(e["P"])) for e in read_jsonl(whole[0] / "population.jsonl")]
     evolved = [t for t, event, _ in events if event == "evolve"]
     assert evolved == [3, 6]  # every K_e = 3 steps while t < T_e = 9: not at 9
-    sizes = dict((t, n) for t, event, n in events if event == "prune")
-    assert events[0] == (0, "start", 7)
-    assert [sizes[t] for t in (1, 2, 3)] == [4, 2, 1]  # K_p = 1: 7 -> 4 -> 2 -> 1, and at 3 before it evolves
-    assert events.index((3, "prune", 1)) < events.index((3, "evolve", 7))
-    assert [sizes[t] for t in (4, 5, 6, 7, 8, 9)] == [4, 2, 1, 4, 2, 1]  # goes on after T_e
-    assert 10 not in sizes  # |P| = N_parent: nothing to prune
+    assert events[0][:2] == (0, "start") and 5 <= events[0][2] <= 7  # an optimizer's reply may have faulty candidates
+    n = events[0][2]
+    for t, event, size in events[1:]:  # K_p = 1: half of P leaves at every step, also after T_e, until one is left
+        assert size == n - n // 2 if event == "prune" else (n == 1 and 5 <= size <= 7), (t, event)
+        n = size
+    assert [t for t, event, _ in events if event == "prune"] == [*range(1, 10)]  # at 10 there is one
+    assert events.index((3, "prune", 1)) == [e[:2] for e in events].index((3, "evolve")) - 1  # before it evolves
 
 
 def test_weights_restart_at_zero_when_P_evolves(whole):
@@ -180,17 +182,17 @@ def test_rewards_advantages_and_r_bar_follow_from_the_trajectories(whole):
 def test_weights_probabilities_and_draws_follow_from_the_rewards(whole):
     """Eq. 6 and 4 and Alg.1 L5, from metrics.jsonl and the trajectories; the weights are those before anyone leaves."""
     events = {(e["t"], e["event"]): [I["id"] for I in e["P"]] for e in read_jsonl(whole[0] / "population.jsonl")}
-    cfg = Config(batch=2, seed=0)
+    cfg = Config(batch=2, seed=SEED)
     D = {q.id: q for q in load_questions(ROOT / "world/files/train.jsonl")}
     active, history = events[0, "start"], {}
     w = dict.fromkeys(active, 0.0)
     for row in read_jsonl(whole[0] / "metrics.jsonl")[1:]:
         t = row["t"]
         p = np.exp([w[j] / 0.2 for j in active])
-        drawn = rng(0, t, "instructions").choice(len(active), size=2, p=p / p.sum())
+        drawn = rng(SEED, t, "instructions").choice(len(active), size=2, p=p / p.sum())
         taus = trajectories(whole[0], t)
         assert [tau["instruction"] for tau in taus] == [active[k] for k in drawn for _ in range(2)]
-        assert [tau["question"] for tau in taus] == [q.id for q in draw(D, cfg.batch, 0, t) for _ in range(2)]
+        assert [tau["question"] for tau in taus] == [q.id for q in draw(D, cfg.batch, SEED, t) for _ in range(2)]
         for j in set(drawn):
             r = [tau["reward"] for tau in taus if tau["instruction"] == active[j]]
             history.setdefault(active[j], []).append(sum(r) / len(r))
@@ -289,7 +291,7 @@ def test_a_retriever_that_stays_away_ends_the_run_resumably(whole, tmp_path):
 
 def test_ctrl_c_saves_and_leaves_no_process(tmp_path):
     out = tmp_path / "r"
-    process = start("--out", out, *SMALL)
+    process = start("--out", out, *SMALL, "--T", "500")
     wait_for_step(out, 1, process)
     children = children_of(process)
     assert len(children) == 2
@@ -542,7 +544,7 @@ OPTIONS = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_an_option_works_through_a_whole_run(tmp_path, name):
     flags, holds = OPTIONS[name]
-    flags = [*SMALL, "--T", "2", "--mode", "static", "--batch", "4", *flags, "--out", tmp_path / "r"]
+    flags = [*SMALL, "--T", "2", "--mode", "static", "--batch", "6", *flags, "--out", tmp_path / "r"]
     code, stdout, stderr = run_here(*flags)
     assert code == 0, (code, stderr)
     rows = metrics(tmp_path / "r")[1:]
@@ -556,8 +558,8 @@ def test_the_guessing_optimizer_is_the_one_that_does_not_read(tmp_path):
     assert code == 0, (code, stderr)
     calls = [row["call"] for row in read_jsonl(tmp_path / "r" / "reflections.jsonl") if "call" in row]
     asked = [call["prompt"] for call in calls if "Correct answer:" in call["prompt"]]
-    assert asked and all(call["reply"] == reply_to(call["prompt"], 0, guess=True) for call in calls)
-    assert any(reply_to(prompt, 0) != reply_to(prompt, 0, guess=True) for prompt in asked)
+    assert asked and all(call["reply"] == reply_to(call["prompt"], SEED, guess=True) for call in calls)
+    assert any(reply_to(prompt, SEED) != reply_to(prompt, SEED, guess=True) for prompt in asked)
 
 
 @pytest.mark.parametrize("lr, moved", [("0", False), ("1e-4", True)])

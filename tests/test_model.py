@@ -60,6 +60,24 @@ def test_packed_attention_stays_within_a_sequence(kv_heads, window):
         start += n
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("window", [None, 5, 1000])
+def test_packed_attention_in_bf16_on_a_gpu(kv_heads, window):
+    g = torch.Generator().manual_seed(0)
+    T = sum(LENGTHS)
+    x = [torch.randn(1, h, T, 64, generator=g).bfloat16().requires_grad_() for h in (4, kv_heads, kv_heads)]
+    y = [t.detach().cuda().requires_grad_() for t in x]
+    want, _ = packed_attention(None, *(t.double() for t in x), None, lengths=LENGTHS, sliding_window=window)
+    got, _ = packed_attention(None, *y, None, lengths=LENGTHS, sliding_window=window)
+    torch.testing.assert_close(got.cpu().double(), want, atol=0.02, rtol=0.02)
+    want.square().sum().backward()
+    got.float().square().sum().backward()
+    for a, b in zip(x, y, strict=True):
+        torch.testing.assert_close(b.grad.cpu().float(), a.grad.float(), atol=0.2, rtol=0.05)
+
+
 def test_a_packed_batch_is_scored_as_its_sequences_are_alone(policy):
     model, _ = policy
     g = torch.Generator().manual_seed(1)

@@ -258,6 +258,14 @@ def test_a_killed_rank_ends_the_job_which_resumes_on_another_number_of_ranks(who
     assert len(calls) == len(set(calls))
 
 
+def test_a_rank_that_raises_in_a_reduction_ends_the_job_at_once(tmp_path):
+    out = tmp_path / "r"
+    process = torchrun(2, "tests/ranks_raise.py", "--out", out, *SMALL)
+    code, stdout, stderr = finish(process, 90)  # --patience is 30 minutes
+    assert code != 0 and stderr.count("MemoryError: out of memory, say") == 1, stderr
+    assert "INSPO, mode inspo" in stdout
+
+
 def environment(pid: str) -> bytes:
     return Path(f"/proc/{pid}/environ").read_bytes()
 

@@ -1,6 +1,7 @@
 """Trajectories, token by token, from a scripted policy and a real search server."""
 
 import json
+import pickle
 import threading
 from concurrent.futures import Future
 from pathlib import Path
@@ -158,6 +159,16 @@ def test_a_trajectory_and_its_record_hold_every_turn(tokenizer, search):
     }  # fmt: skip
     assert len(row["turns"]) == 3 and row["response"] == tau.response
     assert not {"ids", "mask", "logps"} & set(row)
+
+
+def test_an_outcome_has_what_a_score_needs_and_no_text(tokenizer, search):
+    tau, _ = play(tokenizer, search, "<search> capital of France </search>", "Paris?", "<answer> Paris </answer>")
+    outcome = tau.outcome()
+    for t in (tau, outcome):
+        assert (t.served("search"), t.invalid, t.stop, t.prediction, t.question) == (1, 1, "answer", "Paris", ASKED)
+    sent = pickle.dumps(outcome)
+    assert not any(word in sent for word in (b"capital", b"France", b"Paris?"))
+    assert len(sent) < len(pickle.dumps(tau)) / 4 and len(tau.ids) > 100
 
 
 def test_a_turn_is_sampled_from_the_whole_context_so_far(tokenizer, search):

@@ -11,12 +11,23 @@ from typing import Any
 import torch
 
 from config import Config
+from engines.vllm_engine import MAX_BATCHED_TOKENS, MAX_SEQS
+from training import lora
 from training.model import blocks, load_config, skeleton
 
 RESERVE = 0.06  # share of a GPU that shapes cannot predict: CUDA context, NCCL buffers, fragmentation
-ASLEEP = 1e9  # bytes that a sleeping vLLM keeps, an allowance: CUDA graphs and the like
+GRAPHS = 30e6  # bytes of vLLM's CUDA graphs, a layer: an allowance
+SAMPLER = 4  # float32 matrices (rows, V) of vLLM's V1 sampler: logits, log-probs, probabilities, noise; V2 makes fewer
 CHUNK = 4096  # rows of logits that kernels/head.py allocates at a time
 KNOWN = {  # the presets' models, so that estimating needs no hub
+    "Qwen/Qwen2.5-0.5B": dict(
+        hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,
+        vocab_size=151936, tie_word_embeddings=True,
+    ),
+    "Qwen/Qwen2.5-1.5B": dict(
+        hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2,
+        vocab_size=151936, tie_word_embeddings=True,
+    ),
     "Qwen/Qwen2.5-3B": dict(
         hidden_size=2048, intermediate_size=11008, num_hidden_layers=36, num_attention_heads=16, num_key_value_heads=2,
         vocab_size=151936, tie_word_embeddings=True,
@@ -56,6 +67,7 @@ class Fit:
     usable: float  # bytes
     notes: list[str]
     starved: str  # why vLLM's share is too small, if the sum fits; "" if it is large enough
+    kv_tokens: float = 0.0  # room in vLLM's KV cache
 
     @property
     def update(self) -> float:
@@ -103,30 +115,39 @@ def estimate(cfg: Config, config: Any, engine: str, gpus: int, gpu_mem: float) -
     """Returns the memory of each of `gpus` GPUs of `gpu_mem` GB (1e9 bytes), for a model with this config."""
     model = skeleton(config, torch.bfloat16)
     P = sum(p.numel() for p in model.parameters())  # a tied head is the embedding and counts once
-    share = sum(math.ceil(len(p) / gpus) * (p.numel() // len(p)) for p in model.parameters())  # FSDP2 pads dim 0
+    lora.add(model, cfg.lora_rank, cfg.lora_alpha)
+    share, frozen = (  # FSDP2 pads dim 0
+        sum(math.ceil(len(p) / gpus) * (p.numel() // len(p)) for p in model.parameters() if p.requires_grad == trained)
+        for trained in (True, False)
+    )
     per_block = [sum(p.numel() for p in block.parameters()) for block in blocks(model)]
-    block, root = max(per_block), P - sum(per_block)  # root: embedding, last norm and head
-    V, H = model.get_output_embeddings().weight.shape
+    block, root = max(per_block), sum(p.numel() for p in model.parameters()) - sum(per_block)
+    # Of a block, of the root (embedding, last norm and head) and of the head: what has a gradient, with LoRA adapters.
+    head_weight = model.get_output_embeddings().weight
+    V, H = head_weight.shape
+    d_block = max(sum(p.numel() for p in block.parameters() if p.requires_grad) for block in blocks(model))
+    d_root, d_head = (0, 0) if cfg.lora_rank else (root, V * H)
+    widest = max(len(p) for part in blocks(model) for p in part.parameters() if p.ndim == 2)
     # A turn may start at max_prompt and be followed by its observation. A trajectory longer than micro_tokens is packed
     # alone.
     longest = cfg.max_prompt + cfg.max_response + cfg.max_observation
     tokens = max(cfg.micro_tokens, longest)
-    kept, again = activations(model, tokens, cfg.recompute)
+    kept, again = activations(model.bfloat16(), tokens, cfg.recompute)
 
     # Candidates for the peak of the update, with the bytes of: gathered weights, gradients being reduced, activations,
     # activations of one block, the head. bfloat16 has 2 bytes, float32 4. FSDP2 reduces in float32; it has one block
     # prefetched and one still in reduction. The reference runs earlier and needs less.
     moments = {
         "the forward pass of the head": (
-            2 * root + 2 * block, 0, kept, 0, 4 * min(CHUNK, tokens) * V + 4 * V * H + (2 + 4) * tokens * H,
+            2 * root + 2 * block, 0, kept, 0, 4 * min(CHUNK, tokens) * V + 4 * d_head + (2 + 4) * tokens * H,
         ),
         "the backward pass of the head": (
-            2 * root + 2 * block, 0, kept, 0, (4 + 2) * V * H + (2 + 4) * tokens * H,
+            2 * root + 2 * block, 0, kept, 0, (4 + 2) * d_head + (2 + 4) * tokens * H,
         ),
         "the backward pass of a block": (
-            2 * root + 2 * (2 * block), 2 * V * H + (2 + 4 + 4 / gpus) * block, kept, again, 0,
+            2 * root + 2 * (2 * block), 2 * d_head + (2 + 4 + 4 / gpus) * d_block, kept, again, 0,
         ),
-        "the end, when the gradients of embedding and head are reduced": (0, (2 + 4 + 4 / gpus) * root, 0, 0, 0),
+        "the end, when the gradients of embedding and head are reduced": (0, (2 + 4 + 4 / gpus) * d_root, 0, 0, 0),
     }  # fmt: skip
     peak = max(moments, key=lambda name: sum(moments[name]))
     gathered, reduced, kept, again, head = moments[peak]
@@ -134,12 +155,14 @@ def estimate(cfg: Config, config: Any, engine: str, gpus: int, gpu_mem: float) -
 
     more, state = "more GPUs", 0 if cfg.offload_reference else 2 * share
     fewer = "a smaller --micro_tokens" if cfg.micro_tokens > longest else "a smaller --max_prompt"
+    trained = "adapters" if cfg.lora_rank else "policy"
     parts = [
-        Part("policy (float32 shares)", 4 * share, 4 * share, more),
-        Part("moments of AdamW (float32 shares)", 8 * share, 8 * share, more),
+        Part("policy (frozen, bfloat16 shares)", 2 * frozen, 2 * frozen, more),
+        Part(f"{trained} (float32 shares)", 4 * share, 4 * share, more),
+        Part("moments of AdamW (float32 shares)", 8 * share, 8 * share, more if cfg.lora_rank else "--lora_rank 32"),
         Part("gradients (float32 shares)", 4 * share, 0, more),
     ]
-    if cfg.beta:
+    if cfg.beta and not cfg.lora_rank:
         parts += [Part("reference (bfloat16 shares)", state, state, "--offload_reference")]
     parts += [
         Part("policy (embedding, head and two blocks, gathered in bfloat16)", gathered, 0),
@@ -149,9 +172,9 @@ def estimate(cfg: Config, config: Any, engine: str, gpus: int, gpu_mem: float) -
         Part("the head's logits and gradients", head, 0),
     ]
 
-    title = f"{P / 1e6:,.0f}M parameters on {gpus} x {gpu_mem:.0f} GB"
+    title = f"{P / 1e6:,.0f}M parameters{', LoRA,' if cfg.lora_rank else ''} on {gpus} x {gpu_mem:.0f} GB"
     row = cfg.max_prompt + cfg.max_response  # tokens of the engine's longest row
-    kv, starved = kv_bytes(config), ""
+    kv, starved, kv_tokens = kv_bytes(config), "", 0.0
     if engine == "torch":
         cache = 2 * kv * row * cfg.max_rows  # remaining rows are copied before the old cache is freed
         parts += [
@@ -160,20 +183,32 @@ def estimate(cfg: Config, config: Any, engine: str, gpus: int, gpu_mem: float) -
             Part("torch engine (logits)", 0, 3 * 4 * V * cfg.max_rows, "a smaller --max_rows"),
         ]
     elif cfg.vllm == "colocate":
-        room = max(0, cfg.vllm_memory * gpu_mem * 1e9 - 2 * P)
+        # vLLM measures its own peak at its start and gives the KV cache what is left of its share, all of which has to
+        # be free then: policy and reference are there already, moments are not.
+        graphs = GRAPHS * len(per_block)
+        work = max(
+            2 * (2 * H + 3 * widest) * MAX_BATCHED_TOKENS,  # residual, hidden states, gate and up, their product
+            SAMPLER * 4 * V * MAX_SEQS,
+        )
+        room = max(0, cfg.vllm_memory * gpu_mem * 1e9 - 2 * P - work - graphs)
+        kv_tokens = room / kv
         parts += [
             Part("vLLM (weights)", 0, 2 * P, "a smaller --vllm_memory"),
+            Part("vLLM (activations, or the sampler's logits)", 0, work),
             Part("vLLM (KV cache)", 0, room, "a smaller --vllm_memory"),
-            Part("vLLM (kept while asleep, an allowance)", ASLEEP, ASLEEP),
+            Part("vLLM (CUDA graphs, an allowance; also while asleep)", graphs, graphs),
         ]
         if room < kv * row:
             starved = (
                 f"{title} do not fit: the {cfg.vllm_memory * gpu_mem:.1f} GB of vLLM have no room for its weights"
-                f" ({2 * P / 1e9:.1f}) and one context of {row:,} tokens; try a larger --vllm_memory"
+                f" ({2 * P / 1e9:.1f}), activations and CUDA graphs ({(work + graphs) / 1e9:.1f}) and one context of"
+                f" {row:,} tokens; try a larger --vllm_memory"
             )
+        mine = math.ceil(cfg.batch / gpus) * cfg.G  # a rank plays whole groups
         notes.append(
-            f"vLLM's cache has room for at most {room / kv:,.0f} tokens of {kv / 1e3:.1f} kB,"
-            f" {int(room / kv / row):,} contexts of {row:,} tokens at once."
+            f"vLLM's cache has room for {kv_tokens:,.0f} tokens of {kv / 1e3:.1f} kB; a rank's {mine:,} trajectories"
+            f" can need {mine * row:,}.\n"
+            f"{min(mine, MAX_SEQS, int(kv_tokens / row)):,} of them run at once, however long they are."
         )
     taus = cfg.batch * cfg.G
     sampled = taus * min((cfg.max_turns + 1) * cfg.max_response, row)
@@ -182,7 +217,7 @@ def estimate(cfg: Config, config: Any, engine: str, gpus: int, gpu_mem: float) -
         f" {taus * longest:,} to train on.\n"
         "(Upper bounds: what --max_turns, --max_response, --max_observation and --max_prompt allow.)"
     )
-    return Fit(title, parts, (1 - RESERVE) * gpu_mem * 1e9, notes, starved)
+    return Fit(title, parts, (1 - RESERVE) * gpu_mem * 1e9, notes, starved, kv_tokens)
 
 
 def activations(model: Any, tokens: int, recompute: int) -> tuple[float, float]:

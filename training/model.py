@@ -5,7 +5,7 @@ only within their sequence. With several ranks, or a GPU, every rank holds a sha
 gathers a block at a time in the compute dtype.
 """
 
-import importlib.util
+import inspect
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -17,11 +17,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.attention.varlen import varlen_attn
 
 from faults import Fault
 from kernels import grpo_head, token_logprobs
+from training import lora
 
-FLASH = importlib.util.find_spec("flash_attn") is not None
+VARLEN = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch >= 2.12; its kernel is FlashAttention-2
 LOGIT_SCALES = {  # how a family's config.json names the constant in its logits, and the power in which it enters
     "cohere": ("logit_scale", 1),
     "granite": ("logits_scaling", -1),
@@ -53,15 +55,14 @@ def packed_attention(
             columns = torch.arange(attention_mask.shape[-1], device=query.device)
             attention_mask = attention_mask & (columns >= attention_mask.sum(-1, keepdim=True) - window)
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    window = window or max(lengths)
-    if FLASH and query.is_cuda:
-        from flash_attn import flash_attn_varlen_func
-
+    longest = max(lengths)
+    window = window or longest
+    if VARLEN and query.dtype == torch.bfloat16 and query.is_cuda:
         ends = torch.tensor([0, *lengths], device=query.device).cumsum(0, dtype=torch.int32)
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, dim)
-        out = flash_attn_varlen_func(
-            q, k, v, ends, ends, max(lengths), max(lengths), softmax_scale=scaling, causal=True,
-            window_size=(window - 1, 0),
+        reach = window - 1 if window < longest else -1  # -1: no window, for which the kernel has a faster variant
+        out = varlen_attn(
+            q, k, v, ends, ends, longest, longest, scale=scaling, window_size=(reach, 0), enable_gqa=True
         )  # fmt: skip
         return out[None], None
     repeats = query.shape[1] // key.shape[1]
@@ -284,14 +285,16 @@ def shard(
 def fill(model: Any, source: Any) -> Any:
     """Copies the weights of `source` into `model`, one tensor at a time; returns `model`.
 
-    Rank 0 has `source`, whole and on its CPU; the other ranks pass None.
+    Rank 0 has `source`, whole and on its CPU; the other ranks pass None. A model without adapters is filled with the
+    weights below those of `source`.
     """
     values = dict(source.named_parameters()) | dict(source.named_buffers()) if source else {}
+    values = {lora.plain(name): value for name, value in values.items()}
     for name, target in [*model.named_parameters(), *model.named_buffers()]:
         sharded = isinstance(target, DTensor)
         device = target.device_mesh.device_type if sharded else target.device
         if source:
-            full = values[name].to(device, target.dtype).contiguous()
+            full = values[lora.plain(name)].to(device, target.dtype).contiguous()
         else:
             full = torch.empty(target.shape, dtype=target.dtype, device=device)
         if dist.is_initialized():
@@ -304,9 +307,23 @@ def fill(model: Any, source: Any) -> Any:
 
 
 def weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (Hugging Face name, whole tensor) for every parameter; all ranks must iterate together."""
+    """Yields (Hugging Face name, whole tensor) for every parameter; all ranks must iterate together.
+
+    Adapters are merged into their weights, one at a time and in float32.
+    """
+
+    def whole(p: torch.Tensor) -> torch.Tensor:
+        return (p.full_tensor() if isinstance(p, DTensor) else p).detach()
+
+    adapted = lora.layers(model)
     for name, p in model.named_parameters():
-        yield name, (p.full_tensor() if isinstance(p, DTensor) else p).detach()
+        plain = lora.plain(name)
+        if plain in adapted:
+            layer = adapted[plain]
+            A, B = (whole(part["default"].weight) for part in (layer.lora_A, layer.lora_B))
+            yield plain, lora.merged(whole(p), A, B, layer.scaling["default"])
+        elif not lora.is_adapter(name):
+            yield plain, whole(p)
 
 
 def export(config: Any, named: Iterable[tuple[str, torch.Tensor]], tokenizer: Any, path: Path | None) -> None:

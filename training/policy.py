@@ -37,7 +37,7 @@ class Policy:
         began = time.time()
         seed = int(rng(self.cfg.seed, t, purpose).integers(2**31))
         temperature = self.cfg.temperature if temperature is None else temperature
-        shares = self.on_all_ranks(Worker.rollout, list(jobs), temperature, seed)
+        shares = self.on_all_ranks(Worker.rollout, list(jobs), temperature, seed, whole=purpose != "evaluate")
         numbered = sorted((pair for share in shares for pair in share), key=lambda pair: pair[0])
         self.seconds[purpose.split()[0]] += time.time() - began
         return [tau for _, tau in numbered]

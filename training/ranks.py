@@ -3,10 +3,14 @@
 Calls and answers are Python objects over gloo; gradients and weights use the collectives of the work itself.
 """
 
+import contextlib
 import datetime
 import gc
 import os
 import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -31,10 +35,13 @@ class Ranks:
             if local >= count:
                 raise Fault(f"{local + 1} processes on a machine with {count} GPUs: lower --nproc_per_node")
             torch.cuda.set_device(local)
+            # cuDNN's attention, which torch prefers on Hopper, builds a plan of tens of ms for every new shape.
+            torch.backends.cuda.enable_cudnn_sdp(False)
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
         alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
         dist.init_process_group(backend, timeout=timeout, **alone)
         self.calls = dist.new_group(backend="gloo", timeout=timeout)
+        self.store, self.deals = dist.PrefixStore("inspo", dist.distributed_c10d._get_default_store()), 0
         if self.rank:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles Ctrl-C
 
@@ -49,6 +56,49 @@ class Ranks:
         answers = [None] * self.size if self.rank == 0 else None
         dist.gather_object(answer, answers, 0, self.calls)
         return answers or []
+
+    def deal(self, groups: list[int]) -> Callable[[int], list[int]]:
+        """Returns a function that deals out places in `groups`, whole groups, as ranks get free.
+
+        It is told how many rows this rank has in play, and fills them up to three quarters of an equal share: the last
+        quarter goes to whoever is fast. All ranks make it together, with the same list.
+        """
+        places: dict[int, list[int]] = {}
+        for k, group in enumerate(groups):
+            places.setdefault(group, []).append(k)
+        hands, limit = list(places.values()), max(1, len(groups) * 3 // (4 * self.size))
+        self.deals += 1
+        key, left = f"deal {self.deals}", True
+
+        def take(in_play: int) -> list[int]:
+            nonlocal left
+            mine: list[int] = []
+            while left and in_play + len(mine) < limit:
+                number = self.store.add(key, 1) - 1  # atomic: how many hands have been dealt to all ranks
+                left = number < len(hands)
+                mine += hands[number] if left else []
+            return mine
+
+        return take
+
+    @contextlib.contextmanager
+    def fail_at_once(self) -> Iterator[None]:
+        """Ends this process on any exception, so that torchrun ends the others instead of letting them wait.
+
+        No exit handlers run: vLLM's would close a process group in which other ranks still wait for this one.
+        """
+        try:
+            yield
+        except BaseException as e:
+            if self.size == 1:
+                raise
+            if isinstance(e, Fault):
+                print(e, file=sys.stderr)
+            else:
+                traceback.print_exc()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
 
     def leave(self) -> None:
         """Shuts down all ranks. Drop the models first: gloo's threads abort if a model's streams are still alive."""

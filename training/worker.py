@@ -4,7 +4,7 @@ import copy
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -14,8 +14,10 @@ from engines import Engine
 from engines.torch_engine import TorchEngine
 from faults import EngineFault, ToolDown
 from grpo import Learner, minibatches
-from rollout import Job, Trajectory, rollout
+from rollout import Job, Trajectory, play, rollout
 from tools import Search, Tool, make_tools, stop_strings
+from training import lora
+from training.layers import fuse
 from training.model import empty, export, fill, load_config, load_model, load_tokenizer, shard, skeleton, weights
 from training.ranks import Ranks
 
@@ -48,17 +50,21 @@ class Worker:
         self.cfg, self.ranks, self.tools = cfg, ranks, tools
         stop = stop_strings(tools)
         self.config, self.tokenizer = load_config(cfg.model), load_tokenizer(cfg.model, stop)
-        source = load_model(cfg.model) if ranks.rank == 0 else None
+        source = self.first_policy()
         compute = torch.bfloat16 if ranks.device == "cuda" else torch.float32
+        self.layers = ""  # which layers are fused; nothing to say on a CPU
         if ranks.grouped:
-            model = fill(shard(skeleton(self.config), ranks.device, compute=compute), source)
+            kept = compute if cfg.lora_rank else torch.float32  # frozen weights take no small steps
+            trained = self.fused(self.adapted(skeleton(self.config, kept)))
+            model = fill(shard(trained, ranks.device, compute=compute), source)
         else:
             model = source
-        reference = None
-        if cfg.beta and ranks.grouped:
-            shares = shard(skeleton(self.config, compute), ranks.device, frozen=True, offload=cfg.offload_reference)
+        reference, apart = None, cfg.beta and not cfg.lora_rank  # with LoRA it is the policy without its adapters
+        if apart and ranks.grouped:
+            shares = self.fused(skeleton(self.config, compute))
+            shares = shard(shares, ranks.device, frozen=True, offload=cfg.offload_reference)
             reference = fill(shares, source)
-        elif cfg.beta:
+        elif apart:
             reference = copy.deepcopy(source)
         self.shared = engine == "torch" and not ranks.grouped  # the engine samples from the trainer's own model
         self.synced = self.shared  # the engine has the policy's present weights
@@ -74,6 +80,12 @@ class Worker:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self.learner = Learner(model, reference, cfg, max_gap=MAX_LOGP_GAP[ranks.device])
 
+    def fused(self, model: Any) -> Any:
+        """Returns `model`, on a GPU with fused layers: for updates alone, whose batches are one row."""
+        if self.ranks.device == "cuda":
+            self.layers = fuse(model) if self.cfg.fused_layers else "none (--fused_layers 0)"
+        return model
+
     def vllm(self, stop: tuple[str, ...], dtype: str) -> Engine:
         cfg, max_len = self.cfg, self.cfg.max_prompt + self.cfg.max_response
         if cfg.vllm != "colocate":
@@ -87,23 +99,44 @@ class Worker:
             seed=cfg.seed + self.ranks.rank,
         )  # fmt: skip
 
-    def parameters(self) -> int:
-        """Returns how many parameters the policy has."""
-        return sum(p.numel() for p in self.learner.model.parameters())
+    def adapted(self, model: Any) -> Any:
+        """Returns the model with the adapters of a run with LoRA; otherwise as it is."""
+        return lora.add(model, self.cfg.lora_rank, self.cfg.lora_alpha, self.cfg.seed)
 
-    def rollout(self, jobs: list[Job], temperature: float, seed: int) -> list[tuple[int, Trajectory]]:
-        """Returns (place in `jobs`, trajectory) of this rank's share: whole groups, which compute their prompt once."""
+    def first_policy(self) -> Any:
+        """Returns the policy from before training on rank 0, whole and on the CPU; None on the other ranks."""
+        return self.adapted(load_model(self.cfg.model)) if self.ranks.rank == 0 else None
+
+    def parameters(self, trained: bool = False) -> int:
+        """Returns how many parameters the policy has, adapters included; `trained`: how many of them are trained."""
+        return sum(p.numel() for p in self.learner.model.parameters() if p.requires_grad or not trained)
+
+    def rollout(self, jobs: list[Job], temperature: float, seed: int, whole: bool) -> list[tuple[int, Trajectory]]:
+        """Returns (place in `jobs`, trajectory) of this rank's share: whole groups, which compute their prompt once.
+
+        Ranks take groups as they get free, unless the engine's samples depend on which rows it plays together.
+        Unless `whole`, other ranks send rank 0 neither tokens nor texts: an evaluation may have thousands of questions.
+        """
         rank, size = self.ranks.rank, self.ranks.size
         if not self.synced:
             self.engine.load(weights(self.learner.model))
             self.synced = True
-        number = {group: k for k, group in enumerate(dict.fromkeys(job.group for job in jobs))}
-        mine = [k for k, job in enumerate(jobs) if number[job.group] % size == rank]
-        taus = rollout(
-            self.engine, self.tokenizer, self.tools, [jobs[k] for k in mine], self.cfg, temperature=temperature,
-            seed=seed + rank,
-        )  # fmt: skip
-        return list(zip(mine, taus, strict=True))
+        if self.engine.lockstep or size == 1:
+            number = {group: k for k, group in enumerate(dict.fromkeys(job.group for job in jobs))}
+            mine = [k for k, job in enumerate(jobs) if number[job.group] % size == rank]
+            found = rollout(
+                self.engine, self.tokenizer, self.tools, [jobs[k] for k in mine], self.cfg, temperature=temperature,
+                seed=seed + rank,
+            )  # fmt: skip
+            taus = dict(zip(mine, found, strict=True))
+        else:
+            taus = play(
+                self.engine, self.tokenizer, self.tools, jobs, self.cfg, self.ranks.deal([job.group for job in jobs]),
+                temperature, seed,
+            )  # fmt: skip
+        if size > 1 and not whole:
+            taus = {k: tau.outcome() for k, tau in taus.items()}
+        return list(taus.items())
 
     def update(self, t: int, taus: list[Trajectory]) -> dict[str, float]:
         """`Learner.update`, with the engine asleep."""
@@ -118,7 +151,7 @@ class Worker:
         return sum(tool.faults for tool in self.tools)
 
     def save(self, path: Path) -> None:
-        """Writes weights and optimizer, every rank its shares; any number of ranks can load them."""
+        """Writes trained weights and optimizer, every rank its shares; any number of ranks can load them."""
         dcp.save(self.learner.state_dict(), checkpoint_id=path, no_dist=not self.ranks.grouped)
 
     def load(self, path: Path) -> None:
@@ -134,7 +167,7 @@ class Worker:
 
     def reset(self) -> None:
         """Restores the weights from before training; the optimizer keeps its moments."""
-        fill(self.learner.model, load_model(self.cfg.model) if self.ranks.rank == 0 else None)
+        fill(self.learner.model, self.first_policy())
         self.synced = self.shared
 
     def close(self) -> None:

