@@ -40,9 +40,11 @@ from rollout import Trajectory  # noqa: E402
 from training.fit import KNOWN, RESERVE, estimate  # noqa: E402
 from training.model import blocks, shard, skeleton, weights  # noqa: E402
 from training.ranks import Ranks  # noqa: E402
+from training.speed import CARDS  # noqa: E402
 from training.worker import MAX_LOGP_GAP  # noqa: E402
 
-PEAK = {"A100": 312, "H100": 989, "H200": 989, "H20": 148, "B200": 2250, "L40S": 362}  # dense bf16 TFLOP/s, SXM
+PEAK = {"H20": 148.0, "B200": 2250.0, "L40S": 362.0}  # dense bf16 TFLOP/s, beside those of --dry_run
+PEAK |= {name.upper(): card.flops / 1e12 for name, card in CARDS.items()}
 TOY = dict(
     hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
     vocab_size=1000, tie_word_embeddings=True,

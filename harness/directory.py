@@ -18,7 +18,7 @@ from faults import Fault
 # Knobs that a resumed run may change: they affect where and how fast it runs, not what it computes.
 FREE = {"out", "resume", "device", "tracker", "retriever", "keep", "save_every", "search_retries", "optimizer_retries"}
 FREE |= {"engine", "vllm", "vllm_memory", "recompute", "offload_reference", "patience", "gpus", "card", "gpu_mem"}
-FREE |= {"micro_tokens", "max_rows"}
+FREE |= {"micro_tokens", "max_rows", "fused_layers"}
 
 
 class RunDirectory:

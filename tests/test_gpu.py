@@ -46,7 +46,7 @@ def test_trajectories_are_as_long_as_the_docstring_says():
 
 @pytest.mark.parametrize(
     "name, tflops",
-    [("NVIDIA H200", 989), ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA H20", 148)]
+    [("NVIDIA H200", 989.5), ("NVIDIA H100 80GB HBM3", 989.5), ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA H20", 148)]
     + [("NVIDIA H100 PCIe", 0), ("NVIDIA H100 NVL", 0), ("NVIDIA GeForce RTX 4090", 0)],
 )
 def test_a_card_s_peak_is_known_or_0(name, tflops):
