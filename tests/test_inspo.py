@@ -76,7 +76,7 @@ def metrics(path: Path) -> list[dict]:
 
 
 def wait_for_step(path: Path, t: int, process: subprocess.Popen) -> None:
-    deadline = time.time() + 90
+    deadline = time.time() + 400
     while time.time() < deadline and process.poll() is None:
         if len(read_jsonl(path / "metrics.jsonl")) > t:
             return

@@ -269,7 +269,7 @@ def test_ivf_over_all_its_cells_gives_the_flat_scores(made, flat, Q):
 
 
 def test_ivf_in_several_blocks_holds_the_same_lists(made, folder, monkeypatch, tmp_path):
-    monkeypatch.setattr(build, "BLOCK", 700)
+    monkeypatch.setattr(build, "BLOCK", 400)
     (tmp_path / "vectors.faiss").symlink_to(folder / "flat/index.faiss")
     one, three = read_faiss(made("ivf")), read_faiss(build.make_index(build.factory("ivf", N), tmp_path, D))
 
@@ -433,7 +433,7 @@ def test_the_check_of_a_finished_index_can_fail(folder, flat, X, made, tmp_path,
     warn_of_mismatch(ivf, reversed_corpus(folder, tmp_path), flat.encoder, "here")
     assert "the index's order" in capsys.readouterr().out  # also with IVF, which cannot return its vectors
     shifted.remove_ids(np.array([0]))
-    assert "2,099 vectors" in refusal(build.check, shifted, corpus, flat.encoder, "Flat")
+    assert f"{N - 1:,} vectors" in refusal(build.check, shifted, corpus, flat.encoder, "Flat")
 
 
 # --- the command: faults and kills ---
@@ -560,7 +560,7 @@ def test_an_ivf_build_killed_while_merging_resumes(folder, tmp_path, monkeypatch
     partial = tmp_path / "p"
     partial.mkdir()
     (partial / "vectors.faiss").symlink_to(folder / "flat/index.faiss")
-    monkeypatch.setattr(build, "BLOCK", 700)
+    monkeypatch.setattr(build, "BLOCK", 400)
     real, name = build.merge_ondisk, build.factory("ivf", N)
 
     def killed(index, blocks, data):
