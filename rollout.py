@@ -17,10 +17,13 @@ from typing import TYPE_CHECKING, Any
 from config import Config
 from data import Question, last_answer
 from engines import Engine
-from tools import Tool, find_call, invalid_action
+from outside import as_data, control
+from tools import Tool, find_call, invalid_action, tags_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
+
+TOKEN_CHARACTERS = 128  # no text that is worth reading has longer tokens; the rest need not be tokenized to be cut
 
 
 @dataclass(frozen=True)
@@ -102,15 +105,27 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
     return ids
 
 
-def prompt_ids(tokenizer: Tokenizer, instruction: str, question: str) -> list[int]:
-    """Returns the ids of the chat template with instruction and question (§3 of Search-R1, App. F)."""
+def prompt_ids(tokenizer: Tokenizer, instruction: str, question: str, tags: tuple[str, ...] = ()) -> list[int]:
+    """Returns the ids of the chat template with instruction and question (§3 of Search-R1, App. F).
+
+    Both are data: no control token comes of them, and no tag of `tags` of the question.
+    """
+    instruction = as_data(instruction, control(tokenizer, simple=True))  # it names the agent's tags
+    question = as_data(question, control(tokenizer, tags))
     message = {"role": "user", "content": f"{instruction}\n\nQuestion: {question}\n"}
     return encode(tokenizer, tokenizer.apply_chat_template([message], add_generation_prompt=True, tokenize=False))
 
 
-def observation_ids(tokenizer: Tokenizer, tool: Tool, result: list[str], limit: int) -> list[int]:
-    """Returns a tool's result in its tag as at most `limit` ids; a long one loses its end, not its closing tag."""
-    head = encode(tokenizer, f"\n\n<{tool.result_tag}>{tool.show(result)}")
+def observation_ids(
+    tokenizer: Tokenizer, tool: Tool, result: list[str], limit: int, tags: tuple[str, ...] = ()
+) -> list[int]:
+    """Returns a tool's result in its tag as at most `limit` ids; a long one loses its end, not its closing tag.
+
+    The result is data: it cannot close the tag, nor write one of `tags` or a control token.
+    """
+    pattern, longest = control(tokenizer, (tool.result_tag, *tags)), limit * TOKEN_CHARACTERS
+    shown = tool.show([as_data(text[:longest], pattern) for text in result])
+    head = encode(tokenizer, f"\n\n<{tool.result_tag}>{shown[:longest]}")
     end = encode(tokenizer, f"</{tool.result_tag}>\n\n")
     return head[: max(0, limit - len(end))] + end
 
@@ -157,7 +172,7 @@ def play(
 
     `deal` is asked again and again: it is told how many rows are in play and returns the places of jobs to start.
     """
-    by_tag = {tool.tag: tool for tool in tools}
+    by_tag, tags = {tool.tag: tool for tool in tools}, tags_of(tools)
     invalid = encode(tokenizer, invalid_action(tools))
     prompts: dict[tuple[str, str], list[int]] = {}
     taus: dict[int, Trajectory] = {}
@@ -170,7 +185,7 @@ def play(
         for k in deal(len(ready) + generating + len(waiting)):
             job = jobs[k]
             if (job.text, job.question.text) not in prompts:
-                prompts[job.text, job.question.text] = prompt_ids(tokenizer, job.text, job.question.text)
+                prompts[job.text, job.question.text] = prompt_ids(tokenizer, job.text, job.question.text, tags)
             taus[k] = Trajectory(job.instruction, job.question, job.group, [], 0)
             taus[k].observe(prompts[job.text, job.question.text])
             taus[k].prompt_tokens = len(taus[k].ids)
@@ -208,7 +223,8 @@ def play(
             else:
                 turn = tau.turns[-1]
                 turn.result = result.result()
-                tau.observe(observation_ids(tokenizer, by_tag[turn.tool], turn.result, cfg.max_observation))
+                ids = observation_ids(tokenizer, by_tag[turn.tool], turn.result, cfg.max_observation, tags)
+                tau.observe(ids)
 
     for tau in taus.values():
         tau.response = tokenizer.decode(tau.ids[tau.prompt_tokens :], skip_special_tokens=False)

@@ -48,7 +48,7 @@ class VllmServer:
         self.clients = {
             url: Client(
                 [url], timeout=self.timeout, retries=self.retries, backoff=0.5, expects="an answer of vLLM's",
-                retry_read_timeout=False,
+                retry_timeout=False,
             )
             for url in self.urls
         }  # fmt: skip

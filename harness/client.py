@@ -1,22 +1,29 @@
 """HTTP with JSON bodies, and the one rule of retries for every server that a run talks to."""
 
+import concurrent.futures
 import contextlib
 import email.utils
+import json
 import random
 import re
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import requests
 import tenacity
+import urllib3
 
 from faults import Fault, Outage
+from outside import clean, secrets_of
 
 T = TypeVar("T")
 MAX_WAIT = 60.0  # seconds between two rounds, whatever a server asks for
-CONNECTION_FAULTS = (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError)
+MAX_ANSWER = 64 << 20  # bytes of an answer, unpacked
+BROKEN_OFF = (urllib3.exceptions.ProtocolError, urllib3.exceptions.DecodeError, urllib3.exceptions.SSLError)
+CONNECTION_FAULTS = (requests.ConnectionError, requests.Timeout, *BROKEN_OFF)
 
 
 class RequestFailed(Outage):
@@ -27,14 +34,25 @@ class RequestFailed(Outage):
         self.transient, self.retry_after = transient, retry_after
 
 
+class Answer(NamedTuple):
+    """A whole answer over HTTP."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
 class Client:
     """A client of one server, or of several that can stand in for each other.
 
     Connection faults, time-outs, 429 and 5xx are transient: the next server is asked at once. When all have failed,
     the client waits and asks them all again, up to `retries` times. It waits for `backoff` seconds, doubled every time
     and varied by half, or for as long as Retry-After asks; never longer than MAX_WAIT. Other statuses are final. So is
-    a body that is not what the client `expects`, unless `retry_malformed`. `retry_read_timeout=False` is for servers
-    that may still be busy with the first request.
+    a body that is not what the client `expects`, unless `retry_malformed`. `timeout` seconds are for a whole call,
+    however slowly its answer trickles in; `retry_timeout=False` is for servers that may still be busy with it.
+
+    What arrives is cleaned (`outside.clean`): it holds neither half surrogate pairs nor the keys in `headers`, which a
+    server may echo. No redirect is followed: it would take questions and gold answers to another host.
 
     `revive` is called before every round but the first; it may return a new URL for the server in use, or "". The
     environment's proxies are used only with `proxies`, and never for this machine.
@@ -43,11 +61,12 @@ class Client:
     def __init__(
         self, urls: Iterable[str], *, timeout: float, retries: int, backoff: float, expects: str = "JSON",
         headers: Mapping[str, str] | None = None, proxies: bool = False, retry_malformed: bool = False,
-        retry_read_timeout: bool = True, revive: Callable[[], str] = lambda: "",
+        retry_timeout: bool = True, revive: Callable[[], str] = lambda: "",
     ):  # fmt: skip
         self.urls = [url.strip().rstrip("/") for url in urls]  # the first is in use
         self.timeout, self.retries, self.backoff, self.expects = timeout, retries, backoff, expects
-        self.retry_malformed, self.retry_read_timeout, self.revive = retry_malformed, retry_read_timeout, revive
+        self.retry_malformed, self.retry_timeout, self.revive = retry_malformed, retry_timeout, revive
+        self.secrets = secrets_of((headers or {}).values())
         self.faults = 0  # transient faults so far
         self.session = requests.Session()
         self.session.headers.update(headers or {})
@@ -81,9 +100,10 @@ class Client:
         except RequestFailed as e:
             place = path.partition("?")[0]
             if not e.transient:
-                raise RequestFailed(f"{self.urls[0]}{place}: {e}") from e
+                raise RequestFailed(f"{self._without_secrets(self.urls[0])}{place}: {e}") from e
             times = f", {attempts} times" if attempts > 1 else ""
-            raise RequestFailed(f"{' and '.join(self.urls)}{place}: {e}{times}", True) from e
+            urls = self._without_secrets(" and ".join(self.urls))
+            raise RequestFailed(f"{urls}{place}: {e}{times}", True) from e
 
     def _before_round(self, state: tenacity.RetryCallState) -> None:
         if state.attempt_number > 1:
@@ -111,25 +131,73 @@ class Client:
         raise RequestFailed(last, True, retry_after)
 
     def _ask(self, method: str, path: str, body: Any, read: Callable[[Any], T]) -> T:
-        timeout = (min(5.0, self.timeout), self.timeout)  # to connect, to answer
+        exchange = partial(self._exchange, method, self.urls[0] + path, body)
         try:
-            answer = self.session.request(method, self.urls[0] + path, json=body, timeout=timeout)
-        except requests.ReadTimeout as e:
-            raise RequestFailed(f"ReadTimeout after {self.timeout:g} s", self.retry_read_timeout) from e
+            answer = within(self.timeout, exchange)
+        except (requests.ReadTimeout, urllib3.exceptions.ReadTimeoutError, concurrent.futures.TimeoutError):
+            raise RequestFailed(f"no whole answer in {self.timeout:g} s", self.retry_timeout) from None
         except CONNECTION_FAULTS as e:
-            raise RequestFailed(type(e).__name__, True) from e
+            raise RequestFailed(type(e).__name__, True) from None
         except (requests.RequestException, ValueError) as e:  # an invalid URL; urllib3's ValueErrors come through too
-            raise RequestFailed(f"{type(e).__name__}: {e}") from e
-        if not answer.ok:
-            fault = f"HTTP {answer.status_code}: {' '.join(answer.text.split())[:200]}".rstrip(": ")
-            raise RequestFailed(fault, answer.status_code == 429 or answer.status_code >= 500, _retry_after(answer))
+            raise RequestFailed(self._without_secrets(f"{type(e).__name__}: {e}")) from None
+        if 300 <= answer.status < 400:
+            place = self._without_secrets(answer.headers.get("Location", "nowhere"))
+            raise RequestFailed(f"HTTP {answer.status}: it redirects to {place[:200]}; name that server if it is yours")
+        if answer.status >= 400:
+            text = self._without_secrets(answer.body[:10_000].decode(errors="replace"))
+            fault = f"HTTP {answer.status}: {' '.join(text.split())[:200]}".rstrip(": ")
+            raise RequestFailed(fault, answer.status == 429 or answer.status >= 500, _retry_after(answer))
         try:
-            return read(answer.json())
-        except (LookupError, TypeError, ValueError) as e:
-            raise RequestFailed(f"not {self.expects} ({type(e).__name__}: {e})", self.retry_malformed) from e
+            found = json.loads(answer.body, parse_constant=_refuse)
+            if self.secrets or b"\\ud" in answer.body.lower():  # large answers of an engine need no pass in Python
+                found = clean(found, self.secrets)
+            return read(found)
+        except (LookupError, TypeError, ValueError, RecursionError) as e:
+            why = self._without_secrets(f"{type(e).__name__}: {str(e)[:200]}")
+            raise RequestFailed(f"not {self.expects} ({why})", self.retry_malformed) from None
+
+    def _exchange(self, method: str, url: str, body: Any, ended: threading.Event) -> Answer:
+        """Returns the answer; stops reading it once the call has `ended`."""
+        timeout = (min(5.0, self.timeout), self.timeout)  # to connect, between two bytes
+        parts, size = [], 0
+        with self.session.request(method, url, json=body, timeout=timeout, stream=True, allow_redirects=False) as reply:
+            while (part := reply.raw.read1(1 << 16, decode_content=True)) and not ended.is_set():
+                parts.append(part)
+                size += len(part)
+                if size > MAX_ANSWER:
+                    raise RequestFailed(f"its answer is larger than {MAX_ANSWER >> 20} MiB")
+            return Answer(reply.status_code, reply.headers, b"".join(parts))
+
+    def _without_secrets(self, text: str) -> str:
+        return str(clean(re.sub(r"//[^/@\s]*@", "//", text), self.secrets))
 
 
-def _retry_after(answer: requests.Response) -> float:
+def within(seconds: float, work: Callable[[threading.Event], T]) -> T:
+    """Returns work(ended); after `seconds` sets `ended` and raises concurrent.futures.TimeoutError.
+
+    The work is done in a thread, which is left to itself then: a blocked read cannot be ended from outside.
+    """
+    ended = threading.Event()
+    done: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work(ended))
+        except BaseException as e:  # raised by `result`, in the caller's thread
+            done.set_exception(e)
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        return done.result(seconds)
+    finally:
+        ended.set()
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _retry_after(answer: Answer) -> float:
     """Returns the seconds that a Retry-After header asks for, as a number or an HTTP date; 0 if it makes no sense."""
     value = answer.headers.get("Retry-After", "")
     with contextlib.suppress(ValueError):

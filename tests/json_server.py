@@ -70,6 +70,19 @@ def too_slow(handler):
     handler.server.closing.wait(5)
 
 
+def trickle(text, seconds=0.02):
+    """Returns an answer that sends a byte at a time, headers included, for as long as somebody reads."""
+
+    def answer(handler):
+        handler.close_connection = True
+        for byte in text:
+            handler.wfile.write(bytes([byte]))
+            if handler.server.closing.wait(seconds):
+                return
+
+    return answer
+
+
 @contextlib.contextmanager
 def json_servers():
     """Yields a function that starts servers; they stop at the end."""

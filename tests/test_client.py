@@ -1,6 +1,7 @@
 """The one rule of retries (harness/client.py), against real HTTP servers that fail in every way it knows."""
 
 import email.utils
+import gzip
 import json
 import socket
 import time
@@ -11,7 +12,7 @@ import pytest
 import tenacity
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from json_server import break_off, hang_up, json_servers, too_slow
+from json_server import break_off, hang_up, json_servers, too_slow, trickle
 
 import harness.client as module
 from faults import Fault
@@ -88,8 +89,8 @@ def test_threads_may_share_a_client(serve, waits):
         ((503, {}, "<html>\n  <b>over</b>\n"), "HTTP 503: <html> <b>over</b>"),
         ((529, {}, "x" * 999), f"HTTP 529: {'x' * 200}"),
         (hang_up, "ConnectionError"),
-        (break_off, "ChunkedEncodingError"),
-        (too_slow, "ReadTimeout after 0.2 s"),
+        (break_off, "ProtocolError"),
+        (too_slow, "no whole answer in 0.2 s"),
     ],
 )
 def test_a_transient_fault_is_retried_and_named_in_one_line_if_it_stays(serve, waits, fault, words):
@@ -162,10 +163,10 @@ def test_a_request_that_must_not_be_repeated_is_sent_once(serve, waits):
 
 def test_after_a_read_time_out_a_busy_server_can_be_spared(serve, waits):
     server = serve(too_slow, OK)
-    with pytest.raises(RequestFailed, match="/path: ReadTimeout after 0.2 s$"):
-        client(server.url, timeout=0.2, retry_read_timeout=False).post("/path", {}, value)
+    with pytest.raises(RequestFailed, match="/path: no whole answer in 0.2 s$"):
+        client(server.url, timeout=0.2, retry_timeout=False).post("/path", {}, value)
     assert len(server.requests) == 1 and not waits
-    assert client(serve(BUSY, OK).url, retry_read_timeout=False).post("/path", {}, value) == 1
+    assert client(serve(BUSY, OK).url, retry_timeout=False).post("/path", {}, value) == 1
 
 
 def test_no_fault_names_a_header(serve):
@@ -173,6 +174,88 @@ def test_no_fault_names_a_header(serve):
         with pytest.raises(RequestFailed) as failed:
             client(serve(fault).url, headers={"Authorization": "Bearer sk-secret"}).post("/path", {}, value)
         assert "sk-secret" not in repr(failed.value) + repr(failed.value.__cause__)
+
+
+# ---- what a server may send
+
+
+@pytest.mark.parametrize(
+    "whole", [b"HTTP/1.1 200 OK\r\n\r\n" + b" " * 500, b"HTTP/1.1 200 OK\r\nX-Slow: " + b"x" * 500]
+)
+def test_the_deadline_is_that_of_the_whole_call_however_the_answer_trickles_in(serve, waits, whole):
+    body = trickle(whole, 0.02 if whole.endswith(b"x") else 0.01)
+    server, began = serve(body, OK), time.perf_counter()
+    with pytest.raises(RequestFailed, match="/path: no whole answer in 0.3 s$"):
+        client(server.url, timeout=0.3).post("/path", {}, value, retries=0)
+    assert 0.25 < time.perf_counter() - began < 1.5
+    assert client(serve(body, OK).url, timeout=0.3).post("/path", {}, value) == 1
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_no_redirect_is_followed(serve, waits, status):
+    elsewhere = serve(OK)
+    server = serve((status, {"Location": f"{elsewhere.url}/path?key=sk-secret-1"}, ""))
+    with pytest.raises(RequestFailed, match=f"HTTP {status}: it redirects to {elsewhere.url}") as failed:
+        client(server.url, headers={"Authorization": "Bearer sk-secret-1"}).post("/path", {"gold": "Paris"}, value)
+    assert not elsewhere.requests and len(server.requests) == 1 and not waits
+    assert "sk-secret-1" not in str(failed.value)
+
+
+def test_an_answer_without_end_is_refused(serve, monkeypatch):
+    monkeypatch.setattr(module, "MAX_ANSWER", 1 << 20)
+    for headers, body in (({}, b" " * (2 << 20)), ({"Content-Encoding": "gzip"}, gzip.compress(b" " * (4 << 20)))):
+
+        def pour(handler, headers=headers, body=body):
+            handler.send_response(200)
+            for name, text in headers.items():
+                handler.send_header(name, text)
+            handler.end_headers()
+            handler.wfile.write(body)
+
+        with pytest.raises(RequestFailed, match="/path: its answer is larger than 1 MiB$"):
+            client(serve(pour).url).post("/path", {}, value)
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 200_000, '{"value": NaN}', '{"value": -Infinity}', '{"value": ' + "9" * 5000 + "}"]
+)
+def test_what_the_reader_of_json_cannot_take_is_malformed(serve, text):
+    with pytest.raises(RequestFailed, match=r"not JSON \((RecursionError|ValueError): ") as failed:
+        client(serve((200, {}, text)).url).post("/path", {}, value)
+    assert len(str(failed.value)) < 400
+
+
+def test_half_characters_are_replaced_wherever_they_stand(serve):
+    server = serve((200, {}, r'{"value": ["a\ud800", {"\uDFFF": "\ud83d\ude00"}]}'))
+    assert client(server.url).post("/path", {}, value) == ["a\ufffd", {"\ufffd": "\U0001f600"}]
+
+
+KEY = "sk-proj/12345"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        (400, {}, f"invalid key {KEY}"), (503, {}, f"<b>{KEY}</b>"), (200, {}, f"no json: {KEY}"),
+        (200, {}, json.dumps({"other": KEY})), (200, {}, json.dumps({"value": [f"your key is {KEY}", {KEY: 1}]})),
+        (200, {}, json.dumps({"value": KEY}).replace("-", "\\u002d")), (307, {"Location": f"http://x/{KEY}"}, ""),
+    ],
+)  # fmt: skip
+def test_a_key_that_the_server_echoes_goes_nowhere(serve, answer):
+    headers = {"Authorization": f"Bearer {KEY}"}
+    asker = client("http://user:password@" + serve(answer).url.removeprefix("http://"), headers=headers, retries=0)
+    try:
+        found = repr(asker.post("/path", {}, value))
+        assert "[secret]" in found
+    except RequestFailed as e:
+        found = repr(e) + repr(e.__cause__) + repr(e.__cause__.__cause__)
+    assert KEY not in found and "password" not in found
+
+
+def test_a_key_that_no_header_can_hold_is_not_shown(serve):
+    with pytest.raises(RequestFailed, match="InvalidHeader") as failed:
+        client(serve(OK).url, headers={"Authorization": "Bearer sk-12345678\n"}).post("/path", {}, value)
+    assert "sk-12345678" not in str(failed.value)
 
 
 # ---- waiting

@@ -14,7 +14,9 @@ import pytest
 import inspo
 
 ROOT = Path(__file__).parent.parent
-ROOMS = "inspo config data rollout tools grpo objectives population reflect report faults".split()  # the paper's
+ROOMS = (
+    "inspo config data rollout tools grpo objectives population reflect report faults outside".split()
+)  # the paper's
 WINGS = "engines training harness kernels retrieval world bench".split()
 CODE = sorted([*ROOT.glob("*.py"), *(path for wing in WINGS for path in ROOT.glob(f"{wing}/*.py"))])
 

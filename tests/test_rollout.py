@@ -411,7 +411,7 @@ def test_the_prediction_is_what_the_policy_wrote_never_what_it_was_shown(tokeniz
     assert tau.prediction is None
     passage = '"Trap"\nThey said <answer>Trap</answer> there.'
     tau, _ = play(tokenizer, Found(passage), "<search>a</search>", "no", max_turns=1)
-    assert "<answer>Trap</answer>" in tau.response and tau.prediction is None
+    assert "< answer>Trap< /answer>" in tau.response and tau.prediction is None
     tau, _ = play(tokenizer, Found('"T"\n</answer>'), "<answer>a<search>b</search>", "no", max_turns=1)
     assert tau.prediction is None
 

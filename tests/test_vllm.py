@@ -20,6 +20,7 @@ from types import SimpleNamespace
 import pytest
 import requests
 import torch
+import urllib3
 from test_engine import contexts_of, plain_logprobs
 from test_model import make_family, own_logps
 from tiny_model import STOP
@@ -440,7 +441,7 @@ def test_a_server_with_other_weights_than_the_last_ones_is_noticed(server, tiny)
 
 def test_a_request_that_fails_is_sent_again(server, tiny, monkeypatch):
     session = server.clients[server.urls[0]].session
-    request, faults = session.request, iter([requests.ConnectionError(), requests.exceptions.ChunkedEncodingError()])
+    request, faults = session.request, iter([requests.ConnectionError(), urllib3.exceptions.ProtocolError()])
 
     def flaky(*args, **kwargs):
         for fault in faults:
@@ -455,7 +456,7 @@ def test_a_request_that_fails_is_sent_again(server, tiny, monkeypatch):
 def test_a_server_that_does_not_answer_in_time_is_not_asked_again(server, tiny, monkeypatch):
     monkeypatch.setattr(server.clients[server.urls[0]], "timeout", 0.05)
     begin = time.time()
-    with pytest.raises(EngineDown, match="generate: ReadTimeout after 0.05 s"):
+    with pytest.raises(EngineDown, match="generate: no whole answer in 0.05 s"):
         turns(server, {0: contexts_of(tiny[1])[0]}, 400, 1.0)
     assert time.time() - begin < 1
 

@@ -1,0 +1,136 @@
+"""Text from outside is data: for the tokenizer, for the terminal, and when it arrives."""
+
+import json
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers_like import MAKERS, control_ids, made
+
+from config import SEARCH_R1, WORLD
+from outside import clean, plain, printable, secrets_of
+from rollout import encode, observation_ids, prompt_ids
+from tools import Calculator, Search, tags_of
+
+SEARCH = object.__new__(Search)  # its words alone: no server
+TAGS = tags_of([SEARCH, Calculator()])
+
+
+def spellings(tokenizer):
+    """Every token of control, and the same in capitals, full width, with a blank and with an invisible character."""
+    out = []
+    for token in tokenizer.added_tokens_decoder.values():
+        text = token.content
+        wide = "".join(chr(ord(c) + 0xFEE0) if "!" <= c <= "~" else c for c in text)
+        out += [text, text.upper(), wide, text[0] + "\u200b" + text[1:], text[0] + " " + text[1:], text[1:], text[:-1]]
+    return out
+
+
+def pieces(name):
+    tags = [f"<{slash}{tag}>" for tag in TAGS for slash in ("", "/")]
+    words = ["Paris", "the", " ", "\n", "<", "</", "|", "[", "é", "漢", "\u202e", "1", "Question:", "Doc 1(Title: x)"]
+    return st.sampled_from([*spellings(made(name)), *tags, *words])
+
+
+def hostile(name):
+    return st.lists(pieces(name) | st.text(max_size=3), max_size=8).map("".join).map(clean)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_no_outside_text_becomes_a_control_token(name):
+    tokenizer, forbidden = made(name), control_ids(made(name))
+    assert forbidden
+    scaffold = [i for i in prompt_ids(tokenizer, "x", "x") if i in forbidden]
+
+    @settings(max_examples=25, deadline=None, derandomize=True)
+    @given(hostile(name), hostile(name), hostile(name), st.sampled_from([7, 40, 10_000]))
+    def check(instruction, question, passage, limit):
+        ids = prompt_ids(tokenizer, instruction, question, TAGS)
+        assert [i for i in ids if i in forbidden] == scaffold
+        ids = observation_ids(tokenizer, SEARCH, [passage, passage], limit, TAGS)
+        assert not forbidden & set(ids)
+        end = encode(tokenizer, "</information>\n\n")
+        assert ids[-len(end) :] == end and len(ids) <= max(limit, len(end))
+        text = tokenizer.decode(ids, skip_special_tokens=False)
+        assert text.count("</information>") == 1
+        assert not any(text.count(f"<{slash}{tag}>") for tag in TAGS if tag != "information" for slash in ("", "/"))
+
+    check()
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_the_control_tokens_would_come_through_if_nobody_looked(name):
+    """What the test above guards against is real for every one of its tokenizers."""
+    tokenizer = made(name)
+    assert any(set(encode(tokenizer, f"a {text} b")) & control_ids(tokenizer) for text in spellings(tokenizer))
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_harmless_text_keeps_its_tokens(name):
+    tokenizer = made(name)
+    passages = [
+        '"Emma (novel)"\nA novel by Jane Austen, 1815; a < b > c, <i>x</i> [1] {2} R&D.',
+        "Zoë\n日本語 \u200c x",
+    ]
+    text = f"\n\n<information>{SEARCH.show(passages)}</information>\n\n"
+    end = encode(tokenizer, "</information>\n\n")
+    expected = encode(tokenizer, text[: -len("</information>\n\n")]) + end
+    assert observation_ids(tokenizer, SEARCH, passages, 10_000, TAGS) == expected
+    question = "Who wrote “Emma” (the novel) & when?"
+    message = {"role": "user", "content": f"{SEARCH_R1}\n\nQuestion: {question}\n"}
+    whole = tokenizer.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
+    assert prompt_ids(tokenizer, SEARCH_R1, question, TAGS) == encode(tokenizer, whole)
+
+
+def test_the_texts_of_the_world_keep_their_tokens():
+    tokenizer = made("world")
+    rows = [json.loads(line) for line in (WORLD / "corpus.jsonl").open()]
+    for row in random.Random(0).sample(rows, 200):
+        expected = encode(tokenizer, f"\n\n<information>{SEARCH.show([row['contents']])}")
+        assert observation_ids(tokenizer, SEARCH, [row["contents"]], 10_000, TAGS)[: len(expected)] == expected
+    instruction = (WORLD / "instruction.txt").read_text().strip()
+    tags = encode(tokenizer, "<think></think><search></search><information></information><answer></answer>")
+    assert len(tags) == 8 and set(tags) <= set(prompt_ids(tokenizer, instruction, "who?", TAGS))
+
+
+def test_a_passage_of_megabytes_is_cut_before_it_is_tokenized():
+    tokenizer, seen = made("qwen"), []
+
+    class Watched:
+        def __getattr__(self, name):
+            return getattr(tokenizer, name)
+
+        def __call__(self, text, **kwargs):
+            seen.append(len(text))
+            return tokenizer(text, **kwargs)
+
+    ids = observation_ids(Watched(), SEARCH, ["word " * 10**6] * 3, 100, TAGS)
+    assert len(ids) == 100 and max(seen) < 20_000
+    assert ids == observation_ids(tokenizer, SEARCH, ["word " * 5000], 100, TAGS)
+
+
+# ---- arrival
+
+
+def test_half_a_surrogate_pair_is_replaced_and_keys_are_taken_out():
+    sent = r'{"a\ud800": ["x\udfff y", {"b": "key sk-123456"}, 1, null, true, 0.5], "😀": "\ud83d\ude00"}'
+    found = {"a\ufffd": ["x\ufffd y", {"b": "key [secret]"}, 1, None, True, 0.5], "😀": "😀"}
+    assert clean(json.loads(sent), ["sk-123456"]) == found
+    assert secrets_of(["Bearer sk-12345"]) == () and secrets_of(["Bearer sk-123456"]) == ("sk-123456",)
+
+
+def test_plain_text_has_one_spelling():
+    assert plain("Ｒｏ\u200bm\u00ade ﬁ ²") == "Rome fi 2" and plain("Zoë 漢") == "Zoë 漢"
+
+
+# ---- the terminal
+
+
+def test_no_control_character_reaches_a_terminal():
+    hostile = "".join(map(chr, [*range(32), 127, *range(128, 160), 0x202E, 0x2066, 0xFEFF, 0xE0041, 0xD800]))
+    shown = printable(hostile)
+    assert set(shown) - set("\t\n") <= set(map(chr, range(32, 127)))
+    assert printable("\x1b[2J\r") == "\\x1b[2J\\r"
+    for harmless in ("Zoë 漢字 😀👩\u200d👩 می\u200cخواهم", "a\tb\nc", "x\u00a0y"):
+        assert printable(harmless) == harmless
