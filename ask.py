@@ -5,21 +5,18 @@ python ask.py --run runs/NAME            # questions from the keyboard, one a li
 """
 
 import argparse
-import json
 import random
 import tempfile
 from pathlib import Path
 
-import torch
-
-from config import HERE, Config
+import stop
+from config import HERE, read_config
 from data import Question, load_questions
-from engines.torch_engine import TorchEngine
 from faults import Fault, one_line
 from harness.servers import Child
+from harness.status import status
 from rollout import Job, Trajectory, rollout
 from tools import Search, make_tools, stop_strings
-from training.model import load_policy
 
 
 def newest_run() -> Path:
@@ -46,7 +43,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    with one_line("ask.py"):
+    with one_line("ask.py"), stop.listening():
         ask(args)
 
 
@@ -54,7 +51,13 @@ def ask(args: argparse.Namespace) -> None:
     run = args.run or newest_run()
     if not (run / "I_star.txt").is_file():
         raise Fault(f"{run} holds no finished run (no I_star.txt)")
-    cfg = Config(**json.loads((run / "config.json").read_text()))
+    cfg = read_config(run)
+    status("loading the policy")
+    import torch
+
+    from engines.torch_engine import TorchEngine
+    from training.model import load_policy
+
     instruction = (run / "I_star.txt").read_text().strip()
     device = cfg.device or ("cuda" if torch.cuda.is_available() else "cpu")
     with tempfile.TemporaryDirectory() as tmp:
@@ -63,6 +66,7 @@ def ask(args: argparse.Namespace) -> None:
         tools = make_tools(cfg, Search(server.url if server else url, cfg.topk))
         model, tokenizer = load_policy(str(run / "policy"), device, stop_strings(tools))
         engine = TorchEngine(model, tokenizer, stop_strings(tools))
+        status("")
 
         def answer(text: str) -> None:
             text = text.strip()
@@ -78,7 +82,7 @@ def ask(args: argparse.Namespace) -> None:
             print(f"\nA question a line, an empty line ends. For example: {example}")
             while text := input("\n> ").strip():
                 answer(text)
-        except (EOFError, KeyboardInterrupt):
+        except (EOFError, stop.Stopped):
             print()
         finally:
             if server:

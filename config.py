@@ -2,6 +2,8 @@
 
 import argparse
 import dataclasses
+import importlib.util
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +11,9 @@ from typing import Any, NoReturn
 
 from faults import Fault
 
+# Threads that wait for each other spin only for a moment (LOG.md): as fast alone, twice as fast beside other programs.
+# libgomp reads this when torch is imported.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 HERE = Path(__file__).parent
 WORLD = HERE / "world" / "files"
 
@@ -43,7 +48,9 @@ class Config:
     optimizer_model: str = knob("", "model name at OPENAI_BASE_URL; scripted: the world's own; guessing: its control")
     instruction: str = knob("", "file with the first instruction; empty: Search-R1's (App. F)")
     out: str = knob("", "directory of the run; empty: runs/<time>-<model>-<mode>")
-    resume: bool = knob(False, "resume the run in --out from its last checkpoint, on any number of ranks")
+    resume: bool = knob(
+        False, "resume the run in --out, with the flags it had, from its last checkpoint, on any number of ranks"
+    )
     device: str = knob("", "cpu or cuda; empty: cuda if there is one")
     tracker: str = knob("", "wandb or tensorboard, if installed, beside metrics.jsonl")
     seed: int = knob(0, "seed of everything random")
@@ -170,15 +177,40 @@ def parse(argv: list[str] | None = None) -> Config:
             kind = {"type": f.type, "metavar": getattr(f.type, "__name__", "")}
         group.add_argument(f"--{f.name}", default=None, help=_help(f).replace("%", "%%"), **kind)
     flags = {k: v for k, v in vars(parser.parse_args(argv)).items() if v is not None}
-    preset = PRESETS.get(flags.get("model", Config.model), {})
-    if preset:
-        flags.pop("model", None)
+    named = flags.get("model", Config.model)
+    preset = PRESETS.get(named, {})
+    if preset and "model" in flags:
+        flags["model"] = preset["model"]
     if flags.get("mode") == "static":  # one instruction, no population: the rest of Algorithm 1 then does nothing
         preset = preset | {"N_P": 1, "N_parent": 1, "T_e": 0}
-    cfg = Config(**preset | flags)
+    try:
+        resumed = flags.get("resume") and flags.get("out")
+        cfg = dataclasses.replace(read_config(Path(flags["out"])), **flags) if resumed else Config(**preset | flags)
+    except Fault as e:
+        parser.error(str(e))
     if fault := validate(cfg):
         parser.error(fault)
     return cfg
+
+
+def read_config(run: Path) -> Config:
+    """Returns the Config of the run in a directory; raises Fault."""
+    path = run / "config.json"
+    if not path.is_file():
+        raise Fault(f"{run} holds no run (no config.json)")
+    try:
+        knobs = json.loads(path.read_text())
+        types = {f.name: f.type for f in dataclasses.fields(Config)}
+        for name, value in knobs.items():
+            if type(value) is not types[name] and (types[name], type(value)) != (float, int):
+                raise ValueError(f"{name} is {value!r}")
+    except (OSError, ValueError, LookupError, AttributeError, RecursionError) as e:
+        raise Fault(f"{path} is damaged ({type(e).__name__}: {e}): restore it from a copy") from None
+    return Config(**knobs)
+
+
+def holds_a_run(path: str) -> str:
+    return f"{path} holds a run already: continue it with --resume, or choose another --out"
 
 
 def _help(f: dataclasses.Field[Any]) -> str:
@@ -270,6 +302,8 @@ def validate(cfg: Config) -> str:
         return f"--batch {cfg.batch} is not a multiple of --mini {cfg.mini}: every update needs as many questions"
     if cfg.resume and not cfg.out:
         return "--resume: say which run with --out"
+    if cfg.tracker and not importlib.util.find_spec(cfg.tracker):
+        return f"--tracker {cfg.tracker}: not installed; pip install {cfg.tracker}, or leave it out"
     if cfg.dry_run or os.environ.get("RANK", "0") != "0":
         return ""  # rank 0 alone reads data and calls the optimizer; other nodes may have neither
     for name in ("train", "test"):
@@ -283,6 +317,8 @@ def validate(cfg: Config) -> str:
         path = getattr(cfg, name)
         if path and not (name == "corpus" and cfg.retriever) and not Path(path).is_file():
             return f"--{name} {path}: no such file"
+    if cfg.out and not cfg.resume and Path(cfg.out, "config.json").exists():
+        return holds_a_run(cfg.out)
     return ""
 
 

@@ -7,20 +7,12 @@ vllm serve runs/NAME/step-000100            # the directory loads in vLLM and in
 """
 
 import argparse
-import dataclasses
-import json
-import warnings
 from pathlib import Path
 
-import torch
-import torch.distributed.checkpoint as dcp
-
-from config import Config
+import stop
+from config import read_config
 from faults import Fault, one_line
-from harness.directory import RunDirectory
 from population import Population
-from training import lora
-from training.model import empty, export, load_config, load_model, load_tokenizer, weights
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -31,45 +23,52 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--adapters", action="store_true", help="LoRA's adapters alone, not merged into the weights")
     parser.add_argument("--to", type=Path, help="directory to write; default: runs/NAME/step-N")
     args = parser.parse_args(argv)
-    with one_line("export.py"):
+    with one_line("export.py"), stop.listening():
         export_checkpoint(args.run, args.step, args.best, args.adapters, args.to)
 
 
 def export_checkpoint(path: Path, step: int | None, best: bool, adapters: bool, to: Path | None) -> None:
     """Writes the chosen checkpoint of the run at `path` to the directory `to`: its weights, or its adapters alone."""
-    if not (path / "config.json").is_file():
-        raise Fault(f"{path} holds no run (no config.json)")
-    cfg = Config(**json.loads((path / "config.json").read_text()))
+    cfg = read_config(path)
     if adapters and not cfg.lora_rank:
         raise Fault(f"--adapters: {path} has none, it trained all weights (--lora_rank 0)")
-    run = RunDirectory(dataclasses.replace(cfg, out=str(path), resume=True), "")
+    import torch
+
+    from harness.directory import RunDirectory, step_of
+    from training import checkpoint, lora
+    from training.model import empty, export, load_config, load_model, load_tokenizer, weights
+
+    run = RunDirectory(path)
     saved = run.checkpoints()
     if best:
         saved = [chosen] if (chosen := run.best()) else []
     elif step is not None:
-        saved = [x for x in saved if int(x.name[5:]) == step]
+        saved = [x for x in saved if step_of(x) == step]
     if not saved:
-        steps = ", ".join(str(int(x.name[5:])) for x in run.checkpoints()) or "none"
+        steps = ", ".join(str(step_of(x)) for x in run.checkpoints()) or "none"
         asked = " that was evaluated" if best else "" if step is None else f" of step {step}"
-        raise Fault(f"{path} has no checkpoint{asked}; it has: {steps}")
+        remedy = "; choose one with --step, or train with --eval_every and --save_every" if best else ""
+        raise Fault(f"{path} has no checkpoint{asked}; it has: {steps}{remedy}")
     to = to or path / saved[-1].name
     if to.exists():
         raise Fault(f"{to} exists already; remove it, or choose another with --to")
+    if wrong := checkpoint.damage(saved[-1]):
+        raise Fault(f"{saved[-1]} is damaged ({wrong[0]}): choose another with --step")
+    state = checkpoint.load_state(saved[-1])
     config = load_config(cfg.model)
     merge = cfg.lora_rank and not adapters  # such a checkpoint lacks the weights that did not change
     model = load_model(cfg.model) if merge else empty(config, torch.float32, "cpu")
     lora.add(model, cfg.lora_rank, cfg.lora_alpha)
-    state = {"model": {k: v for k, v in model.state_dict().items() if lora.is_adapter(k) or not cfg.lora_rank}}
-    warnings.filterwarnings("ignore", "torch.distributed is disabled")
-    dcp.load(state, checkpoint_id=saved[-1], no_dist=True)
+    tensors = {"model": {k: v for k, v in model.state_dict().items() if lora.is_adapter(k) or not cfg.lora_rank}}
+    checkpoint.load(tensors, saved[-1], alone=True)
     if adapters:
         lora.export(model, cfg.model, to)
     else:
         export(config, weights(model), load_tokenizer(cfg.model), to)
     P = Population(cfg.tau_s, cfg.window)
-    P.load_state_dict(torch.load(saved[-1] / "state.pt", weights_only=True)["population"])
+    P.load_state_dict(state["population"])
     (to / "I_star.txt").write_text(P.best().text + "\n")
-    print(f"{to}: the policy after step {int(saved[-1].name[5:])}, and I_star.txt: instruction #{P.best().id}")
+    print(f"{to}: the policy after step {step_of(saved[-1])}, and I_star.txt: instruction #{P.best().id}")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,14 @@ class ToolDown(Outage):
     """A tool did not answer within all retries."""
 
 
+class DiskFault(Outage):
+    """A file of the run cannot be written: the disk is full, or it went away."""
+
+
+class CheckpointFault(Fault):
+    """A checkpoint cannot be loaded."""
+
+
 class OptimizerDown(Outage):
     """The LLM-based optimizer gave no usable reply; training continues without it."""
 

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import stop  # first: from here on a Ctrl-C is one line
 from config import Config, first_instruction, parse
 from data import Question, draw, em, rng
 from faults import OptimizerDown, one_line
+from harness.status import status
 from objectives import set_advantages
 from population import Candidate, Experience, Instruction, Population, ReplayBuffer, significantly_worse
 from reflect import Optimizer, candidates, history_prompt, normalized, paraphrase_prompt, reflection_prompt
@@ -35,6 +37,8 @@ def inspo(
 ) -> tuple[Policy, Instruction]:  # Alg.1 L1
     """Trains `policy` on the questions D while its instructions evolve; returns it with the best instruction."""
     P, B = log.restore() or (first_population(cfg, optimizer, log), ReplayBuffer(cfg.buffer))  # Alg.1 L2
+    if log.phase == "evolve" and optimizer:  # the run was stopped inside this evolution: repeat it from its start
+        evolve(cfg, log.t, P, B, policy, optimizer, D, log)
     for t in log.steps(P, B):  # Alg.1 L3
         # Policy optimization with dynamic instructions                                          # Alg.1 L4
         questions = draw(D, cfg.batch, cfg.seed, t)
@@ -161,11 +165,12 @@ def verify(
 def main(argv: list[str] | None = None) -> None:
     """Runs Algorithm 1; under torchrun rank 0 runs it, and the other ranks do what its `policy` asks of them."""
     cfg = parse(argv)
-    from harness.start import device_of, prepare, print_memory
-    from training.ranks import Ranks
-    from training.worker import worker_loop
+    with one_line(), stop.listening():
+        status("importing torch")
+        from harness.start import device_of, prepare, print_memory
+        from training.ranks import Ranks
+        from training.worker import worker_loop
 
-    with one_line():
         if cfg.dry_run:
             return print_memory(cfg)
         ranks = Ranks(device_of(cfg), cfg.patience)

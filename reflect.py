@@ -14,6 +14,7 @@ from typing import Any
 
 from faults import OptimizerDown
 from harness.client import Client, RequestFailed
+from stop import may_stop
 
 # App. E, word for word; {n} stands for its N. (The paraphrase prompt has "6" there, which is N_P - 1.)
 PARAPHRASE = """<ins_0> {instruction} </ins_0>
@@ -212,7 +213,8 @@ class Optimizer:
         start = time.time()
         body = {"model": self.model, "messages": [{"role": "user", "content": prompt}]}
         try:
-            reply, usage = self._client.post("/chat/completions", body, _read_completion)
+            with may_stop():
+                reply, usage = self._client.post("/chat/completions", body, _read_completion)
         except RequestFailed as e:
             raise OptimizerDown(str(e)) from e
         return Call(

@@ -139,15 +139,18 @@ def rollout(
     *,
     temperature: float,
     seed: int,
+    progress: Callable[[int], None] = lambda ended: None,
 ) -> list[Trajectory]:
     """Returns a trajectory for each job, in their order; `temperature` 0 is greedy.
 
+    `progress` is told, after every one, how many have ended.
     Raises ToolDown when a tool stays away: a trajectory without its results is never scored.
     """
     taus: list[Trajectory] = []
     for first in range(0, len(jobs), engine.max_rows):
         some = jobs[first : first + engine.max_rows]
-        played = play(engine, tokenizer, tools, some, cfg, _at_once(len(some)), temperature, seed + first)
+        count = lambda ended, first=first: progress(first + ended)  # noqa: E731
+        played = play(engine, tokenizer, tools, some, cfg, _at_once(len(some)), temperature, seed + first, count)
         taus += [played[k] for k in range(len(some))]
     return taus
 
@@ -167,6 +170,7 @@ def play(
     deal: Callable[[int], Sequence[int]],
     temperature: float,
     seed: int,
+    progress: Callable[[int], None],
 ) -> dict[int, Trajectory]:
     """Returns the trajectories of those jobs that `deal` hands out, by place in `jobs`.
 
@@ -179,7 +183,7 @@ def play(
 
     engine.begin(seed)
     ready: list[int] = []  # rows whose next turn can start
-    generating = 0  # rows in the engine
+    generating = ended = 0  # rows in the engine; trajectories that have ended
     waiting: dict[int, Future[list[str]] | None] = {}  # row -> its tool's result; None after an invalid turn
     while True:
         for k in deal(len(ready) + generating + len(waiting)):
@@ -195,6 +199,7 @@ def play(
         for k in ready:
             if len(taus[k].ids) > cfg.max_prompt:  # CHOICE-20
                 taus[k].stop = "length"
+                ended += 1
         contexts = {k: taus[k].ids for k in ready if not taus[k].stop}
         generating += len(contexts)
         # A row calls its tool the moment its turn ends, while other rows still generate.
@@ -212,7 +217,10 @@ def play(
                 turn.tool, turn.argument = call[0].tag, call[1]
             if not tau.stop and len(tau.turns) > cfg.max_turns:  # CHOICE-1 CHOICE-21
                 tau.stop = "turns"
-            if not tau.stop:
+            if tau.stop:
+                ended += 1
+                progress(ended)
+            else:
                 waiting[k] = by_tag[turn.tool].submit(turn.argument) if turn.tool else None
 
         ready = _returned(waiting, everyone=engine.lockstep, idle=not generating)

@@ -1,19 +1,26 @@
 """A run's directory: what is written there, atomically, and what a resumed run finds in it."""
 
+import contextlib
 import dataclasses
+import fcntl
 import gzip
+import io
+import itertools
 import json
 import os
+import re
 import shutil
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
-from config import Config
-from faults import Fault
+from config import Config, holds_a_run, read_config
+from faults import DiskFault, Fault
+from training import checkpoint
 
 # Knobs that a resumed run may change: they affect where and how fast it runs, not what it computes.
 FREE = {"out", "resume", "device", "tracker", "retriever", "keep", "save_every", "search_retries", "optimizer_retries"}
@@ -22,34 +29,72 @@ FREE |= {"micro_tokens", "max_rows", "fused_layers"}
 
 
 class RunDirectory:
-    """`out/` with config.json, metrics.jsonl, population.jsonl, reflections.jsonl, trajectories/, checkpoints/."""
+    """`path/` with config.json, metrics.jsonl, population.jsonl, reflections.jsonl, trajectories/, checkpoints/."""
 
-    def __init__(self, cfg: Config, name: str):
-        """Creates or reopens the directory; Fault if it cannot be written to or belongs to another run."""
-        self.path = Path(cfg.out or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{name}-{cfg.mode}")
-        self.keep = cfg.keep
-        config = self.path / "config.json"
-        self.created = not self.path.exists()
-        if config.exists() and not cfg.resume:
-            raise Fault(f"{self.path} holds a run already: continue it with --resume, or choose another --out")
-        if cfg.resume and not config.exists():
-            raise Fault(f"--resume: {self.path} holds no run; check --out")
-        mine = dataclasses.asdict(cfg)
+    def __init__(self, path: Path, keep: int = 2):
+        """`keep`: newest checkpoints to keep."""
+        self.path, self.keep, self.created = path, keep, False
+        self._lock: IO[str] | None = None
+
+    @classmethod
+    def open(cls, cfg: Config, name: str) -> "RunDirectory":
+        """Creates or reopens the directory of a run and locks it until `close`.
+
+        Raises Fault if it cannot be written to, if it belongs to another run, or if a process is writing to it.
+        """
+        run = cls(Path(cfg.out), cfg.keep)
         if cfg.resume:
-            theirs = {f.name: f.default for f in dataclasses.fields(Config)} | json.loads(config.read_text())
-            if changed := [k for k in mine if k not in FREE and mine[k] != theirs.get(k)]:
-                k = changed[0]
-                raise Fault(f"--resume: {self.path} was started with --{k} {theirs.get(k)}, not {mine[k]}")
+            read_config(run.path)  # before anything is created
         try:
-            (self.path / "checkpoints").mkdir(parents=True, exist_ok=True)
-            (self.path / "trajectories").mkdir(exist_ok=True)
-            if not config.exists():
-                self.write("config.json", json.dumps(mine, indent=1))
-            probe = self.path / ".probe"
-            probe.touch()
-            probe.unlink()
-        except OSError as e:
-            raise Fault(f"cannot write to {self.path} ({e.strerror}): choose another --out") from None
+            if cfg.out:
+                run.created = not run.path.exists()
+                run.path.mkdir(parents=True, exist_ok=True)
+            else:
+                run.path, run.created = _unused(f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{name}-{cfg.mode}"), True
+            run.lock()
+            config = run.path / "config.json"
+            if config.exists() and not cfg.resume:
+                raise Fault(holds_a_run(str(run.path)))
+            mine = with_absolute_paths(cfg)
+            if cfg.resume:
+                theirs = dataclasses.asdict(read_config(run.path))
+                if changed := [k for k in mine if k not in FREE and mine[k] != theirs[k]]:
+                    k = changed[0]
+                    raise Fault(f"--resume: {run.path} was started with --{k} {theirs[k]}, not {mine[k]}")
+            else:
+                run.write("config.json", json.dumps(mine, indent=1))
+            for folder in ("checkpoints", "trajectories"):
+                (run.path / folder).mkdir(exist_ok=True)
+            for left in (run.path / "checkpoints").glob(".*.tmp"):  # of a process that was killed
+                shutil.rmtree(left)
+        except (OSError, DiskFault) as e:
+            run.close()
+            reason = e.strerror if isinstance(e, OSError) else e
+            raise Fault(f"cannot write to {run.path} ({reason}): choose another --out") from None
+        except Fault:
+            run.close()
+            raise
+        return run
+
+    def lock(self) -> None:
+        """Raises Fault if another process is writing to this directory; the lock ends with the process."""
+        self._lock = open(self.path / ".lock", "a+")
+        try:
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held by a process, not by what it forks
+        except (BlockingIOError, PermissionError):
+            self._lock.seek(0)
+            owner = self._lock.read().strip() or "another process"
+            raise Fault(f"{self.path} is in use by {owner}: wait until it ends, or choose another --out") from None
+        except OSError:
+            return  # a file system without locks
+        self._lock.truncate(0)
+        self._lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        self._lock.flush()
+
+    def close(self) -> None:
+        """Lets go of the lock."""
+        if self._lock:
+            self._lock.close()
 
     def discard_if_empty(self) -> None:
         """Removes the directory of a run that failed before it measured anything."""
@@ -60,74 +105,176 @@ class RunDirectory:
         """Writes a file atomically: a reader finds the old content or the new one."""
         path = self.path / name
         temporary = path.with_name(f".{path.name}.tmp")
-        temporary.write_text(text)
-        os.replace(temporary, path)
+        with writing(path):
+            try:
+                temporary.write_text(text)
+                os.replace(temporary, path)
+            except OSError:
+                temporary.unlink(missing_ok=True)
+                raise
         return path
+
+    def write_directory(self, name: str, save: Callable[[Path], None]) -> None:
+        """Writes a directory with what `save` puts there; a reader finds the old one, none, or the new one."""
+        path = self.path / name
+        temporary = path.with_name(f".{path.name}.tmp").absolute()
+        with writing(path):
+            shutil.rmtree(temporary, ignore_errors=True)
+            try:
+                temporary.mkdir()
+                save(temporary)
+                if path.exists():
+                    shutil.rmtree(path)
+                os.replace(temporary, path)
+            except BaseException:
+                shutil.rmtree(temporary, ignore_errors=True)  # or a full disk stays full
+                raise
 
     def append(self, name: str, row: dict[str, Any]) -> None:
         """Appends a line to `name`.jsonl."""
-        with open(self.path / f"{name}.jsonl", "a") as f:
+        with writing(self.path / f"{name}.jsonl"), open(self.path / f"{name}.jsonl", "a") as f:
             f.write(json.dumps(row) + "\n")
 
     def rows(self, name: str) -> list[dict[str, Any]]:
-        """Returns the lines of `name`.jsonl without one that a kill has cut short."""
-        return read_jsonl(self.path / f"{name}.jsonl")
+        """Returns the rows of `name`.jsonl that are of a run: those with a step."""
+        return [row for row in read_jsonl(self.path / f"{name}.jsonl") if type(row.get("t")) is int]
 
     def write_trajectories(self, t: int, rows: list[dict[str, Any]]) -> None:
         path = self.path / "trajectories" / f"step-{t:06d}.jsonl.gz"
-        with gzip.open(path, "wt", compresslevel=1) as f:
+        with writing(path), gzip.open(path, "wt", compresslevel=1) as f:
             f.writelines(json.dumps(row) + "\n" for row in rows)
 
-    def checkpoint(self, t: int, save: Callable[[Path], None], state: dict[str, Any]) -> None:
-        """Writes all that step t+1 needs: what `save` puts into a directory, and `state` beside it."""
-        path = self.path / "checkpoints" / f"step-{t:06d}"
-        if path.exists():
+    def checkpoint(self, t: int, save: Callable[[Path], dict[str, str]], state: dict[str, Any]) -> None:
+        """Writes all that it takes to resume after step t, or inside it if `state` is "unfinished".
+
+        `save` puts weights and optimizer into a directory and returns the digests of its files.
+        """
+        name = f"step-{t:06d}" + ("-unfinished" if state.get("unfinished") else "")
+        if (self.path / "checkpoints" / name).exists():
             return
-        temporary = path.with_name(f".{path.name}.tmp").absolute()
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
-        save(temporary)
-        torch.save(state | {"t": t}, temporary / "state.pt")
-        os.replace(temporary, path)
+
+        def save_all(path: Path) -> None:
+            digests = save(path)
+            content = io.BytesIO()
+            torch.save(state | {"t": t}, content)
+            (path / "state.pt").write_bytes(content.getvalue())
+            digests["state.pt"] = checkpoint.digest(path / "state.pt")
+            (path / checkpoint.DIGESTS).write_text(json.dumps(digests, indent=1))
+
+        self.write_directory(f"checkpoints/{name}", save_all)
         best = self.best()
         for old in self.checkpoints()[: -self.keep]:
             if old != best:
                 shutil.rmtree(old)
 
     def checkpoints(self) -> list[Path]:
-        """Returns the complete checkpoints, oldest first."""
-        return sorted((self.path / "checkpoints").glob("step-*"))
+        """Returns the complete checkpoints, oldest first; other directories beside them do not count."""
+        found = (self.path / "checkpoints").glob("step-*")
+        pattern = r"step-\d{6,}(-unfinished)?"
+        names = [path for path in found if re.fullmatch(pattern, path.name) and path.is_dir()]
+        return sorted(names, key=lambda path: (step_of(path), not path.name.endswith("-unfinished")))
 
     def best(self) -> Path | None:
         """Returns the checkpoint with the best score on the validation questions; None if no step was evaluated."""
-        score = {f"step-{row['t']:06d}": row["valid/em"] for row in self.rows("metrics") if "valid/em" in row}
-        return max((x for x in self.checkpoints() if x.name in score), key=lambda x: score[x.name], default=None)
+        rows = [row for row in self.rows("metrics") if type(row.get("valid/em")) is float]
+        score = {row["t"]: row["valid/em"] for row in rows}
+        scored = (path for path in self.checkpoints() if step_of(path) in score)
+        return max(scored, key=lambda path: score[step_of(path)], default=None)
 
-    def rewind(self) -> tuple[Path, dict[str, Any]] | None:
+    def rewind(
+        self, damage: Callable[[Path], list[str]], note: Callable[[str], None]
+    ) -> tuple[Path, dict[str, Any]] | None:
         """Returns (checkpoint, its state) to resume from and drops log lines after it; None if there is none.
 
-        Calls to the optimizer stay in reflections.jsonl: they have been paid for.
+        `damage` returns what is wrong with a checkpoint. One that is damaged is renamed, which `note` is told; Fault
+        if all are. Calls to the optimizer stay in reflections.jsonl: they have been paid for.
         """
-        found = self.checkpoints()[-1:]
-        state = torch.load(found[0] / "state.pt", weights_only=True) if found else {}
+        found, bad = None, []
+        for path in reversed(self.checkpoints()):
+            if not (wrong := damage(path)):
+                state = checkpoint.load_state(path)
+                if state["t"] == step_of(path):
+                    found = path, state
+                    break
+                wrong = [f"it is of step {state['t']}"]
+            bad.append((path, wrong[0]))
+        if bad and not found:
+            reasons = "; ".join(f"{path.name}: {reason}" for path, reason in bad)
+            raise Fault(
+                f"no checkpoint of {self.path} is whole ({reasons}): remove {self.path / 'checkpoints'} to start over"
+                " there, or choose another --out without --resume"
+            )
+        for path, reason in bad:
+            aside = path.with_name(f"damaged-{path.name}")
+            with writing(aside):
+                shutil.rmtree(aside, ignore_errors=True)
+                path.rename(aside)
+            note(f"note: checkpoint {path.name} is damaged ({reason}) and is now called {aside.name}")
+        state = found[1] if found else {}
         t = state.get("t", -1)  # without a checkpoint the rows of step 0 are written again too
-        for name in ("metrics", "population", "reflections"):
-            kept = [row for row in self.rows(name) if row["t"] <= t or "call" in row]
+        unfinished = state.get("unfinished")  # then the step's row is still to come, and what its evolution logs
+        last = {"metrics": t - bool(unfinished), "population": t, "reflections": t - (unfinished == "evolve")}
+        for name in last:
+            lines = _lines(self.path / f"{name}.jsonl")
+            if foreign := len(lines) - len(self.rows(name)) - (bool(lines) and not _is_row(lines[-1])):
+                note(f"note: {name}.jsonl had {foreign} lines that are no rows; they are left out")
+            kept = [row for row in self.rows(name) if row["t"] <= last[name] or "call" in row]
             self.write(f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
-        return (found[0], state) if found else None
+        return found
 
     def how_to_resume(self) -> str:
         saved = self.checkpoints()
-        where = f"step {int(saved[-1].name[5:])}" if saved else "the start"
-        return f"resume from {where} with the same flags and --out {self.path} --resume"
+        where = f"step {step_of(saved[-1])}" if saved else "the start"
+        return f"resume from {where} with --out {self.path} --resume"
+
+
+def step_of(checkpoint: Path) -> int:
+    """Returns the step of a checkpoint, from its name."""
+    return int(checkpoint.name.split("-")[1])
+
+
+def with_absolute_paths(cfg: Config) -> dict[str, Any]:
+    """Returns the knobs for config.json, which is read from other directories too."""
+    knobs = dataclasses.asdict(cfg)
+    for name in ("train", "valid", "test", "corpus", "instruction", "canary", "model"):
+        if knobs[name] and Path(knobs[name]).exists():
+            knobs[name] = str(Path(knobs[name]).absolute())
+    return knobs
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns an error of the file system into a DiskFault with the name of the file."""
+    try:
+        yield
+    except OSError as e:
+        raise DiskFault(f"cannot write {path} ({e.strerror or e})") from None
+
+
+def _unused(name: str) -> Path:
+    """Creates and returns the directory `name`, or `name`-2, -3, ... where others were faster."""
+    for k in itertools.count(1):
+        path = Path(name if k == 1 else f"{name}-{k}")
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(parents=True)
+            break
+    return path
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(errors="replace").removesuffix("\n").split("\n") if path.exists() else []
+    except OSError as e:
+        raise Fault(f"cannot read {path} ({e.strerror}): move it away") from None
+
+
+def _is_row(line: str) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Returns the rows of a .jsonl file; no file has none, and a line cut short is left out."""
-    out = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            out.append(json.loads(line))
-        except ValueError:
-            continue
-    return out
+    """Returns the rows of a .jsonl file; no file has none, and a line that is no row, or cut short, is left out."""
+    return [json.loads(line) for line in _lines(path) if _is_row(line)]

@@ -16,11 +16,14 @@ import report
 from config import Config, first_instruction, read_instruction
 from data import Question, em, f1, subset
 from faults import Fault
-from harness.directory import RunDirectory
+from harness.directory import RunDirectory, writing
 from population import Candidate, Instruction, Population, ReplayBuffer
 from reflect import Call
 from rollout import Job, Trajectory
 from training.policy import Policy
+
+DOING = {"rollout": "rollouts", "verify": "verifying", "evaluate": "evaluating"}  # purpose of rollouts -> in words
+QUIET = 30.0  # seconds after which a run without a terminal prints how far it is
 
 
 @dataclass
@@ -51,6 +54,9 @@ class Log:
         self.track = tracker(cfg.tracker, run.path, cfg)
         self.ledger = Ledger()
         self.t = 0  # the step in progress, or the last one
+        self.phase = ""  # what is under way in it: "rollout" until it is logged, then "evolve", "evaluate"
+        self.shown = self.printed = time.time()  # when progress was last shown, and printed
+        policy.progress = self.progress
         self.spent = 0.0  # seconds of earlier processes of this run
         self.start: dict[str, float] = {}  # scores of the first policy under the first instruction
         self.row: dict[str, Any] = {}  # of metrics.jsonl
@@ -59,18 +65,23 @@ class Log:
 
     def restore(self) -> tuple[Population, ReplayBuffer] | None:
         """Restores a resumed run's policy; returns its population and buffer. None: start from the beginning."""
-        found = self.run.rewind() if self.cfg.resume else None
+        found = self.run.rewind(self.policy.damage, self.note) if self.cfg.resume else None
         if not found:
             return None
         checkpoint, state = found
         P, B = Population(self.cfg.tau_s, self.cfg.window), ReplayBuffer(self.cfg.buffer)
-        P.load_state_dict(state["population"])
-        B.load_state_dict(state["buffer"])
-        self.ledger, self.start, self.spent = Ledger(**state["ledger"]), state["start"], state["seconds"]
-        self.t = state["t"]
+        try:
+            P.load_state_dict(state["population"])
+            B.load_state_dict(state["buffer"])
+            self.ledger, self.start, self.spent = Ledger(**state["ledger"]), state["start"], state["seconds"]
+        except (LookupError, TypeError, ValueError) as e:
+            raise Fault(f"{checkpoint}/state.pt is of another program ({type(e).__name__}: {e})") from None
+        self.P, self.B, self.t = P, B, state["t"]
+        self.phase, self.row, self.logged = state.get("unfinished", ""), state.get("row", {}), time.time()
+        self.before_evolution = dataclasses.replace(self.ledger)
         self.policy.load(checkpoint, self.t)
-        self.bar.update(self.t)
-        self.note(f"resumed after step {self.t}")
+        self.bar.update(self.t - bool(self.phase))
+        self.note(f"resumed {'inside' if self.phase else 'after'} step {self.t}")
         return P, B
 
     def steps(self, P: Population, B: ReplayBuffer) -> Iterator[int]:
@@ -78,15 +89,17 @@ class Log:
         self.P, self.B = P, B
         if not self.start:
             self.start = self.evaluate(first_instruction(self.cfg), 0, self.test)
-            self.run.append(
-                "metrics", {"t": 0} | self.named("test", self.start) | self.named("canary", self.score_canary(0))
-            )
+            row = self.named("test", self.start) | self.named("canary", self.score_canary(0))
+            self.run.append("metrics", {"t": 0} | row)
+            self.track(row, 0)
         if unproven := self.policy.worker.engine.unproven:
             self.note(f"note: {unproven} weights cannot be read back from the engine: only its log-probs are checked")
         scores = f"EM {self.start['em']:.3f}, {self.start['searches']:.2f} searches"
         self.note(f"held-out questions, first policy, first instruction: {scores}")
+        if self.phase:  # the run was stopped inside step t
+            self.complete_step()
         for t in range(self.t + 1, self.cfg.T + 1):
-            self.t = t
+            self.t, self.phase = t, "rollout"
             self.policy.seconds.clear()
             yield t
             self.complete_step()
@@ -101,10 +114,12 @@ class Log:
         self.row |= {f"time/{name}": seconds for name, seconds in self.policy.seconds.items()}
         self.logged = time.time()
         self.row["time/log"] = self.logged - began
+        self.phase, self.before_evolution = "evolve", dataclasses.replace(self.ledger)
 
     def complete_step(self) -> None:
         """Writes the step's row; evaluates and saves where the step calls for it."""
-        t, row = self.t, self.row
+        self.phase = "evaluate"
+        t, row = self.t, dict(self.row)
         row["time/evolve"] = time.time() - self.logged
         row |= {"time/total": self.spent + time.time() - self.began, "search/faults": self.policy.faults()}
         if self.cfg.eval_every and t % self.cfg.eval_every == 0 and t < self.cfg.T:
@@ -113,7 +128,9 @@ class Log:
                 row |= self.named(name, scores)
             row |= self.named("canary", self.score_canary(t))
         self.run.append("metrics", {"t": t} | row)
-        self.track({k: v for k, v in row.items() if isinstance(v, (int, float))}, t)
+        numbers = {k: v for k, v in row.items() if isinstance(v, (int, float))}
+        self.track(numbers | {f"w/{j}": w for j, w in row["w"].items()}, t)
+        self.phase = ""
         seconds = row["time/rollout"] + row["time/update"] + row["time/log"] + row["time/evolve"]
         line = (
             f"reward {row['reward']:.2f}  searches {row['searches']:.2f}  KL {row['kl']:.4f}  "
@@ -123,22 +140,35 @@ class Log:
         self.bar.update()
         if self.bar.disable and t % max(1, self.cfg.T // 20) == 0:  # no terminal, no bar: a line now and then
             print(f"step {t:3d}  {line}", flush=True)
+            self.printed = time.time()
         if t % self.cfg.save_every == 0 or t == self.cfg.T or "test/em" in row:
             self.save(t)
 
-    def save(self, t: int) -> None:
-        parts: dict[str, Any] = {
-            "population": self.P.state_dict(),
-            "buffer": self.B.state_dict(),
-            "ledger": asdict(self.ledger),
-        }
+    def save(self, t: int, unfinished: str = "") -> None:
+        """Saves the state after step t, or at the start of its `unfinished` evolution or evaluation."""
+        parts: dict[str, Any] = {"population": self.P.state_dict(), "buffer": self.B.state_dict()}
         parts |= {"start": self.start, "seconds": self.spent + time.time() - self.began}
+        parts["ledger"] = asdict(self.before_evolution if unfinished == "evolve" else self.ledger)
+        if unfinished:
+            parts |= {"unfinished": unfinished, "row": self.row}
         self.run.checkpoint(t, self.policy.save, parts)
 
     def rescue(self) -> None:
-        """Saves what the last complete step left, unless the step in progress has touched the policy already."""
-        if self.t and self.policy.t < self.t:
+        """Saves what a stopped run has done: all but rollouts and evaluations under way, and an update that failed."""
+        if self.phase in ("evolve", "evaluate"):  # an evolution changes P once all rollouts are done
+            self.save(self.t, self.phase)
+        elif self.t and self.phase == "rollout" and self.policy.t < self.t:
             self.save(self.t - 1)
+
+    def progress(self, purpose: str, done: int, total: int) -> None:
+        """Shows how far the rollouts are: beside the bar, or without a terminal in a line now and then."""
+        now, text = time.time(), f"{DOING[purpose.split()[0]]} {done}/{total}"
+        if not self.bar.disable and (now > self.shown + 0.2 or done == total):
+            self.bar.set_description_str(text)
+            self.shown = now
+        elif self.bar.disable and now > self.printed + QUIET:
+            print(f"step {self.t:3d}  {text}", flush=True)
+            self.printed = now
 
     def evaluate(self, instruction: str, t: int, questions: list[Question]) -> dict[str, float]:
         """Returns EM, F1 and tool calls a question, greedy; EM by source too."""  # CHOICE-11
@@ -227,7 +257,7 @@ class Log:
         """Writes and prints the result: I_star, the policy, the scores of both policies under both instructions."""
         cfg, run, first = self.cfg, self.run, first_instruction(self.cfg)
         run.write("I_star.txt", I_star.text + "\n")
-        self.policy.export(run.path / "policy")
+        run.write_directory("policy", self.policy.export)
         rows = {"trained policy, first instruction": (end := self.evaluate(first, cfg.T, self.test))}
         rows["first policy, first instruction"] = self.start
         if cfg.canary:
@@ -244,7 +274,13 @@ class Log:
             "generations": report.lineage(self.P, I_star), "I_star": I_star.text,
         }  # fmt: skip
         run.write("summary.json", json.dumps(summary, indent=1))
-        pictures = report.draw(run.path)
+        self.track({f"final/{name}/{k}": v for name, row in rows.items() for k, v in row.items()}, cfg.T)
+        try:
+            with writing(run.path):
+                pictures = report.draw(run.path)
+        except (LookupError, TypeError, ValueError, AttributeError) as e:
+            pictures = []
+            self.note(f"note: no pictures, for a row of metrics.jsonl or population.jsonl is damaged ({e!r})")
         self.bar.close()
         print(report.ending(summary, rows, pictures, run.path))
 
@@ -260,8 +296,8 @@ def tracker(name: str, path: Path, cfg: Config) -> Callable[[dict[str, float], i
             wandb.init(project="inspo", name=path.name, dir=path, config=dataclasses.asdict(cfg))
             return lambda metrics, t: wandb.log(metrics, step=t)
         from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise Fault(f"--tracker {name}: not installed; pip install {name}, or leave it out") from None
+    except ImportError as e:
+        raise Fault(f"--tracker {name}: cannot be imported ({e}); mend it, or leave it out") from None
     writer = SummaryWriter(path / "tensorboard")
 
     def log(metrics: dict[str, float], t: int) -> None:

@@ -42,9 +42,10 @@ def serve(app: Any, sock: socket.socket, child: bool) -> None:
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=120)
     server = uvicorn.Server(config)
     if child:
-        # Ctrl-C in a terminal reaches the whole process group, but the parent may still need this server, and stops
+        # A cluster may signal every process of a job, but the parent needs this server until it has saved, and stops
         # it when it is done. uvicorn would install its own handlers instead.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
         server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
         threading.Thread(target=_exit_with_stdin, daemon=True).start()
     host, port = sock.getsockname()[:2]
@@ -73,7 +74,10 @@ class Child:
         pipe = subprocess.PIPE
         with open(log, "ab") as stderr:
             log_start = stderr.tell()
-            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=stderr, env=env)
+            # a session of its own: a terminal's Ctrl-C and hang-up do not reach it
+            self._process = subprocess.Popen(
+                command, stdin=pipe, stdout=pipe, stderr=stderr, env=env, start_new_session=True
+            )
         self.url = ""
         threading.Thread(target=self._read_stdout, daemon=True).start()
         end = time.monotonic() + deadline
@@ -81,7 +85,7 @@ class Child:
             while not (self.url and self._healthy()):
                 if not self.alive() or time.monotonic() > end:
                     problem = f"not ready after {deadline:g} s" if self.alive() else "stopped while starting"
-                    raise Fault(f"{argv[0]} {problem}: {_last_line(log, log_start)} (log: {log})")
+                    raise Fault(f"{argv[0]} {problem}: {_last_line(log, log_start)}")
                 time.sleep(0.02)
         except BaseException:  # Ctrl-C too
             self.stop()
@@ -109,14 +113,11 @@ class Child:
         return self._process.poll() is None
 
     def stop(self) -> None:
-        """Terminates the process and waits for it; kills it after 5 s."""
-        cast(IO[bytes], self._process.stdin).close()
-        self._process.terminate()
-        try:
-            self._process.wait(5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        """Ends the process, which has nothing to save, and waits for it."""
+        with contextlib.suppress(OSError):
+            cast(IO[bytes], self._process.stdin).close()
+        self._process.kill()
+        self._process.wait()
 
     def __enter__(self) -> "Child":
         return self
@@ -139,7 +140,10 @@ class Servers:
         last = self._running.get(argv[0])
         if last is None or not last.alive():
             port = urlsplit(last.url).port or 0 if last else 0
-            self._running[argv[0]] = Child([*argv], self.log, port=port)
+            try:
+                self._running[argv[0]] = Child([*argv], self.log, port=port)
+            except Fault as e:  # a run that has begun keeps its log
+                raise Fault(f"{e} (log: {self.log})" if last else str(e)) from None
         return self._running[argv[0]].url
 
     def __enter__(self) -> "Servers":

@@ -12,12 +12,14 @@ import psutil
 import torch
 from tqdm import tqdm
 
+import stop
 from config import HERE, PRESETS, Config, first_instruction, read_instruction, scripted, warnings
 from data import Question, load_questions, normalize, rng
-from faults import EngineFault, Fault, Outage, ToolDown
+from faults import DiskFault, EngineFault, Fault, Outage, ToolDown
 from harness.directory import RunDirectory
 from harness.log import Log
 from harness.servers import Servers
+from harness.status import status
 from reflect import Optimizer, paid_calls, token_counter
 from tools import Search
 from training.fit import estimate, shapes
@@ -69,6 +71,7 @@ def load_data(cfg: Config) -> tuple[list[Question], list[Question], list[Questio
 @contextlib.contextmanager
 def prepare(cfg: Config, ranks: Ranks) -> Iterator[Parts]:
     """Yields the parts of a run and closes them after it; an outage becomes a Fault that says how to resume."""
+    status("reading the questions")
     name = next((k for k, v in PRESETS.items() if v["model"] == cfg.model), Path(cfg.model).name)
     train, valid, test = load_data(cfg)
     first_instruction(cfg)
@@ -85,15 +88,20 @@ def prepare(cfg: Config, ranks: Ranks) -> Iterator[Parts]:
     if longest and cfg.max_prompt + cfg.max_response > longest:
         raise Fault(f"--max_prompt {cfg.max_prompt} + --max_response {cfg.max_response}: the model ends at {longest}")
     load_tokenizer(cfg.model)  # its faults are found before a server is started
-    run = RunDirectory(cfg, name)
+    run = RunDirectory.open(cfg, name)
     try:
         with contextlib.ExitStack() as stack:
+            stack.callback(run.close)
+            stack.callback(status, "")
             serve = stack.enter_context(Servers(run.path / "servers.log"))
+            status("starting the search server" if not cfg.retriever else "calling the search server")
             search = connect_search(cfg, serve)
             answers = try_search(search, train[:64], cfg)
             optimizer = connect_optimizer(cfg, serve, run)
+            status("loading the policy")
             policy = Policy(cfg, ranks, engine, search)
             stack.callback(policy.close)
+            status("")
             bar = stack.enter_context(tqdm(total=cfg.T, unit="step", dynamic_ncols=True, smoothing=0.1, disable=None))
             log = Log(cfg, run, policy, test, valid, bar, began=psutil.Process().create_time())
             n = policy.worker.parameters()
@@ -111,19 +119,27 @@ def prepare(cfg: Config, ranks: Ranks) -> Iterator[Parts]:
             )
             for line in warnings(cfg):
                 log.note(f"note: {line}")
-            try:
-                yield Parts(policy, optimizer, {q.id: q for q in train}, log)
-            except (Outage, KeyboardInterrupt):
-                log.rescue()
-                raise
+            with stop.hold():
+                try:
+                    yield Parts(policy, optimizer, {q.id: q for q in train}, log)
+                except DiskFault:  # a checkpoint would not fit either
+                    raise
+                except (Outage, stop.Stopped):
+                    log.rescue()
+                    raise
     except ToolDown as e:
         raise Fault(
             f"\nthe search server does not answer ({e}); nothing was scored without it\n{run.how_to_resume()}"
         ) from None
     except EngineFault as e:
         raise Fault(f"\n{e}; nothing was trained on it\n{run.how_to_resume()}") from None
-    except KeyboardInterrupt:
-        raise Fault(f"\nstopped\n{run.how_to_resume()}") from None
+    except DiskFault as e:
+        raise Fault(f"\n{e}; nothing that was saved is lost\nmake room and {run.how_to_resume()}") from None
+    except stop.Stopped as e:
+        if not run.checkpoints():
+            run.discard_if_empty()
+            raise
+        raise Fault(f"\n{e}\n{run.how_to_resume()}") from None
     except Fault:
         run.discard_if_empty()
         raise

@@ -91,7 +91,7 @@ def load_tokenizer(path: str, stop: tuple[str, ...] = ()) -> Any:
     _silence_transformers()
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as e:
+    except Exception as e:  # of a damaged directory anything
         raise Fault(
             f"--model {path}: no tokenizer can be loaded from it ({_first_line(e)}); check the path or id"
         ) from e
@@ -119,7 +119,7 @@ def load_config(path: str) -> Any:
 
     try:
         return AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as e:
+    except Exception as e:  # of a damaged directory anything
         raise Fault(
             f"--model {path}: no causal LM can be loaded from it ({_first_line(e)}); check the path or id"
         ) from e
@@ -133,7 +133,7 @@ def load_model(path: str) -> Any:
     AttentionInterface.register("packed", packed_attention)
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="packed")
-    except (OSError, ValueError) as e:
+    except Exception as e:  # of a damaged directory anything
         raise Fault(
             f"--model {path}: no causal LM can be loaded from it ({_first_line(e)}); check the path or id"
         ) from e

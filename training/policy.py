@@ -1,6 +1,5 @@
 """The policy in training, on all ranks: rank 0 calls a method here, and every rank's `Worker` runs its part of it."""
 
-import signal
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -27,6 +26,7 @@ class Policy:
         self.t = 0  # the last step whose update has begun
         self.seconds: defaultdict[str, float] = defaultdict(float)  # by what they were spent on
         self.in_step = True  # whether all ranks wait for the next call
+        self.progress: Callable[[str, int, int], None] = lambda purpose, done, total: None  # told of rollouts under way
         tools = make_tools(cfg, search)
         if ranks.size > 1:
             ranks.broadcast((engine, ",".join(search.urls)))
@@ -37,6 +37,8 @@ class Policy:
         began = time.time()
         seed = int(rng(self.cfg.seed, t, purpose).integers(2**31))
         temperature = self.cfg.temperature if temperature is None else temperature
+        size, total = self.ranks.size, len(jobs)  # this rank speaks for the others
+        self.worker.progress = lambda done: self.progress(purpose, min(done * size, total), total)
         shares = self.on_all_ranks(Worker.rollout, list(jobs), temperature, seed, whole=purpose != "evaluate")
         numbered = sorted((pair for share in shares for pair in share), key=lambda pair: pair[0])
         self.seconds[purpose.split()[0]] += time.time() - began
@@ -51,9 +53,14 @@ class Policy:
         self.seconds["update"] += time.time() - began
         return metrics
 
-    def save(self, path: Path) -> None:
-        """Writes weights and optimizer into a directory, for any number of ranks to load."""
-        self.on_all_ranks(Worker.save, path.absolute())
+    def save(self, path: Path) -> dict[str, str]:
+        """Writes weights and optimizer into a directory, for any number of ranks to load; returns files' digests."""
+        shares = self.on_all_ranks(Worker.save, path.absolute())
+        return {name: digest for share in shares for name, digest in share.items()}
+
+    def damage(self, path: Path) -> list[str]:
+        """Returns what is wrong with the files of a checkpoint; [] if they are as they were written."""
+        return [fault for share in self.on_all_ranks(Worker.damage, path.absolute()) for fault in share]
 
     def load(self, path: Path, t: int) -> None:
         """Restores what `save` wrote after step t."""
@@ -76,17 +83,10 @@ class Policy:
         """Returns method(worker, *args) of every rank, by rank; raises a rank's fault once all have finished."""
         if self.ranks.size == 1:
             return [method(self.worker, *args, **kwargs)]
-        # Ctrl-C waits until all ranks have finished: inside a collective it would leave the others waiting.
-        self.in_step, interrupted = False, []
-        handler = signal.signal(signal.SIGINT, lambda *_: interrupted.append(True))
-        try:
-            self.ranks.broadcast((method, args, kwargs))
-            answers = self.ranks.gather(attempt(method, self.worker, *args, **kwargs))
-        finally:
-            signal.signal(signal.SIGINT, handler)
+        self.in_step = False
+        self.ranks.broadcast((method, args, kwargs))
+        answers = self.ranks.gather(attempt(method, self.worker, *args, **kwargs))
         self.in_step = True
-        if interrupted:
-            raise KeyboardInterrupt
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer

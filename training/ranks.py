@@ -7,7 +7,6 @@ import contextlib
 import datetime
 import gc
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -16,7 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import stop
 from faults import Fault
+from stop import Stopped
 
 
 class Ranks:
@@ -42,8 +43,6 @@ class Ranks:
         dist.init_process_group(backend, timeout=timeout, **alone)
         self.calls = dist.new_group(backend="gloo", timeout=timeout)
         self.store, self.deals = dist.PrefixStore("inspo", dist.distributed_c10d._get_default_store()), 0
-        if self.rank:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles Ctrl-C
 
     def broadcast(self, message: Any = None) -> Any:
         """Returns rank 0's message on every rank."""
@@ -92,9 +91,9 @@ class Ranks:
         except BaseException as e:
             if self.size == 1:
                 raise
-            if isinstance(e, Fault):
+            if isinstance(e, Fault) or (isinstance(e, Stopped) and not self.rank):
                 print(e, file=sys.stderr)
-            else:
+            elif not stop.requested():  # torchrun ends the others by a signal: what they fail by then is no news
                 traceback.print_exc()
             sys.stdout.flush()
             sys.stderr.flush()

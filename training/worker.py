@@ -1,22 +1,22 @@
 """One rank's part of a run: its rollouts, its micro-batches, its shares of policy, optimizer and reference."""
 
 import copy
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
-import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 
+import stop
 from config import Config
 from engines import Engine
 from engines.torch_engine import TorchEngine
-from faults import EngineFault, ToolDown
+from faults import CheckpointFault, DiskFault, EngineFault, ToolDown
 from grpo import Learner, minibatches
 from rollout import Job, Trajectory, play, rollout
 from tools import Search, Tool, make_tools, stop_strings
-from training import lora
+from training import checkpoint, lora
 from training.layers import fuse
 from training.model import empty, export, fill, load_config, load_model, load_tokenizer, shard, skeleton, weights
 from training.ranks import Ranks
@@ -24,9 +24,9 @@ from training.ranks import Ranks
 S = ParamSpec("S")
 R = TypeVar("R")
 
-warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process saves checkpoints without a group
 MAX_LOGP_GAP = {"cpu": 1e-3, "cuda": 0.1}  # mean nat a token between engine and trainer: fp32, bf16
-PASSED_ON = (ToolDown, EngineFault)  # faults after which all ranks can still work together
+# After these all ranks can still work together.
+PASSED_ON = (ToolDown, EngineFault, DiskFault, CheckpointFault, stop.Stopped)
 
 
 def choose_engine(cfg: Config, device: str) -> tuple[str, str]:
@@ -48,6 +48,7 @@ class Worker:
 
     def __init__(self, cfg: Config, ranks: Ranks, engine: str, tools: Sequence[Tool]):
         self.cfg, self.ranks, self.tools = cfg, ranks, tools
+        self.progress: Callable[[int], None] = lambda done: None  # told how many trajectories of a rollout have ended
         stop = stop_strings(tools)
         self.config, self.tokenizer = load_config(cfg.model), load_tokenizer(cfg.model, stop)
         source = self.first_policy()
@@ -124,16 +125,18 @@ class Worker:
         if self.engine.lockstep or size == 1:
             number = {group: k for k, group in enumerate(dict.fromkeys(job.group for job in jobs))}
             mine = [k for k, job in enumerate(jobs) if number[job.group] % size == rank]
-            found = rollout(
-                self.engine, self.tokenizer, self.tools, [jobs[k] for k in mine], self.cfg, temperature=temperature,
-                seed=seed + rank,
-            )  # fmt: skip
+            with stop.may_stop():
+                found = rollout(
+                    self.engine, self.tokenizer, self.tools, [jobs[k] for k in mine], self.cfg, temperature=temperature,
+                    seed=seed + rank, progress=self.progress,
+                )  # fmt: skip
             taus = dict(zip(mine, found, strict=True))
         else:
-            taus = play(
-                self.engine, self.tokenizer, self.tools, jobs, self.cfg, self.ranks.deal([job.group for job in jobs]),
-                temperature, seed,
-            )  # fmt: skip
+            deal = self.ranks.deal([job.group for job in jobs])
+            with stop.may_stop():
+                taus = play(
+                    self.engine, self.tokenizer, self.tools, jobs, self.cfg, deal, temperature, seed, self.progress
+                )
         if size > 1 and not whole:
             taus = {k: tau.outcome() for k, tau in taus.items()}
         return list(taus.items())
@@ -150,20 +153,30 @@ class Worker:
     def faults(self) -> int:
         return sum(tool.faults for tool in self.tools)
 
-    def save(self, path: Path) -> None:
-        """Writes trained weights and optimizer, every rank its shares; any number of ranks can load them."""
-        dcp.save(self.learner.state_dict(), checkpoint_id=path, no_dist=not self.ranks.grouped)
+    def save(self, path: Path) -> dict[str, str]:
+        """Writes trained weights and optimizer, every rank its shares; any number of ranks can load them.
+
+        Returns the digests of the files of this rank.
+        """
+        return checkpoint.save(self.learner.state_dict(), path, self.ranks.rank, alone=not self.ranks.grouped)
+
+    def damage(self, path: Path) -> list[str]:
+        """Returns what is wrong with this rank's share of a checkpoint's files."""
+        return checkpoint.damage(path, self.ranks.rank, self.ranks.size)
 
     def load(self, path: Path) -> None:
         state = self.learner.state_dict()
-        dcp.load(state, checkpoint_id=path, no_dist=not self.ranks.grouped)
+        checkpoint.load(state, path, alone=not self.ranks.grouped)
         self.learner.load_state_dict(state)
         self.synced = self.shared
 
     def export(self, path: Path) -> None:
         """Writes a plain Hugging Face directory from rank 0."""
         to = path if self.ranks.rank == 0 else None
-        export(self.config, weights(self.learner.model), self.tokenizer, to)
+        try:
+            export(self.config, weights(self.learner.model), self.tokenizer, to)
+        except (OSError, SafetensorError) as e:
+            raise DiskFault(f"cannot write {path} ({getattr(e, 'strerror', None) or e})") from None
 
     def reset(self) -> None:
         """Restores the weights from before training; the optimizer keeps its moments."""
@@ -180,9 +193,10 @@ def worker_loop(cfg: Config, ranks: Ranks) -> None:
         return
     engine, url = start
     worker = Worker(cfg, ranks, engine, make_tools(cfg, Search(url, cfg.topk, retries=cfg.search_retries)))
-    while call := ranks.broadcast():
-        method, args, kwargs = call
-        ranks.gather(attempt(method, worker, *args, **kwargs))
+    with stop.hold():
+        while call := ranks.broadcast():
+            method, args, kwargs = call
+            ranks.gather(attempt(method, worker, *args, **kwargs))
     worker.close()
     del worker
     ranks.leave()

@@ -1,0 +1,209 @@
+"""Random damage to run directories and checkpoints: a resumed run, an export and a loaded policy end in a Fault or are
+right. `pytest -m fuzz` tries thousands; a short seed of each is part of `make test`."""
+
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from config import WORLD, Config, read_config
+from export import export_checkpoint
+from faults import Fault
+from harness.directory import RunDirectory
+from population import Population, ReplayBuffer
+from report import draw
+from training import checkpoint
+from training.model import load_model, load_policy
+
+STEPS = (3, 6, 9)
+
+
+def tensors(t: int) -> dict:
+    return {"model": {"w": torch.full((16, 16), float(t))}, "optimizer": {"lr": float(t), "betas": (0.9, 0.999)}}
+
+
+def state(t: int) -> dict:
+    I = {"id": 0, "text": "Search.", "parent": None, "born": 0, "rewards": [0.5]}
+    item = {"t": t, "instruction": 0, "question": "q", "text": "x", "golds": ["a"], "reward": 0.0}
+    return {
+        "population": {"family": [I], "active": [0]}, "buffer": {"items": [item]}, "ledger": {}, "start": {"em": 0.1},
+        "seconds": 1.0,
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run's directory with everything that a resumed run reads, three checkpoints of it."""
+    path = tmp_path_factory.mktemp("fuzz") / "r"
+    run = RunDirectory.open(Config(out=str(path), keep=3), "x")
+    for t in range(10):
+        row = {"reward": 0.5, "w_best": 0.5, "searches": 1.0, "w": {"0": 0.5}, "P": 1, "valid/em": t / 10}
+        run.append("metrics", {"t": t} | (row if t else {"test/em": 0.1}))
+        run.append("population", {"t": t, "event": "prune", "text": "", "P": [{"id": 0, "parent": None, "born": 0}]})
+        run.append("reflections", {"t": t, "accepted": ["a"]})
+    for t in STEPS:
+        run.checkpoint(t, lambda path, t=t: checkpoint.save(tensors(t), path, 0, alone=True), state(t))
+    run.close()
+    return path
+
+
+def harm(dice: random.Random, root: Path, files: list[Path]) -> str:
+    """Damages one file under `root`; returns how."""
+    path = dice.choice(files)
+    content = bytearray(path.read_bytes())
+    how = dice.choice(["cut", "empty", "flip", "flips", "noise", "swap", "remove", "insert", "directory"])
+    place = dice.randrange(len(content) + 1)
+    if how == "cut":
+        content = content[:place]
+    elif how == "empty":
+        content = bytearray()
+    elif how in ("flip", "flips") and content:
+        for _ in range(1 if how == "flip" else dice.randint(2, 40)):
+            content[dice.randrange(len(content))] ^= 1 << dice.randrange(8)
+    elif how == "noise":
+        content[place : place + 256] = dice.randbytes(256)
+    elif how == "swap":
+        content = bytearray(dice.choice(files).read_bytes())
+    elif how == "insert":
+        junk = [b"\n[]\n", b"\n7\n", b'\n{"t": 2}\n', b'\n{"t": NaN}\n', b"\n" + b"[" * 9999 + b"\n", b"\x00", b"\xff\xfe"]
+        content[place:place] = dice.choice(junk)
+    path.unlink()
+    if how == "directory":
+        path.mkdir()
+    elif how != "remove":
+        path.write_bytes(content)
+    return f"{how} {path.relative_to(root)}"
+
+
+def files_of(path: Path) -> list[Path]:
+    return [file for file in path.rglob("*") if file.is_file() and file.name != ".lock"]
+
+
+def resume(path: Path) -> int | None:
+    """What a resumed run reads, in its order; returns the step that it would resume from, None for the start."""
+    read_config(path)
+    run = RunDirectory.open(Config(out=str(path), resume=True, keep=3), "x")
+    try:
+        found = run.rewind(checkpoint.damage, lambda text: None)
+        if not found:
+            return None
+        loaded = tensors(0)
+        checkpoint.load(loaded, found[0], alone=True)
+        P, B = Population(0.2, 5), ReplayBuffer(9)
+        P.load_state_dict(found[1]["population"])
+        B.load_state_dict(found[1]["buffer"])
+        t = found[1]["t"]
+        assert torch.equal(loaded["model"]["w"], torch.full((16, 16), float(t))) and loaded["optimizer"]["lr"] == t
+        assert P.family[0].text == "Search." and B.items[0].t == t
+        assert all(row["t"] <= t for row in run.rows("metrics"))
+        run.append("metrics", {"t": t + 1})
+        run.checkpoint(t + 1, lambda path: checkpoint.save(tensors(t + 1), path, 0, alone=True), state(t + 1))
+        return t
+    finally:
+        run.close()
+
+
+def damaged_directories(whole: Path, tmp_path: Path, seeds: range) -> dict[str, int]:
+    ends: dict[str, int] = {}
+    for seed in seeds:
+        dice, path = random.Random(seed), tmp_path / "r"
+        shutil.copytree(whole, path)
+        done = [harm(dice, path, files_of(path)) for _ in range(dice.choice([1, 1, 1, 2, 5]))]
+        if dice.random() < 0.1:
+            victim = dice.choice(list((path / "checkpoints").iterdir()))
+            shutil.rmtree(victim)
+            victim.mkdir()
+            done.append(f"emptied {victim.name}")
+        try:
+            end = f"resumed from {resume(path)}"
+        except Fault as e:
+            assert "\n" not in str(e), done
+            end = "a fault"
+        except Exception as e:
+            raise AssertionError(f"seed {seed}: {done}") from e
+        ends[end] = ends.get(end, 0) + 1
+        shutil.rmtree(path)
+    return ends
+
+
+def test_a_damaged_run_directory_resumes_right_or_says_why_not(whole, tmp_path):
+    ends = damaged_directories(whole, tmp_path, range(60))
+    assert {"a fault", "resumed from 9", "resumed from 6"} <= set(ends), ends
+
+
+@pytest.mark.fuzz
+def test_many_damaged_run_directories_do(whole, tmp_path):
+    print(damaged_directories(whole, tmp_path, range(1000, 1000 + int(os.environ.get("FUZZ", 10_000)))))
+
+
+def harmed(whole: Path, path: Path, seed: int) -> str:
+    shutil.copytree(whole, path)
+    return harm(random.Random(seed), path, files_of(path))
+
+
+@pytest.mark.fuzz
+def test_pictures_of_a_damaged_run_are_drawn_or_refused(whole, tmp_path):
+    for seed in range(60):
+        done = harmed(whole, tmp_path / "r", seed)
+        try:
+            draw(tmp_path / "r")
+        except (LookupError, TypeError, ValueError, AttributeError, OSError):  # those that Log.finish knows
+            pass
+        except Exception as e:
+            raise AssertionError(f"seed {seed}: {done}") from e
+        shutil.rmtree(tmp_path / "r")
+
+
+@pytest.mark.fuzz
+def test_a_damaged_run_is_exported_right_or_refused(tmp_path, capsys):
+    """A run of the world that has not trained: its checkpoint holds the weights of world/files/policy."""
+    model, path = load_model(str(WORLD / "policy")), tmp_path / "whole"
+    run = RunDirectory.open(Config(out=str(path), model=str(WORLD / "policy"), lr=0.0), "x")
+    weights = {"model": dict(model.state_dict())}
+    run.checkpoint(3, lambda path: checkpoint.save(weights, path, 0, alone=True), state(3))
+    run.close()
+    faults = 0
+    for seed in range(int(os.environ.get("FUZZ", 10_000)) // 100):
+        done = harmed(path, tmp_path / "r", seed)
+        try:
+            export_checkpoint(tmp_path / "r", None, False, False, tmp_path / "to")
+            found = load_model(str(tmp_path / "to")).state_dict()
+            assert all(torch.equal(found[name], w) for name, w in weights["model"].items())
+        except Fault as e:
+            assert "\n" not in str(e), done
+            faults += 1
+        except Exception as e:
+            raise AssertionError(f"seed {seed}: {done}") from e
+        shutil.rmtree(tmp_path / "r")
+        shutil.rmtree(tmp_path / "to", ignore_errors=True)
+    assert faults
+
+
+@pytest.mark.fuzz
+def test_a_damaged_policy_is_loaded_or_refused(tmp_path):
+    """A bit that flips in a weight is not noticed there: a Hugging Face directory has no digests."""
+    for seed in range(int(os.environ.get("FUZZ", 10_000)) // 50):
+        done = harmed(WORLD / "policy", tmp_path / "p", seed)
+        try:
+            load_policy(str(tmp_path / "p"), "cpu", ("</search>",))
+        except Fault as e:
+            assert "\n" not in str(e), done
+        except Exception as e:
+            raise AssertionError(f"seed {seed}: {done}") from e
+        shutil.rmtree(tmp_path / "p")
+
+
+def test_config_json_is_read_right_or_refused(whole, tmp_path):
+    dice, content = random.Random(0), (whole / "config.json").read_text()
+    for _ in range(300):
+        knobs = json.loads(content)
+        knobs[dice.choice(list(knobs))] = dice.choice([None, [], {}, "x", 1.5, True, -1, 10**400, "NaN"])
+        (tmp_path / "config.json").write_text(json.dumps(knobs))
+        try:
+            assert isinstance(read_config(tmp_path), Config)
+        except Fault as e:
+            assert "\n" not in str(e)

@@ -1,0 +1,313 @@
+"""A run's directory: what is written is whole or not there; what was damaged is noticed; one process writes."""
+
+import dataclasses
+import errno
+import json
+import os
+import pickle
+import signal
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from config import Config, parse, read_config
+from faults import CheckpointFault, DiskFault, Fault
+from harness.directory import RunDirectory, read_jsonl, with_absolute_paths
+from training import checkpoint
+
+STATE = {"population": {}, "buffer": {}, "ledger": {}, "start": {}, "seconds": 0.0}
+
+
+def tensors(value: float) -> dict:
+    """Two tensors and, as an optimizer has, something that is no tensor."""
+    return {"model": {"w": torch.full((64, 64), value), "b": torch.zeros(3)}, "lr": value, "betas": (0.9, 0.999)}
+
+
+def save(run: RunDirectory, t: int, **state) -> Path:
+    run.checkpoint(t, lambda path: checkpoint.save(tensors(float(t)), path, 0, alone=True), STATE | state)
+    return run.checkpoints()[-1]
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run with checkpoints of the steps 3, 6 and 9."""
+    run = RunDirectory.open(Config(out=str(tmp_path / "r"), keep=3), "x")
+    for t in range(10):
+        run.append("metrics", {"t": t})
+    for t in (3, 6, 9):
+        save(run, t)
+    yield run
+    run.close()
+
+
+def rewind(run: RunDirectory) -> tuple[int, list[str]]:
+    """Returns the step from which the run would resume, and what it said."""
+    notes: list[str] = []
+    _, state = run.rewind(checkpoint.damage, notes.append)
+    return state["t"], notes
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def overwrite(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2 : len(content) // 2 + 256] = os.urandom(256)
+    path.write_bytes(content)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 3] ^= 4
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["state.pt", "__0_0.distcp", ".metadata", "digests.json"])
+@pytest.mark.parametrize("harm", [cut, empty, overwrite, flip, Path.unlink])
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(run, name, harm):
+    harm(run.checkpoints()[-1] / name)
+    t, notes = rewind(run)
+    assert t == 6 and len(notes) == 1 and notes[0].startswith("note: checkpoint step-000009 is damaged (")
+    assert name in notes[0] or name == "digests.json"  # a digest that was flipped accuses its file
+    assert [row["t"] for row in run.rows("metrics")] == list(range(7))
+    assert [path.name for path in run.checkpoints()] == ["step-000003", "step-000006"]  # 9 can be written again
+    save(run, 9)
+    assert rewind(run)[0] == 9
+
+
+def test_an_empty_or_exchanged_checkpoint_is_damaged(run):
+    nine, six = run.checkpoints()[-1], run.checkpoints()[-2]
+    for path in (nine, six):
+        path.rename(path.with_name(f"_{path.name}"))
+    nine.mkdir()
+    nine.with_name(f"_{nine.name}").rename(six)  # step 9 under the name of step 6
+    t, notes = rewind(run)
+    assert t == 3 and "digests.json is missing" in notes[0] and "it is of step 9" in notes[1]
+
+
+def test_if_all_checkpoints_are_damaged_nothing_is_touched(run):
+    before = (run.path / "metrics.jsonl").read_bytes()
+    for path in run.checkpoints():
+        flip(path / "state.pt")
+    with pytest.raises(Fault, match=r"no checkpoint of .* is whole \(step-000009: state.pt is damaged; .*remove"):
+        rewind(run)
+    assert len(run.checkpoints()) == 3 and (run.path / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_foreign_directory_is_no_checkpoint_and_pushes_none_out(run):
+    foreign = ["step-000006-backup", "step-000099.old", "step-x", "damaged-step-000011", "step-12"]
+    for name in foreign:
+        (run.path / "checkpoints" / name).mkdir()
+    (run.path / "checkpoints" / "step-000100").write_text("a file")
+    save(run, 10)
+    assert [path.name for path in run.checkpoints()] == [f"step-{t:06d}" for t in (6, 9, 10)]
+    assert rewind(run)[0] == 10 and all((run.path / "checkpoints" / name).is_dir() for name in foreign)
+
+
+def test_what_was_unfinished_comes_before_the_whole_step(run):
+    save(run, 10, unfinished="evolve", row={})
+    save(run, 10)
+    assert [path.name for path in run.checkpoints()][-2:] == ["step-000010-unfinished", "step-000010"]
+
+
+def test_rows_of_an_unfinished_step_are_written_again(run):
+    for name in ("metrics", "population", "reflections"):
+        (run.path / f"{name}.jsonl").write_text("".join(json.dumps({"t": t}) + "\n" for t in range(12)))
+    run.append("reflections", {"t": 10, "call": {}})
+    save(run, 10, unfinished="evolve", row={})
+    rewind(run)
+    last = {name: run.rows(name)[-1] for name in ("metrics", "population", "reflections")}
+    assert last == {"metrics": {"t": 9}, "population": {"t": 10}, "reflections": {"t": 10, "call": {}}}
+
+
+@pytest.mark.parametrize(
+    "line", ['{"t": 5, "rew', "[1, 2]", '"x"', "7", '{"u": 1}', '{"t": "5"}', '{"t": true}', "\x00\xff", "[" * 100_000]
+)
+def test_a_foreign_line_in_a_log_is_left_out(run, line):
+    path = run.path / "metrics.jsonl"
+    rows = path.read_text().splitlines()
+    path.write_bytes("\n".join([*rows[:4], line, *rows[4:]]).encode("latin1") + b"\n")
+    t, notes = rewind(run)
+    assert t == 9 and notes == ["note: metrics.jsonl had 1 lines that are no rows; they are left out"]
+    assert [row["t"] for row in read_jsonl(path)] == list(range(10))
+    with open(path, "a") as f:
+        f.write(line[: len(line) // 2])  # a kill has cut the last one: no news
+    assert rewind(run)[1] == [] or line in ("7", '"x"')
+
+
+@pytest.mark.parametrize("content", ["", '{"T": 3', "[]", "7", '{"T": "3"}', '{"no_such": 1}', "\xff", '{"lr": null}'])
+def test_a_damaged_config_is_one_line(run, content):
+    (run.path / "config.json").write_bytes(content.encode("latin1"))
+    with pytest.raises(Fault, match=r"config.json is damaged \(.*: restore it") as e:
+        read_config(run.path)
+    assert "\n" not in str(e.value)
+
+
+# ---- no code from a checkpoint
+
+
+class Bomb:
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def with_digests(path: Path) -> None:
+    """Makes the digests right, as somebody who means harm would."""
+    digests = {file.name: checkpoint.digest(file) for file in path.iterdir() if file.name != checkpoint.DIGESTS}
+    (path / checkpoint.DIGESTS).write_text(json.dumps(digests))
+
+
+@pytest.mark.parametrize("place", [".metadata", "inside .metadata", "state.pt", "a value"])
+def test_a_pickle_in_a_checkpoint_runs_nothing(run, tmp_path, place):
+    path, touched = run.checkpoints()[-1], tmp_path / "touched"
+    bomb = Bomb(touched)
+    if place == ".metadata":
+        (path / ".metadata").write_bytes(pickle.dumps(bomb))
+    elif place == "inside .metadata":
+        metadata = pickle.loads((path / ".metadata").read_bytes())
+        metadata.planner_data["x"] = bomb
+        (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    elif place == "state.pt":
+        torch.save(STATE | {"t": 9, "x": bomb}, path / "state.pt")
+    else:
+        dcp.save(tensors(9.0) | {"lr": bomb}, checkpoint_id=path, no_dist=True)
+    with_digests(path)
+    assert checkpoint.damage(path) == []
+    with pytest.raises(CheckpointFault) as e:
+        checkpoint.load_state(path)
+        checkpoint.load(tensors(0.0), path, alone=True)
+    assert not touched.exists() and "\n" not in str(e.value)
+
+
+def test_what_was_saved_is_loaded_to_the_bit(run):
+    state = tensors(0.0)
+    checkpoint.load(state, run.checkpoints()[-1], alone=True)
+    assert torch.equal(state["model"]["w"], torch.full((64, 64), 9.0))
+    assert (state["lr"], state["betas"]) == (9.0, (0.9, 0.999))
+
+
+# ---- the disk
+
+
+def mounted(path: Path, size: str) -> bool:
+    path.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path], capture_output=True)
+    return made.returncode == 0
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A real file system of 256 KiB."""
+    if not mounted(tmp_path / "disk", "256k"):
+        pytest.skip("mounting a tmpfs takes root")
+    yield tmp_path / "disk"
+    subprocess.run(["umount", "-l", tmp_path / "disk"], check=True)
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(small_disk):
+    run = RunDirectory.open(Config(out=str(small_disk / "r"), keep=3), "x")
+    run.append("metrics", {"t": 0})
+    save(run, 3)
+    (small_disk / "filler").write_bytes(bytes(190_000))
+    with pytest.raises(DiskFault, match="cannot write .*step-000006") as e:
+        for t in range(6, 60, 3):
+            run.checkpoint(t, lambda path: checkpoint.save(tensors(1.0), path, 0, alone=True), STATE)
+    assert "\n" not in str(e.value)
+    assert [path.name for path in (run.path / "checkpoints").iterdir()] == ["step-000003"]
+    assert rewind(run)[0] == 3
+    with pytest.raises(DiskFault, match="metrics.jsonl .No space left on device"):
+        for _ in range(1000):
+            run.append("metrics", {"t": 1, "x": "x" * 1000})
+    with pytest.raises(DiskFault, match="I_star.txt .No space left on device"):
+        run.write("I_star.txt", "x" * 100_000)
+    with pytest.raises(DiskFault, match="step-000001.jsonl.gz"):
+        run.write_trajectories(1, [{"x": os.urandom(50_000).hex()}])
+    assert not list(run.path.rglob("*.tmp"))
+    (small_disk / "filler").unlink()
+    assert rewind(run)[0] == 3 and save(run, 6).name == "step-000006"
+    run.close()
+
+
+def test_a_directory_that_save_leaves_half_done_is_removed(run):
+    def fails(path):
+        (path / "half").write_text("x")
+        raise OSError(errno.EIO, "Input/output error")
+
+    with pytest.raises(DiskFault, match="Input/output error"):
+        run.checkpoint(12, fails, STATE)
+    assert not list(run.path.rglob("*.tmp")) and len(run.checkpoints()) == 3
+
+
+def test_what_a_killed_process_left_is_cleared_when_the_run_is_reopened(run):
+    (run.path / "checkpoints" / ".step-000012.tmp").mkdir()
+    run.close()
+    RunDirectory.open(dataclasses.replace(read_config(run.path), out=str(run.path), resume=True), "x").close()
+    assert not list(run.path.rglob("*.tmp"))
+
+
+# ---- two at once
+
+
+def test_runs_of_the_same_second_have_directories_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.strftime", lambda form: "20261122-101112")
+    with ThreadPoolExecutor(8) as pool:
+        runs = list(pool.map(lambda _: RunDirectory.open(Config(), "world"), range(8)))
+    names = {run.path.name for run in runs}
+    assert names == {"20261122-101112-world-inspo", *(f"20261122-101112-world-inspo-{k}" for k in range(2, 9))}
+    for run in runs:
+        run.close()
+
+
+def test_a_run_in_use_cannot_be_resumed_until_its_process_is_gone(tmp_path):
+    cfg = Config(out=str(tmp_path / "r"))
+    reading, writing = os.pipe()
+    other = os.fork()
+    if not other:
+        run = RunDirectory.open(cfg, "x")
+        os.write(writing, str(run.path).encode())
+        signal.pause()
+    try:
+        assert os.read(reading, 1000)
+        with pytest.raises(Fault, match=rf"r is in use by process {other} on .*: wait until it ends"):
+            RunDirectory.open(dataclasses.replace(cfg, resume=True), "x")
+    finally:
+        os.kill(other, signal.SIGKILL)
+        os.waitpid(other, 0)
+    RunDirectory.open(dataclasses.replace(cfg, resume=True), "x").close()
+
+
+# ---- from another directory
+
+
+def test_config_json_holds_paths_that_are_valid_everywhere(tmp_path, monkeypatch):
+    (tmp_path / "model").mkdir()
+    for name in ("q.jsonl", "c.jsonl"):
+        (tmp_path / name).write_text("")
+    monkeypatch.chdir(tmp_path)
+    cfg = Config(train="q.jsonl", test="q.jsonl", corpus="c.jsonl", model="model", out="r", mode="static")
+    found = with_absolute_paths(cfg)
+    assert {found[k] for k in ("train", "test")} == {str(tmp_path / "q.jsonl")}
+    assert found["model"] == str(tmp_path / "model") and found["valid"] == ""
+    assert with_absolute_paths(Config(model="Qwen/Qwen2.5-3B"))["model"] == "Qwen/Qwen2.5-3B"
+    RunDirectory.open(cfg, "x").close()
+    flags = ["--out", str(tmp_path / "r"), "--resume"]
+    monkeypatch.chdir("/")
+    resumed = parse(flags)  # no other flag is needed
+    assert resumed.train == str(tmp_path / "q.jsonl") and resumed.mode == "static" and resumed.resume
+    assert parse([*flags, "--device", "cpu"]).device == "cpu"
+    RunDirectory.open(resumed, "x").close()
+    with pytest.raises(Fault, match="was started with --lr 5e-07, not 0.5"):
+        RunDirectory.open(parse([*flags, "--lr", "0.5"]), "x")

@@ -1,0 +1,141 @@
+"""Weights and optimizer on disk, in the shares of torch.distributed.checkpoint, with a digest of every file.
+
+A checkpoint may come from somebody else: what is pickled in it is read by allowlist, so that no code in it runs.
+"""
+
+import hashlib
+import io
+import json
+import pickle
+import warnings
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import ReadItem
+
+from faults import CheckpointFault, DiskFault
+
+DIGESTS = "digests.json"
+TYPES = {  # all that torch.distributed.checkpoint pickles into .metadata
+    ("torch.distributed.checkpoint.metadata", name)
+    for name in (
+        "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata",
+        "ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING",
+    )
+} | {
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("collections", "OrderedDict"),
+}  # fmt: skip
+warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process saves checkpoints without a group
+
+
+def save(state: dict[str, Any], path: Path, rank: int, alone: bool) -> dict[str, str]:
+    """Writes this rank's shares of `state` into a directory; returns the digests of its files. Raises DiskFault.
+
+    `alone`: there is no process group.
+    """
+    try:
+        dcp.save(state, checkpoint_id=str(path), no_dist=alone)
+        files = [*path.glob(f"__{rank}_*"), *([path / ".metadata"] if rank == 0 else [])]
+        return {file.name: digest(file) for file in files}
+    except (CheckpointException, OSError) as e:
+        raise DiskFault(f"cannot write {path} ({_reason(e)})") from None
+
+
+def load(state: dict[str, Any], path: Path, alone: bool) -> None:
+    """Fills the tensors of `state` with the shares under `path`; raises CheckpointFault."""
+    try:
+        dcp.load(state, storage_reader=_Reader(str(path)), planner=_Planner(), no_dist=alone)
+    except (CheckpointException, OSError) as e:
+        raise CheckpointFault(f"{path} cannot be loaded ({_reason(e)})") from None
+
+
+def load_state(path: Path) -> dict[str, Any]:
+    """Returns what is in a checkpoint's state.pt, numbers and texts; raises CheckpointFault."""
+    try:
+        state = torch.load(path / "state.pt", weights_only=True)
+        missing = {"t", "population", "buffer", "ledger", "start", "seconds"} - set(state)
+    except Exception as e:  # a damaged archive raises anything
+        raise CheckpointFault(f"{path}/state.pt cannot be read ({_reason(e)})") from None
+    if missing:
+        raise CheckpointFault(f"{path}/state.pt has no {sorted(missing)[0]!r}")
+    return dict(state)
+
+
+def digest(path: Path) -> str:
+    """Returns a file's BLAKE2b, in hexadecimal digits."""
+    found = hashlib.blake2b(digest_size=32)
+    with open(path, "rb") as f:
+        while block := f.read(1 << 22):
+            found.update(block)
+    return found.hexdigest()
+
+
+def damage(path: Path, rank: int = 0, size: int = 1) -> list[str]:
+    """Returns what is wrong with a checkpoint's files, of which this rank reads its share; [] if they are whole."""
+    try:
+        digests = json.loads((path / DIGESTS).read_text())
+        names = sorted(digests)
+        if not {"state.pt", ".metadata"} <= set(names) or any("/" in name for name in names):
+            raise ValueError
+    except (OSError, ValueError, TypeError):
+        return [f"{DIGESTS} is missing or damaged"]
+    found = []
+    for name in names[rank::size]:
+        try:
+            if digest(path / name) != digests[name]:
+                found.append(f"{name} is damaged")
+        except OSError as e:
+            found.append(f"{name} cannot be read: {e.strerror}")
+    return found
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in TYPES or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        if module.startswith("pathlib") and name == "PosixPath":  # where the writer put it
+            return PurePosixPath
+        raise pickle.UnpicklingError(f"its .metadata wants to call {module}.{name}: it is not a checkpoint of ours")
+
+
+class _Reader(FileSystemReader):
+    """Reads .metadata by allowlist; torch's own would unpickle, and so run, whatever is in it."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with self.fs.create_stream(self.fs.concat_path(self.path, ".metadata"), "rb") as stream:
+            metadata = _Unpickler(stream).load()
+        if not isinstance(metadata, Metadata):
+            raise pickle.UnpicklingError("its .metadata is something else")
+        for info in metadata.storage_data.values():
+            if Path(info.relative_path).name != info.relative_path:
+                raise pickle.UnpicklingError(f"its .metadata names a file elsewhere: {info.relative_path}")
+        return metadata
+
+
+class _Planner(DefaultLoadPlanner):
+    """Reads what is no tensor, such as a learning rate, with torch's restricted unpickler."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        plain = io.BytesIO()
+        torch.save(torch.load(value, weights_only=True), plain)  # only what is harmless passes
+        plain.seek(0)
+        super().load_bytes(read_item, plain)
+
+
+def _reason(e: BaseException) -> str:
+    """Returns an exception in a few words: of a CheckpointException, the first failure's."""
+    if isinstance(e, CheckpointException):
+        e = next(iter(e.failures.values()))[0]
+    if isinstance(e, OSError) and e.strerror:
+        return e.strerror
+    first = (str(e).splitlines() or [""])[0]
+    return f"{type(e).__name__}: {first}"[:200]
