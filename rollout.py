@@ -158,6 +158,7 @@ def play(
     `deal` is asked again and again: it is told how many rows are in play and returns the places of jobs to start.
     """
     by_tag = {tool.tag: tool for tool in tools}
+    max_turns = cfg.max_turns if tools else 0  # without tools there is the turn to answer alone
     invalid = encode(tokenizer, invalid_action(tools))
     prompts: dict[tuple[str, str], list[int]] = {}
     taus: dict[int, Trajectory] = {}
@@ -195,7 +196,7 @@ def play(
                 tau.stop = "answer"
             elif call:
                 turn.tool, turn.argument = call[0].tag, call[1]
-            if not tau.stop and len(tau.turns) > cfg.max_turns:  # CHOICE-1 CHOICE-21
+            if not tau.stop and len(tau.turns) > max_turns:  # CHOICE-1 CHOICE-21
                 tau.stop = "turns"
             if not tau.stop:
                 waiting[k] = by_tag[turn.tool].submit(turn.argument) if turn.tool else None
