@@ -44,7 +44,7 @@ class Config:
     test: str = knob("", "held-out questions, for reports alone")
     corpus: str = knob("", "passages, .jsonl: the run serves them with BM25 (unless --retriever is given)")
     retriever: str = knob("", "URL of a running search server, http://host:port; several with commas, for fail-over")
-    tools: str = knob("search", "what the agent can call, with commas: search, calculator")
+    tools: str = knob("search", "what the agent can call, with commas: search, calculator; none: GRPO without tools")
     optimizer_model: str = knob("", "model name at OPENAI_BASE_URL; scripted: the world's own; guessing: its control")
     instruction: str = knob("", "file with the first instruction; empty: Search-R1's (App. F)")
     out: str = knob("", "directory of the run; empty: runs/<time>-<model>-<mode>")
@@ -75,6 +75,10 @@ class Config:
     )
     lora_alpha: int = knob(32, "LoRA's scale is this / --lora_rank")
     tis: float = knob(0.0, "truncated importance sampling: weight tokens by min(pi_old / pi_engine, this); 0 disables")
+
+    groups: str = knob(
+        "pair", "pair: trajectories of an instruction and question are compared; question: of a question under any"
+    )
 
     temperature: float = knob(
         1.0, "sampling temperature of the policy (top_p is 1: the whole distribution)", "rollouts (§2.1, App. B)"
@@ -107,7 +111,7 @@ class Config:
     N_parent: int = knob(1, "N_parent: survivors of pruning, parents of the next generation")
     tau_s: float = knob(0.2, "tau_s of Eq. 4: selection temperature")
     window: int = knob(5, "n of Eq. 6: steps in the moving average of the reward")
-    K_p: int = knob(5, "K_p: steps between prunings")
+    K_p: int = knob(5, "K_p: steps between prunings; more than T: none (Fig. 3)")
     K_e: int = knob(15, "K_e: steps between evolutions")
     T_e: int = knob(150, "T_e: evolutions happen at steps below it")
 
@@ -117,7 +121,7 @@ class Config:
         "reflection (§3.2, App. B)",
     )
     failures: int = knob(4, "failed trajectories shown to the optimizer")
-    D_B: int = knob(200, "|D_B|: questions on which candidates are verified")
+    D_B: int = knob(200, "|D_B|: questions on which candidates are verified; 0: they join unverified (Fig. 3)")
     top_n: int = knob(6, "n of Alg.1 L21: candidates that may join in one round")
     rounds: int = knob(5, "rounds of generate and verify in one evolution, at most (App. C)")
     optimizer_retries: int = knob(4, "times a call to the optimizer is repeated before the evolution is given up")
@@ -243,6 +247,8 @@ def validate(cfg: Config) -> str:
         return f"--mode {cfg.mode}: choose inspo or static"
     if cfg.loss_agg not in ("trajectory", "token"):
         return f"--loss_agg {cfg.loss_agg}: choose trajectory or token"
+    if cfg.groups not in ("pair", "question"):
+        return f"--groups {cfg.groups}: choose pair or question"
     if cfg.proposer not in ("reflection", "paraphrase", "history"):
         return f"--proposer {cfg.proposer}: choose reflection, paraphrase or history"
     if cfg.tracker not in ("", "wandb", "tensorboard"):
@@ -251,7 +257,7 @@ def validate(cfg: Config) -> str:
         return f"--device {cfg.device}: choose cpu or cuda"
     at_least_1 = (
         "T", "batch", "mini", "micro_tokens", "max_turns", "max_response", "max_observation", "max_prompt", "topk",
-        "max_rows", "N_P", "N_parent", "window", "K_p", "K_e", "failures", "D_B", "top_n", "rounds", "buffer",
+        "max_rows", "N_P", "N_parent", "window", "K_p", "K_e", "failures", "top_n", "rounds", "buffer",
         "max_instruction", "prompt_budget", "save_every", "keep", "gpus", "lora_alpha",
     )  # fmt: skip
     for name in at_least_1:
@@ -259,7 +265,7 @@ def validate(cfg: Config) -> str:
             return f"--{name} {getattr(cfg, name)}: must be at least 1"
     at_least_0 = (
         "lr", "eval_every", "eval_n", "T_e", "beta", "seed", "search_retries", "optimizer_retries", "tis",
-        "weight_decay", "valid_n", "lora_rank", "gpu_mem",
+        "weight_decay", "valid_n", "lora_rank", "gpu_mem", "D_B",
     )  # fmt: skip
     for name in at_least_0:
         if not getattr(cfg, name) >= 0:  # nan, too
@@ -309,7 +315,7 @@ def validate(cfg: Config) -> str:
     for name in ("train", "test"):
         if not getattr(cfg, name):
             return f"--{name} is missing: give a .jsonl or .parquet file of questions"
-    if not cfg.corpus and not cfg.retriever:
+    if not cfg.corpus and not cfg.retriever and cfg.tools != "none":
         return "nothing to search: give --corpus (passages) or --retriever (URL of a running server)"
     if cfg.mode == "inspo" and not (cfg.optimizer_model and (scripted(cfg) or os.environ.get("OPENAI_BASE_URL"))):
         return "no optimizer: set OPENAI_BASE_URL and --optimizer_model, or choose --mode static"

@@ -8,16 +8,18 @@ import re
 import string
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from faults import Fault
 
-COLUMNS = ("id", "question", "golden_answers", "data_source", "prompt", "reward_model", "extra_info")
+T = TypeVar("T")
+COLUMNS = ("id", "question", "golden_answers", "data_source", "prompt", "reward_model", "extra_info", "metadata")
+HOPS = {"nq": 1, "triviaqa": 1, "popqa": 1, "hotpotqa": 2, "bamboogle": 2}  # of every question in these sets
 ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)  # innermost, complete
 
 
@@ -29,12 +31,14 @@ class Question:
     text: str
     golds: tuple[str, ...]
     source: str
+    hops: int = 0  # facts that must be found one after the other; 0: not known
 
 
-def load_questions(path: str | Path) -> list[Question]:
+def load_questions(path: str | Path, skip: Callable[[str], None] | None = None) -> list[Question]:
     """Returns the questions of a .jsonl or .parquet file (§4); a Fault names the file and the row.
 
-    An id that several sources share (`train_0` of NQ and of HotpotQA in one file) becomes `{source}-{id}`.
+    An id that several sources share (`train_0` of NQ and of HotpotQA in one file) becomes `{source}-{id}`. With `skip`
+    a row that is no question is left out, and `skip` is told where it stands and why.
     """
     path = Path(path)
     read = {".jsonl": _read_jsonl, ".parquet": _read_parquet}.get(path.suffix)
@@ -50,7 +54,10 @@ def load_questions(path: str | Path) -> list[Question]:
             if first := lines.get((q.source, q.id)):
                 raise ValueError(f"id {q.id!r} is already that of {path}:{first}; make the ids unique")
         except ValueError as fault:
-            raise Fault(f"{path}:{line}: {fault}") from None
+            if skip is None:
+                raise Fault(f"{path}:{line}: {fault}") from None
+            skip(f"{path}:{line}: {fault}")
+            continue
         lines[q.source, q.id] = line
         questions.append(q)
     if not questions:
@@ -64,9 +71,9 @@ def rng(seed: int, t: int, purpose: str) -> np.random.Generator:
     return np.random.default_rng([seed, t, zlib.crc32(purpose.encode())])
 
 
-def draw(D: dict[str, Question], n: int, seed: int, t: int) -> list[Question]:
+def draw(D: Mapping[Any, T], n: int, seed: int, t: int) -> list[T]:
     """Returns the `n` questions of step t: epochs over D, each in an order of its own."""
-    questions, out = list(D.values()), []
+    questions, out = list(D.values()), list[T]()
     first = (t - 1) * n
     for epoch in range(first // len(questions), (first + n - 1) // len(questions) + 1):
         order = rng(seed, epoch, "epoch").permutation(len(questions))
@@ -75,11 +82,11 @@ def draw(D: dict[str, Question], n: int, seed: int, t: int) -> list[Question]:
     return out
 
 
-def subset(questions: list[Question], n: int) -> list[Question]:
-    """Returns `n` of the questions in their order, the same ones in every run, each source in its share; 0: all."""
+def subset(questions: list[Question], n: int, seed: int = 0) -> list[Question]:
+    """Returns `n` of the questions in their order, the same ones for a seed, each source in its share; 0: all."""
     if not 0 < n < len(questions):
         return questions
-    order = rng(0, 0, "subset").permutation(len(questions))
+    order = rng(seed, 0, "subset").permutation(len(questions))
     sources = [questions[k].source for k in order]
     # Interleave the sources: the k-th question of a source with m has the place (k + 1/2) / m.
     size, seen, place = Counter(sources), Counter[str](), []
@@ -137,7 +144,18 @@ def _question(row: object, line: int) -> Question:
     if not golds:
         raise ValueError("no gold answer; fill `golden_answers` or `reward_model.ground_truth.target`")
     text = text.strip()
-    return Question(id, text if text.endswith("?") else text + "?", golds, source)
+    return Question(id, text if text.endswith("?") else text + "?", golds, source, _hops(row, source))
+
+
+def _hops(row: object, source: str) -> int:
+    """Returns how many facts a question needs, from FlashRAG's metadata or from the name of its source; 0: unknown."""
+    if steps := _get(row, "metadata", "question_decomposition"):  # MuSiQue
+        return len(steps)
+    if kind := _get(row, "metadata", "type"):  # 2WikiMultihopQA; HotpotQA's "bridge" and "comparison" take two
+        return 4 if kind == "bridge_comparison" else 2
+    if named := re.search(r"(\d)hop$", source):
+        return int(named.group(1))
+    return HOPS.get(source, 0)
 
 
 def _get(row: object, *keys: str, default: Any = None) -> Any:

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import stop  # first: from here on a Ctrl-C is one line
@@ -42,9 +43,10 @@ def inspo(
     for t in log.steps(P, B):  # Alg.1 L3
         # Policy optimization with dynamic instructions                                          # Alg.1 L4
         questions = draw(D, cfg.batch, cfg.seed, t)
-        instructions = P.sample(rng(cfg.seed, t, "instructions"), len(questions))  # Alg.1 L5
-        pairs = enumerate(zip(instructions, questions, strict=True))
-        jobs = [Job(I.id, I.text, q, group) for group, (I, q) in pairs for _ in range(cfg.G)]
+        n = cfg.G if cfg.groups == "question" else 1  # instructions of a group; Algorithm 1 has one
+        instructions = P.sample(rng(cfg.seed, t, "instructions"), n * len(questions))  # Alg.1 L5
+        draws = [(group, q, instructions[n * group + g % n]) for group, q in enumerate(questions) for g in range(cfg.G)]
+        jobs = [Job(I.id, I.text, q, group) for group, q, I in draws]
         taus = policy.rollout(t, "rollout", jobs)  # Alg.1 L6
         for tau in taus:
             tau.reward = reward(tau)  # Alg.1 L7 Eq.1
@@ -83,7 +85,7 @@ def evolve(
         I_parent = P_parent[dice.integers(len(P_parent))]  # Alg.1 L19
         tau_fail = B.failures(dice, cfg.failures, I_parent.id)
         D_B = [D[q] for q in B.questions(dice, cfg.D_B, tau_fail)]
-        if not tau_fail or not D_B:
+        if not tau_fail or (cfg.D_B and not D_B):
             shortfall = "no failure to learn from" if not tau_fail else "no question left to verify on"
             break
         try:
@@ -154,22 +156,28 @@ def verify(
     texts = [I_parent.text, *I_new]
     jobs = [Job(k, text, q, k * len(D_B) + i) for k, text in enumerate(texts) for i, q in enumerate(D_B)]
     taus = policy.rollout(t, f"verify {round}", jobs)  # CHOICE-13
+    n = max(1, len(D_B))  # --D_B 0 asks nothing: every candidate joins, in the optimizer's order
     r_parent, *r_new = ([reward(tau) for tau in taus if tau.instruction == k] for k in range(len(texts)))
     scored = [
-        Candidate(text, I_parent.id, sum(r) / len(D_B), sum(r_parent) / len(D_B), significantly_worse(r, r_parent))
+        Candidate(text, I_parent.id, sum(r) / n, sum(r_parent) / n, significantly_worse(r, r_parent))
         for text, r in zip(I_new, r_new, strict=True)
     ]
     return sorted(scored, key=lambda c: -c.r)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs Algorithm 1; under torchrun rank 0 runs it, and the other ranks do what its `policy` asks of them."""
-    cfg = parse(argv)
+    """Trains with INSPO as the flags say."""
+    train(parse(argv), inspo)
+
+
+def train(cfg: Config, algorithm: Callable[..., tuple[Policy, Instruction]]) -> None:
+    """Runs `inspo`, or a baseline of its signature, on rank 0; other ranks do what its `policy` asks of them."""
     with one_line(), stop.listening():
         status("importing torch")
         from harness.start import device_of, prepare, print_memory
         from training.ranks import Ranks
         from training.worker import worker_loop
+
 
         if cfg.dry_run:
             return print_memory(cfg)
@@ -178,7 +186,7 @@ def main(argv: list[str] | None = None) -> None:
             if ranks.rank:
                 return worker_loop(cfg, ranks)
             with prepare(cfg, ranks) as (policy, optimizer, D, log):
-                policy, I_star = inspo(cfg, policy, optimizer, D, log)
+                policy, I_star = algorithm(cfg, policy, optimizer, D, log)
                 log.finish(I_star)
 
 

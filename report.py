@@ -30,6 +30,7 @@ def step_metrics(taus: Sequence[Trajectory], P: Population, G: int, tools: Seque
         **{tool.plural: sum(tau.served(tool.tag) for tau in taus) / n for tool in tools},
         "answered": sum(tau.stop == "answer" for tau in taus) / n,
         "valid_actions": 1 - sum(tau.invalid for tau in taus) / max(1, sum(len(tau.turns) for tau in taus)),
+        "prompt_tokens": sum(tau.prompt_tokens for tau in taus) / n,
         "response_tokens": sum(sum(tau.mask) for tau in taus) / n,
         "context_tokens": sum(len(tau.ids) for tau in taus) / n,
         "zero_variance_groups": sum(len({tau.reward for tau in g}) == 1 for g in groups) / len(groups),
@@ -75,7 +76,7 @@ def _reward(plt: Any, path: Path, steps: list[Row], events: list[Row]) -> str:
     top.plot([], [], color="0.8", lw=0.8, label="evolution: all w restart at 0 after it")
     top.set(ylim=(0, 1.02), ylabel="reward")
     top.legend(loc="upper left", frameon=False, fontsize=9)
-    bottom.plot(t, [row["searches"] for row in steps], color="C2", lw=1.8)
+    bottom.plot(t, [row.get("searches", 0) for row in steps], color="C2", lw=1.8)
     bottom.set(ylabel="searches a question", xlabel="step t", ylim=(0, None))
     return _save(plt, fig, path)
 
@@ -154,7 +155,7 @@ def ending(summary: Row, rows: dict[str, Row], pictures: list[str], path: Path) 
     lines = ["", "held-out questions, greedy", head]
     for name, row in rows.items():
         cells = "".join(f"{row[k]:>{max(9, len(k) - 1)}.3f}" for k in sources)
-        lines.append(f"{name:{width}}{row['em']:>7.3f}{cells}{row['searches']:>10.2f}")
+        lines.append(f"{name:{width}}{row['em']:>7.3f}{cells}{row.get('searches', 0):>10.2f}")
     lines += ["", conclusion({name: row["em"] for name, row in rows.items()}, summary["questions"])]
     cost = summary["ledger"]
     lines += ["", f"I_star ({' -> '.join(f'#{j}' for j in summary['generations'])}):", summary["I_star"], ""]

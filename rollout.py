@@ -177,6 +177,7 @@ def play(
     `deal` is asked again and again: it is told how many rows are in play and returns the places of jobs to start.
     """
     by_tag, tags = {tool.tag: tool for tool in tools}, tags_of(tools)
+    max_turns = cfg.max_turns if tools else 0  # without tools there is the turn to answer alone
     invalid = encode(tokenizer, invalid_action(tools))
     prompts: dict[tuple[str, str], list[int]] = {}
     taus: dict[int, Trajectory] = {}
@@ -215,7 +216,7 @@ def play(
                 tau.stop = "answer"
             elif call:
                 turn.tool, turn.argument = call[0].tag, call[1]
-            if not tau.stop and len(tau.turns) > cfg.max_turns:  # CHOICE-1 CHOICE-21
+            if not tau.stop and len(tau.turns) > max_turns:  # CHOICE-1 CHOICE-21
                 tau.stop = "turns"
             if tau.stop:
                 ended += 1

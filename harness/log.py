@@ -94,7 +94,7 @@ class Log:
             self.track(row, 0)
         if unproven := self.policy.worker.engine.unproven:
             self.note(f"note: {unproven} weights cannot be read back from the engine: only its log-probs are checked")
-        scores = f"EM {self.start['em']:.3f}, {self.start['searches']:.2f} searches"
+        scores = f"EM {self.start['em']:.3f}, {self.start.get('searches', 0):.2f} searches"
         self.note(f"held-out questions, first policy, first instruction: {scores}")
         if self.phase:  # the run was stopped inside step t
             self.complete_step()
@@ -131,9 +131,9 @@ class Log:
         numbers = {k: v for k, v in row.items() if isinstance(v, (int, float))}
         self.track(numbers | {f"w/{j}": w for j, w in row["w"].items()}, t)
         self.phase = ""
-        seconds = row["time/rollout"] + row["time/update"] + row["time/log"] + row["time/evolve"]
+        seconds = row.get("time/rollout", 0.0) + row["time/update"] + row["time/log"] + row["time/evolve"]
         line = (
-            f"reward {row['reward']:.2f}  searches {row['searches']:.2f}  KL {row['kl']:.4f}  "
+            f"reward {row['reward']:.2f}  searches {row.get('searches', 0):.2f}  KL {row['kl']:.4f}  "
             f"|P| {len(self.P)}  best w {row['w_best']:.2f}  {seconds:.1f} s/step"
         )
         self.bar.set_postfix_str(line)
@@ -268,7 +268,7 @@ class Log:
             rows["first policy, I_star"] = self.evaluate(I_star.text, cfg.T, self.test)
         summary = {  # other programs may rely on these keys
             "mode": cfg.mode, "seed": cfg.seed, "steps": cfg.T, "em_start": self.start["em"], "em_best": end["em"],
-            "searches_start": self.start["searches"], "searches_end": end["searches"],
+            "searches_start": self.start.get("searches", 0.0), "searches_end": end.get("searches", 0.0),
             "seconds": round(self.spent + time.time() - self.began, 1), "questions": len(self.test), "held_out": rows,
             "overhead_inference": round(self.ledger.overhead_inference(), 4), "ledger": asdict(self.ledger),
             "generations": report.lineage(self.P, I_star), "I_star": I_star.text,

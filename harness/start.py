@@ -96,7 +96,7 @@ def prepare(cfg: Config, ranks: Ranks) -> Iterator[Parts]:
             serve = stack.enter_context(Servers(run.path / "servers.log"))
             status("starting the search server" if not cfg.retriever else "calling the search server")
             search = connect_search(cfg, serve)
-            answers = try_search(search, train[:64], cfg)
+            answers = try_search(search, train[:64], cfg) if cfg.tools != "none" else ""
             optimizer = connect_optimizer(cfg, serve, run)
             status("loading the policy")
             policy = Policy(cfg, ranks, engine, search)
@@ -112,8 +112,7 @@ def prepare(cfg: Config, ranks: Ranks) -> Iterator[Parts]:
                 f"INSPO, mode {cfg.mode}: {name} ({n / 1e6:,.2f}M parameters{lora}, {device}, {engine} engine: {why}) "
                 f"on {len(train)} questions, {len(test)} held out\n"
                 f"{layers}"
-                f"search: {cfg.retriever or f'{search.urls[0]} (BM25 over {cfg.corpus}, started by this run)'}\n"
-                f"        {answers}\n"
+                f"search: {describe_search(cfg, search, answers)}\n"
                 f"optimizer: {describe(optimizer)}\n"
                 f"{cfg.T} steps of {cfg.batch} questions x {cfg.G}, seed {cfg.seed}; everything goes to {run.path}"
             )
@@ -146,7 +145,10 @@ def prepare(cfg: Config, ranks: Ranks) -> Iterator[Parts]:
 
 
 def connect_search(cfg: Config, serve: Servers) -> Search:
-    """Returns the client of --retriever, or of a server over --corpus that this run starts and restarts."""
+    """Returns the client of --retriever, or of a server over --corpus that this run starts and restarts;
+    with --tools none one that nobody asks."""
+    if cfg.tools == "none":
+        return Search("", cfg.topk)
     if not cfg.retriever:
         own = partial(serve, str(HERE / "retrieval_server.py"), "--corpus", cfg.corpus)
         return Search(own(), cfg.topk, retries=cfg.search_retries, revive=own)
@@ -155,6 +157,13 @@ def connect_search(cfg: Config, serve: Servers) -> Search:
     except ToolDown as e:
         raise Fault(f"--retriever {e}; start the server, or leave it out and give --corpus") from None
     return Search(cfg.retriever, cfg.topk, retries=cfg.search_retries)
+
+
+def describe_search(cfg: Config, search: Search, answers: str) -> str:
+    """Returns where the run searches, and how that server answered."""
+    if cfg.tools == "none":
+        return "none (--tools none)"
+    return f"{cfg.retriever or f'{search.urls[0]} (BM25 over {cfg.corpus}, started by this run)'}\n        {answers}"
 
 
 def try_search(search: Search, questions: list[Question], cfg: Config) -> str:

@@ -1,6 +1,7 @@
 """One rank's part of a run: its rollouts, its micro-batches, its shares of policy, optimizer and reference."""
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -79,7 +80,8 @@ class Worker:
             self.engine = TorchEngine(whole, self.tokenizer, stop, cfg.max_rows)
         if cfg.recompute:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        self.learner = Learner(model, reference, cfg, max_gap=MAX_LOGP_GAP[ranks.device])
+        gap = math.inf if cfg.mode == "supervised" else MAX_LOGP_GAP[ranks.device]  # demonstrations have no log-probs
+        self.learner = Learner(model, reference, cfg, max_gap=gap)
 
     def fused(self, model: Any) -> Any:
         """Returns `model`, on a GPU with fused layers: for updates alone, whose batches are one row."""

@@ -1,0 +1,157 @@
+"""A model behind any OpenAI-compatible chat endpoint, as an Engine: for evaluations, never for training.
+
+Its weights and its tokens are elsewhere. Texts are therefore cut into words, whose numbers take the place of token ids,
+so a limit in tokens is one in words here. A row is a conversation: the prompt is the user's first message, a turn
+is the assistant's, and an observation is the user's next one. A policy that was trained here saw its observations
+inside its own message, so evaluate it from its directory.
+"""
+
+from __future__ import annotations
+
+import queue
+import re
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from engines import FinishedTurn
+from faults import EngineFault, Fault
+from harness.client import Client, RequestFailed
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Words:
+    """A tokenizer without a model: a token is a word with the white space before it, and texts come back whole."""
+
+    eos_token_id = -1
+
+    def __init__(self) -> None:
+        self.numbers: dict[str, int] = {}
+        self.words: list[str] = []
+
+    def __call__(self, text: str, add_special_tokens: bool = False) -> dict[str, list[int]]:
+        ids = []
+        for word in re.findall(r"\s*\S+|\s+$", text):
+            if word not in self.numbers:
+                self.numbers[word] = len(self.words)
+                self.words.append(word)
+            ids.append(self.numbers[word])
+        return {"input_ids": ids}
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+        return "".join(self.words[i] for i in ids)
+
+    def apply_chat_template(
+        self, messages: list[dict[str, str]], add_generation_prompt: bool = True, tokenize: bool = False
+    ) -> str:
+        """Returns the message as it is: the server has the template."""
+        return messages[0]["content"]
+
+
+class ChatEngine:
+    """An Engine that asks `url`/chat/completions, a request a turn; its samples depend on the server alone.
+
+    Raises Fault if the server has no model `name` ("": the only one it has), EngineFault when it stops answering.
+    """
+
+    max_rows = sys.maxsize
+    lockstep = False
+    unproven = 0
+
+    def __init__(
+        self, url: str, name: str, tokenizer: Words, stop: tuple[str, ...], *, api_key: str = "", threads: int = 32,
+        timeout: float = 300, retries: int = 4, backoff: float = 1.0,
+    ):  # fmt: skip
+        self.url, self.tokenizer, self.stop = url.rstrip("/"), tokenizer, stop
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self.client = Client(
+            [url], timeout=timeout, retries=retries, backoff=backoff, expects="a chat completion", headers=headers,
+            proxies=True, retry_malformed=True,
+        )  # fmt: skip
+        self.name = self.choose(name)
+        self.pool = ThreadPoolExecutor(threads)
+        self.begin(0)
+
+    def choose(self, name: str) -> str:
+        """Returns the model to ask; raises Fault if the server has another one."""
+        try:
+            served = self.client.get("/models", lambda answer: [str(row["id"]) for row in answer["data"]], retries=0)
+        except RequestFailed as e:
+            raise Fault(f"{e}; start the server, or check the URL (it ends in /v1 as a rule)") from None
+        if name in served or (not name and len(served) == 1):
+            return name or served[0]
+        asked = f"not {name}" if name else "choose one"
+        raise Fault(f"--served_model: {self.url} has {', '.join(served[:5]) or 'no model'}: {asked}")
+
+    def begin(self, seed: int) -> None:
+        """As Engine."""
+        self.seed, self.running = seed, 0
+        self.messages: dict[int, list[dict[str, str]]] = {}  # by row
+        self.known: dict[int, int] = {}  # words of a row's context that are in its messages
+        self.finished: queue.SimpleQueue[FinishedTurn | Exception] = queue.SimpleQueue()  # old rows have an old queue
+
+    def generate(self, contexts: dict[int, list[int]], max_new: int, temperature: float) -> Iterator[FinishedTurn]:
+        """As Engine, with 0 for every log-probability; a call waits up to 5 ms for a turn to finish."""
+        for key, ids in contexts.items():
+            said = self.messages.setdefault(key, [])
+            content = self.tokenizer.decode(ids[self.known.get(key, 0) :]).strip()
+            said.append({"role": "user", "content": content})
+            self.known[key] = len(ids)
+            body = {"model": self.name, "messages": list(said), "max_tokens": max_new, "temperature": temperature}
+            if self.stop:
+                body["stop"] = list(self.stop[:4])  # OpenAI takes no more
+            if temperature:
+                body["seed"] = (self.seed + 1000003 * key + len(ids)) % 2**31
+            self.pool.submit(self.ask, self.finished, key, body)
+            self.running += 1
+        wait = 0.005
+        while self.running:
+            try:
+                turn = self.finished.get(timeout=wait)
+            except queue.Empty:
+                return
+            if isinstance(turn, Exception):
+                raise turn
+            self.running, wait = self.running - 1, 0
+            text = self.tokenizer.decode(turn.ids)
+            self.messages[turn.key].append({"role": "assistant", "content": text})
+            self.known[turn.key] += len(turn.ids)
+            yield turn
+
+    def ask(self, finished: queue.SimpleQueue[FinishedTurn | Exception], key: int, body: dict[str, Any]) -> None:
+        """Puts the turn, or the exception that prevented it, into `finished`."""
+        try:
+            text = self.client.post("/chat/completions", body, _read)
+            ids = self.tokenizer(self.closed(text))["input_ids"]
+            finished.put(FinishedTurn(key, ids, [0.0] * len(ids)))
+        except RequestFailed as e:
+            finished.put(EngineFault(str(e)))
+        except Exception as e:  # `generate` raises it
+            finished.put(e)
+
+    def closed(self, text: str) -> str:
+        """Returns a turn with the stop string that the endpoint has cut off: the one whose opening tag has no end."""
+        for end in self.stop:
+            begin = end.replace("</", "<", 1) if end.startswith("</") else end.replace("end", "begin", 1)
+            if begin != end and text.count(begin) > text.count(end):
+                return text + end
+        return text
+
+    def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        raise EngineFault(f"{self.url}: weights cannot be sent to a chat endpoint; train with another engine")
+
+    def sleep(self) -> None:
+        """Does nothing: the server has its own device."""
+
+    def close(self) -> None:
+        self.pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _read(answer: Any) -> str:
+    content = answer["choices"][0]["message"]["content"]
+    if content is not None and not isinstance(content, str):
+        raise TypeError("content is not text")
+    return content or ""
