@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,6 +114,10 @@ class Config:
     D_B: int = knob(200, "|D_B|: questions on which candidates are verified")
     top_n: int = knob(6, "n of Alg.1 L21: candidates that may join in one round")
     rounds: int = knob(5, "rounds of generate and verify in one evolution, at most (App. C)")
+    max_optimizer_tokens: int = knob(0, "tokens to and from the optimizer after which it is not asked; 0: no limit")
+    max_overhead: float = knob(
+        0.0, "verification rollouts, as a share of the training rollouts so far, at which evolution pauses; 0: no limit"
+    )
     optimizer_retries: int = knob(4, "times a call to the optimizer is repeated before the evolution is given up")
     buffer: int = knob(10240, "trajectories in the replay buffer")
     max_instruction: int = knob(1500, "tokens of a candidate instruction, counted with the optimizer's tokenizer")
@@ -227,10 +232,13 @@ def validate(cfg: Config) -> str:
             return f"--{name} {getattr(cfg, name)}: must be at least 1"
     at_least_0 = (
         "lr", "eval_every", "eval_n", "T_e", "beta", "seed", "search_retries", "optimizer_retries", "tis",
-        "weight_decay", "valid_n", "lora_rank", "gpu_mem",
+        "weight_decay", "valid_n", "lora_rank", "gpu_mem", "max_optimizer_tokens", "max_overhead",
     )  # fmt: skip
+    for f in dataclasses.fields(cfg):
+        if isinstance(value := getattr(cfg, f.name), float) and not math.isfinite(value):
+            return f"--{f.name} {value}: must be a finite number"
     for name in at_least_0:
-        if not getattr(cfg, name) >= 0:  # nan, too
+        if getattr(cfg, name) < 0:
             return f"--{name} {getattr(cfg, name)}: must not be negative"
     for name in ("temperature", "tau_s", "eps", "patience", "adam_eps", "max_grad_norm"):
         if not getattr(cfg, name) > 0:
@@ -260,6 +268,8 @@ def validate(cfg: Config) -> str:
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     if cfg.mini * cfg.G < ranks:
         return f"{ranks} ranks for {cfg.mini * cfg.G} trajectories an update: start fewer, or raise --mini"
+    if not cfg.retriever and cfg.topk > 100:
+        return f"--topk {cfg.topk}: the search server returns 100 passages at most"
     if cfg.max_observation < 32:
         return f"--max_observation {cfg.max_observation}: must be at least 32, or its closing tag does not fit"
     if cfg.G < 2:

@@ -82,6 +82,9 @@ def evolve(
         if not tau_fail or not D_B:
             shortfall = "no failure to learn from" if not tau_fail else "no question left to verify on"
             break
+        if limit := log.limit((1 + cfg.N_P - cfg.N_parent) * len(D_B)):
+            shortfall = limit
+            break
         try:
             I_new = propose(cfg, t, round, P, I_parent, tau_fail, used, optimizer, log)  # Alg.1 L20
         except OptimizerDown as e:
@@ -127,9 +130,10 @@ def propose(
     call = optimizer.ask(prompt_of(cfg, P, I_parent, tau_fail), f"t{t} r{round}")
     log.call(t, round, I_parent, call)  # before anything else can fail: it has been paid for
     golds = [gold for e in tau_fail for gold in e.golds]
-    accepted, rejected = candidates(call.reply, I_parent.text, used, golds, cfg.max_instruction)
-    log.proposed(t, round, I_parent, accepted, rejected)
-    return accepted
+    n = cfg.N_P - cfg.N_parent  # as many as `prompt_of` asks for
+    accepted, rejected = candidates(call.reply, I_parent.text, used, golds, cfg.max_instruction, n)
+    log.proposed(t, round, I_parent, call, list(accepted), rejected)
+    return list(accepted.values())
 
 
 def prompt_of(cfg: Config, P: Population, I_parent: Instruction, tau_fail: list[Experience]) -> str:

@@ -37,6 +37,7 @@ from pydantic import BaseModel, Field
 
 from faults import one_line
 from harness.servers import listen, serve
+from outside import printable
 from retrieval.bm25 import BM25
 from retrieval.corpus import Corpus
 from retrieval.index import Fused, open_index
@@ -170,7 +171,7 @@ class Batcher:
             except Exception as e:  # the encoder or FAISS: these requests fail, the server continues
                 answers = [e] * len(batch)
             for reason in {f"{type(e).__name__}: {e}" for e in answers if isinstance(e, Exception)}:
-                print(f"search failed: {reason}", file=sys.stderr, flush=True)
+                print(printable(f"search failed: {reason}"), file=sys.stderr, flush=True)
             seconds = time.perf_counter() - start
             self.metrics.search_s.observe(seconds)
             self._seconds_per_query += 0.1 * (seconds / len(batch) - self._seconds_per_query)

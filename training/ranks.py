@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from faults import Fault
+from outside import printable
 
 
 class Ranks:
@@ -93,7 +94,7 @@ class Ranks:
             if self.size == 1:
                 raise
             if isinstance(e, Fault):
-                print(e, file=sys.stderr)
+                print(printable(str(e)), file=sys.stderr)
             else:
                 traceback.print_exc()
             sys.stdout.flush()
