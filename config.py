@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import importlib.util
 import math
 import os
 from dataclasses import dataclass
@@ -204,7 +205,10 @@ def first_instruction(cfg: Config) -> str:
 
 def read_instruction(knob: str, path: str) -> str:
     """Returns the instruction in a file; Fault if it is empty."""
-    text = Path(path).read_text().strip()
+    try:
+        text = Path(path).read_text("utf-8").strip()
+    except ValueError:
+        raise Fault(f"--{knob} {path}: not UTF-8; write it as UTF-8") from None
     if not text:
         raise Fault(f"--{knob} {path}: the file is empty")
     return text
@@ -282,6 +286,8 @@ def validate(cfg: Config) -> str:
         return "--resume: say which run with --out"
     if cfg.dry_run or os.environ.get("RANK", "0") != "0":
         return ""  # rank 0 alone reads data and calls the optimizer; other nodes may have neither
+    if cfg.tracker and not importlib.util.find_spec(cfg.tracker):
+        return f"--tracker {cfg.tracker}: not installed; pip install {cfg.tracker}, or leave it out"
     for name in ("train", "test"):
         if not getattr(cfg, name):
             return f"--{name} is missing: give a .jsonl or .parquet file of questions"
@@ -289,6 +295,9 @@ def validate(cfg: Config) -> str:
         return "nothing to search: give --corpus (passages) or --retriever (URL of a running server)"
     if cfg.mode == "inspo" and not (cfg.optimizer_model and (scripted(cfg) or os.environ.get("OPENAI_BASE_URL"))):
         return "no optimizer: set OPENAI_BASE_URL and --optimizer_model, or choose --mode static"
+    url = os.environ.get("OPENAI_BASE_URL", "http://")
+    if cfg.mode == "inspo" and not scripted(cfg) and not url.startswith(("http://", "https://")):
+        return f"OPENAI_BASE_URL {url}: begin it with http:// or https://"
     for name in ("train", "valid", "test", "corpus", "instruction", "canary"):
         path = getattr(cfg, name)
         if path and not (name == "corpus" and cfg.retriever) and not Path(path).is_file():

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from config import Config, first_instruction, parse
 from data import Question, draw, em, rng
-from faults import OptimizerDown, one_line
+from faults import Fault, OptimizerDown, one_line
 from objectives import set_advantages
 from population import Candidate, Experience, Instruction, Population, ReplayBuffer, significantly_worse
 from reflect import Optimizer, candidates, history_prompt, normalized, paraphrase_prompt, reflection_prompt
@@ -108,7 +108,10 @@ def evolve(
 
 
 def first_population(cfg: Config, optimizer: Optimizer | None, log: Log) -> Population:
-    """Returns P_0: the first instruction, and up to N_P - 1 paraphrases of it from one call to the optimizer."""
+    """Returns P_0: the first instruction, and up to N_P - 1 paraphrases of it from one call to the optimizer.
+
+    An optimizer that does not even answer that one is a Fault: the run would be the static baseline.
+    """
     P = Population(cfg.tau_s, cfg.window)
     I_0 = P.join(first_instruction(cfg), None, 0)
     if optimizer and cfg.N_P > 1:
@@ -117,7 +120,8 @@ def first_population(cfg: Config, optimizer: Optimizer | None, log: Log) -> Popu
             for text in paraphrases[: cfg.N_P - 1]:
                 P.join(text, I_0.id, 0)
         except OptimizerDown as e:
-            log.note(f"the optimizer gave no reply ({e}): the first instruction starts alone")
+            remedy = "check OPENAI_BASE_URL, OPENAI_API_KEY and --optimizer_model, or choose --mode static"
+            raise Fault(f"the optimizer gave no reply to its first call: {e}; {remedy}") from None
     log.started(P)
     return P
 

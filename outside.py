@@ -106,6 +106,11 @@ def _escape(c: str) -> str:
     return c.encode("unicode_escape").decode()
 
 
+def without_password(text: str) -> str:
+    """Returns a text in which URLs have lost `user:password@`."""
+    return re.sub(r"//[^/@\s]*@", "//", text)
+
+
 def secrets_of(headers: Iterable[str]) -> tuple[str, ...]:
     """Returns the keys in the values of headers; short ones ("EMPTY") are no secret, and words of any text."""
     return tuple(word for value in headers for word in value.split() if len(word) >= 8)

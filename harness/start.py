@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -18,7 +18,9 @@ from faults import EngineFault, Fault, Outage, ToolDown
 from harness.directory import RunDirectory
 from harness.log import Log
 from harness.servers import Servers
+from outside import without_password
 from reflect import Optimizer, paid_calls, token_counter
+from rollout import prompt_ids
 from tools import Search
 from training.fit import estimate, shapes
 from training.model import load_config, load_tokenizer
@@ -84,7 +86,7 @@ def prepare(cfg: Config, ranks: Ranks) -> Iterator[Parts]:
     longest = getattr(load_config(cfg.model), "max_position_embeddings", None)
     if longest and cfg.max_prompt + cfg.max_response > longest:
         raise Fault(f"--max_prompt {cfg.max_prompt} + --max_response {cfg.max_response}: the model ends at {longest}")
-    load_tokenizer(cfg.model)  # its faults are found before a server is started
+    check_prompt(load_tokenizer(cfg.model), train[:64], cfg)  # before a server is started
     run = RunDirectory(cfg, name)
     try:
         with contextlib.ExitStack() as stack:
@@ -99,12 +101,14 @@ def prepare(cfg: Config, ranks: Ranks) -> Iterator[Parts]:
             n = policy.worker.parameters()
             layers = f"fused layers: {policy.worker.layers}\n" if policy.worker.layers else ""
             lora = f", {policy.worker.parameters(trained=True) / 1e6:,.2f}M of LoRA trained" if cfg.lora_rank else ""
+            own = f"{search.urls[0]} (BM25 over {cfg.corpus}, started by this run)"
+            where = without_password(cfg.retriever) or own
             device = ranks.device if ranks.size == 1 else f"{ranks.size} x {ranks.device}"
             log.note(
                 f"INSPO, mode {cfg.mode}: {name} ({n / 1e6:,.2f}M parameters{lora}, {device}, {engine} engine: {why}) "
                 f"on {len(train)} questions, {len(test)} held out\n"
                 f"{layers}"
-                f"search: {cfg.retriever or f'{search.urls[0]} (BM25 over {cfg.corpus}, started by this run)'}\n"
+                f"search: {where}\n"
                 f"        {answers}\n"
                 f"optimizer: {describe(optimizer)}\n"
                 f"{cfg.T} steps of {cfg.batch} questions x {cfg.G}, seed {cfg.seed}; everything goes to {run.path}"
@@ -129,6 +133,16 @@ def prepare(cfg: Config, ranks: Ranks) -> Iterator[Parts]:
         raise
 
 
+def check_prompt(tokenizer: Any, questions: list[Question], cfg: Config) -> None:
+    """Raises Fault if the first instruction leaves no room for any of some questions: nothing would be sampled."""
+    shortest = min(len(prompt_ids(tokenizer, first_instruction(cfg), q.text)) for q in questions)
+    if shortest > cfg.max_prompt:
+        raise Fault(
+            f"--max_prompt {cfg.max_prompt}: the first instruction and a question are {shortest} tokens at least, so no"
+            " turn could start; raise it"
+        )
+
+
 def connect_search(cfg: Config, serve: Servers) -> Search:
     """Returns the client of --retriever, or of a server over --corpus that this run starts and restarts."""
     if not cfg.retriever:
@@ -147,9 +161,9 @@ def try_search(search: Search, questions: list[Question], cfg: Config) -> str:
     try:
         found = [future.result() for future in [search.submit(q.text) for q in questions]]
     except ToolDown as e:
-        raise Fault(f"the search server does not answer ({e})") from None
+        raise Fault(f"the search server does not answer ({e}); check --retriever, and --topk {cfg.topk}") from None
     seconds, n = time.time() - began, len(questions)
-    if not any(found):
+    if not any(text.strip() for passages in found for text in passages):
         raise Fault(
             f"{search.urls[0]} found no passage for any of {n} questions: check its index, and that it answers as"
             " Search-R1's server does"
@@ -163,6 +177,7 @@ def try_search(search: Search, questions: list[Question], cfg: Config) -> str:
         f"{n} questions took {seconds:.2f} s, so a step's {rows:,} trajectories wait"
         f" {seconds / n * rows:,.1f} s if each searches once, {seconds / n * rows * cfg.max_turns:,.1f} s at most;"
         f" a gold answer was in the passages of {hits}"
+        + (": nearly none; check that index, corpus and questions belong together" if hits < n / 20 else "")
     )
 
 
@@ -170,14 +185,21 @@ def connect_optimizer(cfg: Config, serve: Servers, run: RunDirectory) -> Optimiz
     """Returns the client of OPENAI_BASE_URL, or of the world's scripted optimizer; None in mode static."""
     if cfg.mode != "inspo":
         return None
+    paid = paid_calls(run.rows("reflections"))
     if scripted(cfg):
         guess = ["--guess"] if cfg.optimizer_model == "guessing" else []
-        url, key = serve("-m", "world.optimizer", "--seed", str(cfg.seed), *guess) + "/v1", ""
-    else:
-        url, key = os.environ["OPENAI_BASE_URL"], os.environ.get("OPENAI_API_KEY", "")
-    paid = paid_calls(run.rows("reflections"))
+
+        def own() -> str:
+            return serve("-m", "world.optimizer", "--seed", str(cfg.seed), *guess) + "/v1"
+
+        return Optimizer(own(), cfg.optimizer_model, retries=cfg.optimizer_retries, paid=paid, revive=own)
+    url, key = os.environ["OPENAI_BASE_URL"], os.environ.get("OPENAI_API_KEY", "").strip()
     return Optimizer(url, cfg.optimizer_model, key, retries=cfg.optimizer_retries, paid=paid)
 
 
 def describe(optimizer: Optimizer | None) -> str:
-    return f"{optimizer.model} at {optimizer.url} (tokens: {token_counter()[1]})" if optimizer else "none"
+    return (
+        f"{optimizer.model} at {without_password(optimizer.url)} (tokens: {token_counter()[1]})"
+        if optimizer
+        else "none"
+    )
