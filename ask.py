@@ -15,6 +15,7 @@ from data import Question, load_questions
 from faults import Fault, one_line
 from harness.servers import Child
 from harness.status import status
+from outside import printable
 from rollout import Job, Trajectory, rollout
 from tools import Search, make_tools, stop_strings
 
@@ -29,10 +30,10 @@ def newest_run() -> Path:
 def show(tau: Trajectory) -> None:
     """Prints a trajectory turn by turn: what the agent wrote, and what its tools returned."""
     for turn in tau.turns:
-        print(f"\n  agent   {turn.text.strip()}")
+        print(printable(f"\n  agent   {turn.text.strip()}"))
         for k, text in enumerate(turn.result or [], 1):
-            print(f"  doc {k}   {' '.join(text.split())[:160]}")
-    print(f"\n  answer  {tau.prediction if tau.prediction is not None else f'none ({tau.stop})'}")
+            print(printable(f"  doc {k}   {' '.join(text.split())[:160]}"))
+    print(printable(f"\n  answer  {tau.prediction if tau.prediction is not None else f'none ({tau.stop})'}"))
 
 
 def main() -> None:
@@ -75,11 +76,11 @@ def ask(args: argparse.Namespace) -> None:
             show(rollout(engine, tokenizer, tools, [job], cfg, temperature=args.temperature, seed=args.seed)[0])
 
         try:
-            print(f"{run}\n\n{instruction}")
+            print(printable(f"{run}\n\n{instruction}"))
             if args.question:
                 return answer(args.question)
             example = random.choice(load_questions(cfg.test)).text
-            print(f"\nA question a line, an empty line ends. For example: {example}")
+            print(printable(f"\nA question a line, an empty line ends. For example: {example}"))
             while text := input("\n> ").strip():
                 answer(text)
         except (EOFError, stop.Stopped):

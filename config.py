@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import importlib.util
 import json
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,6 +125,10 @@ class Config:
     D_B: int = knob(200, "|D_B|: questions on which candidates are verified; 0: they join unverified (Fig. 3)")
     top_n: int = knob(6, "n of Alg.1 L21: candidates that may join in one round")
     rounds: int = knob(5, "rounds of generate and verify in one evolution, at most (App. C)")
+    max_optimizer_tokens: int = knob(0, "tokens to and from the optimizer after which it is not asked; 0: no limit")
+    max_overhead: float = knob(
+        0.0, "verification rollouts, as a share of the training rollouts so far, at which evolution pauses; 0: no limit"
+    )
     optimizer_retries: int = knob(4, "times a call to the optimizer is repeated before the evolution is given up")
     buffer: int = knob(10240, "trajectories in the replay buffer")
     max_instruction: int = knob(1500, "tokens of a candidate instruction, counted with the optimizer's tokenizer")
@@ -235,7 +240,10 @@ def first_instruction(cfg: Config) -> str:
 
 def read_instruction(knob: str, path: str) -> str:
     """Returns the instruction in a file; Fault if it is empty."""
-    text = Path(path).read_text().strip()
+    try:
+        text = Path(path).read_text("utf-8").strip()
+    except ValueError:
+        raise Fault(f"--{knob} {path}: not UTF-8; write it as UTF-8") from None
     if not text:
         raise Fault(f"--{knob} {path}: the file is empty")
     return text
@@ -265,10 +273,13 @@ def validate(cfg: Config) -> str:
             return f"--{name} {getattr(cfg, name)}: must be at least 1"
     at_least_0 = (
         "lr", "eval_every", "eval_n", "T_e", "beta", "seed", "search_retries", "optimizer_retries", "tis",
-        "weight_decay", "valid_n", "lora_rank", "gpu_mem", "D_B",
+        "weight_decay", "valid_n", "lora_rank", "gpu_mem", "D_B", "max_optimizer_tokens", "max_overhead",
     )  # fmt: skip
+    for f in dataclasses.fields(cfg):
+        if isinstance(value := getattr(cfg, f.name), float) and not math.isfinite(value):
+            return f"--{f.name} {value}: must be a finite number"
     for name in at_least_0:
-        if not getattr(cfg, name) >= 0:  # nan, too
+        if getattr(cfg, name) < 0:
             return f"--{name} {getattr(cfg, name)}: must not be negative"
     for name in ("temperature", "tau_s", "eps", "patience", "adam_eps", "max_grad_norm"):
         if not getattr(cfg, name) > 0:
@@ -298,6 +309,8 @@ def validate(cfg: Config) -> str:
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     if cfg.mini * cfg.G < ranks:
         return f"{ranks} ranks for {cfg.mini * cfg.G} trajectories an update: start fewer, or raise --mini"
+    if not cfg.retriever and cfg.topk > 100:
+        return f"--topk {cfg.topk}: the search server returns 100 passages at most"
     if cfg.max_observation < 32:
         return f"--max_observation {cfg.max_observation}: must be at least 32, or its closing tag does not fit"
     if cfg.G < 2:
@@ -319,6 +332,9 @@ def validate(cfg: Config) -> str:
         return "nothing to search: give --corpus (passages) or --retriever (URL of a running server)"
     if cfg.mode == "inspo" and not (cfg.optimizer_model and (scripted(cfg) or os.environ.get("OPENAI_BASE_URL"))):
         return "no optimizer: set OPENAI_BASE_URL and --optimizer_model, or choose --mode static"
+    url = os.environ.get("OPENAI_BASE_URL", "http://")
+    if cfg.mode == "inspo" and not scripted(cfg) and not url.startswith(("http://", "https://")):
+        return f"OPENAI_BASE_URL {url}: begin it with http:// or https://"
     for name in ("train", "valid", "test", "corpus", "instruction", "canary"):
         path = getattr(cfg, name)
         if path and not (name == "corpus" and cfg.retriever) and not Path(path).is_file():

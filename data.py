@@ -103,8 +103,8 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, object]]:
                 continue
             try:
                 yield line, json.loads(raw)
-            except ValueError as e:
-                what = f"invalid JSON ({e.msg})" if isinstance(e, json.JSONDecodeError) else "not UTF-8"
+            except (ValueError, RecursionError) as e:
+                what = "not UTF-8" if isinstance(e, UnicodeDecodeError) else f"invalid JSON ({getattr(e, 'msg', e)})"
                 raise Fault(f"{path}:{line}: {what}; write one JSON object a line, in UTF-8") from None
 
 
@@ -144,6 +144,10 @@ def _question(row: object, line: int) -> Question:
     if not golds:
         raise ValueError("no gold answer; fill `golden_answers` or `reward_model.ground_truth.target`")
     text = text.strip()
+    try:
+        "".join([id, source, text, *golds]).encode()
+    except UnicodeEncodeError:  # JSON can spell half a character; no tokenizer accepts it
+        raise ValueError("half of a surrogate pair; write the whole character") from None
     return Question(id, text if text.endswith("?") else text + "?", golds, source, _hops(row, source))
 
 

@@ -4,6 +4,8 @@ import contextlib
 import sys
 from collections.abc import Iterator
 
+from outside import printable
+
 
 class Fault(Exception):
     """What is wrong, where, and what to do about it, in one line."""
@@ -39,4 +41,4 @@ def one_line(program: str = "") -> Iterator[None]:
     try:
         yield
     except Fault as e:
-        sys.exit(f"{program}: {e}" if program else str(e))
+        sys.exit(printable(f"{program}: {e}" if program else str(e)))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import stop  # first: from here on a Ctrl-C is one line
 from config import Config, first_instruction, parse
 from data import Question, draw, em, rng
-from faults import OptimizerDown, one_line
+from faults import Fault, OptimizerDown, one_line
 from harness.status import status
 from objectives import set_advantages
 from population import Candidate, Experience, Instruction, Population, ReplayBuffer, significantly_worse
@@ -88,6 +88,9 @@ def evolve(
         if not tau_fail or (cfg.D_B and not D_B):
             shortfall = "no failure to learn from" if not tau_fail else "no question left to verify on"
             break
+        if limit := log.limit((1 + cfg.N_P - cfg.N_parent) * len(D_B)):
+            shortfall = limit
+            break
         try:
             I_new = propose(cfg, t, round, P, I_parent, tau_fail, used, optimizer, log)  # Alg.1 L20
         except OptimizerDown as e:
@@ -111,7 +114,10 @@ def evolve(
 
 
 def first_population(cfg: Config, optimizer: Optimizer | None, log: Log) -> Population:
-    """Returns P_0: the first instruction, and up to N_P - 1 paraphrases of it from one call to the optimizer."""
+    """Returns P_0: the first instruction, and up to N_P - 1 paraphrases of it from one call to the optimizer.
+
+    An optimizer that does not even answer that one is a Fault: the run would be the static baseline.
+    """
     P = Population(cfg.tau_s, cfg.window)
     I_0 = P.join(first_instruction(cfg), None, 0)
     if optimizer and cfg.N_P > 1:
@@ -120,7 +126,8 @@ def first_population(cfg: Config, optimizer: Optimizer | None, log: Log) -> Popu
             for text in paraphrases[: cfg.N_P - 1]:
                 P.join(text, I_0.id, 0)
         except OptimizerDown as e:
-            log.note(f"the optimizer gave no reply ({e}): the first instruction starts alone")
+            remedy = "check OPENAI_BASE_URL, OPENAI_API_KEY and --optimizer_model, or choose --mode static"
+            raise Fault(f"the optimizer gave no reply to its first call: {e}; {remedy}") from None
     log.started(P)
     return P
 
@@ -133,9 +140,10 @@ def propose(
     call = optimizer.ask(prompt_of(cfg, P, I_parent, tau_fail), f"t{t} r{round}")
     log.call(t, round, I_parent, call)  # before anything else can fail: it has been paid for
     golds = [gold for e in tau_fail for gold in e.golds]
-    accepted, rejected = candidates(call.reply, I_parent.text, used, golds, cfg.max_instruction)
-    log.proposed(t, round, I_parent, accepted, rejected)
-    return accepted
+    n = cfg.N_P - cfg.N_parent  # as many as `prompt_of` asks for
+    accepted, rejected = candidates(call.reply, I_parent.text, used, golds, cfg.max_instruction, n)
+    log.proposed(t, round, I_parent, call, list(accepted), rejected)
+    return list(accepted.values())
 
 
 def prompt_of(cfg: Config, P: Population, I_parent: Instruction, tau_fail: list[Experience]) -> str:

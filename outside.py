@@ -1,7 +1,7 @@
 """Text from outside is data: passages, questions, replies of the optimizer, error pages.
 
-`clean` takes it in, `as_data` puts it into the policy's context, `printable` puts it on a terminal. In between it is
-kept as it came.
+`clean` takes it in, `as_data` puts it into the policy's context, `printable` puts it on a terminal; `letters` compares
+it, however it is spelled.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 SURROGATE = re.compile("[\ud800-\udfff]")  # half a character: JSON can spell it, no encoder accepts it
 SIMPLE_TAG = re.compile(r"</?[A-Za-z_][\w-]*>")
 MARKUP = re.compile(r"[<\[{].+[>\]}]", re.S)
+LOOK_ALIKE = str.maketrans(  # lower-case letters that look like a Latin one, in either case
+    "авекмнорстухіјѕһԁԛԝ" + "αβεζηικμνορτυχ" + "ıłøđɑɡ", "abekmhopctyxijshdqw" + "abezhikmnoptyx" + "ilodag"
+)  # fmt: skip
 JOINERS = "\u200c\u200d"  # invisible, but Persian, Hindi and emoji are written with them
 
 
@@ -39,6 +42,24 @@ def plain(text: str) -> str:
     if text.isascii():
         return text
     return "".join(c for c in unicodedata.normalize("NFKC", text) if unicodedata.category(c) != "Cf")
+
+
+def letters(text: str) -> tuple[str, list[bool]]:
+    """Returns a text's letters and digits alone, in one spelling, and for each place whether a word may begin there.
+
+    The spelling has neither case nor accents, and one letter for all that look alike. The list has one more entry than
+    the letters: the end.
+    """
+    spelling = unicodedata.normalize("NFKD", plain(text).casefold()).translate(LOOK_ALIKE)
+    found, begins, between = [], [], True
+    for c in spelling:
+        if c.isalnum():
+            found.append(c)
+            begins.append(between)
+            between = False
+        elif unicodedata.category(c) != "Mn":  # an accent
+            between = True
+    return "".join(found), [*begins, True]
 
 
 @functools.lru_cache(maxsize=16)
@@ -83,6 +104,11 @@ def _harmless(c: str) -> bool:
 
 def _escape(c: str) -> str:
     return c.encode("unicode_escape").decode()
+
+
+def without_password(text: str) -> str:
+    """Returns a text in which URLs have lost `user:password@`."""
+    return re.sub(r"//[^/@\s]*@", "//", text)
 
 
 def secrets_of(headers: Iterable[str]) -> tuple[str, ...]:

@@ -1,20 +1,27 @@
 """The LLM-based optimizer O: prompts, client, strict parsing (§3.2, App. E).
 
-Works with any OpenAI-compatible chat endpoint. A reply is never adopted whole: only complete `<ins_k>` blocks count,
-and every candidate has to pass `check`.
+Works with any OpenAI-compatible chat endpoint. A reply is never adopted whole: only complete `<ins_k>` blocks count, at
+most as many as were asked for, and every candidate has to pass `check`.
 """
 
 import functools
 import hashlib
+import math
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from faults import OptimizerDown
 from harness.client import Client, RequestFailed
+from outside import clean, letters, plain, printable
 from stop import may_stop
+
+MAX_REPLY = 200_000  # characters of a reply that are read and kept
+CONTROL = re.compile(r"<[|｜][^<>]{1,64}[|｜]>|</?s>|<(?:bos|eos|pad|unk|(?:start|end)_of_turn)>|\[/?INST\]")
+BLOCK = re.compile(r"<(information|answer)>(.*?)</\1>", re.S)
+PLACEHOLDER = set("and or the a an your final answer answers here in inside between x text name tags".split())
 
 # App. E, word for word; {n} stands for its N. (The paraphrase prompt has "6" there, which is N_P - 1.)
 PARAPHRASE = """<ins_0> {instruction} </ins_0>
@@ -120,21 +127,24 @@ def parse(reply: str) -> list[str]:
 
 
 def candidates(
-    reply: str, parent: str, used: set[str], golds: Iterable[str], max_tokens: int
-) -> tuple[list[str], list[dict[str, str]]]:
-    """Returns a reply's candidates that pass `check`, and the others as {"text", "reason"}.
+    reply: str, parent: str, used: set[str], golds: Iterable[str], max_tokens: int, n: int
+) -> tuple[dict[int, str], list[dict[str, Any]]]:
+    """Returns the first `n` of a reply's candidates that pass `check`, {k: text}, and the others, {"k", "reason"}.
 
-    Adds the accepted texts, normalized, to `used`.
+    k counts the reply's blocks from 1. Adds the accepted texts, normalized, to `used`.
     """
     count, _ = token_counter()
     golds = list(golds)
-    accepted: list[str] = []
-    rejected: list[dict[str, str]] = []
-    for text in parse(reply):
+    accepted: dict[int, str] = {}
+    rejected: list[dict[str, Any]] = []
+    for k, text in enumerate(parse(reply), 1):
+        if len(accepted) == n:
+            rejected.append({"k": k, "reason": f"{n} were asked for: neither this nor any after it is read"})
+            break
         if reason := check(text, parent, used, golds, max_tokens, count):
-            rejected.append({"text": text, "reason": reason})
+            rejected.append({"k": k, "reason": reason})
         else:
-            accepted.append(text)
+            accepted[k] = text
             used.add(normalized(text))
     return accepted, rejected
 
@@ -153,19 +163,54 @@ def check(
     tag = r"</?[A-Za-z_][\w-]*>"
     if lost := sorted(set(re.findall(tag, parent)) - set(re.findall(tag, candidate))):
         return f"lost {lost[0]}"
+    if printable(candidate.replace("\r\n", "\n")) != candidate.replace("\r\n", "\n"):
+        return "holds control characters"
+    if new := sorted(set(CONTROL.findall(plain(candidate))) - set(CONTROL.findall(plain(parent)))):
+        return f"holds the control token {new[0]}"
+    if _questions(candidate) > _questions(parent):
+        return "asks a question of its own"
+    for tag, inside in set(BLOCK.findall(candidate)) - set(BLOCK.findall(parent)):
+        said = normalized(inside).split()
+        if tag == "information" and len(said) > 5:
+            return "holds a search result of its own"
+        if tag == "answer" and 0 < len(said) <= 6 and not PLACEHOLDER & set(said):
+            known = {normalized(x) for name, x in BLOCK.findall(parent) if name == "answer"}
+            if " ".join(said) not in known:
+                return "holds an answer of its own"
+    said_letters, parent_letters = letters(candidate), letters(parent)
     for gold in golds:
-        answer = normalized(gold)
+        answer, _ = letters(gold)
         if len(answer) <= 3:  # "a", "yes" and "two" are words of any prompt
             continue
         # An answer that the parent names already ("Beijing" in Search-R1's instruction) is no new leak.
-        if f" {answer} " in f" {words} " and f" {answer} " not in f" {normalized(parent)} ":
-            return f"contains the gold answer {gold!r}"
+        for spelled in (answer, answer[::-1]) if len(answer) >= 6 else (answer,):
+            if _names(spelled, *said_letters) and not _names(spelled, *parent_letters):
+                return f"contains the gold answer {gold!r}"
     return ""
+
+
+def _questions(text: str) -> int:
+    return len(re.findall(r"^\W*question\s*:", plain(text), re.I | re.M))
+
+
+def _names(answer: str, text: str, begins: list[bool]) -> bool:
+    """Returns whether an answer is in a text, both as `letters`: as words, or, if it is long, anywhere.
+
+    Where a word begins is all that counts of spaces and punctuation: "R-o m_e" and "Romes" name "Rome".
+    """
+    at = text.find(answer)
+    while at >= 0:
+        end = at + len(answer)
+        plural = next((n for n in (1, 2) if text[end : end + n] == "es"[-n:] and begins[end + n]), 0)
+        if len(answer) >= 10 or (begins[at] and (begins[end] or plural)):
+            return True
+        at = text.find(answer, at + 1)
+    return False
 
 
 def normalized(text: str) -> str:
     """Returns a text's words in lower case, without punctuation; candidates with the same words are duplicates."""
-    return " ".join(re.findall(r"\w+", text.lower()))
+    return " ".join(re.findall(r"\w+", plain(text).lower()))
 
 
 @dataclass(frozen=True)
@@ -179,6 +224,7 @@ class Call:
     completion_tokens: int
     seconds: float  # retries included
     paid_before: bool  # the reply comes from an earlier process of this run
+    cut: bool = False  # it ended at a limit: the endpoint's, or MAX_REPLY
 
 
 class Optimizer:
@@ -189,57 +235,72 @@ class Optimizer:
     """
 
     def __init__(
-        self,
-        url: str,
-        model: str,
-        api_key: str = "",
-        timeout: float = 300,
-        retries: int = 4,
-        backoff: float = 1.0,
-        paid: dict[str, dict[str, Any]] | None = None,
-    ):
+        self, url: str, model: str, api_key: str = "", timeout: float = 300, retries: int = 4, backoff: float = 1.0,
+        paid: dict[str, Call] | None = None, revive: Callable[[], str] = lambda: "",
+    ):  # fmt: skip
         self.url, self.model, self.paid = url, model, paid or {}
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._client = Client(
             [url], timeout=timeout, retries=retries, backoff=backoff, expects="a chat completion", headers=headers,
-            proxies=True, retry_malformed=True,
+            proxies=True, retry_malformed=True, revive=revive,
         )  # fmt: skip
 
     def ask(self, prompt: str, when: str) -> Call:
         """Returns the call with its reply. `when` tells calls with the same prompt apart. Raises OptimizerDown."""
         key = f"{when} " + hashlib.sha256(f"{self.model}\n{prompt}".encode()).hexdigest()[:16]
         if key in self.paid:
-            return Call(**self.paid[key] | {"prompt": prompt, "paid_before": True})
+            return replace(self.paid[key], prompt=prompt, paid_before=True)
         start = time.time()
         body = {"model": self.model, "messages": [{"role": "user", "content": prompt}]}
         try:
             with may_stop():
-                reply, usage = self._client.post("/chat/completions", body, _read_completion)
+                reply, cut, usage = self._client.post("/chat/completions", body, _read_completion)
         except RequestFailed as e:
             raise OptimizerDown(str(e)) from e
         return Call(
             key=key,
             prompt=prompt,
-            reply=reply,
+            reply=reply[:MAX_REPLY],
             prompt_tokens=_tokens(usage.get("prompt_tokens"), prompt),
             completion_tokens=_tokens(usage.get("completion_tokens"), reply),
             seconds=round(time.time() - start, 3),
             paid_before=False,
+            cut=cut or len(reply) > MAX_REPLY,
         )
 
 
-def _read_completion(answer: Any) -> tuple[str, dict[str, Any]]:
-    reply = answer["choices"][0]["message"]["content"] or ""
+def _read_completion(answer: Any) -> tuple[str, bool, dict[str, Any]]:
+    choice = answer["choices"][0]
+    reply = choice["message"]["content"] or ""
     if not isinstance(reply, str):
         raise TypeError("content is not text")
     usage = answer.get("usage")
-    return reply, usage if isinstance(usage, dict) else {}
+    return reply, choice.get("finish_reason") == "length", usage if isinstance(usage, dict) else {}
 
 
 def _tokens(counted: Any, text: str) -> int:
-    return counted if isinstance(counted, int) and counted else len(text) // 4
+    return counted if type(counted) is int and 0 < counted < 10**9 else len(text) // 4
 
 
-def paid_calls(rows: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Returns the calls that an earlier process of this run has paid for, by key, from rows of reflections.jsonl."""
-    return {row["call"]["key"]: row["call"] for row in rows if "call" in row}
+def paid_calls(rows: Iterable[Any]) -> dict[str, Call]:
+    """Returns the calls that an earlier process of this run has paid for, by key, from rows of reflections.jsonl.
+
+    They are checked as a reply is when it arrives; a row that no process wrote like this is as good as absent.
+    """
+    paid = {}
+    for row in rows:
+        call = row.get("call") if isinstance(row, dict) else None
+        if not isinstance(call, dict) or not all(isinstance(call.get(x), str) for x in ("key", "prompt", "reply")):
+            continue
+        seconds, reply = call.get("seconds"), clean(call["reply"])[:MAX_REPLY]
+        paid[call["key"]] = Call(
+            key=call["key"],
+            prompt=call["prompt"],
+            reply=reply,
+            prompt_tokens=_tokens(call.get("prompt_tokens"), call["prompt"]),
+            completion_tokens=_tokens(call.get("completion_tokens"), reply),
+            seconds=seconds if isinstance(seconds, (int, float)) and 0 <= seconds < math.inf else 0.0,
+            paid_before=True,
+            cut=call.get("cut") is True,
+        )
+    return paid

@@ -37,6 +37,7 @@ from pydantic import BaseModel, Field
 
 from faults import one_line
 from harness.servers import listen, serve
+from outside import printable
 from retrieval.bm25 import BM25
 from retrieval.corpus import Corpus
 from retrieval.index import Fused, open_index
@@ -170,7 +171,7 @@ class Batcher:
             except Exception as e:  # the encoder or FAISS: these requests fail, the server continues
                 answers = [e] * len(batch)
             for reason in {f"{type(e).__name__}: {e}" for e in answers if isinstance(e, Exception)}:
-                print(f"search failed: {reason}", file=sys.stderr, flush=True)
+                print(printable(f"search failed: {reason}"), file=sys.stderr, flush=True)
             seconds = time.perf_counter() - start
             self.metrics.search_s.observe(seconds)
             self._seconds_per_query += 0.1 * (seconds / len(batch) - self._seconds_per_query)
@@ -299,6 +300,9 @@ def run_server(argv: list[str]) -> None:
     add("--encoder", default="", help="model of a FAISS file not made by `build`, or the new place of an index's model")
     add("--family", default="", choices=["", "e5", "bge", "plain"], help="its prefixes and pooling (from its name)")
     add("--device", default="", help="of the encoder: cpu, cuda, cuda:1 (a GPU if there is one)")
+    add(
+        "--verify", action="store_true", help="compare every byte of the indexes with what `build` wrote (else samples)"
+    )
     add("--shard_gpus", action="store_true", help="split the FAISS index over the visible GPUs, fp16")
     add("--nprobe", type=int, default=64, help="cells of an IVF index that a query visits (64)")
     add("--ef", type=int, default=128, help="search width in an HNSW graph (128)")
@@ -321,7 +325,8 @@ def run_server(argv: list[str]) -> None:
             parser.error(f"argument --{name}: {getattr(args, name)} is not a finite number of at least 0")
     sock = listen(args.host, args.port)  # before the corpus is read, so that a port in use is reported at once
     corpus = Corpus(args.corpus)
-    options = {name: getattr(args, name) for name in ("encoder", "family", "device", "nprobe", "ef", "shard_gpus")}
+    names = ("encoder", "family", "device", "nprobe", "ef", "shard_gpus", "verify")
+    options = {name: getattr(args, name) for name in names}
     indexes = [open_index(path, corpus, **options) for path in args.index] or [BM25.build(corpus.texts)]
     index = indexes[0] if len(indexes) == 1 else Fused(indexes)
     print(f"{len(corpus):,} passages of {corpus.path}, {index.name}", flush=True)

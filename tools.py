@@ -20,6 +20,7 @@ from faults import Fault, ToolDown
 from harness.client import Client, RequestFailed
 
 simpleeval.MAX_POWER = 1000  # largest base and exponent, so that no calculation takes long
+MAX_PASSAGE = 100_000  # characters of a passage that are read and kept
 ANSWER = "answer"  # the tag that ends a trajectory
 
 
@@ -180,19 +181,19 @@ class Search(Tool):
     def _retrieve(self, queries: list[str]) -> list[list[str]]:
         body = {"queries": queries, "topk": self.topk, "return_scores": True}
         try:
-            return self._client.post("/retrieve", body, lambda answer: _read_passages(answer, len(queries)))
+            return self._client.post("/retrieve", body, lambda answer: _read_passages(answer, len(queries), self.topk))
         except RequestFailed as e:
             raise ToolDown(str(e)) from e
 
 
-def _read_passages(answer: Any, n: int) -> list[list[str]]:
+def _read_passages(answer: Any, n: int, topk: int) -> list[list[str]]:
     rows = answer["result"]
     if len(rows) != n:
         raise ValueError(f"{len(rows)} results for {n} queries")
-    passages = [[hit["document"]["contents"] for hit in hits] for hits in rows]
+    passages = [[hit["document"]["contents"] for hit in hits[:topk]] for hits in rows]
     if not all(isinstance(contents, str) for hits in passages for contents in hits):
         raise TypeError("contents are not text")
-    return passages
+    return [[contents[:MAX_PASSAGE] for contents in hits] for hits in passages]
 
 
 def make_tools(cfg: Config, search: Search) -> list[Tool]:

@@ -17,7 +17,7 @@ import tenacity
 import urllib3
 
 from faults import Fault, Outage
-from outside import clean, secrets_of
+from outside import clean, secrets_of, without_password
 
 T = TypeVar("T")
 MAX_WAIT = 60.0  # seconds between two rounds, whatever a server asks for
@@ -169,7 +169,7 @@ class Client:
             return Answer(reply.status_code, reply.headers, b"".join(parts))
 
     def _without_secrets(self, text: str) -> str:
-        return str(clean(re.sub(r"//[^/@\s]*@", "//", text), self.secrets))
+        return str(clean(without_password(text), self.secrets))
 
 
 def within(seconds: float, work: Callable[[threading.Event], T]) -> T:

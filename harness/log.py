@@ -17,6 +17,7 @@ from config import Config, first_instruction, read_instruction
 from data import Question, em, f1, subset
 from faults import Fault
 from harness.directory import RunDirectory, writing
+from outside import printable
 from population import Candidate, Instruction, Population, ReplayBuffer
 from reflect import Call
 from rollout import Job, Trajectory
@@ -36,6 +37,8 @@ class Ledger:
     optimizer_tokens: int = 0
     optimizer_seconds: float = 0.0
     searches: int = 0
+    evolutions: int = 0
+    evolutions_in_vain: int = 0  # that left P as it was
 
     def overhead_inference(self) -> float:
         return self.verification_rollouts / max(1, self.training_rollouts)
@@ -197,7 +200,7 @@ class Log:
 
     def note(self, text: str) -> None:
         """Prints a line above the progress bar."""
-        self.bar.write(text)
+        self.bar.write(printable(text))
 
     def event(self, t: int, event: str, P: Population, text: str) -> None:
         """Prints what happened to the population, and appends it with the population to population.jsonl."""
@@ -220,11 +223,28 @@ class Log:
         if not call.paid_before:
             self.run.append("reflections", {"t": t, "round": round, "parent": parent.id, "call": asdict(call)})
 
+    def limit(self, rollouts: int) -> str:
+        """Returns why evolution must not ask the optimizer and verify with so many `rollouts` now; "" if it may."""
+        cfg, ledger = self.cfg, self.ledger
+        if cfg.max_optimizer_tokens and ledger.optimizer_tokens >= cfg.max_optimizer_tokens:
+            return f"--max_optimizer_tokens {cfg.max_optimizer_tokens} is used up ({ledger.optimizer_tokens} tokens)"
+        share = (ledger.verification_rollouts + rollouts) / max(1, ledger.training_rollouts)
+        if cfg.max_overhead and share > cfg.max_overhead:
+            return f"--max_overhead {cfg.max_overhead:g}: a round more would make it {share:.3g}"
+        return ""
+
     def proposed(
-        self, t: int, round: int, parent: Instruction, accepted: list[str], rejected: list[dict[str, str]]
+        self, t: int, round: int, parent: Instruction, call: Call, accepted: list[int], rejected: list[dict[str, Any]]
     ) -> None:
+        """Logs which blocks of a reply are candidates, by their place in it, and why the others are not."""
         row = {"t": t, "round": round, "parent": parent.id, "accepted": accepted, "rejected": rejected}
         self.run.append("reflections", row)
+        if accepted:
+            return
+        fault = f"all {len(rejected)} were rejected, the first: {rejected[0]['reason']}" if rejected else "none in it"
+        if call.cut:
+            fault += "; it was cut off by a length limit"
+        self.note(f"step {t:3d}  no candidate in the optimizer's reply: {fault}")
 
     def verified(
         self, t: int, round: int, parent: Instruction, D_B: Sequence[Question], scored: Sequence[Candidate],
@@ -239,6 +259,7 @@ class Log:
     def evolved(
         self, t: int, P: Population, parents: Sequence[Instruction], joined: Sequence[Instruction], shortfall: str
     ) -> None:
+        self.ledger.evolutions += 1
         ids = ", ".join(f"#{I.id}" for I in parents)
         text = f"parent {ids} ({self.r_parent:.2f} on D_B); {len(joined)} joined"
         if len(P) < self.cfg.N_P:
@@ -249,6 +270,8 @@ class Log:
         self.event(t, "evolve", P, text)
 
     def not_evolved(self, t: int, P: Population, shortfall: str) -> None:
+        self.ledger.evolutions += 1
+        self.ledger.evolutions_in_vain += 1
         self.event(t, "evolve", P, f"no new instruction: {shortfall}; P stays as it is")
 
     # ---- the end
@@ -272,6 +295,7 @@ class Log:
             "seconds": round(self.spent + time.time() - self.began, 1), "questions": len(self.test), "held_out": rows,
             "overhead_inference": round(self.ledger.overhead_inference(), 4), "ledger": asdict(self.ledger),
             "generations": report.lineage(self.P, I_star), "I_star": I_star.text,
+            "evolved": self.ledger.evolutions > self.ledger.evolutions_in_vain,
         }  # fmt: skip
         run.write("summary.json", json.dumps(summary, indent=1))
         self.track({f"final/{name}/{k}": v for name, row in rows.items() for k, v in row.items()}, cfg.T)
@@ -282,7 +306,10 @@ class Log:
             pictures = []
             self.note(f"note: no pictures, for a row of metrics.jsonl or population.jsonl is damaged ({e!r})")
         self.bar.close()
-        print(report.ending(summary, rows, pictures, run.path))
+        print(printable(report.ending(summary, rows, pictures, run.path)))
+        if cfg.mode == "inspo" and not summary["evolved"]:
+            n = self.ledger.evolutions
+            print(f"None of {n} evolutions changed the population: this is no result of INSPO's (evolved: false).")
 
 
 def tracker(name: str, path: Path, cfg: Config) -> Callable[[dict[str, float], int], None]:

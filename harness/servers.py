@@ -34,12 +34,52 @@ def listen(host: str, port: int) -> socket.socket:
     return sock
 
 
+READ_TIMEOUT = 30.0  # seconds in which a request must arrive, from its connection or its first byte on
+MAX_CONNECTIONS = 512  # of a server; more are closed at once
+
+
+def patient(protocol: Any) -> Any:
+    """Returns uvicorn's protocol class with a limit on connections, and a deadline for a request to arrive."""
+
+    class Patient(protocol):  # type: ignore[misc]
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self.deadline: Any = None
+            if len(self.connections) > MAX_CONNECTIONS:
+                return transport.abort()
+            self.await_request()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self.await_request()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            if self.deadline:
+                self.deadline.cancel()
+
+        def await_request(self) -> None:
+            """Starts the clock if a request has begun and is not complete; stops it otherwise."""
+            cycle = self.cycle
+            arrived = cycle is not None and not cycle.response_complete and not cycle.more_body
+            if arrived and self.deadline:
+                self.deadline.cancel()
+                self.deadline = None
+            elif not arrived and not self.deadline:
+                self.deadline = self.loop.call_later(READ_TIMEOUT, self.transport.abort)
+
+    return Patient
+
+
 def serve(app: Any, sock: socket.socket, child: bool) -> None:
     """Serves an ASGI app on a listening socket until interrupted, or, as a child, until standard input ends."""
     import uvicorn  # here, because the trainer imports this module too
+    from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
     # 120 s: a trainer's connections stay open during its update step.
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=120)
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, timeout_keep_alive=120, http=patient(AutoHTTPProtocol)
+    )
     server = uvicorn.Server(config)
     if child:
         # A cluster may signal every process of a job, but the parent needs this server until it has saved, and stops

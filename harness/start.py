@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -20,7 +20,9 @@ from harness.directory import RunDirectory
 from harness.log import Log
 from harness.servers import Servers
 from harness.status import status
+from outside import without_password
 from reflect import Optimizer, paid_calls, token_counter
+from rollout import prompt_ids
 from tools import Search
 from training.fit import estimate, shapes
 from training.model import load_config, load_tokenizer
@@ -87,7 +89,7 @@ def prepare(cfg: Config, ranks: Ranks) -> Iterator[Parts]:
     longest = getattr(load_config(cfg.model), "max_position_embeddings", None)
     if longest and cfg.max_prompt + cfg.max_response > longest:
         raise Fault(f"--max_prompt {cfg.max_prompt} + --max_response {cfg.max_response}: the model ends at {longest}")
-    load_tokenizer(cfg.model)  # its faults are found before a server is started
+    check_prompt(load_tokenizer(cfg.model), train[:64], cfg)  # before a server is started
     run = RunDirectory.open(cfg, name)
     try:
         with contextlib.ExitStack() as stack:
@@ -144,6 +146,16 @@ def prepare(cfg: Config, ranks: Ranks) -> Iterator[Parts]:
         raise
 
 
+def check_prompt(tokenizer: Any, questions: list[Question], cfg: Config) -> None:
+    """Raises Fault if the first instruction leaves no room for any of some questions: nothing would be sampled."""
+    shortest = min(len(prompt_ids(tokenizer, first_instruction(cfg), q.text)) for q in questions)
+    if shortest > cfg.max_prompt:
+        raise Fault(
+            f"--max_prompt {cfg.max_prompt}: the first instruction and a question are {shortest} tokens at least, so no"
+            " turn could start; raise it"
+        )
+
+
 def connect_search(cfg: Config, serve: Servers) -> Search:
     """Returns the client of --retriever, or of a server over --corpus that this run starts and restarts;
     with --tools none one that nobody asks."""
@@ -163,7 +175,8 @@ def describe_search(cfg: Config, search: Search, answers: str) -> str:
     """Returns where the run searches, and how that server answered."""
     if cfg.tools == "none":
         return "none (--tools none)"
-    return f"{cfg.retriever or f'{search.urls[0]} (BM25 over {cfg.corpus}, started by this run)'}\n        {answers}"
+    own = f"{search.urls[0]} (BM25 over {cfg.corpus}, started by this run)"
+    return f"{without_password(cfg.retriever) or own}\n        {answers}"
 
 
 def try_search(search: Search, questions: list[Question], cfg: Config) -> str:
@@ -172,9 +185,9 @@ def try_search(search: Search, questions: list[Question], cfg: Config) -> str:
     try:
         found = [future.result() for future in [search.submit(q.text) for q in questions]]
     except ToolDown as e:
-        raise Fault(f"the search server does not answer ({e})") from None
+        raise Fault(f"the search server does not answer ({e}); check --retriever, and --topk {cfg.topk}") from None
     seconds, n = time.time() - began, len(questions)
-    if not any(found):
+    if not any(text.strip() for passages in found for text in passages):
         raise Fault(
             f"{search.urls[0]} found no passage for any of {n} questions: check its index, and that it answers as"
             " Search-R1's server does"
@@ -188,6 +201,7 @@ def try_search(search: Search, questions: list[Question], cfg: Config) -> str:
         f"{n} questions took {seconds:.2f} s, so a step's {rows:,} trajectories wait"
         f" {seconds / n * rows:,.1f} s if each searches once, {seconds / n * rows * cfg.max_turns:,.1f} s at most;"
         f" a gold answer was in the passages of {hits}"
+        + (": nearly none; check that index, corpus and questions belong together" if hits < n / 20 else "")
     )
 
 
@@ -195,14 +209,21 @@ def connect_optimizer(cfg: Config, serve: Servers, run: RunDirectory) -> Optimiz
     """Returns the client of OPENAI_BASE_URL, or of the world's scripted optimizer; None in mode static."""
     if cfg.mode != "inspo":
         return None
+    paid = paid_calls(run.rows("reflections"))
     if scripted(cfg):
         guess = ["--guess"] if cfg.optimizer_model == "guessing" else []
-        url, key = serve("-m", "world.optimizer", "--seed", str(cfg.seed), *guess) + "/v1", ""
-    else:
-        url, key = os.environ["OPENAI_BASE_URL"], os.environ.get("OPENAI_API_KEY", "")
-    paid = paid_calls(run.rows("reflections"))
+
+        def own() -> str:
+            return serve("-m", "world.optimizer", "--seed", str(cfg.seed), *guess) + "/v1"
+
+        return Optimizer(own(), cfg.optimizer_model, retries=cfg.optimizer_retries, paid=paid, revive=own)
+    url, key = os.environ["OPENAI_BASE_URL"], os.environ.get("OPENAI_API_KEY", "").strip()
     return Optimizer(url, cfg.optimizer_model, key, retries=cfg.optimizer_retries, paid=paid)
 
 
 def describe(optimizer: Optimizer | None) -> str:
-    return f"{optimizer.model} at {optimizer.url} (tokens: {token_counter()[1]})" if optimizer else "none"
+    return (
+        f"{optimizer.model} at {without_password(optimizer.url)} (tokens: {token_counter()[1]})"
+        if optimizer
+        else "none"
+    )

@@ -32,9 +32,17 @@ class BM25:
         self.index, self.vocabulary = index, index.vocab_dict
 
     @classmethod
-    def open(cls, folder: Path) -> "BM25":
-        """Memory-maps an index written by `build`."""
-        return cls(bm25s.BM25.load(folder, mmap=True))
+    def open(cls, folder: Path, n: int) -> "BM25":
+        """Memory-maps an index of n passages written by `build`; raises ValueError if its parts do not fit together."""
+        index = bm25s.BM25.load(folder, mmap=True)
+        scores, indptr, rows = (index.scores[name] for name in ("data", "indptr", "indices"))
+        V, words = len(indptr) - 1, index.vocab_dict
+        if index.scores["num_docs"] != n or not len(scores) == len(rows) == indptr[-1] or indptr[0] or V < 1:
+            raise ValueError("its arrays do not fit together")
+        places = words.values()
+        if len(words) != V or {type(k) for k in places} != {int} or min(places) < 0 or max(places) >= V:
+            raise ValueError("its vocabulary is not that of its arrays")
+        return cls(index)
 
     @classmethod
     def build(cls, texts: Callable[[], Iterable[str]], folder: Path | None = None) -> "BM25":

@@ -28,9 +28,13 @@ from faults import Fault
 from retrieval.bm25 import BM25, words
 from retrieval.corpus import Corpus
 from retrieval.encoder import FAMILIES, Encoder
-from retrieval.index import Dense, read_faiss, set_width
+from retrieval.index import Dense, read_faiss, record, set_width
 from retrieval.vectors import CHUNK, encode, vectors_of
 
+MADE = re.compile(  # what `build` writes into its directory
+    r"((build|index)\.json|lock|done|scores|rows|(vectors|index|trained|block\d+)\.faiss|lists\.ivfdata"
+    r"|(data|indices|indptr|vocab|params)(\.csc)?\.index\.(npy|json))(\.tmp)?"
+)
 BLOCK = 1 << 18  # vectors added to an IVF or HNSW index at once
 
 
@@ -171,15 +175,20 @@ def main(argv: list[str]) -> None:
     partial = out.with_name(f"{out.name}.partial")
     try:
         partial.mkdir(parents=True, exist_ok=True)
+        if strangers := sorted(path.name for path in partial.iterdir() if not MADE.fullmatch(path.name)):
+            raise Fault(
+                f"{partial}: holds {strangers[0]}, which `build` did not make; move it, or give another --index"
+            )
         with open(partial / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _require_new(out)  # another build may have finished meanwhile
             meta = _bm25(args, corpus, partial) if args.encoder == "bm25" else _dense(args, corpus, partial)
             parts = [p for p in partial.iterdir() if p.name in ("index.faiss", "lists.ivfdata") or ".index." in p.name]
             meta |= {"passages": len(corpus), "digest": corpus.digest}
-            _write_json(partial / "index.json", meta | {"files": {p.name: p.stat().st_size for p in parts}})
+            _write_json(partial / "index.json", meta | {"files": {p.name: record(p) for p in parts}})
             for path in partial.iterdir():
-                if path not in parts and path.name not in ("index.json", "build.json", "lock"):
+                kept = path in parts or path.name in ("index.json", "build.json", "lock")
+                if not kept and MADE.fullmatch(path.name):
                     path.unlink()  # intermediate vectors and blocks
             os.replace(partial, out)
             for name in ("build.json", "lock"):

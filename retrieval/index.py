@@ -1,5 +1,6 @@
 """Queries -> rows of the corpus: BM25, vectors under FAISS, or both, from an index directory or a FAISS file."""
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -8,6 +9,35 @@ import numpy as np
 from faults import Fault
 from retrieval.bm25 import BM25, Hits
 from retrieval.corpus import Corpus
+
+SAMPLES, SAMPLE = 256, 4096  # blocks of a file that every start reads, and their bytes
+
+
+def sampled(path: Path) -> str:
+    """Returns a hash of blocks spread evenly over a file; a file of a megabyte or less is read whole."""
+    size, digest = path.stat().st_size, hashlib.sha256()
+    with open(path, "rb") as f:
+        if size <= SAMPLES * SAMPLE:
+            digest.update(f.read())
+        else:
+            for k in range(SAMPLES):
+                f.seek((size - SAMPLE) * k // (SAMPLES - 1))
+                digest.update(f.read(SAMPLE))
+    return digest.hexdigest()
+
+
+def whole(path: Path) -> str:
+    """Returns a hash of all of a file."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as f:
+        while block := f.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def record(path: Path) -> dict[str, int | str]:
+    """Returns what index.json keeps of a file of the index."""
+    return {"size": path.stat().st_size, "sampled": sampled(path), "sha256": whole(path)}
 
 
 class Dense:
@@ -66,10 +96,12 @@ def open_index(
     nprobe: int = 64,
     ef: int = 128,
     shard_gpus: bool = False,
+    verify: bool = False,
 ) -> BM25 | Dense:
     """Opens an index directory, or a FAISS file such as Search-R1's, over `corpus`; raises Fault if they do not match.
 
-    A directory records its encoder and family; `encoder` and `family` override them, for instance if the model has
+    A directory records a hash of its files, of which blocks are compared, or, with `verify`, all bytes. It records its
+    encoder and family; `encoder` and `family` override them, for instance if the model has
     moved. A query visits `nprobe` cells of an IVF index, and searches an HNSW graph with width `ef`. The file is
     memory-mapped, or, with `shard_gpus`, read once and split over the visible GPUs in fp16.
     """
@@ -84,10 +116,13 @@ def open_index(
         try:
             meta = json.loads((folder / "index.json").read_text())
             passages, digest, _ = meta["passages"], meta["digest"], meta["encoder"]
-            for name, size in meta["files"].items():
-                if (folder / name).stat().st_size != size:
-                    raise Fault(f"{folder / name}: incomplete, `build` wrote {size:,} bytes; copy it again")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+            for name, written in meta["files"].items():
+                file, size = folder / name, written["size"]
+                if file.stat().st_size != size:
+                    raise Fault(f"{file}: incomplete, `build` wrote {size:,} bytes; copy it again")
+                if sampled(file) != written["sampled"] or (verify and whole(file) != written["sha256"]):
+                    raise Fault(f"{file}: not the bytes that `build` wrote; copy it again, or build the index again")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
             where = getattr(e, "filename", None) or folder / "index.json"
             raise Fault(f"{where}: {getattr(e, 'strerror', None) or 'not what `build` wrote'}; {todo}") from None
         if passages != len(corpus):
@@ -97,7 +132,10 @@ def open_index(
             mismatch = f"built from other passages than {corpus.path} has"
             raise Fault(f"--index {path}: {mismatch}; give the corpus it was built from")
         if meta["encoder"] == "bm25":
-            return BM25.open(folder)
+            try:
+                return BM25.open(folder, len(corpus))
+            except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
+                raise Fault(f"--index {path}: its BM25 index cannot be read ({e}); build it again") from None
         meta |= {key: value for key, value in (("encoder", encoder), ("family", family)) if value}
 
     from retrieval.encoder import Encoder  # here: torch takes seconds to import, and BM25 does not need it

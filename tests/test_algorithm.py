@@ -9,7 +9,7 @@ import pytest
 import inspo
 from config import SEARCH_R1, Config
 from data import Question, draw, rng
-from faults import OptimizerDown
+from faults import Fault, OptimizerDown
 from harness.log import Log
 from inspo import evolve
 from population import Population, ReplayBuffer
@@ -73,6 +73,11 @@ class Recorder:
     def steps(self, P, B):
         self.P, self.B = P, B
         yield from range(1, self.T + 1)
+
+    def limit(self, rollouts):
+        """The last one is kept; this log has none."""
+        self.rollouts = rollouts
+        return ""
 
     def __getattr__(self, name):
         def record(*args):
@@ -171,10 +176,10 @@ def test_a_proposer_is_shown_failures_or_scores_or_the_parent_alone():
 
 
 def test_a_candidate_joins_if_it_is_not_below_its_parent():
-    e = Evolution({"old": 0.5}, {"old": 5, "above": 6, "equal": 5, "below": 4}, ["below", "equal", "above"], N_P=3)
+    e = Evolution({"old": 0.5}, {"old": 5, "above": 6, "equal": 5, "below": 4}, ["below", "equal", "above"], N_P=4)
     assert e.joined == [["above", "equal"]]
-    assert e.texts == ["old", "above", "equal"]
-    assert [(I.parent, I.born, I.verified) for I in e.P.active[1:]] == [(0, T_NOW, 0.6), (0, T_NOW, 0.5)]
+    assert e.texts == ["old", "above", "equal", "below"]
+    assert [(I.parent, I.born, I.verified) for I in e.P.active[1:3]] == [(0, T_NOW, 0.6), (0, T_NOW, 0.5)]
 
 
 def test_the_gate_is_the_parent_s_reward_on_the_same_questions_not_its_weight():
@@ -188,7 +193,8 @@ def test_the_best_candidates_join_first_and_equals_in_the_order_of_the_reply():
     right = {"old": 1, "c3": 3, "c7": 7, "c5": 5, "d5": 5}
     e = Evolution({"old": 0.1}, right, ["c3", "c5", "c7", "d5"], N_P=5)
     assert e.texts == ["old", "c7", "c5", "d5", "c3"]
-    assert Evolution({"old": 0.1}, right, ["c3", "c5", "c7", "d5"], N_P=3).texts == ["old", "c7", "c5"]
+    e = Evolution({"old": 0.1}, right, ["c5"], ["c3", "c7", "d5"], N_P=4)
+    assert e.texts == ["old", "c5", "c7", "d5"]
 
 
 def test_at_most_top_n_join_in_a_round():
@@ -234,7 +240,7 @@ def test_where_the_parents_fill_the_population_nobody_is_asked():
 
 
 def test_places_left_go_to_candidates_below_their_parent():
-    e = Evolution({"old": 0.5}, {"old": 5, "good": 6, "near": 4, "far": 3}, ["far", "good", "near"], N_P=3)
+    e = Evolution({"old": 0.5}, {"old": 5, "good": 6, "near": 4, "far": 3}, ["far", "good"], ["near"], N_P=3)
     assert e.joined[0] == ["good"]
     assert e.texts == ["old", "good", "near"]
 
@@ -265,8 +271,8 @@ def test_candidates_of_every_round_may_fill_a_place():
 
 def test_a_good_candidate_beyond_top_n_fills_a_place_before_worse_ones():
     right = {"old": 5, "a": 8, "b": 7, "c": 4}
-    e = Evolution({"old": 0.5}, right, ["c", "b", "a"], N_P=3, top_n=1)
-    assert e.joined[0] == ["a"] and e.texts == ["old", "a", "b"]
+    e = Evolution({"old": 0.5}, right, ["c", "b", "a"], N_P=4, top_n=1, rounds=1)
+    assert e.joined[0] == ["a"] and e.texts == ["old", "a", "b", "c"]
 
 
 # --- parents and what they are revised by (L17, L19, L20) ----------------------------------------------------------
@@ -301,8 +307,8 @@ def test_no_text_is_proposed_twice_whoever_its_parent_is():
     replies = ["WEAK!", "Strong.", "new"], ["new.", "other"]
     e = Evolution({"strong": 0.8, "weak": 0.3}, right, *replies, N_parent=2, N_P=4, seed=seed)
     assert e.texts == ["strong", "weak", "new", "other"]
-    rejected = [[row["text"] for row in rejected] for *_, rejected in e.log.of("proposed")]
-    assert rejected == [["WEAK!", "Strong."], ["new."]]
+    rejected = [[row["k"] for row in rejected] for *_, rejected in e.log.of("proposed")]
+    assert rejected == [[1, 2], [1]]
 
 
 def test_a_pruned_or_replaced_instruction_may_be_proposed_again():
@@ -336,8 +342,23 @@ def test_the_parent_s_own_failures_are_shown_first():
 def test_a_candidate_that_gives_an_answer_away_is_rejected():
     e = Evolution({"old": 0.5}, {"old": 5, "new": 5}, ["it is gold f1", "new"], N_P=3)
     assert e.texts == ["old", "new"]
-    [(_, _, _, accepted, rejected), *_] = e.log.of("proposed")
-    assert accepted == ["new"] and rejected[0]["reason"] == "contains the gold answer 'gold f1'"
+    [(*_, accepted, rejected), *_] = e.log.of("proposed")
+    assert accepted == [2] and rejected[0]["reason"] == "contains the gold answer 'gold f1'"
+
+
+def test_no_more_candidates_are_verified_than_were_asked_for():
+    many = [f"new {k}" for k in range(500)]
+    e = Evolution({"old": 0.5}, {"old": 5} | dict.fromkeys(many, 4), many, N_P=4, rounds=1, D_B=10)
+    [(*_, accepted, rejected)] = e.log.of("proposed")
+    assert accepted == [1, 2, 3] and [row["k"] for row in rejected] == [4]
+    [(_, _, _, _, scored, _)] = e.log.of("verified")
+    assert len(scored) == 3 and e.log.rollouts == (1 + 3) * 10
+
+
+def test_an_evolution_that_has_reached_a_limit_asks_nobody_and_says_so(monkeypatch):
+    monkeypatch.setattr(Recorder, "limit", lambda self, rollouts: "--max_overhead 0.1: enough")
+    e = Evolution({"old": 0.5}, {"old": 5}, ["new"], N_P=3)
+    assert e.optimizer.prompts == [] and e.texts == ["old"] and e.shortfall == "--max_overhead 0.1: enough"
 
 
 # --- the verification rollouts ------------------------------------------------------------------------------------
@@ -468,10 +489,12 @@ def test_a_population_of_two_starts_with_one_paraphrase():
     assert [I.text for I in P.active] == [SEARCH_R1, f"a {TAGS}"]
 
 
+def test_an_optimizer_that_does_not_answer_its_first_call_ends_the_run_at_its_start():
+    with pytest.raises(Fault, match="no reply to its first call: refused; check OPENAI_BASE_URL, .* or choose --mode"):
+        first(TableOptimizer(OptimizerDown("refused")))
+
+
 def test_the_first_instruction_starts_alone_if_nobody_paraphrases_it():
-    P, log = first(TableOptimizer(OptimizerDown("refused")))
-    assert [I.text for I in P.active] == [SEARCH_R1]
-    assert log.of("note") == [["the optimizer gave no reply (refused): the first instruction starts alone"]]
     for optimizer, N_P in [(None, 4), (TableOptimizer(["x"]), 1)]:
         P, log = first(optimizer, N_P)
         assert [I.text for I in P.active] == [SEARCH_R1] and log.of("started")

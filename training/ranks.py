@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import stop
 from faults import Fault
+from outside import printable
 from stop import Stopped
 
 
@@ -92,7 +93,7 @@ class Ranks:
             if self.size == 1:
                 raise
             if isinstance(e, Fault) or (isinstance(e, Stopped) and not self.rank):
-                print(e, file=sys.stderr)
+                print(printable(str(e)), file=sys.stderr)
             elif not stop.requested():  # torchrun ends the others by a signal: what they fail by then is no news
                 traceback.print_exc()
             sys.stdout.flush()
