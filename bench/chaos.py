@@ -46,7 +46,7 @@ class Run:
         self.began = time.time()
         self.process = subprocess.Popen(
             [*program, "--out", str(out), *resume], stdout=self.output, stderr=subprocess.STDOUT, env=ENV, cwd=HERE,
-            start_new_session=True,
+            start_new_session=True, preexec_fn=hear_signals,
         )  # fmt: skip
 
     def wait_for(self, condition: Callable[[], bool]) -> bool:
@@ -83,6 +83,12 @@ class Run:
         """Returns the process id of a server of the run; 0 if there is none."""
         found = [pid for pid in descendants(self.process.pid) if any(name in word for word in words(pid))]
         return found[0] if found else 0
+
+
+def hear_signals() -> None:
+    """Undoes what a shell does to jobs in the background: they ignore Ctrl-C, and with nohup a hang-up."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def descendants(pid: int) -> list[int]:

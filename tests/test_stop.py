@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from test_inspo import ROOT, SMALL, finish, metrics, read_jsonl, run_here, start
+from test_inspo import ROOT, SMALL, finish, hear_signals, metrics, read_jsonl, run_here, start
 
 import stop
 from harness.directory import RunDirectory
@@ -44,7 +44,9 @@ def test_a_signal_at_the_start_is_one_line_and_leaves_nothing(tmp_path, moment, 
 def test_a_signal_that_the_shell_ignores_stays_ignored():
     code = "import signal, stop; stop.listen(); print([signal.getsignal(n).__class__.__name__ for n in stop.SIGNALS])"
     command = ["nohup", sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, stdin=subprocess.DEVNULL, preexec_fn=hear_signals
+    )
     assert done.stdout == "['function', 'function', 'Handlers']\n"  # SIGHUP is nohup's
 
 
