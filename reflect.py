@@ -184,7 +184,7 @@ class Call:
 class Optimizer:
     """Client of an OpenAI-compatible chat endpoint; harness/client.py says what it retries.
 
-    `url` is the base, as in OPENAI_BASE_URL. `paid` maps keys to the calls that an earlier process of this run has
+    `url` is the base, as in OPENAI_BASE_URL; `revive` restarts a server of the run's own. `paid` maps keys to the calls that an earlier process of this run has
     logged (`paid_calls`): they are not paid for again.
     """
 
@@ -197,12 +197,13 @@ class Optimizer:
         retries: int = 4,
         backoff: float = 1.0,
         paid: dict[str, dict[str, Any]] | None = None,
+        revive: Callable[[], str] = lambda: "",
     ):
         self.url, self.model, self.paid = url, model, paid or {}
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._client = Client(
             [url], timeout=timeout, retries=retries, backoff=backoff, expects="a chat completion", headers=headers,
-            proxies=True, retry_malformed=True,
+            proxies=True, retry_malformed=True, revive=revive,
         )  # fmt: skip
 
     def ask(self, prompt: str, when: str) -> Call:

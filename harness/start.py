@@ -153,7 +153,7 @@ def connect_search(cfg: Config, serve: Servers) -> Search:
     try:
         Search(cfg.retriever, cfg.topk, retries=0).submit("is anyone there").result()
     except ToolDown as e:
-        raise Fault(f"--retriever {e}; start the server, or leave it out and give --corpus") from None
+        raise Fault(f"--retriever {e}; start the server, or serve --corpus with --retriever ''") from None
     return Search(cfg.retriever, cfg.topk, retries=cfg.search_retries)
 
 
@@ -186,12 +186,12 @@ def connect_optimizer(cfg: Config, serve: Servers, run: RunDirectory) -> Optimiz
     """Returns the client of OPENAI_BASE_URL, or of the world's scripted optimizer; None in mode static."""
     if cfg.mode != "inspo":
         return None
+    paid = paid_calls(run.rows("reflections"))
     if scripted(cfg):
         guess = ["--guess"] if cfg.optimizer_model == "guessing" else []
-        url, key = serve("-m", "world.optimizer", "--seed", str(cfg.seed), *guess) + "/v1", ""
-    else:
-        url, key = os.environ["OPENAI_BASE_URL"], os.environ.get("OPENAI_API_KEY", "")
-    paid = paid_calls(run.rows("reflections"))
+        own = lambda: serve("-m", "world.optimizer", "--seed", str(cfg.seed), *guess) + "/v1"  # noqa: E731
+        return Optimizer(own(), cfg.optimizer_model, retries=cfg.optimizer_retries, paid=paid, revive=own)
+    url, key = os.environ["OPENAI_BASE_URL"], os.environ.get("OPENAI_API_KEY", "")
     return Optimizer(url, cfg.optimizer_model, key, retries=cfg.optimizer_retries, paid=paid)
 
 

@@ -520,7 +520,7 @@ def test_a_search_server_that_dies_during_an_evolution_ends_the_run_resumably(tm
         assert "does not answer" in first and "--resume" in last
         reflections = read_jsonl(tmp_path / "r" / "reflections.jsonl")
         assert [row["t"] for row in reflections if "call" in row] == [0, 3]  # the reply was paid for, and is kept
-        code, _, stderr = run_here(*flags, "--resume")
+        code, _, stderr = run_here(*flags, "--retriever", "", "--resume")
         assert code == 0, (code, stderr)
         whole_calls = [row["call"]["key"] for row in read_jsonl(tmp_path / "r" / "reflections.jsonl") if "call" in row]
         assert len(whole_calls) == len(set(whole_calls)) == len(Chat.seen)
