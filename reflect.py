@@ -184,8 +184,8 @@ class Call:
 class Optimizer:
     """Client of an OpenAI-compatible chat endpoint; harness/client.py says what it retries.
 
-    `url` is the base, as in OPENAI_BASE_URL; `revive` restarts a server of the run's own. `paid` maps keys to the calls that an earlier process of this run has
-    logged (`paid_calls`): they are not paid for again.
+    `url` is the base, as in OPENAI_BASE_URL. `paid` maps keys to the calls that an earlier process of this run has
+    logged (`paid_calls`): they are not paid for again. `revive` restarts a server of the run's own (see Client).
     """
 
     def __init__(

@@ -189,7 +189,10 @@ def connect_optimizer(cfg: Config, serve: Servers, run: RunDirectory) -> Optimiz
     paid = paid_calls(run.rows("reflections"))
     if scripted(cfg):
         guess = ["--guess"] if cfg.optimizer_model == "guessing" else []
-        own = lambda: serve("-m", "world.optimizer", "--seed", str(cfg.seed), *guess) + "/v1"  # noqa: E731
+
+        def own() -> str:
+            return serve("-m", "world.optimizer", "--seed", str(cfg.seed), *guess) + "/v1"
+
         return Optimizer(own(), cfg.optimizer_model, retries=cfg.optimizer_retries, paid=paid, revive=own)
     url, key = os.environ["OPENAI_BASE_URL"], os.environ.get("OPENAI_API_KEY", "")
     return Optimizer(url, cfg.optimizer_model, key, retries=cfg.optimizer_retries, paid=paid)
