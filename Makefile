@@ -10,7 +10,7 @@ ARGS   ?=
 export GOMP_SPINCOUNT ?= 1000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train static test test-slow test-ranks test-vllm resolve lint bench-world controls bench-learn bench-instructions bench-step bench-retrieval bench-kernels bench-rollout bench-trl gpu warm-start ask one-step mutants
+.PHONY: help setup train static chaos test test-slow test-ranks test-vllm resolve lint bench-world controls bench-learn bench-instructions bench-step bench-retrieval bench-kernels bench-rollout bench-trl gpu warm-start ask one-step mutants
 
 help:                 ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## *(.*)/\1\t\2/' | expand -t 21
@@ -61,6 +61,9 @@ test-vllm: .venv-vllm/done  ## a real vLLM on the CPU, in an environment of its 
 
 resolve: setup        ## check that requirements.txt, for GPUs, can be installed as a whole
 	$(PY) -m pip install -qq --dry-run --ignore-installed --disable-pip-version-check -r requirements.txt
+
+chaos: setup          ## 50 runs of the world, killed, stopped or starved, and resumed (hours; ARGS="--runs 5" is fewer)
+	OMP_NUM_THREADS=1 $(PY) bench/chaos.py $(ARGS)
 
 lint: setup           ## style and types: ruff, mypy
 	$(PY) -m ruff check .

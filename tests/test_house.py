@@ -177,7 +177,7 @@ def test_no_wing_imports_inspo():
 
 
 FACES = {  # what a room knows of the wings
-    "inspo": {"harness.start", "training.ranks", "training.worker"},  # in `main`
+    "inspo": {"harness.status", "harness.start", "training.ranks", "training.worker"},  # in `main`
     "rollout": {"engines"},
     "tools": {"harness.client"},
     "reflect": {"harness.client"},

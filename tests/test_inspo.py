@@ -43,10 +43,21 @@ SMALL += ["--instruction", str(FIXTURE / "instruction.txt"), "--seed", str(SEED)
 ENV = os.environ | {"OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}  # tests share their cores with the servers
 
 
-def start(*flags: object, env: dict | None = None) -> subprocess.Popen:
-    argv = [sys.executable, str(ROOT / "inspo.py"), *map(str, flags)]
+def hear_signals() -> None:
+    """Undoes what a shell does to jobs in the background: they ignore Ctrl-C, and with nohup a hang-up."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def popen(argv: list[str], env: dict) -> subprocess.Popen:
     pipe = subprocess.PIPE
-    return subprocess.Popen(argv, stdout=pipe, stderr=pipe, text=True, env=env or ENV, cwd=ROOT, start_new_session=True)
+    return subprocess.Popen(
+        argv, stdout=pipe, stderr=pipe, text=True, env=env, cwd=ROOT, start_new_session=True, preexec_fn=hear_signals
+    )
+
+
+def start(*flags: object, env: dict | None = None) -> subprocess.Popen:
+    return popen([sys.executable, str(ROOT / "inspo.py"), *map(str, flags)], env or ENV)
 
 
 def run_here(*flags: object) -> tuple[int | str, str, str]:
@@ -491,7 +502,7 @@ def test_export_writes_a_checkpoint_as_hugging_face_stores_models(whole, tmp_pat
     "flags, says",
     [
         (["--step", "4"], "has no checkpoint of step 4; it has: 9, 10"),
-        (["--best"], "has no checkpoint that was evaluated; it has: 9, 10"),
+        (["--best"], "has no checkpoint that was evaluated; it has: 9, 10; choose one with --step, or train with"),
         (["--to", "HERE"], "exists already; remove it, or choose another with --to"),
     ],
 )
@@ -543,7 +554,7 @@ def test_a_search_server_that_dies_during_an_evolution_ends_the_run_resumably(tm
         assert "does not answer" in first and "--resume" in last
         reflections = read_jsonl(tmp_path / "r" / "reflections.jsonl")
         assert [row["t"] for row in reflections if "call" in row] == [0, 3]  # the reply was paid for, and is kept
-        code, _, stderr = run_here(*flags, "--resume")
+        code, _, stderr = run_here(*flags, "--retriever", "", "--resume")
         assert code == 0, (code, stderr)
         whole_calls = [row["call"]["key"] for row in read_jsonl(tmp_path / "r" / "reflections.jsonl") if "call" in row]
         assert len(whole_calls) == len(set(whole_calls)) == len(Chat.seen)
@@ -605,7 +616,9 @@ def test_a_learning_rate_of_0_freezes_the_policy(tmp_path, lr, moved):
     assert any(row["grad_norm"] > 0 for row in metrics(tmp_path / "r")[1:])  # there was something to learn
 
 
-def test_a_canary_is_scored_under_its_own_instruction(tmp_path):
+def test_a_canary_is_scored_under_its_own_instruction_and_a_tracker_gets_every_number(tmp_path, monkeypatch):
+    tracked = []
+    monkeypatch.setattr("harness.log.tracker", lambda *_: lambda numbers, t: tracked.append((t, numbers)))
     (tmp_path / "canary").write_text(f"{FRAMES[0]} Do not search at all.")
     flags = [*SMALL, "--T", "2", "--mode", "static", "--eval_every", "1", "--canary", tmp_path / "canary"]
     code, _, stderr = run_here(*flags, "--out", tmp_path / "r")
@@ -614,6 +627,11 @@ def test_a_canary_is_scored_under_its_own_instruction(tmp_path):
     summary = json.loads((tmp_path / "r" / "summary.json").read_text())
     assert len(rows) == 2 and summary["held_out"]["trained policy, canary"]["searches"] == 0
     assert all(row["canary/searches"] == 0 < row["test/searches"] for row in rows)
+    assert [t for t, _ in tracked] == [0, 1, 2, 2]
+    assert all(type(x) in (int, float) for _, numbers in tracked for x in numbers.values())
+    assert tracked[0][1]["test/em"] == rows[0]["test/em"]
+    assert tracked[1][1]["w/0"] == metrics(tmp_path / "r")[1]["w"]["0"]
+    assert tracked[3][1]["final/trained policy, canary/em"] == summary["held_out"]["trained policy, canary"]["em"]
 
 
 def test_questions_set_aside_for_valid_are_never_trained_on(tmp_path):

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from test_grpo import batch_of
-from test_inspo import ENV, ROOT, SMALL, children_of, finish, metrics, wait_for_step
+from test_inspo import ENV, ROOT, SMALL, children_of, finish, metrics, popen, wait_for_step
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from config import WORLD, Config
@@ -37,8 +37,7 @@ LIMIT = 600  # seconds; enough on cores that are shared with others
 
 def torchrun(n: int, *argv: object) -> subprocess.Popen:
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={n}", *map(str, argv)]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=ENV, cwd=ROOT, start_new_session=True)
+    return popen(command, ENV)
 
 
 # ---- one update

@@ -1,0 +1,347 @@
+"""Runs of the world that are killed, stopped, starved and resumed (`make chaos`): a line each, a table, JSON last.
+
+A scenario disturbs a small run once, or again while it resumes. Then it is resumed in peace, and has to end with the
+metrics, the population, the instruction and the weights of a run that nobody disturbed, to the bit. Where the disturbed
+run ends by itself, it has to say how to resume, without a traceback. `--ranks 1 2` alternates between one process and
+torchrun with two; `--only` picks scenarios. The full disk is a tmpfs, which takes root. Exits with 1 if a run failed.
+"""
+
+import argparse
+import collections
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+HERE = Path(__file__).parent.parent
+sys.path.insert(0, str(HERE))
+
+from faults import Fault, one_line  # noqa: E402
+
+INSTRUCTION = HERE / "tests" / "fixture" / "instruction.txt"  # under it the first policy scores, so there are gradients
+FLAGS = f"--instruction {INSTRUCTION} --seed 6 --batch 2 --mini 2 --G 2 --K_p 1 --K_e 3 --D_B 4 --rounds 2 --eval_n 3"
+FLAGS += " --eval_every 2 --save_every 2"
+ENV = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}
+LIMIT = 900.0  # seconds of one run, on a machine that others use too
+
+
+class Run:
+    """One process of inspo.py, or torchrun with several, on a directory."""
+
+    def __init__(self, out: Path, ranks: int, flags: list[str]):
+        self.out = out
+        program = [sys.executable, "inspo.py"]
+        if ranks > 1:
+            program = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "inspo.py"]
+        resume = ["--resume"] if (out / "config.json").exists() else flags
+        self.output = tempfile.TemporaryFile("w+")  # not a pipe: servers that outlive a kill would keep it open
+        self.began = time.time()
+        self.process = subprocess.Popen(
+            [*program, "--out", str(out), *resume], stdout=self.output, stderr=subprocess.STDOUT, env=ENV, cwd=HERE,
+            start_new_session=True, preexec_fn=hear_signals,
+        )  # fmt: skip
+
+    def wait_for(self, condition: Callable[[], bool]) -> bool:
+        """Returns whether `condition` came true while the run was alive."""
+        while self.process.poll() is None and time.time() < self.began + LIMIT:
+            if condition():
+                return True
+            time.sleep(0.002)
+        return False
+
+    def end(self) -> tuple[int, str]:
+        """Waits for the run; returns its exit code and its output."""
+        try:
+            code = self.process.wait(LIMIT)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise Fault(f"{self.out}: a run hung") from None
+        self.output.seek(0)
+        return code, self.output.read()
+
+    def kill(self) -> None:
+        """Kills all of the run's processes; its servers end by themselves."""
+        for pid in [*descendants(self.process.pid), self.process.pid]:  # torchrun's ranks have sessions of their own
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+    def rank(self, dice: random.Random) -> int:
+        """Returns the process id of a rank."""
+        found = [pid for pid in descendants(self.process.pid) if "inspo.py" in words(pid) and "-m" not in words(pid)]
+        return dice.choice(found or [self.process.pid])
+
+    def server(self, name: str) -> int:
+        """Returns the process id of a server of the run; 0 if there is none."""
+        found = [pid for pid in descendants(self.process.pid) if any(name in word for word in words(pid))]
+        return found[0] if found else 0
+
+
+def hear_signals() -> None:
+    """Undoes what a shell does to jobs in the background: they ignore Ctrl-C, and with nohup a hang-up."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def descendants(pid: int) -> list[int]:
+    found = []
+    with contextlib.suppress(OSError):
+        for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
+            found += [child, *descendants(child)]
+    return found
+
+
+def words(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return []
+
+
+# ---- what can happen: each takes (run, dice, seconds of an undisturbed run)
+
+
+def at_random(run: Run, dice: random.Random, seconds: float) -> None:
+    moment = time.time() + dice.uniform(0, seconds)
+    run.wait_for(lambda: time.time() > moment)
+
+
+def kill(run: Run, dice: random.Random, seconds: float) -> None:
+    at_random(run, dice, seconds)
+    run.kill()
+
+
+def kill_a_rank(run: Run, dice: random.Random, seconds: float) -> None:
+    at_random(run, dice, seconds)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(run.rank(dice), signal.SIGKILL)
+
+
+def kill_in_checkpoint(run: Run, dice: random.Random, seconds: float) -> None:
+    skip = dice.randrange(3)  # which of the checkpoints
+    for _ in range(skip + 1):
+        run.wait_for(lambda: not list(run.out.glob("checkpoints/.*.tmp")))
+        run.wait_for(lambda: bool(list(run.out.glob("checkpoints/.*.tmp"))))
+    time.sleep(dice.uniform(0, 0.03))
+    run.kill()
+
+
+def kill_in_evolution(run: Run, dice: random.Random, seconds: float) -> None:
+    log, calls = run.out / "reflections.jsonl", dice.randint(2, 3)
+    run.wait_for(lambda: log.exists() and log.read_text().count('"call"') >= calls)
+    time.sleep(dice.uniform(0, 0.5))
+    run.kill()
+
+
+def kill_in_evaluation(run: Run, dice: random.Random, seconds: float) -> None:
+    in_evaluation(run, dice)
+    run.kill()
+
+
+def in_evaluation(run: Run, dice: random.Random) -> None:
+    t = dice.choice([2, 4, 6])
+    run.wait_for((run.out / "trajectories" / f"step-{t:06d}.jsonl.gz").exists)
+    time.sleep(dice.uniform(0.02, 0.3))
+
+
+def stop(number: signal.Signals) -> Callable[[Run, random.Random, float], None]:
+    """Returns a scenario that signals the run at a random moment, in an evolution or in an evaluation."""
+
+    def signals(run: Run, dice: random.Random, seconds: float) -> None:
+        where = dice.choice(["at random", "at random", "evolution", "evaluation"])
+        if where == "evolution":
+            run.wait_for(lambda: (run.out / "reflections.jsonl").exists())
+            time.sleep(dice.uniform(0, seconds / 3))
+        elif where == "evaluation":
+            in_evaluation(run, dice)
+        else:
+            at_random(run, dice, seconds)
+        run.process.send_signal(number)
+
+    return signals
+
+
+def fill_the_disk(run: Run, dice: random.Random, seconds: float) -> None:
+    run.wait_for((run.out / "config.json").exists)
+    at_random(run, dice, seconds * 0.7)
+    left = dice.choice([0, 0, 1 << 14, 1 << 20])  # nothing fits, or a line, or half a checkpoint
+    with contextlib.suppress(OSError), open(run.out.parent / "filler", "wb", buffering=0) as f:
+        while True:
+            f.write(bytes(1 << 12))
+    if left:
+        with contextlib.suppress(OSError):
+            os.truncate(run.out.parent / "filler", max(0, (run.out.parent / "filler").stat().st_size - left))
+
+
+def server(name: str, number: signal.Signals) -> Callable[[Run, random.Random, float], None]:
+    """Returns a scenario that kills a server of the run, or lets it hang for some seconds."""
+
+    def signals(run: Run, dice: random.Random, seconds: float) -> None:
+        run.wait_for((run.out / "metrics.jsonl").exists)
+        at_random(run, dice, seconds / 2)
+        if pid := run.server(name):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+                if number == signal.SIGSTOP:
+                    time.sleep(dice.uniform(1, 5))
+                    os.kill(pid, signal.SIGCONT)
+
+    return signals
+
+
+SCENARIOS: dict[str, Callable[[Run, random.Random, float], None]] = {
+    "SIGKILL of all": kill,
+    "SIGKILL of one rank": kill_a_rank,
+    "SIGKILL in a checkpoint": kill_in_checkpoint,
+    "SIGKILL in an evolution": kill_in_evolution,
+    "SIGKILL in an evaluation": kill_in_evaluation,
+    "SIGINT": stop(signal.SIGINT),
+    "SIGTERM": stop(signal.SIGTERM),
+    "SIGHUP": stop(signal.SIGHUP),
+    "disk full": fill_the_disk,
+    "search server killed": server("retrieval_server", signal.SIGKILL),
+    "search server slow": server("retrieval_server", signal.SIGSTOP),
+    "optimizer killed": server("world.optimizer", signal.SIGKILL),
+    "optimizer slow": server("world.optimizer", signal.SIGSTOP),
+}
+
+
+# ---- one run
+
+
+def result(out: Path) -> dict[str, object]:
+    """Returns what has to be equal to the bit: all but times, and requests that failed."""
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    calls = [json.loads(line) for line in (out / "reflections.jsonl").read_text().splitlines()]
+    keys = [row["call"]["key"] for row in calls if "call" in row]
+    return {
+        "metrics": [{k: v for k, v in r.items() if not k.startswith(("time/", "search/"))} for r in rows],
+        "population": (out / "population.jsonl").read_text(),
+        "I_star": (out / "I_star.txt").read_text(),
+        "weights": (out / "policy" / "model.safetensors").read_bytes(),
+        "calls": sorted(keys),
+    }
+
+
+def complaint(code: int, output: str, out: Path, killed: bool) -> str:
+    """Returns what is wrong with the end of a disturbed run; "" if it is as it should be."""
+    ours = output.split("torch/distributed/elastic")[0].split("torch.distributed.elastic")[0]
+    if "Traceback" in ours and not killed:
+        return "a traceback"
+    if code and not killed and not ("--resume" in output or "stopped by" in output):
+        return "it does not say how to resume"
+    return "files are left half written" if not killed and list(out.rglob("*.tmp")) else ""
+
+
+@contextlib.contextmanager
+def place(name: str, tmp: str) -> Iterator[Path]:
+    """Yields a directory for a run; for a full disk, a tmpfs of 64 MB."""
+    folder = Path(tempfile.mkdtemp(dir=tmp))
+    if name != "disk full":
+        yield folder
+        return
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", folder], capture_output=True, text=True)
+    if made.returncode:
+        raise Fault(f"no tmpfs can be mounted here ({made.stderr.strip()}): leave the full disk out with --only")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+def disturbed(
+    name: str, ranks: int, dice: random.Random, whole: dict, seconds: float, flags: list[str], tmp: str
+) -> dict:  # fmt: skip
+    """Returns the row of one scenario: what happened, and whether the result is the undisturbed run's."""
+    row: dict = {"scenario": name, "ranks": ranks, "ends": [], "resumed": [], "fault": ""}
+    killed = name.startswith("SIGKILL")
+    with place(name, tmp) as folder:
+        out = folder / "run"
+        for _ in range(dice.choice([1, 1, 2])):
+            run = Run(out, ranks, flags)
+            SCENARIOS[name](run, dice, seconds)
+            code, output = run.end()
+            (folder / "filler").unlink(missing_ok=True)
+            row["ends"].append("ended" if not code else "killed" if killed else "stopped resumably")
+            row["fault"] = row["fault"] or complaint(code, output, out, killed)
+            row["said"] = [line for line in output.splitlines() if line.strip()][-2:]
+            if not code or row["fault"]:
+                break
+        if code and not row["fault"]:
+            code, output = Run(out, ranks, flags).end()
+            row["resumed"] = re.findall(r"resumed \w+ step \d+", output)
+            if code:
+                row["fault"], row["said"] = "it cannot be resumed", output.splitlines()[-8:]
+        if not row["fault"]:
+            found = result(out)
+            row["fault"] = ", ".join(f"other {key}" for key in whole if whole[key] != found[key])
+            if len(set(found["calls"])) != len(found["calls"]):
+                row["fault"] += " a call was paid for twice"
+    return row
+
+
+def table(rows: list[dict]) -> str:
+    lines = ["| scenario | processes | runs | ended | resumed | as undisturbed |", "|---|---|---|---|---|---|"]
+    groups = collections.defaultdict(list)
+    for row in rows:
+        groups[row["scenario"], row["ranks"]].append(row)
+    for (name, ranks), some in groups.items():
+        whole = sum(not row["resumed"] and not row["fault"] for row in some)
+        good = sum(not row["fault"] for row in some)
+        lines.append(f"| {name} | {ranks} | {len(some)} | {whole} | {len(some) - whole} | {good} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=50)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="processes of a run, in turns")
+    parser.add_argument("--steps", type=int, default=8, help="T")
+    parser.add_argument("--seed", type=int, default=0, help="of the disturbances")
+    parser.add_argument("--only", nargs="+", choices=SCENARIOS, help="which scenarios; default: all")
+    parser.add_argument("--log", type=Path, help="file to which a row is appended after each run")
+    args = parser.parse_args()
+    flags = [*FLAGS.split(), "--T", str(args.steps), "--T_e", str(args.steps - 1)]
+    dice, rows = random.Random(args.seed), []
+    names = args.only or list(SCENARIOS)
+    order = [(names[k % len(names)], args.ranks[k // len(names) % len(args.ranks)]) for k in range(args.runs)]
+    if args.runs < len(names) * len(args.ranks):
+        order = [(dice.choice(names), dice.choice(args.ranks)) for _ in range(args.runs)]
+    with tempfile.TemporaryDirectory() as tmp:
+        whole: dict[int, dict] = {}
+        seconds: dict[int, float] = {}
+        for k, (name, ranks) in enumerate(order):
+            if ranks not in whole:
+                run = Run(Path(tmp, f"whole-{ranks}"), ranks, flags)
+                code, output = run.end()
+                if code:
+                    raise Fault(f"the undisturbed run failed: {output[-2000:]}")
+                whole[ranks], seconds[ranks] = result(run.out), time.time() - run.began
+                print(f"undisturbed, {ranks} processes: {seconds[ranks]:.0f} s", flush=True)
+            scenario = random.Random(f"{args.seed} {k}")
+            row = disturbed(name, ranks, scenario, whole[ranks], seconds[ranks], flags, tmp)
+            rows.append(row)
+            ends = ", ".join([*row["ends"], *row["resumed"]])
+            said = f" {row['said']}" if row["fault"] else ""
+            print(f"{k + 1:3d}  {name}, {ranks}: {ends}: {row['fault'] or 'as undisturbed'}{said}", flush=True)
+            if args.log:
+                with open(args.log, "a") as f:
+                    f.write(json.dumps(row) + "\n")
+    bad = [row for row in rows if row["fault"]]
+    print(f"\n{table(rows)}\n")
+    print(json.dumps({"runs": len(rows), "failed": len(bad), "seed": args.seed, "steps": args.steps}))
+    if bad:
+        raise Fault(f"{len(bad)} of {len(rows)} runs failed")
+
+
+if __name__ == "__main__":
+    with one_line():
+        main()

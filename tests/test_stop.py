@@ -1,0 +1,173 @@
+"""A signal ends a run in one line, resumably, whatever it is doing; nothing is saved half done."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from test_inspo import ROOT, SMALL, finish, hear_signals, metrics, read_jsonl, run_here, start
+
+import stop
+from harness.directory import RunDirectory
+
+
+def mapped(process, library: str) -> bool:
+    return library in Path(f"/proc/{process.pid}/maps").read_text()
+
+
+def has_child(process) -> bool:
+    return bool(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
+
+
+MOMENTS = {  # when it is signalled -> how the moment is known
+    "importing numpy": lambda process: mapped(process, "numpy"),
+    "importing torch": lambda process: mapped(process, "libtorch_cpu"),
+    "starting a server": has_child,
+}
+
+
+@pytest.mark.parametrize("moment", ["importing numpy", *(pytest.param(m, marks=pytest.mark.slow) for m in MOMENTS)])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_a_signal_at_the_start_is_one_line_and_leaves_nothing(tmp_path, moment, number):
+    process = start("--out", tmp_path / "r", *SMALL)
+    while not MOMENTS[moment](process):
+        time.sleep(0.002)
+    time.sleep(0.1)
+    process.send_signal(number)
+    code, stdout, stderr = finish(process)
+    assert (code, stdout, stderr) == (1, "", f"stopped by {number.name}\n") and not (tmp_path / "r").exists()
+
+
+def test_a_signal_that_the_shell_ignores_stays_ignored():
+    code = "import signal, stop; stop.listen(); print([signal.getsignal(n).__class__.__name__ for n in stop.SIGNALS])"
+    command = ["nohup", sys.executable, "-c", code]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, stdin=subprocess.DEVNULL, preexec_fn=hear_signals
+    )
+    assert done.stdout == "['function', 'function', 'Handlers']\n"  # SIGHUP is nohup's
+
+
+@pytest.fixture
+def listening():
+    with stop.listening():
+        yield
+
+
+def test_a_request_waits_where_it_is_held_and_is_granted_where_it_may(listening, capfd):
+    reached = []
+    with stop.hold():
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # under torchrun a signal comes twice
+            os.kill(os.getpid(), number)
+        reached.append("update")
+        with pytest.raises(stop.Stopped, match="stopped by SIGTERM"), stop.may_stop():
+            reached.append("rollout")
+    assert reached == ["update"] and capfd.readouterr().err.count("SIGTERM: the run stops and saves") == 1
+
+
+def test_where_it_may_a_request_ends_a_wait_at_once(listening):
+    began = time.time()
+    with stop.hold(), pytest.raises(stop.Stopped, match="stopped by SIGHUP"), stop.may_stop():
+        pid = os.getpid()
+        subprocess.Popen(["sh", "-c", f"sleep 0.1; kill -HUP {pid}"])
+        time.sleep(20)
+    assert time.time() - began < 10
+
+
+# ---- in every phase of a step, by the parts of a run themselves
+
+
+class Phase:
+    """Sends this process a signal in the n-th call of a method of Policy or of the optimizer."""
+
+    def __init__(self, monkeypatch, owner, name: str, n: int, when=lambda *a, **k: True, number=signal.SIGTERM):
+        inner, self.calls = getattr(owner, name), 0
+
+        def method(*args, **kwargs):
+            if when(*args, **kwargs):
+                self.calls += 1
+                if self.calls == n:
+                    os.kill(os.getpid(), number)
+            return inner(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, method)
+
+
+SHORT = [*SMALL, "--T", "4", "--T_e", "4", "--save_every", "4", "--eval_every", "2"]
+
+
+def purposes(*wanted: str):
+    return lambda policy, t, purpose, *a, **k: (t, purpose) in [(int(w[0]), w[2:]) for w in wanted]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs") / "whole"
+    code, _, stderr = run_here("--out", out, *SHORT)
+    assert code == 0, (code, stderr)
+    return out
+
+
+CASES = {  # where the signal comes -> the checkpoint that the run leaves
+    "rollout": "step-000002",
+    "update": "step-000003-unfinished",  # the update is finished; the evolution of step 3 waits
+    "verify": "step-000003-unfinished",
+    "evaluate": "step-000002-unfinished",
+    "optimizer": "step-000003-unfinished",
+    "save": "step-000004",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("phase", CASES)
+def test_a_signal_in_any_phase_is_resumed_to_the_bit(whole, tmp_path, phase, number):
+    import reflect
+    import training.policy
+
+    out, policy = tmp_path / "r", training.policy.Policy
+    with pytest.MonkeyPatch.context() as patch:
+        if phase == "rollout":
+            Phase(patch, policy, "rollout", 1, purposes("3 rollout"), number)
+        elif phase == "verify":
+            Phase(patch, policy, "rollout", 1, purposes("3 verify 0", "3 verify 1"), number)
+        elif phase == "evaluate":
+            Phase(patch, policy, "rollout", 1, purposes("2 evaluate"), number)
+        elif phase == "update":
+            Phase(patch, policy, "update", 3, number=number)
+        elif phase == "optimizer":
+            Phase(patch, reflect.Optimizer, "ask", 2, number=number)
+        else:
+            Phase(patch, policy, "save", 1, lambda policy, path: "000004" in path.name, number)
+        said, _, stderr = run_here("--out", out, *SHORT)
+    lines = str(said).strip().splitlines()
+    assert lines[0] == f"stopped by {number.name}" and len(lines) == 2 and "--resume" in lines[1], (said, stderr)
+    assert [path.name for path in RunDirectory(out).checkpoints()][-1] == CASES[phase]
+    code, _, stderr = run_here("--out", out, "--resume")
+    assert code == 0, (code, stderr)
+    assert metrics(out) == metrics(whole)
+    for name in ("population.jsonl", "I_star.txt", "policy/model.safetensors"):
+        assert (out / name).read_bytes() == (whole / name).read_bytes(), name
+    rows = [[r for r in read_jsonl(path / "reflections.jsonl") if "call" not in r] for path in (out, whole)]
+    assert rows[0] == rows[1]
+
+
+HURRIED = """
+import contextlib, io, os, sys
+import inspo
+for flags in (["--help"], ["--tracker", "wandb"], ["--out", "/nowhere", "--resume"], ["--out", sys.argv[1]]):
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
+        inspo.main(flags)
+print("torch" in sys.modules, os.environ["GOMP_SPINCOUNT"])
+"""
+
+
+def test_bad_flags_do_not_wait_for_torch_and_threads_spin_briefly(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    env = {k: v for k, v in os.environ.items() if k != "GOMP_SPINCOUNT"}
+    command = [sys.executable, "-c", HURRIED, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env)
+    assert done.stdout == "False 1000\n"  # libgomp reads it when torch is imported
+    assert done.stderr.count("inspo.py: ") == 3 and "holds a run already" in done.stderr
