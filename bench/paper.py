@@ -174,7 +174,7 @@ def page(rows: Rows, pictures: list[str], published: Row) -> str:
     out = [
         "# The paper's results in the small world",
         "",
-        f"Written by `make paper` from rows.jsonl: {len(every)} rows, {minutes:,.0f} minutes of one thread in all, commit "
+        f"Written by `make paper` from rows.jsonl: {len(every)} rows, {minutes:,.0f} minutes of one thread, commit "
         f"{commits}, on {machines}. The world is [built so that it takes both](../world/README.md): these figures show "
         "the mechanism and are no evidence for the claims on real models. Seconds are of runs that shared the machine.",
         "",
@@ -193,8 +193,8 @@ def page(rows: Rows, pictures: list[str], published: Row) -> str:
     if any(rows.get(arm) for arm in ARMS):
         out += ["", "## Every arm", "", *arms_table(rows), ""]
         out.append(
-            "(Differences and p by Welch's t test over seeds; *visible*: the true difference that it finds at 5 % in 80 % "
-            "of the cases; verification as a share of the training rollouts.)"
+            "(Differences and p by Welch's t test over seeds; *visible*: the true difference that it finds at 5 % in "
+            "80 % of the cases; verification as a share of the training rollouts.)"
         )
         if rows.get("inspo"):
             out += ["", "## At equal cost", "", "| equal | budget | EM |", "|---|---|---|"]
