@@ -10,7 +10,7 @@ ARGS   ?=
 export GOMP_SPINCOUNT ?= 1000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train static chaos test test-slow test-ranks test-vllm resolve lint bench-world controls bench-learn bench-instructions bench-step bench-retrieval bench-kernels bench-rollout bench-trl gpu warm-start ask one-step mutants
+.PHONY: help setup train static chaos test test-slow test-ranks test-vllm resolve lint bench-world controls paper evaluate bench-selection bench-instructions bench-step bench-retrieval bench-kernels bench-rollout bench-trl gpu warm-start ask one-step mutants
 
 help:                 ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## *(.*)/\1\t\2/' | expand -t 21
@@ -73,13 +73,19 @@ mutants: setup        ## mutation tests of the algorithm: is every small fault i
 	$(PY) bench/mutants.py $(ARGS)
 
 controls: setup       ## whose gain is it? inspo beside a static instruction and beside a frozen policy
-	$(PY) bench/learn.py --arms inspo static frozen --seeds 0 --out runs/controls $(ARGS)
+	$(PY) bench/paper.py --arms inspo static frozen --seeds 0 --runs runs/controls --results runs/controls $(ARGS)
 
-bench-learn: setup    ## inspo and six controls, 5 seeds: the README's figure (hours)
-	$(PY) bench/learn.py --picture assets/learning.png $(ARGS)
+paper: setup          ## the paper's tables, figures and claims in the world, 5 seeds: results/ (hours; resumable)
+	$(PY) bench/paper.py --jobs 2 $(ARGS)
+
+evaluate: setup       ## measure the newest run, or ARGS="WHAT --data ... --method ..."
+	$(PY) evaluate.py $(or $(ARGS),$(shell ls -td runs/*/policy | head -1 | xargs dirname))
 
 bench-instructions: setup  ## every combination of clauses under the first policy and under a trained one
-	$(PY) bench/instructions.py $(or $(POLICY),runs/bench-learn/inspo-seed1/policy) $(ARGS)
+	$(PY) bench/instructions.py $(or $(POLICY),runs/paper/inspo-seed1/policy) $(ARGS)
+
+bench-selection: setup ## how often the paper's rule of selection errs, by batch size and |D_B|
+	$(PY) bench/selection.py $(ARGS)
 
 bench-world: setup    ## the first policy by instruction; how often verification errs
 	$(PY) bench/world.py

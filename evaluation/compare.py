@@ -101,8 +101,8 @@ def compare(directories: Sequence[str]) -> str:
             + ", ".join(f"{arm.name} {_p(p)}" for arm, p in zip(others, adjusted, strict=True))
         )
     out.append(
-        "Intervals over questions hold for these policies, those over seeds for other training runs. A test at 5 % finds "
-        "a true difference that is called visible in 80 % of the cases; a smaller one cannot be told here."
+        "Intervals over questions hold for these policies, those over seeds for other training runs. A test at 5 % "
+        "finds a true difference called visible in 80 % of the cases; a smaller one cannot be told here."
     )
     return "\n".join(out)
 

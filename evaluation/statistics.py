@@ -132,10 +132,14 @@ def visible(se: float, df: float) -> float:
         return float(stats.norm.ppf((1 + LEVEL) / 2) + stats.norm.ppf(POWER)) * se
     t = float(stats.t.ppf((1 + LEVEL) / 2, df))
 
-    def miss(shift: float) -> float:
-        return float(stats.nct.sf(t, df, shift) + stats.nct.cdf(-t, df, shift)) - POWER
+    def power(shift: float) -> float:
+        other_side = float(np.nan_to_num(stats.nct.cdf(-t, df, shift)))  # scipy's is NaN where it is nearly 0
+        return float(stats.nct.sf(t, df, shift)) + other_side
 
-    return float(optimize.brentq(miss, 0.0, t + 20.0)) * se
+    high = 1.0
+    while power(high) < POWER:
+        high *= 2
+    return float(optimize.brentq(lambda shift: power(shift) - POWER, high / 2, high)) * se
 
 
 def _se(x: npt.NDArray[np.float64]) -> float:

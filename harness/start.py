@@ -167,7 +167,7 @@ def connect_search(cfg: Config, serve: Servers) -> Search:
     try:
         Search(cfg.retriever, cfg.topk, retries=0).submit("is anyone there").result()
     except ToolDown as e:
-        raise Fault(f"--retriever {e}; start the server, or leave it out and give --corpus") from None
+        raise Fault(f"--retriever {e}; start the server, or serve --corpus with --retriever ''") from None
     return Search(cfg.retriever, cfg.topk, retries=cfg.search_retries)
 
 

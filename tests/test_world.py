@@ -14,9 +14,6 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from bench import learn
-from config import PRESETS
-from config import parse as parse_flags
 from data import em, last_answer
 from harness.servers import Child
 from reflect import Optimizer, check, normalized, paraphrase_prompt, reflection_prompt
@@ -586,13 +583,3 @@ def test_the_optimizer_starts_from_any_working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with Child(["-m", "world.optimizer"], tmp_path / "log") as child:
         assert child.url
-
-
-def test_every_arm_of_the_benchmark_has_flags_that_can_run_and_builds_on_arms_that_stand_alone(tmp_path):
-    (tmp_path / "I_star.txt").write_text(START)
-    for arm in learn.ARMS:
-        assert not any(learn.needs(other) for other in learn.needs(arm))
-        cfg = parse_flags(learn.flags_of(arm, dict.fromkeys(learn.needs(arm), str(tmp_path))))
-        assert (cfg.lr == 0) == (arm in ("frozen", "train-evolve")) and cfg.T == PRESETS["world"]["T"]
-        assert (cfg.mode == "static") == (arm in ("static", "evolve-train"))
-        assert cfg.T_e == (0 if cfg.mode == "static" else PRESETS["world"]["T_e"] // (2 if arm == "half" else 1))

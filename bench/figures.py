@@ -1,0 +1,102 @@
+"""The figures of results/: the paper's Fig. 2, 3, 5 and 6 with the world's runs, drawn from the committed rows."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+import numpy as np  # noqa: E402
+from scipy.stats import t as student  # noqa: E402
+
+from bench.arms import ARMS  # noqa: E402
+
+Row = dict[str, Any]
+Rows = Mapping[str, Sequence[Row]]
+COLORS = {"inspo": "C0", "static": "C3", "frozen": "C2"}
+PANELS = {
+    "reward": "(a) reward of a step's rollouts", "searches": "(b) searches a question",
+    "prompt_tokens": "(c) prompt, tokens", "response_tokens": "(d) sampled tokens a question",
+}  # fmt: skip
+
+
+def draw(rows: Rows, folder: Path) -> list[str]:
+    """Writes the figures for which there are rows; returns their names."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made = []
+    pair = [arm for arm in COLORS if rows.get(arm)]
+    if {"inspo", "static"} <= {*pair}:
+        fig, axes = plt.subplots(1, 4, figsize=(14, 3.2))
+        for ax, (name, title) in zip(axes, PANELS.items(), strict=True):
+            for arm in ("inspo", "static"):
+                band(ax, [smooth(row["curves"][name]) for row in rows[arm]], COLORS[arm], arm)
+            ax.set(title=title, xlabel="step t")
+        made.append(save(fig, axes[0], folder / "fig2.png"))
+    order = ("static", "before", "after", "paraphrase", "history", "constant", "unverified", "inspo")
+    ablations = [arm for arm in order if rows.get(arm)]
+    if len(ablations) > 2:
+        fig, ax = plt.subplots(figsize=(7.5, 3.4))
+        means, halves = zip(*(mean_and_half([row["em"] for row in rows[arm]]) for arm in ablations), strict=True)
+        ax.barh([ARMS[arm].what for arm in ablations], means, xerr=halves, capsize=3, color="C0", alpha=0.7)
+        ax.set(xlabel="held-out exact match after training, 95 % over seeds", xlim=(0, 1.02))
+        made.append(save(fig, None, folder / "fig3.png"))
+    if pair:
+        fig, axes = plt.subplots(1, 2, figsize=(9, 3.4))
+        for ax, column, title in (
+            (axes[0], 1, "held-out EM, greedy"),
+            (axes[1], 2, "under one good fixed instruction"),
+        ):
+            for arm in pair:
+                points = [[e for e in row["evals"] if e[column] is not None] for row in rows[arm]]
+                if points[0]:
+                    steps = [e[0] for e in points[0]]
+                    band(ax, [[e[column] for e in seed] for seed in points], COLORS[arm], arm, steps)
+            ax.set(title=title, xlabel="step t", ylim=(0, 1.02))
+        made.append(save(fig, axes[0], folder / "fig5.png"))
+    sweeps = {"(a) N_parent": {"inspo": "1", "parents-2": "2", "parents-3": "3", "static": "Search-R1"},
+              "(b) tau_s": {"tau-0.05": "0.05", "inspo": "0.2", "tau-1.0": "1.0", "static": "Search-R1"}}  # fmt: skip
+    if all(sum(bool(rows.get(arm)) for arm in arms) > 1 for arms in sweeps.values()):
+        fig, axes = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True)
+        for ax, (title, arms) in zip(axes, sweeps.items(), strict=True):
+            for k, arm in enumerate(arm for arm in arms if rows.get(arm)):
+                color = COLORS["static"] if arm == "static" else f"C{(0, 1, 4)[k % 3]}"
+                band(ax, [smooth(row["curves"]["reward"]) for row in rows[arm]], color, arms[arm])
+            ax.set(title=title, xlabel="step t", ylabel="reward")
+            ax.legend(frameon=False, fontsize=8)
+        made.append(save(fig, None, folder / "fig6.png"))
+    return made
+
+
+def smooth(y: Sequence[float], n: int = 5) -> list[float]:
+    """Returns the mean of the last `n` values at each step."""
+    return [float(np.mean(y[max(0, k - n + 1) : k + 1])) for k in range(len(y))]
+
+
+def mean_and_half(x: Sequence[float]) -> tuple[float, float]:
+    """Returns the mean over seeds and half its 95 % interval; 0 for one seed."""
+    n = len(x)
+    half = float(student.ppf(0.975, n - 1) * np.std(x, ddof=1) / np.sqrt(n)) if n > 1 else 0.0
+    return float(np.mean(x)), half
+
+
+def band(ax: Any, curves: Sequence[Sequence[float]], color: str, label: str, steps: Sequence[int] = ()) -> None:
+    """Draws the mean of some seeds' curves with its 95 % interval."""
+    n = min(map(len, curves))
+    x = np.array(steps[:n] if len(steps) else range(1, n + 1))
+    pairs = [mean_and_half([curve[k] for curve in curves]) for k in range(n)]
+    mean, half = (np.array(values) for values in zip(*pairs, strict=True))
+    ax.plot(x, mean, color=color, lw=1.8, label=label)
+    ax.fill_between(x, mean - half, mean + half, color=color, alpha=0.2, lw=0)
+
+
+def save(fig: Any, legend: Any, path: Path) -> str:
+    for ax in fig.axes:
+        ax.spines[["top", "right"]].set_visible(False)
+    if legend is not None:
+        legend.legend(frameon=False, fontsize=8)
+    fig.tight_layout()
+    fig.savefig(path, dpi=130)
+    plt.close(fig)
+    return path.name

@@ -1,0 +1,244 @@
+"""The paper's tables and figures in the world: runs what is missing, writes results/ from the committed rows.
+
+    make paper                                       # everything, seeds 0 to 4
+    make controls                                    # one seed of inspo, static and frozen
+    python bench/paper.py --arms static --seeds 101 102 --extra "--lr 5e-4" --results runs/tuning   # tuning: 100 and up
+
+A finished run leaves a row in results/rows.jsonl and is not run again: stop the campaign whenever you like and repeat
+the command. The same commit and seed give the same row on the same machine. Seeds 0 to 4 are reported, never tuned on.
+"""
+
+import argparse
+import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).parent.parent
+sys.path.insert(0, str(HERE))
+
+import numpy as np  # noqa: E402
+
+from bench.arms import ARMS, Campaign, Row, commit, machine, needs  # noqa: E402
+from bench.claims import CLAIMS, Rows, verdict  # noqa: E402
+from config import PRESETS  # noqa: E402
+from data import load_questions  # noqa: E402
+from evaluation.statistics import between_seeds, holm, interval, over_seeds  # noqa: E402
+from faults import one_line  # noqa: E402
+from harness.directory import read_jsonl  # noqa: E402
+
+UNTRAINED = ("direct", "ircot", "rag", "search_o1")  # rows of Table 1 that need no run
+TABLE_1 = {  # method -> where its row comes from
+    "direct": "direct", "sft": "sft", "grpo": "grpo", "ircot": "ircot", "rag": "rag", "sft_reject": "sft_reject",
+    "search_o1": "search_o1", "search_r1": "static", "inspo": "inspo",
+}  # fmt: skip
+
+
+def untrained(campaign: Campaign, method: str) -> Row:
+    """Returns the row of a method that does not train, played greedily by the world's first policy."""
+    if found := campaign.done().get((method, 0)):
+        return found
+    from evaluate import main as evaluate
+
+    out = campaign.runs / f"evaluation-{method}"
+    evaluate(["world", "--method", method, "--data", "world", "--out", str(out)])
+    part = json.loads((out / "summary.json").read_text())["benchmarks"]["world"]
+    row = {"arm": method, "seed": 0, "commit": commit(), "machine": machine(), "em": part["em"]["mean"]}
+    row |= {"questions": part["questions"], "searches": part["searches"], "gold_recall": part["gold_recall"]}
+    return keep(campaign, row)
+
+
+def transfer(campaign: Campaign, seeds: list[int]) -> Row:
+    """Returns EM of every inspo run's I_star under every inspo run's policy, every static run's and the first policy.
+
+    `em[policy][k]`: the policy's EM under the k-th seed's I_star, on the held-out questions, greedy.
+    """
+    if found := campaign.done().get(("transfer", 0)):
+        return found
+    from bench.player import player
+
+    test = load_questions(PRESETS["world"]["test"])
+    texts = [campaign.row("inspo", seed)["I_star"] for seed in seeds]
+    policies = {
+        f"{arm}-seed{seed}": campaign.run(arm, seed) / "policy" for arm in ("inspo", "static") for seed in seeds
+    }
+    em = {}
+    for name, path in {"first": "", **policies}.items():
+        with player(str(path)) as play:
+            em[name] = [round(float(play([text] * len(test), test, 0.0).mean()), 4) for text in texts]
+    row = {"arm": "transfer", "seed": 0, "seeds": seeds, "commit": commit(), "machine": machine(), "em": em}
+    return keep(campaign, row)
+
+
+def keep(campaign: Campaign, row: Row) -> Row:
+    campaign.rows.parent.mkdir(parents=True, exist_ok=True)
+    with open(campaign.rows, "a") as file:
+        file.write(json.dumps(row) + "\n")
+    return row
+
+
+def read(path: Path) -> Rows:
+    """Returns the rows by arm, in the order of their seeds."""
+    rows: dict[str, list[Row]] = {}
+    for row in sorted(read_jsonl(path), key=lambda row: row["seed"]):
+        rows.setdefault(row["arm"], []).append(row)
+    return rows
+
+
+def table_1(rows: Rows, published: Row) -> list[str]:
+    """Returns Table 1: the world's figures beside the paper's averages."""
+    lines = ["| | EM in the world, by seed | mean, 95 % | searches | the paper's average, 3B | 7B | real models here |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for method, arm in TABLE_1.items():
+        mine = rows.get(arm, [])
+        em = [row["em"] for row in mine]
+        n = mine[0]["questions"] if mine else 0
+        mean = over_seeds(em) if len(em) > 1 else interval(np.repeat([1.0, 0.0], split(em[0], n))) if em else None
+        level = f"{mean.mean:.3f} [{mean.low:.3f}, {mean.high:.3f}]" if mean else "not run yet"
+        level += "" if len(em) != 1 else f", over {n} questions"
+        searches = f"{np.mean([row['searches'] for row in mine]):.2f}" if mine else ""
+        paper = [f"{published['paper'][size][method][-1]:.3f}" for size in ("qwen2.5-3b", "qwen2.5-7b")]
+        cells = [method, ", ".join(f"{x:.2f}" for x in em), level, searches, *paper, "not run here"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def split(em: float, n: int) -> list[int]:
+    return [round(em * n), n - round(em * n)]
+
+
+def arms_table(rows: Rows) -> list[str]:
+    """Returns every trained arm against inspo: Welch's test over seeds, Holm's p over all of them."""
+    lines = ["| | EM, by seed | mean, 95 % | difference from inspo, 95 % | Holm's p | visible | searches | verification"
+             " | minutes |", "|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    arms = [arm for arm in ARMS if rows.get(arm)]
+    differences = {
+        arm: between_seeds([row["em"] for row in rows[arm]], [row["em"] for row in rows["inspo"]])
+        for arm in arms
+        if arm != "inspo" and rows.get("inspo")
+    }
+    told = [arm for arm, d in differences.items() if np.isfinite(d.p)]
+    adjusted = dict(zip(told, holm([differences[arm].p for arm in told]), strict=True))
+    for arm in arms:
+        mine = rows[arm]
+        em = over_seeds([row["em"] for row in mine])
+        level = f"{em.mean:.3f} [{em.low:.3f}, {em.high:.3f}]" if np.isfinite(em.low) else f"{em.mean:.3f}"
+        cells = ["", "", ""]
+        if arm in adjusted:
+            d = differences[arm]
+            cells = [f"{d.interval.mean:+.3f} [{d.interval.low:+.3f}, {d.interval.high:+.3f}]"]
+            cells += [f"{adjusted[arm]:.3f}" if adjusted[arm] >= 0.001 else f"{adjusted[arm]:.0e}", f"{d.visible:.3f}"]
+        mean = {key: float(np.mean([row[key] for row in mine])) for key in ("searches", "overhead", "minutes")}
+        cells += [f"{mean['searches']:.2f}", f"{100 * mean['overhead']:.0f} %", f"{mean['minutes']:.1f}"]
+        by_seed = ", ".join(f"{row['em']:.2f}" for row in mine)
+        lines.append(f"| {arm}: {ARMS[arm].what} | {by_seed} | {level} | {' | '.join(cells)} |")
+    return lines
+
+
+def at_equal(rows: Rows, column: int) -> list[str]:
+    """Returns EM of the arms at the smallest budget any run of theirs ends with, interpolated between evaluations.
+
+    `column` of `evals`: 0 steps, 3 rollouts (verification counted), 4 seconds.
+    """
+    arms = [arm for arm in ("inspo", "static", "frozen", "guessing", "unverified") if rows.get(arm)]
+    budget = min(row["evals"][-1][column] for arm in arms for row in rows[arm])
+    cells = []
+    for arm in arms:
+        em = [np.interp(budget, [e[column] for e in row["evals"]], [e[1] for e in row["evals"]]) for row in rows[arm]]
+        found = over_seeds([float(x) for x in em])
+        half = found.high - found.mean
+        cells.append(f"{arm} {found.mean:.3f}" + (f" ± {half:.3f}" if np.isfinite(half) else ""))
+    return [f"{budget:,.0f}", "; ".join(cells)]
+
+
+def transfer_table(row: Row) -> list[str]:
+    """Returns EM of I_star of each seed under policies that it did not evolve with."""
+    seeds = row["seeds"]
+    lines = [f"| policy | {' | '.join(f'I_star of seed {s}' for s in seeds)} |", "|---" * (len(seeds) + 1) + "|"]
+    for name, em in row["em"].items():
+        lines.append(f"| {name} | {' | '.join(f'{x:.2f}' for x in em)} |")
+    own = [row["em"][f"inspo-seed{s}"][k] for k, s in enumerate(seeds)]
+    other = [x for k, s in enumerate(seeds) for i, x in enumerate(row["em"][f"inspo-seed{s}"]) if i != k]
+    if other:
+        lines.append(f"\nUnder its own policy {np.mean(own):.3f}, under those of other seeds {np.mean(other):.3f} "
+                     f"(lowest {min(other):.2f}).")  # fmt: skip
+    return lines
+
+
+def page(rows: Rows, pictures: list[str], published: Row) -> str:
+    """Returns results/paper.md."""
+    every = [row for mine in rows.values() for row in mine]
+    minutes = sum(row.get("minutes", 0) for row in every)
+    commits = ", ".join(sorted({row["commit"] for row in every}))
+    machines = "; ".join(sorted({row["machine"] for row in every}))
+    out = [
+        "# The paper's results in the small world",
+        "",
+        f"Written by `make paper` from rows.jsonl: {len(every)} rows, {minutes:,.0f} minutes of one thread, commit "
+        f"{commits}, on {machines}. The world is [built so that it takes both](../world/README.md): these figures show "
+        "the mechanism and are no evidence for the claims on real models. Seconds are of runs that shared the machine.",
+        "",
+        "## Claims",
+        "",
+        "| | the paper | in the world | |",
+        "|---|---|---|---|",
+    ]
+    for claim in CLAIMS:
+        said, why = verdict(claim, rows)
+        out.append(f"| {claim.where} | {claim.says} | {said} | {why} |")
+    if rows.get("inspo"):
+        cost = float(np.mean([row["overhead"] for row in rows["inspo"]]))
+        out.append(f"| App. C | verification is 1.4 to 7 % of the inferences | {100 * cost:.1f} % | a ratio of sizes |")
+    out += ["", "## Table 1", "", *table_1(rows, published)]
+    if any(rows.get(arm) for arm in ARMS):
+        out += ["", "## Every arm", "", *arms_table(rows), ""]
+        out.append(
+            "(Differences and p by Welch's t test over seeds; *visible*: the true difference that it finds at 5 % in "
+            "80 % of the cases; verification as a share of the training rollouts.)"
+        )
+        if rows.get("inspo"):
+            out += ["", "## At equal cost", "", "| equal | budget | EM |", "|---|---|---|"]
+            for name, column in (("steps", 0), ("rollouts, verification counted", 3), ("seconds", 4)):
+                out.append(f"| {name} | {' | '.join(at_equal(rows, column))} |")
+    if rows.get("transfer"):
+        out += ["", "## Is I_star portable?", "", *transfer_table(rows["transfer"][0])]
+    out += ["", *[f"![{name}]({name})" for name in pictures]]
+    return "\n".join(out) + "\n"
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arms", nargs="+", default=[*ARMS, *UNTRAINED, "transfer"])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--every", type=int, default=20, help="steps between held-out evaluations")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time, a thread each")
+    parser.add_argument("--extra", default="", help="flags of inspo.py for every run, in one string")
+    parser.add_argument("--runs", type=Path, default=HERE / "runs" / "paper", help="where the runs' directories go")
+    parser.add_argument("--results", type=Path, default=HERE / "results", help="where rows, page and figures go")
+    args = parser.parse_args(argv)
+    known = [*ARMS, *UNTRAINED, "transfer"]
+    if unknown := [arm for arm in args.arms if arm not in known]:
+        parser.error(f"--arms {unknown[0]}: choose from {', '.join(known)}")
+    campaign = Campaign(args.runs, args.results / "rows.jsonl", args.every, args.extra)
+    trained = [arm for arm in ARMS if arm in args.arms]
+    with one_line("bench/paper.py"):
+        with ThreadPoolExecutor(args.jobs) as pool:
+            for phase in ([arm for arm in trained if not needs(arm)], [arm for arm in trained if needs(arm)]):
+                pairs = [(arm, seed) for seed in args.seeds for arm in phase]  # whole seeds first
+                list(pool.map(lambda pair: campaign.row(*pair), pairs))
+        for method in UNTRAINED:
+            if method in args.arms:
+                untrained(campaign, method)
+        if "transfer" in args.arms:
+            transfer(campaign, args.seeds)
+        from bench.figures import draw
+
+        rows = read(campaign.rows)
+        published = json.loads((HERE / "results" / "paper.json").read_text())
+        text = page(rows, draw(rows, args.results), published)
+        (args.results / "paper.md").write_text(text)
+        print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,348 @@
+"""evaluate.py on the world's real policy and search server, on benchmarks' formats, on chat endpoints, on bad input."""
+
+import contextlib
+import io
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from json_server import json_servers
+
+import evaluate
+from config import HERE, PRESETS, Config
+from data import em, load_questions
+from engines.chat_engine import ChatEngine, Words
+from evaluation import benchmarks
+from evaluation.compare import compare
+from faults import EngineFault, Fault
+from harness.directory import read_jsonl
+from harness.servers import Child
+
+WORLD = HERE / "world" / "files"
+
+
+@pytest.fixture(scope="module")
+def retriever(tmp_path_factory):
+    log = tmp_path_factory.mktemp("server") / "log"
+    with Child([str(HERE / "retrieval_server.py"), "--corpus", str(WORLD / "corpus.jsonl")], log) as child:
+        yield child.url
+
+
+@pytest.fixture
+def servers():
+    with json_servers() as start:
+        yield start
+
+
+def run(*flags):
+    """Returns (what it prints, its line of fault)."""
+    out, err, fault = io.StringIO(), io.StringIO(), ""
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            evaluate.main([str(flag) for flag in flags])
+        except SystemExit as e:
+            fault = str(e.code) if isinstance(e.code, str) else err.getvalue()
+    return out.getvalue(), fault
+
+
+def write_jsonl(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+# ---- the world
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, retriever):
+    """A directory with an evaluation of 10 questions in chunks of 4, and what it printed."""
+    out = tmp_path_factory.mktemp("evaluations") / "world"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluate, "CHUNK", 4)
+        said, fault = run("world", "--data", "world", "--n", 10, "--retriever", retriever, "--out", out)
+    assert not fault
+    return out, said
+
+
+def test_an_evaluation_writes_one_json_one_table_and_a_line_a_question(whole):
+    out, said = whole
+    assert sorted(path.name for path in out.iterdir()) == ["results.jsonl", "summary.json", "table.md"]
+    rows, found = read_jsonl(out / "results.jsonl"), json.loads((out / "summary.json").read_text())
+    questions = {q.id: q for q in load_questions(WORLD / "test.jsonl")}
+    assert len(rows) == 10 == len({row["id"] for row in rows})
+    for row in rows:
+        assert row["em"] == em(row["prediction"], questions[row["id"]].golds)
+        assert row["hops"] == int(questions[row["id"]].source[6])
+    part = found["benchmarks"]["world"]
+    assert part["em"]["mean"] == pytest.approx(np.mean([row["em"] for row in rows]))
+    for key, name in (("searches", "searches"), ("answered", "answered"), ("gold_found", "gold_recall")):
+        assert part[name] == pytest.approx(np.mean([row[key] for row in rows]))
+    strata = {str(h): [row["em"] for row in rows if row["hops"] == h] for h in {row["hops"] for row in rows}}
+    assert {h: (x["mean"], x["n"]) for h, x in part["em_by_hops"].items()} == {
+        h: (pytest.approx(np.mean(x)), len(x)) for h, x in strata.items()
+    }
+    assert (out / "table.md").read_text() in said and "| world | 10 |" in said
+
+
+def test_gold_recall_counts_questions_whose_passages_hold_a_gold_answer(whole, retriever):
+    from tools import Search
+
+    search = Search(retriever, 3)
+    for row in read_jsonl(whole[0] / "results.jsonl"):
+        question = next(q for q in load_questions(WORLD / "test.jsonl") if q.id == row["id"])
+        passages = " ".join(search.submit(question.text).result())  # the first policy searches the whole question once
+        assert row["searches"] == 1 and row["gold_found"] == float(any(gold in passages for gold in question.golds))
+
+
+@pytest.mark.parametrize("cut", [3, 6, 10])
+def test_an_evaluation_that_was_cut_off_ends_as_any_other(whole, retriever, tmp_path, monkeypatch, cut):
+    out, said = tmp_path / "again", whole[1]
+    shutil.copytree(whole[0], out)
+    lines = (out / "results.jsonl").read_text().splitlines(keepends=True)
+    (out / "results.jsonl").write_text("".join(lines[:cut]) + lines[cut][:20] if cut < 10 else "".join(lines))
+    monkeypatch.setattr(evaluate, "CHUNK", 4)
+    played = []
+    one = evaluate.METHODS["search_r1"]
+    monkeypatch.setitem(
+        evaluate.METHODS, "search_r1", one._replace(play=lambda a, qs: played.append(len(qs)) or one.play(a, qs))
+    )
+    again, fault = run("world", "--data", "world", "--n", 10, "--retriever", retriever, "--out", out)
+    assert not fault and (out / "results.jsonl").read_text() == "".join(lines)
+    assert played == {3: [4, 4, 2], 6: [4, 2], 10: []}[cut]
+    assert again.replace(str(out), "") == said.replace(str(whole[0]), "")
+
+
+def test_samples_differ_and_count_as_one_question(retriever, tmp_path):
+    flags = ["world", "--n", 4, "--samples", 3, "--temperature", 1, "--retriever", retriever]
+    _, fault = run(*flags, "--out", tmp_path / "a")
+    assert not fault
+    rows = read_jsonl(tmp_path / "a" / "results.jsonl")
+    part = json.loads((tmp_path / "a" / "summary.json").read_text())["benchmarks"]["world"]
+    assert len(rows) == 12 and part["questions"] == 4 and part["em"]["n"] == 4
+    assert len({row["prediction"] for row in rows}) > 4
+    run(*flags, "--out", tmp_path / "b")
+    assert read_jsonl(tmp_path / "b" / "results.jsonl") == rows
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run's directory as inspo.py leaves it."""
+    path = tmp_path_factory.mktemp("runs") / "mine"
+    (path / "checkpoints").mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps(Config(**PRESETS["world"]).__dict__))
+    shutil.copytree(WORLD / "policy", path / "policy")
+    (path / "I_star.txt").write_text("Use <search> </search> and <answer> </answer>. Give just the name as answer.\n")
+    return path
+
+
+def test_a_run_is_measured_under_its_I_star_and_another_instruction_can_replace_it(finished, retriever, tmp_path):
+    said, fault = run(finished, "--n", 4, "--retriever", retriever, "--out", tmp_path / "own")
+    assert not fault and said.startswith("\nmine, inspo:")
+    run(finished, "--n", 4, "--retriever", retriever, "--method", "search_r1", "--out", tmp_path / "first")
+    file = tmp_path / "i.txt"
+    file.write_text((WORLD / "instruction.txt").read_text())
+    run(finished, "--n", 4, "--retriever", retriever, "--instruction", file, "--out", tmp_path / "other")
+    own, first, other = (read_jsonl(tmp_path / name / "results.jsonl") for name in ("own", "first", "other"))
+    assert first == other != own
+
+
+# ---- the benchmarks' files
+
+
+def test_flashrag_s_files_by_split_with_hops_from_their_metadata(tmp_path):
+    def row(k, **more):
+        return {"id": f"dev_{k}", "question": f"who is {k}", "golden_answers": ["x"]} | more
+
+    steps = {"metadata": {"question_decomposition": [{"id": 1}, {"id": 2}, {"id": 3}]}}
+    kinds = [{"metadata": {"type": kind}} for kind in ("comparison", "bridge_comparison")]
+    write_jsonl(tmp_path / "musique" / "dev.jsonl", [row(0, **steps)])
+    write_jsonl(tmp_path / "musique" / "train.jsonl", [row(9)])
+    write_jsonl(tmp_path / "2wikimultihopqa" / "dev.jsonl", [row(0, **kinds[0]), row(1, **kinds[1])])
+    write_jsonl(tmp_path / "nq" / "test.jsonl", [row(0)])
+    write_jsonl(tmp_path / "nq" / "dev.jsonl", [row(1), row(2)])
+    found = {name: benchmarks.load(name, tmp_path) for name in ("musique", "2wikimultihopqa", "nq")}
+    assert [(q.id, q.source, q.hops) for q in found["musique"]] == [("dev_0", "musique", 3)]
+    assert [q.hops for q in found["2wikimultihopqa"]] == [2, 4]
+    assert [(q.text, q.hops) for q in found["nq"]] == [("who is 0?", 1)]  # test comes before dev
+    assert benchmarks.size_note("nq", 1) == "nq: 1 questions, its published test split has 3,610"
+    assert benchmarks.size_note("bamboogle", 125) == ""
+
+
+def test_search_r1_s_merged_parquet_holds_every_set(tmp_path):
+    rows = [
+        {
+            "data_source": source, "prompt": [{"role": "user", "content": "Answer. Question: who?\n"}],
+            "reward_model": {"style": "rule", "ground_truth": {"target": ["x", "y"]}}, "extra_info": {"index": k},
+        }
+        for k, source in enumerate(["nq", "popqa", "nq"])
+    ]  # fmt: skip
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "test.parquet")
+    assert [(q.text, q.golds, q.source) for q in benchmarks.load("nq", tmp_path)] == [("who?", ("x", "y"), "nq")] * 2
+    with pytest.raises(Fault, match="no row with data_source triviaqa"):
+        benchmarks.load("triviaqa", tmp_path)
+
+
+def test_a_missing_file_names_its_path_and_where_to_get_it(tmp_path):
+    _, fault = run("world", "--data", "hotpotqa", "--data_dir", tmp_path, "--out", tmp_path / "o")
+    assert fault.startswith(f"evaluate.py: --data hotpotqa: no {tmp_path}/hotpotqa/dev.jsonl; get it with `hf download")
+    assert "RUC-NLPIR/FlashRAG_datasets hotpotqa/dev.jsonl" in fault and fault.count("\n") == 0
+
+
+def test_the_hub_out_of_reach_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(Fault, match=r"--hub: .* cannot be reached .*copy its nq/test.jsonl to .*/nq/test.jsonl"):
+        benchmarks.load("nq", tmp_path, hub=True)
+
+
+def test_a_row_without_gold_is_named_and_skipped_only_when_asked(tmp_path, retriever):
+    rows = [json.loads(line) for line in (WORLD / "test.jsonl").read_text().splitlines()[:3]]
+    rows[1]["golden_answers"] = []
+    path = write_jsonl(tmp_path / "q.jsonl", rows)
+    flags = ["world", "--data", path, "--retriever", retriever, "--out", tmp_path / "o"]
+    _, fault = run(*flags)
+    assert fault.startswith(f"evaluate.py: {path}:2: no gold answer")
+    said, fault = run(*flags, "--skip_bad")
+    assert not fault and f"skipped {path}:2: no gold answer" in said and "| q | 2 |" in said and "1 rows" in said
+
+
+# ---- other bad input
+
+
+def test_each_fault_is_one_line_that_says_what_to_do(tmp_path, finished, retriever):
+    unfinished = tmp_path / "half"
+    shutil.copytree(finished, unfinished)
+    (unfinished / "I_star.txt").unlink()
+    step = unfinished / "checkpoints" / "step-000010"
+    step.mkdir()
+    for flags, words in (
+        (["world", "--data", "squad"], "--data squad: no such benchmark; choose from world, hotpotqa"),
+        ([unfinished], f"has no I_star.txt, so it has not finished: resume it, or evaluate {step}"),
+        (
+            [WORLD / "policy", "--method", "inspo", "--corpus", WORLD / "corpus.jsonl"],
+            "has no I_star.txt; give it with",
+        ),
+        ([WORLD / "policy", "--method", "rag"], "--method rag searches: give --retriever"),
+        ([tmp_path / "nothing", "--method", "direct"], "--model"),
+        (["--compare", tmp_path / "x", tmp_path / "y"], "x: no results.jsonl with a question in it"),
+    ):
+        out, fault = run(*flags, *([] if flags[0] == "--compare" else ["--out", tmp_path / "o", "--n", 2]))
+        assert words in fault and fault.startswith("evaluate.py: ") and fault.count("\n") == 0, fault
+        shutil.rmtree(tmp_path / "o", ignore_errors=True)
+    _, fault = run("world", "--samples", 3)
+    assert "greedy samples are all the same" in fault
+    _, fault = run()
+    assert "give WHAT to evaluate" in fault
+
+
+def test_another_setting_in_the_same_directory_is_refused(whole):
+    _, fault = run("world", "--n", 12, "--out", whole[0])
+    assert fault == f"evaluate.py: {whole[0]} was started with n 10, not 12: choose another --out"
+
+
+def test_a_tokenizer_that_is_too_large_for_its_model_is_refused(tmp_path, tiny_path):
+    shutil.copytree(tiny_path, tmp_path / "mixed")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(WORLD / "policy" / name, tmp_path / "mixed" / name)
+    shutil.copy(WORLD / "policy" / "chat_template.jinja", tmp_path / "mixed" / "chat_template.jinja")
+    _, fault = run(tmp_path / "mixed", "--method", "direct", "--n", 2, "--out", tmp_path / "o")
+    assert "its tokenizer has 675 tokens and its model 600: use the model's own" in fault, fault
+
+
+# ---- a chat endpoint
+
+
+def said(text):
+    return {"choices": [{"message": {"content": text}}]}
+
+
+MODELS = {"data": [{"id": "qwen"}]}
+
+
+def test_a_chat_endpoint_plays_the_loop_with_observations_as_messages(servers, retriever, tmp_path):
+    chat = servers(MODELS, said("I search. <search> Krevux Babith"), said("<answer> Trebak Faisticorp </answer>"))
+    rows = [json.loads((WORLD / "test.jsonl").read_text().splitlines()[0])]
+    path = write_jsonl(tmp_path / "q.jsonl", rows)
+    out = tmp_path / "o"
+    _, fault = run(chat.url + "/v1", "--data", path, "--retriever", retriever, "--out", out)
+    assert not fault
+    [row] = read_jsonl(out / "results.jsonl")
+    assert (row["em"], row["searches"]) == (1.0, 1)
+    bodies = [json.loads(body) for _, _, body in chat.requests[1:]]
+    assert [m["role"] for m in bodies[1]["messages"]] == ["user", "assistant", "user"]
+    assert (
+        bodies[1]["messages"][1]["content"] == "I search. <search> Krevux Babith</search>"
+    )  # the endpoint cuts stop strings
+    assert bodies[1]["messages"][2]["content"].startswith("<information>Doc 1(Title:")
+    assert bodies[0]["model"] == "qwen" and bodies[0]["stop"] == ["</search>", "</answer>"]
+    assert bodies[0]["temperature"] == 0 and "seed" not in bodies[0]
+
+
+def test_a_server_of_another_model_and_one_that_is_not_there_are_refused_in_a_line(servers, tmp_path):
+    chat = servers(MODELS)
+    flags = [chat.url, "--method", "direct", "--n", 2, "--out", tmp_path / "o"]
+    _, fault = run(*flags, "--served_model", "llama")
+    assert fault == f"evaluate.py: --served_model: {chat.url} has qwen: not llama"
+    chat.stop()
+    _, fault = run(*flags)
+    assert "start the server, or check the URL" in fault and fault.count("\n") == 0
+
+
+def test_words_come_back_whole_and_answers_that_are_no_chat_end_the_evaluation(servers):
+    words = Words()
+    for text in ("a b\n\n<x>c</x>  ", " leading", "", "tab\tand\u00a0more\n"):
+        assert words.decode(words(text)["input_ids"]) == text
+    engine = ChatEngine(servers(MODELS, {"choices": []}).url, "", words, ("</answer>",), retries=0)
+    with pytest.raises(EngineFault, match="not a chat completion"):
+        while True:
+            list(engine.generate({0: words("hello")["input_ids"]} if not engine.running else {}, 5, 0.0))
+    engine.close()
+
+
+# ---- comparing
+
+
+def evaluation(path: Path, **em_by_data):
+    rows = [
+        {"data": name, "id": f"{name}-{k}", "em": float(x), "chunk": 0, "sample": 0}
+        for name, values in em_by_data.items()
+        for k, x in enumerate(values)
+    ]
+    return str(write_jsonl(path / "results.jsonl", rows).parent)
+
+
+def test_compare_two_greedy_runs(tmp_path):
+    a = evaluation(tmp_path / "base", nq=[0] * 8 + [1] + [1] * 5 + [0] * 6)
+    b = evaluation(tmp_path / "new", nq=[1] * 8 + [0] + [1] * 5 + [0] * 6)
+    row = next(line for line in compare([a, b]).splitlines() if line.startswith("| new"))
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[:4] == ["new", "nq", "20", "0.650, 0.300"]
+    assert cells[4].startswith("+0.350 [") and cells[6] == "8, 1; 0.039"
+    assert cells[7:9] == ["", ""]  # one seed says nothing of others
+
+
+def test_compare_seeds_as_a_level_of_their_own_with_holm_over_the_arms(tmp_path):
+    def arm(name, *seeds):
+        return ",".join(
+            evaluation(tmp_path / f"{name}{k}", nq=[1] * n + [0] * (20 - n), popqa=[1] * n + [0] * (20 - n))
+            for k, n in enumerate(seeds)
+        )
+
+    text = compare([arm("base", 4, 5, 6), arm("good", 14, 15, 16), arm("same", 5, 6, 4)])
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:2] == "| "]
+    good = {line[1]: line for line in lines if line[0].startswith("good")}
+    assert list(good) == ["nq", "popqa", "average"] and good["average"][3] == "0.750, 0.250"
+    half = 2.776445 * np.hypot(0.05, 0.05) / np.sqrt(3)
+    assert good["average"][7] == f"+0.500 [{0.5 - half:+.3f}, {0.5 + half:+.3f}]"
+    assert good["nq"][6] == ""  # McNemar's test is for single runs
+    assert "Holm's p over the 2 comparisons: good0 and 2 more" in text and "same0 and 2 more 1.000" in text
+
+
+def test_compare_refuses_different_questions(tmp_path):
+    a, b = evaluation(tmp_path / "a", nq=[1, 0, 1]), evaluation(tmp_path / "b", nq=[1, 0])
+    with pytest.raises(Fault, match=r"not asked the same questions \(1 differ, as nq nq-2\)"):
+        compare([a, b])

@@ -1,0 +1,128 @@
+"""Intervals, paired tests and power against formulas worked out by hand, tables of textbooks, and simulation."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from evaluation.statistics import (
+    Difference,
+    Interval,
+    between_seeds,
+    holm,
+    interval,
+    macro,
+    macro_difference,
+    mcnemar,
+    over_seeds,
+    paired,
+    visible,
+)
+
+T4 = 2.7764451  # Student's t, 4 degrees of freedom, 97.5 %
+
+
+def test_of_zeros_and_ones_the_interval_is_wilsons():
+    found = interval([1] * 7 + [0] * 3)
+    z, p, n = 1.959964, 0.7, 10
+    centre, half = (p + z * z / (2 * n)) / (1 + z * z / n), math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    half *= z / (1 + z * z / n)
+    assert found.mean == pytest.approx(0.7) and (found.low, found.high) == pytest.approx(
+        (centre - half, centre + half), abs=1e-6
+    )
+    assert (found.low, found.high) == pytest.approx((0.39677, 0.89221), abs=1e-4)  # Wilson's, worked out
+    none = interval([0.0] * 125)  # no right answer in Bamboogle is no proof of an accuracy of 0
+    assert (none.mean, none.low) == (0.0, 0.0) and none.high == pytest.approx(z * z / (125 + z * z), abs=1e-6)
+
+
+def test_of_other_values_it_is_students():
+    found = interval([0.2, 0.4, 0.6, 0.8, 1.0])
+    se = math.sqrt(0.1 / 5)
+    assert (found.mean, found.se, found.n) == pytest.approx((0.6, se, 5))
+    assert (found.low, found.high) == pytest.approx((0.6 - T4 * se, 0.6 + T4 * se), abs=1e-6)
+
+
+def test_seeds_are_students_even_at_zero_and_one_and_a_single_one_has_no_interval():
+    assert over_seeds([1.0, 1.0]).high == 1.0
+    found = over_seeds([0.93, 0.96, 0.96, 0.95, 0.96])
+    assert found.high - found.mean == pytest.approx(T4 * 0.0130384 / math.sqrt(5), abs=1e-6)
+    assert over_seeds([0.9]).low == -math.inf
+
+
+def test_paired_differences():
+    a, b = [1, 1, 0, 1, 1], [0, 1, 1, 0, 0]  # d = 1, 0, -1, 1, 1: mean 0.4, variance 0.8, standard error 0.4, t = 1
+    found = paired(a, b)
+    assert (found.interval.mean, found.interval.se) == pytest.approx((0.4, 0.4))
+    assert (found.interval.low, found.interval.high) == pytest.approx((0.4 - T4 * 0.4, 0.4 + T4 * 0.4), abs=1e-6)
+    assert found.p == pytest.approx(0.3739010, abs=1e-6)  # two-sided, t = 1 with 4 degrees of freedom
+    assert paired([1, 0, 1], [1, 0, 1]) == Difference(Interval(0, 0, 0, 0, 3), 1.0, 0.0)
+    assert math.isnan(paired([1], [0]).p)
+
+
+def test_pairing_sees_what_two_separate_intervals_do_not():
+    dice = np.random.default_rng(0)
+    b = dice.random(400)
+    a = b + dice.normal(0.05, 0.1, 400)
+    alone = math.hypot(interval(a).se, interval(b).se)
+    assert paired(a, b).interval.se < alone / 3 and paired(a, b).interval.low > 0
+
+
+def test_mcnemar_is_the_binomial_of_the_discordant():
+    a = [1] * 8 + [0] * 1 + [1] * 20 + [0] * 11
+    b = [0] * 8 + [1] * 1 + [1] * 20 + [0] * 11
+    assert mcnemar(a, b) == (8, 1, pytest.approx(2 * (1 + 9) / 2**9))
+    assert mcnemar([1, 0], [1, 0]) == (0, 0, 1.0)
+
+
+def test_the_macro_average_adds_squared_errors_and_weighs_benchmarks_alike():
+    parts = {"small": Interval(0.3, 0, 0, 0.04, 125), "large": Interval(0.5, 0, 0, 0.003, 14267)}
+    found = macro(parts)
+    se = math.sqrt(0.04**2 + 0.003**2) / 2
+    assert (found.mean, found.se, found.n) == pytest.approx((0.4, se, 14392))
+    assert found.high - found.mean == pytest.approx(1.959964 * se, abs=1e-7)
+    difference = macro_difference({name: Difference(part, 0.0, 0.0) for name, part in parts.items()})
+    assert difference.p == pytest.approx(math.erfc(0.4 / se / math.sqrt(2)))
+
+
+def test_the_macro_average_agrees_with_a_bootstrap_by_benchmark():
+    dice = np.random.default_rng(1)
+    pairs = [(dice.random(n) < 0.5, dice.random(n) < 0.4) for n in (60, 125, 300)]
+    found = macro_difference({str(k): paired(a * 1.0, b * 1.0) for k, (a, b) in enumerate(pairs)})
+    draws = np.zeros(4000)
+    for a, b in pairs:
+        d = a * 1.0 - b
+        draws += d[dice.integers(len(d), size=(4000, len(d)))].mean(1) / 3
+    assert found.interval.se == pytest.approx(draws.std(), rel=0.06)
+
+
+def test_welch_between_seeds():
+    found = between_seeds([2, 4, 6, 8], [1, 2, 3])  # means 5 and 2; squared errors 5/3 and 1/3
+    df = 4 / ((5 / 3) ** 2 / 3 + (1 / 3) ** 2 / 2)
+    assert (found.interval.mean, found.interval.se, found.interval.n) == pytest.approx((3, math.sqrt(2), 7))
+    t = stats.t.ppf(0.975, df)
+    assert found.interval.low == pytest.approx(3 - t * math.sqrt(2))
+    assert found.p == pytest.approx(2 * stats.t.sf(3 / math.sqrt(2), df))
+    one = between_seeds([0.9], [0.2, 0.2])
+    assert math.isnan(one.p) and one.interval.low == -math.inf and one.interval.mean == pytest.approx(0.7)
+    assert between_seeds([0.5, 0.5], [0.5, 0.5]).p == 1.0 and between_seeds([0.6, 0.6], [0.5, 0.5]).p == 0.0
+
+
+def test_holm():
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert holm([0.5, 0.001, 0.4, 0.9]) == pytest.approx([1.0, 0.004, 1.0, 1.0])
+    assert holm([]) == []
+
+
+@pytest.mark.parametrize("n", [3, 5, 300])
+def test_a_visible_difference_is_found_in_four_of_five_simulated_experiments(n):
+    dice = np.random.default_rng(n)
+    shift = visible(1 / math.sqrt(n), n - 1)  # the true standard deviation is 1
+    x = dice.normal(shift, 1, size=(20000, n))
+    t = x.mean(1) / (x.std(1, ddof=1) / math.sqrt(n))
+    assert np.mean(np.abs(t) > stats.t.ppf(0.975, n - 1)) == pytest.approx(0.8, abs=0.012)
+
+
+def test_visible_by_the_normal_distribution():
+    assert visible(0.01, math.inf) == pytest.approx(0.0280159, abs=1e-6)
+    assert visible(0.0, 4) == 0.0
