@@ -10,7 +10,7 @@ ARGS   ?=
 export GOMP_SPINCOUNT ?= 1000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train static test test-slow test-ranks test-vllm resolve lint bench-world controls bench-learn bench-instructions bench-step bench-retrieval bench-kernels bench-rollout bench-trl gpu warm-start ask one-step mutants
+.PHONY: help setup train static test test-slow test-ranks test-vllm resolve lint fuzz bench-world controls bench-learn bench-instructions bench-step bench-retrieval bench-kernels bench-rollout bench-trl gpu warm-start ask one-step mutants
 
 help:                 ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## *(.*)/\1\t\2/' | expand -t 21
@@ -65,6 +65,9 @@ resolve: setup        ## check that requirements.txt, for GPUs, can be installed
 lint: setup           ## style and types: ruff, mypy
 	$(PY) -m ruff check .
 	$(PY) -m mypy
+
+fuzz: setup           ## hostile servers and files: 10^5 answers of each server, 10^4 rows of each file (minutes)
+	OMP_NUM_THREADS=1 FUZZ=$(or $(FUZZ),100000) $(PY) -m pytest tests/test_fuzz.py -n 2 $(ARGS)
 
 mutants: setup        ## mutation tests of the algorithm: is every small fault in it noticed? (2 minutes)
 	$(PY) bench/mutants.py $(ARGS)
