@@ -10,7 +10,7 @@ ARGS   ?=
 export GOMP_SPINCOUNT ?= 1000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train static chaos test test-slow test-ranks test-vllm resolve lint bench-world controls paper evaluate bench-selection bench-instructions bench-step bench-retrieval bench-kernels bench-rollout bench-trl gpu warm-start ask one-step mutants
+.PHONY: $(shell sed -n 's/^\([a-z-]*\):.*\#\#.*/\1/p' $(MAKEFILE_LIST))
 
 help:                 ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## *(.*)/\1\t\2/' | expand -t 21
@@ -68,6 +68,9 @@ chaos: setup          ## 50 runs of the world, killed, stopped or starved, and r
 lint: setup           ## style and types: ruff, mypy
 	$(PY) -m ruff check .
 	$(PY) -m mypy
+
+fuzz: setup           ## hostile servers and files: 10^5 answers of each server, 10^4 rows of each file (minutes)
+	OMP_NUM_THREADS=1 FUZZ=$(or $(FUZZ),100000) $(PY) -m pytest tests/test_fuzz.py -n 2 $(ARGS)
 
 mutants: setup        ## mutation tests of the algorithm: is every small fault in it noticed? (2 minutes)
 	$(PY) bench/mutants.py $(ARGS)

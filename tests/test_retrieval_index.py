@@ -34,12 +34,13 @@ from transformers import (
 )
 
 import retrieval.bm25
+import retrieval.index
 from faults import Fault
 from retrieval import build, vectors
 from retrieval.bm25 import BM25, words
 from retrieval.corpus import Corpus
 from retrieval.encoder import Encoder, family_of
-from retrieval.index import Fused, open_index, read_faiss, set_width, warn_of_mismatch
+from retrieval.index import Fused, open_index, read_faiss, record, set_width, warn_of_mismatch
 from retrieval.vectors import CHUNK, flat_header, vectors_of
 
 MINILM = str(get_model_path())
@@ -336,7 +337,7 @@ def test_bm25_equals_bm25s_bit_for_bit(tmp_path, monkeypatch, on_disk):
     texts = [" ".join(draw.choices([f"W{k}" for k in range(400)], k=draw.randint(0, 40))) for _ in range(1000)]
     ours = BM25.build(lambda: texts, tmp_path if on_disk else None)
     if on_disk:
-        ours = BM25.open(tmp_path)
+        ours = BM25.open(tmp_path, len(texts))
         assert isinstance(ours.index.scores["data"], np.memmap)
         assert not {"scores", "rows"} & set(os.listdir(tmp_path))
     vocabulary: dict[str, int] = {}
@@ -385,7 +386,8 @@ def test_a_damaged_index_is_refused(folder, tmp_path, made):
         open_index(str(index), corpus)
         for path in sorted(index.iterdir()):
             before = path.read_bytes()
-            for after in (before[: len(before) // 2], b"", None):
+            flipped = [] if path.name == "index.json" else [before[:-9] + bytes([before[-9] ^ 1]) + before[-8:]]
+            for after in (before[: len(before) // 2], b"", None, *flipped):
                 path.write_bytes(after) if after is not None else path.unlink()
                 message = refusal(open_index, str(index), corpus)
                 assert path.name in message, message
@@ -401,6 +403,67 @@ def test_a_damaged_index_is_refused(folder, tmp_path, made):
     os.replace(tmp_path / "bert", tmp_path / "moved")  # and so may its model
     assert f"--encoder {tmp_path / 'bert'}" in refusal(open_index, str(ivf), corpus)
     assert open_index(str(ivf), corpus, encoder=str(tmp_path / "moved")).name.endswith("moved")
+
+
+def test_files_of_another_index_of_the_same_sizes_are_refused(tmp_path):
+    """Two corpora of the same digits in another order: their indexes differ in content alone."""
+    folders = []
+    for k, draw in enumerate((random.Random(0), random.Random(1))):
+        rows = [{"id": i, "contents": f"w{draw.randrange(10)} w{draw.randrange(10)}"} for i in range(300)]
+        (tmp_path / f"c{k}").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        folders.append(tmp_path / f"i{k}")
+        build.main(["--corpus", str(tmp_path / f"c{k}"), "--encoder", "bm25", "--index", str(folders[-1])])
+    corpus, (mine, theirs) = Corpus(tmp_path / "c0"), folders
+    name = "vocab.index.json"
+    assert (mine / name).stat().st_size == (theirs / name).stat().st_size
+    (mine / name).write_bytes((theirs / name).read_bytes())
+    assert f"{name}: not the bytes that `build` wrote" in refusal(open_index, str(mine), corpus)
+
+
+def test_a_start_reads_samples_of_a_large_file_and_verify_all_of_it(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(retrieval.index, "SAMPLES", 8)
+    monkeypatch.setattr(retrieval.index, "SAMPLE", 16)
+    build.main(["--corpus", str(folder / "corpus"), "--encoder", "bm25", "--index", str(tmp_path / "i")])
+    corpus, file = Corpus(folder / "corpus"), tmp_path / "i/data.csc.index.npy"
+    intact = file.read_bytes()
+    open_index(str(tmp_path / "i"), corpus, verify=True)
+    noticed = 0
+    for at in range(0, len(intact), len(intact) // 199):
+        file.write_bytes(intact[:at] + bytes([intact[at] ^ 4]) + intact[at + 1 :])
+        assert "not the bytes" in refusal(open_index, str(tmp_path / "i"), corpus, verify=True)
+        try:
+            open_index(str(tmp_path / "i"), corpus)
+        except Fault:
+            noticed += 1
+    assert 1 <= noticed < 20  # 128 of its bytes are read
+    file.write_bytes(intact[:-16] + bytes(16))  # both ends are among them
+    assert "not the bytes" in refusal(open_index, str(tmp_path / "i"), corpus)
+
+
+@pytest.mark.parametrize(
+    "vocabulary", ["{", "[]", "3", "{}", '{"a": 0}', "[" * 5000, "flip", "null", '"\\ud800"', "float", "negative"]
+)
+def test_a_garbled_vocabulary_is_one_line(folder, tmp_path, vocabulary):
+    build.main(["--corpus", str(folder / "corpus"), "--encoder", "bm25", "--index", str(tmp_path / "i")])
+    corpus, file, manifest = Corpus(folder / "corpus"), tmp_path / "i/vocab.index.json", tmp_path / "i/index.json"
+    known = json.loads(file.read_text())
+    wrong = {"flip": max(known.values()) + 1, "float": 0.5, "negative": -1}
+    if vocabulary in wrong:
+        vocabulary = json.dumps(known | {next(iter(known)): wrong[vocabulary]})
+    file.write_text(vocabulary)
+    meta = json.loads(manifest.read_text())
+    meta["files"]["vocab.index.json"] = record(file)  # as if it had been built like this
+    manifest.write_text(json.dumps(meta))
+    message = refusal(open_index, str(tmp_path / "i"), corpus)
+    assert "its BM25 index cannot be read" in message and "build it again" in message
+
+
+def test_a_directory_with_somebody_else_s_files_is_left_alone(folder, tmp_path):
+    (tmp_path / "i.partial").mkdir()
+    (tmp_path / "i.partial/thesis.tex").write_text("years of work")
+    argv = ["--corpus", str(folder / "corpus"), "--encoder", "bm25", "--index", str(tmp_path / "i")]
+    assert "holds thesis.tex, which `build` did not make; move it" in refusal(build.main, argv)
+    assert os.listdir(tmp_path / "i.partial") == ["thesis.tex"] and not (tmp_path / "i").exists()
 
 
 def test_vectors_of_another_prefix_or_order_cause_a_warning(folder, tmp_path, capsys):
