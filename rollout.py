@@ -170,7 +170,7 @@ def play(
     deal: Callable[[int], Sequence[int]],
     temperature: float,
     seed: int,
-    progress: Callable[[int], None],
+    progress: Callable[[int], None] = lambda ended: None,
 ) -> dict[int, Trajectory]:
     """Returns the trajectories of those jobs that `deal` hands out, by place in `jobs`.
 

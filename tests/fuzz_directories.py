@@ -151,7 +151,7 @@ def test_pictures_of_a_damaged_run_are_drawn_or_refused(whole, tmp_path):
         done = harmed(whole, tmp_path / "r", seed)
         try:
             draw(tmp_path / "r")
-        except (LookupError, TypeError, ValueError, AttributeError, OSError):  # those that Log.finish knows
+        except (Fault, LookupError, TypeError, ValueError, AttributeError, OSError):  # those that Log.finish knows
             pass
         except Exception as e:
             raise AssertionError(f"seed {seed}: {done}") from e

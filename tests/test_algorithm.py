@@ -66,6 +66,7 @@ class Recorder:
 
     def __init__(self, T: int = 0, restored: tuple | None = None):
         self.T, self.restored, self.events, self.seen = T, restored, [], []
+        self.t, self.phase = 0, ""
 
     def restore(self):
         return self.restored
@@ -556,6 +557,20 @@ def test_a_step_is_taken_in_the_order_of_algorithm_1():
     [(t, taus, P, update)] = log.of("step")
     [(_, trained, _)] = policy.updates
     assert (t, P, update) == (1, before[0], {"loss": 1.0}) and taus is trained
+
+
+def test_a_run_that_was_stopped_inside_an_evolution_repeats_it_before_the_next_step():
+    P, B = restored("all", "none")
+    before = Recorder(1, (P, B))
+    knobs = dict(N_P=2, N_parent=1, batch=6, G=2, T=2, K_p=1, K_e=1, T_e=100, D_B=2, failures=1)
+    cfg, D = Config(**knobs), questions("q", 6)
+    policy, log = WatchedPolicy({"all": 6, "none": 0, "new": 6, "x": 0, SEARCH_R1: 0}), before
+    policy.log, log.t, log.phase = log, 1, "evolve"
+    B.add(1, [Trajectory(0, q, 0, [], 0, reward=0.0) for q in D.values()])
+    inspo.inspo(cfg, policy, TableOptimizer(["new"], ["x"]), D, log)
+    first = [(name, args[0]) for name, *args in log.events[:4]]
+    assert first == [("call", 1), ("proposed", 1), ("verified", 1), ("evolved", 1)]
+    assert [purpose for _, purpose, *_ in policy.rollouts][:2] == ["verify 0", "rollout"]
 
 
 def test_every_question_is_played_G_times_under_one_instruction():

@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from config import WORLD, Config
 from grpo import Learner, minibatches
 from harness.directory import read_jsonl
+from training.checkpoint import damage
 from training.model import load_policy
 
 pytestmark = pytest.mark.ranks
@@ -282,15 +283,19 @@ def test_two_nodes_need_a_search_server_that_both_can_reach(tmp_path):
     assert sum(err.count(said) for *_, err in ends) == 1
 
 
-def test_ctrl_c_saves_and_ends_every_rank(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_saves_and_ends_every_rank(tmp_path, number):
     out = tmp_path / "r"
     process = torchrun(2, "inspo.py", "--out", out, *SMALL, "--T", 500, "--save_every", 500)
     wait_for_step(out, 3, process)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     code, _, stderr = finish(process, 60)
-    assert code != 0 and "resume from step" in stderr
+    assert code != 0 and stderr.count(f"stopped by {number.name}") == 1 and "--resume" in stderr
     t = int(re.search(r"resume from step (\d+)", stderr).group(1))
-    assert t >= 3 and (out / "checkpoints" / f"step-{t:06d}" / "state.pt").exists()
+    [saved] = (out / "checkpoints").glob("step-*")
+    assert t >= 3 and saved.name.startswith(f"step-{t:06d}") and damage(saved) == []
+    ours = stderr[: stderr.index("torch/distributed/elastic")] if "torch/distributed/elastic" in stderr else stderr
+    assert "Traceback" not in ours
 
 
 def test_a_search_server_that_stays_away_ends_all_ranks_resumably(tmp_path):

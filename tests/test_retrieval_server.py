@@ -409,13 +409,14 @@ def test_a_child_that_stops_while_starting_is_explained(tmp_path):
     log.write_text("an earlier run's last line\n")
     with pytest.raises(Fault, match="stopped while starting: nowhere.jsonl: No such file") as refused:
         Child([SERVER, "--corpus", "nowhere.jsonl"], log)
-    assert str(log) in str(refused.value) and log.read_text().startswith("an earlier run's last line\n")
+    assert str(log) not in str(refused.value)  # its caller may delete it
+    assert log.read_text().startswith("an earlier run's last line\n")
 
 
 def test_a_child_that_is_never_ready_is_stopped(tmp_path):
     script = tmp_path / "slow.py"
     script.write_text("import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)")
-    with pytest.raises(Fault, match=r"not ready after 0.5 s: it printed no error \(log: "):
+    with pytest.raises(Fault, match=r"not ready after 0.5 s: it printed no error$"):
         Child([str(script), str(tmp_path / "pid")], tmp_path / "log", deadline=0.5)
     assert gone((tmp_path / "pid").read_text())
 

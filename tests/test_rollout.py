@@ -499,3 +499,12 @@ def test_a_call_of_a_tool_that_is_not_in_use_is_an_invalid_action(tokenizer):
 def test_an_answer_beside_a_call_ends_the_trajectory_and_nothing_is_called(tokenizer):
     tau, _ = play(tokenizer, Found(), "<search>a</search><answer>x</answer>")
     assert (tau.stop, tau.prediction, calls(tau), tau.served("search")) == ("answer", "x", [], 0)
+
+
+def test_progress_counts_every_trajectory_that_ends(tokenizer):
+    engine, seen = Script(tokenizer, *[("<answer> a </answer>",)] * 2), []
+    engine.max_rows = 2
+    some = [*jobs(3), Job(0, "long " * 400, ASKED, 3), *jobs(1)]
+    cfg = Config(max_prompt=300)
+    rollout(engine, tokenizer, [Found("A\nb")], some, cfg, temperature=1, seed=0, progress=seen.append)
+    assert seen == [1, 2, 4, 5]  # the one whose prompt is too long ends without a turn, beside the third

@@ -1,17 +1,23 @@
 """A signal ends a run in one line, resumably, whatever it is doing; nothing is saved half done."""
 
+import contextlib
+import io
 import os
+import pty
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from test_inspo import ROOT, SMALL, finish, hear_signals, metrics, read_jsonl, run_here, start
+from test_inspo import ENV, ROOT, SMALL, finish, hear_signals, metrics, read_jsonl, run_here, start
+from tqdm import tqdm
 
 import stop
 from harness.directory import RunDirectory
+from harness.log import Log
 
 
 def mapped(process, library: str) -> bool:
@@ -39,6 +45,39 @@ def test_a_signal_at_the_start_is_one_line_and_leaves_nothing(tmp_path, moment, 
     process.send_signal(number)
     code, stdout, stderr = finish(process)
     assert (code, stdout, stderr) == (1, "", f"stopped by {number.name}\n") and not (tmp_path / "r").exists()
+
+
+def test_a_terminal_shows_what_a_run_does_before_its_first_line(tmp_path):
+    terminal, side = pty.openpty()
+    command = [sys.executable, "inspo.py", "--out", str(tmp_path / "r"), *SMALL]
+    process = subprocess.Popen(command, cwd=ROOT, env=ENV, stderr=side, stdout=side, start_new_session=True)
+    os.close(side)
+    shown = b""
+    while b"importing torch ..." not in shown:
+        shown += os.read(terminal, 1000)
+    process.terminate()
+    with contextlib.suppress(OSError):  # the terminal's end
+        while True:
+            shown += os.read(terminal, 1000)
+    os.close(terminal)
+    assert process.wait(60) == 1 and shown.endswith(b"stopped by SIGTERM\r\n")
+
+
+def progress_of(bar: tqdm) -> None:
+    log = SimpleNamespace(bar=bar, shown=0.0, printed=0.0, t=7)
+    for done in (1, 2, 300):
+        Log.progress(log, "verify 1", done, 300)
+
+
+def test_progress_is_beside_the_bar_or_without_a_terminal_a_line_now_and_then(capsys):
+    out = io.StringIO()
+    with tqdm(total=9, file=out) as bar:
+        progress_of(bar)
+    assert "verifying 1/300" in out.getvalue() and "verifying 2/300" not in out.getvalue()  # at most 5 a second
+    assert "verifying 300/300" in out.getvalue() and capsys.readouterr().out == ""
+    with tqdm(total=9, disable=True) as bar:
+        progress_of(bar)
+    assert capsys.readouterr().out == "step   7  verifying 1/300\n"
 
 
 def test_a_signal_that_the_shell_ignores_stays_ignored():
