@@ -36,7 +36,7 @@ ARMS = {
     "sft_reject": Arm("supervised on its own correct rollouts", "", "baselines.py sft_reject"),
     # Fig. 3
     "before": Arm("instruction optimised before RL", "--mode static --instruction {frozen}/I_star.txt"),
-    "after": Arm("instruction optimised after RL", "--lr 0 {world} --model {static}/policy"),
+    "after": Arm("instruction optimised after RL", "{world} --lr 0 --model {static}/policy"),
     "paraphrase": Arm("proposer: paraphrase", "--proposer paraphrase"),
     "history": Arm("proposer: history", "--proposer history"),
     "constant": Arm("a constant population, never pruned", "--K_p 1000000 --T_e 0"),

@@ -237,6 +237,12 @@ def test_where_the_parents_fill_the_population_nobody_is_asked():
     assert not e.optimizer.prompts and e.P.probabilities()[0] > 0.5 and e.log.of("not_evolved")
 
 
+def test_without_verification_every_candidate_joins_in_the_order_of_the_reply_and_nobody_is_asked():
+    e = Evolution({"old": 0.5}, {"old": 5, "bad": 0, "good": 9}, ["bad", "good"], N_P=3, D_B=0)
+    assert e.texts == ["old", "bad", "good"]
+    assert all(not jobs for *_, jobs, _ in e.policy.rollouts)
+
+
 # --- spare candidates fill what is left ---------------------------------------------------------------------------
 
 
@@ -586,6 +592,27 @@ def test_every_question_is_played_G_times_under_one_instruction():
         for job in jobs:
             assert job.question == asked[job.group]
             assert (job.instruction, job.text) == (drawn[job.group].id, drawn[job.group].text)
+
+
+def test_groups_of_a_question_compare_rollouts_under_instructions_of_their_own():
+    """Under "all" every answer is right, under "none" no answer: with pairs nobody stands out in a group."""
+    P, B = restored("all", "none")
+    right = {"all": 6, "none": 0}
+    common = dict(batch=6, G=4, T=1, seed=1)
+    _, policy, _, _ = run(right, restored=(P, B), groups="question", **common)
+    [(_, _, jobs, _)] = policy.rollouts
+    drawn = restored("all", "none")[0].sample(rng(1, 1, "instructions"), 24)
+    assert [job.text for job in jobs] == [I.text for I in drawn]
+    assert [job.group for job in jobs] == [k for k in range(6) for _ in range(4)]
+    assert all(len({job.question for job in jobs if job.group == k}) == 1 for k in range(6))
+    [(_, taus, scores)] = policy.updates
+    mixed = [k for k in range(6) if len({job.text for job in jobs if job.group == k}) == 2]
+    assert mixed
+    for job, (r, a) in zip(jobs, scores, strict=True):
+        assert r == (job.text == "all")
+        assert (a > 0) == (r == 1 and job.group in mixed) and (a < 0) == (r == 0 and job.group in mixed)
+    _, policy, _, _ = run(right, restored=restored("all", "none"), **common)
+    assert all(a == 0 for _, a in policy.updates[0][2])
 
 
 def test_the_update_gets_the_reward_of_every_prediction():

@@ -280,7 +280,8 @@ def test_an_unknown_abbreviated_or_mistyped_flag_is_refused(refuses, argv, said)
         ("--T_e -1", "--T_e -1"),
         ("--N_parent 0", "--N_parent 0"),
         ("--window 0", "--window 0"),
-        ("--D_B 0", "--D_B 0"),
+        ("--D_B -1", "--D_B -1"),
+        ("--groups pairs", "--groups pairs: choose pair or question"),
         ("--failures 0", "--failures 0"),
         ("--buffer 0", "--buffer 0"),
         ("--save_every 0", "--save_every 0"),
@@ -346,7 +347,7 @@ def test_an_impossible_configuration_is_refused(refuses, argv, said):
     [
         "--tools search,calculator", "--valid_n 0", "--weight_decay 0",
         "--adam_beta1 0", "--adam_beta2 0", "--beta 0", "--T_e 0", "--warmup 0", "--eval_every 0", "--N_P 1",
-        "--max_observation 32", "--tis 2", "--G 2",
+        "--max_observation 32", "--tis 2", "--G 2", "--D_B 0", "--tools none", "--groups question",
     ],
 )  # fmt: skip
 def test_values_at_the_edge_of_the_possible_are_taken(argv):

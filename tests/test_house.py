@@ -14,10 +14,10 @@ import pytest
 import inspo
 
 ROOT = Path(__file__).parent.parent
-ROOMS = (
-    "inspo config data rollout tools grpo objectives population reflect report faults outside".split()
-)  # the paper's
-WINGS = "engines training harness kernels retrieval world bench".split()
+ROOMS = (  # the paper's
+    "inspo config data rollout tools grpo objectives population reflect evaluate baselines report faults outside".split()
+)
+WINGS = "engines training harness kernels retrieval evaluation world bench".split()
 CODE = sorted([*ROOT.glob("*.py"), *(path for wing in WINGS for path in ROOT.glob(f"{wing}/*.py"))])
 
 # ---- marks
@@ -183,6 +183,9 @@ FACES = {  # what a room knows of the wings
     "reflect": {"harness.client"},
     "grpo": {"training.lora", "training.model"},
     "report": {"harness.directory"},
+    "baselines": {"engines", "evaluation.prompts", "evaluation.supervised"},
+    "evaluate": {f"evaluation.{name}" for name in ("benchmarks", "compare", "models", "statistics")}
+    | {"harness.directory"},
 }
 
 

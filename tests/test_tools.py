@@ -43,12 +43,17 @@ def test_the_tools_of_a_run_come_in_the_order_in_which_they_are_named(names, too
     assert [type(tool) for tool in made] == [type(tool) for tool in tools] and SEARCH in made
 
 
+def test_an_agent_without_tools_has_none():
+    assert make_tools(SimpleNamespace(tools="none"), SEARCH) == []
+
+
 @pytest.mark.parametrize(
     "names, says",
     [
         ("search,browser", "--tools search,browser: there is no browser; choose from search, calculator"),
         ("search,,calculator", "there is no empty name"),
         ("calculator", "--tools calculator: search must be among them"),
+        ("none,search", "--tools none,search: there is no none"),
     ],
 )
 def test_a_tool_that_does_not_exist_is_one_line(names, says):

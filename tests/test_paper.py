@@ -1,0 +1,195 @@
+"""The campaign: its arms are real configurations, its rows are read off real runs, its verdicts follow by hand."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_config import parse as parse_flags
+
+from baselines import config_of
+from bench import arms, paper
+from bench.arms import ARMS, Campaign, argv_of, needs, row_of
+from bench.claims import CLAIMS, Claim, growth, roughness, verdict
+from bench.figures import draw
+from config import HERE, PRESETS
+from harness.directory import read_jsonl
+from world.clauses import START
+
+SIZES = "--T 4 --batch 2 --mini 2 --G 2 --K_p 1 --K_e 2 --T_e 4 --D_B 4 --eval_n 4 --rounds 1 --save_every 4"
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_every_arm_has_flags_that_can_run_and_builds_on_arms_that_stand_alone(arm, tmp_path):
+    (tmp_path / "I_star.txt").write_text(START)
+    assert not any(needs(other) for other in needs(arm))
+    program, *flags = argv_of(arm, dict.fromkeys(needs(arm), str(tmp_path)))
+    if program == "baselines.py":
+        cfg = config_of(flags[0], [*flags[1:], "--out", str(tmp_path / "run")])
+    else:
+        cfg = parse_flags(flags)
+    world = PRESETS["world"]
+    assert (cfg.lr == 0) == (arm in ("frozen", "after")) and cfg.T == world["T"]
+    assert (cfg.mode == "static") == (arm in ("static", "before", "grpo"))
+    assert cfg.T_e == {"half": world["T_e"] // 2, "constant": 0}.get(arm, 0 if cfg.mode != "inspo" else world["T_e"])
+    assert (cfg.K_p > cfg.T) == (arm == "constant") and (cfg.D_B == 0) == (arm == "unverified")
+
+
+def test_sizes_for_a_trial_reach_every_arm_and_an_arm_s_own_flags_win(tmp_path):
+    (tmp_path / "I_star.txt").write_text(START)
+    for arm in ARMS:
+        argv = argv_of(arm, dict.fromkeys(needs(arm), str(tmp_path)), "--T 4 --lr 0.5")
+        cfg = parse_flags([flag for flag in argv[1:] if flag not in ("grpo", "sft", "sft_reject")])
+        assert cfg.T == 4 and cfg.lr == (0 if arm in ("frozen", "after") else 0.5)
+
+
+# ---- rows
+
+
+@pytest.fixture(scope="module")
+def campaign(tmp_path_factory):
+    """Two tiny cells, run by the script itself."""
+    folder = tmp_path_factory.mktemp("campaign")
+    command = [sys.executable, "bench/paper.py", "--arms", "inspo", "static", "--seeds", "0", "--every", "2"]
+    command += ["--extra", SIZES, "--runs", str(folder / "runs"), "--results", str(folder)]
+    env = os.environ | {"OMP_WAIT_POLICY": "passive"}
+    done = subprocess.run(command, cwd=HERE, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return folder, command, done.stdout
+
+
+@pytest.mark.slow
+def test_a_finished_run_leaves_a_row_and_is_not_run_again(campaign):
+    folder, command, said = campaign
+    rows = read_jsonl(folder / "rows.jsonl")
+    assert [(row["arm"], row["seed"]) for row in rows] == [("inspo", 0), ("static", 0)]
+    for row in rows:
+        out = folder / "runs" / f"{row['arm']}-seed0"
+        end = json.loads((out / "summary.json").read_text())
+        ledger = end["ledger"]
+        assert row["em"] == end["em_best"] and row["questions"] == 4 and row["I_star"] == end["I_star"]
+        assert row["evals"][-1][3] == ledger["training_rollouts"] + ledger["verification_rollouts"]
+        assert [e[0] for e in row["evals"]] == [0, 2, 4] and len(row["curves"]["reward"]) == 4
+        assert row["commit"] and "cores of" in row["machine"]
+    before = [(path, path.stat().st_mtime_ns) for path in (folder / "runs").rglob("*.json")]
+    again = subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=100)
+    assert again.stdout == said == (folder / "paper.md").read_text() + "\n"
+    assert read_jsonl(folder / "rows.jsonl") == rows
+    assert [(path, path.stat().st_mtime_ns) for path in (folder / "runs").rglob("*.json")] == before
+
+
+def fabricated(arm, seed, em, searches=1.0, T=20, rollouts=20, seconds=100.0, reward=0.3):
+    dice = random.Random(f"{arm}{seed}")
+    rewards = [reward + dice.uniform(-0.05, 0.05) for _ in range(T)]
+    evals = [[0, 0.0, 0.1, 0, 0.0], [T, em, 0.2, rollouts, seconds]]
+    curves = {"reward": rewards, "searches": [searches] * T, "prompt_tokens": [50] * T, "response_tokens": [9] * T}
+    return {
+        "arm": arm, "seed": seed, "em": em, "questions": 300, "searches": searches, "overhead": 0.1, "minutes": 4.0,
+        "commit": "abc", "machine": "2 cores of x", "evals": evals, "curves": curves, "I_star": "I", "held_out": {},
+    }  # fmt: skip
+
+
+ROWS = {
+    "inspo": [fabricated("inspo", k, em, 2.2, rollouts=22) for k, em in enumerate((0.93, 0.96, 0.96, 0.95, 0.96))],
+    "static": [fabricated("static", k, em, 1.0) for k, em in enumerate((0.19, 0.20, 0.19, 0.19, 0.18))],
+    "unverified": [fabricated("unverified", k, em) for k, em in enumerate((0.95, 0.95, 0.96, 0.94, 0.97))],
+    "after": [fabricated("after", k, em) for k, em in enumerate((0.5, 0.6, 0.55, 0.6, 0.5))],
+    "rag": [{"arm": "rag", "seed": 0, "em": 0.2, "questions": 300, "searches": 1.0, "commit": "abc", "machine": "m"}],
+}
+
+
+def test_a_row_is_not_run_again_and_a_missing_one_is(tmp_path, monkeypatch):
+    campaign = Campaign(tmp_path / "runs", tmp_path / "rows.jsonl")
+    ran = []
+    monkeypatch.setattr(Campaign, "run", lambda self, arm, seed: ran.append((arm, seed)) or Path("x"))
+    monkeypatch.setattr(arms, "row_of", lambda arm, seed, out, extra: {"arm": arm, "seed": seed})
+    for seed in (0, 0, 1, 0):
+        assert campaign.row("static", seed) == {"arm": "static", "seed": seed}
+    assert ran == [("static", 0), ("static", 1)] and len(read_jsonl(campaign.rows)) == 2
+
+
+def test_a_row_counts_the_rollouts_of_verification_at_every_evaluation(tmp_path):
+    write = lambda name, rows: (tmp_path / name).write_text("".join(json.dumps(r) + "\n" for r in rows))  # noqa: E731
+    same = {"searches": 1, "prompt_tokens": 40, "response_tokens": 9}
+    steps = [same | {"t": t, "reward": 0.1 * t, "time/total": 2.5 * t} for t in range(1, 5)]
+    steps[1] |= {"test/em": 0.25, "canary/em": 0.5}
+    write("metrics.jsonl", steps)
+    write(
+        "reflections.jsonl", [{"t": t, "verified": [{}] * 3, "D_B": ["q"] * 5} for t in (2, 3)] + [{"t": 3, "call": 1}]
+    )
+    (tmp_path / "config.json").write_text(json.dumps({"mode": "inspo", "batch": 4, "G": 5}))
+    summary = {
+        "em_start": 0.0, "em_best": 0.75, "seconds": 60.0, "questions": 8, "searches_end": 2.0, "steps": 4,
+        "overhead_inference": 0.5, "I_star": "I", "held_out": {"trained policy, canary": {"em": 0.6}},
+    }  # fmt: skip
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    row = row_of("inspo", 3, tmp_path, "")
+    assert row["evals"] == [
+        [0, 0.0, None, 0, 0.0],
+        [2, 0.25, 0.5, 2 * 20 + 4 * 5, 5.0],
+        [4, 0.75, 0.6, 4 * 20 + 40, 60.0],
+    ]
+    assert (row["minutes"], row["curves"]["reward"]) == (1.0, [0.1, 0.2, 0.3, 0.4])
+
+
+# ---- verdicts
+
+
+def test_verdicts_follow_from_the_seeds():
+    better = Claim("", "", "inspo", ("static",))
+    said, why = verdict(better, ROWS)
+    assert said == "reproduces in the world" and why.startswith("0.952 against 0.190 of static: +0.762 EM, 95 % +0.746")
+    assert verdict(Claim("", "", "static", ("after",)), ROWS)[0] == "does not: the opposite holds"
+    said, why = verdict(Claim("", "", "inspo", ("unverified",)), ROWS)
+    assert said == "cannot be told with this power" and "would have shown" in why
+    assert verdict(Claim("", "", "inspo", ("before",)), ROWS) == ("not run yet", "no row of before")
+    alone = {"inspo": ROWS["inspo"][:1], "static": ROWS["static"][:1]}
+    assert "a single seed has no interval" in verdict(better, alone)[1]
+    assert "of rag: " in verdict(Claim("", "", "inspo", ("static", "rag")), ROWS)[1]  # the strongest of the others
+    grew = [fabricated("inspo", k, 0.9) for k in range(3)]
+    for k, row in enumerate(grew):
+        row["curves"]["prompt_tokens"] = [50] * 10 + [60 + k] * 10
+    said, why = verdict(Claim("", "", "inspo", (), growth("prompt_tokens"), 1.0, "x"), {"inspo": grew})
+    assert said == "reproduces in the world" and why.startswith("1.22 x, 95 % 1.17 to 1.27")
+    assert verdict(Claim("", "", "inspo", (), growth("response_tokens"), 1.0, "x"), ROWS)[0].startswith("cannot")
+
+
+def test_roughness_is_the_spread_of_the_steps():
+    assert roughness({"curves": {"reward": [0.1, 0.3, 0.2, 0.4]}}) == pytest.approx(np.std([0.2, -0.1, 0.2], ddof=1))
+
+
+def test_every_claim_compares_arms_that_exist():
+    known = {*ARMS, *paper.UNTRAINED}
+    assert all({claim.a, *claim.b} <= known for claim in CLAIMS) and len(CLAIMS) >= 15
+
+
+def test_equal_rollouts_are_read_between_two_evaluations():
+    budget, line = paper.at_equal({arm: ROWS[arm] for arm in ("inspo", "static")}, 3)
+    assert budget == "20" and f"inspo {0.952 * 20 / 22:.3f} ±" in line and "static 0.190 ±" in line
+    assert paper.at_equal({"inspo": ROWS["inspo"]}, 0)[0] == "20"
+
+
+def test_the_page_has_every_method_claim_and_the_published_numbers(tmp_path):
+    published = json.loads((HERE / "results" / "paper.json").read_text())
+    transfer = {"arm": "transfer", "seed": 0, "seeds": [0, 1], "commit": "abc", "machine": "m"}
+    transfer["em"] = {"first": [0.1, 0.2], "inspo-seed0": [0.9, 0.5], "inspo-seed1": [0.6, 0.8]}
+    text = paper.page(ROWS | {"transfer": [transfer]}, draw(ROWS, tmp_path), published)
+    assert "| rag | 0.20 | 0.200 [0.159, 0.249], over 300 questions | 1.00 | 0.270 | 0.304 | not run here |" in text
+    assert "| inspo | 0.93, 0.96, 0.96, 0.95, 0.96 | 0.952 [" in text and "| ircot |  | not run yet |" in text
+    assert all(claim.says in text for claim in CLAIMS)
+    assert "Under its own policy 0.850, under those of other seeds 0.550 (lowest 0.50)." in text
+    for name in ("fig2.png", "fig3.png", "fig5.png"):
+        assert (tmp_path / name).stat().st_size > 5000 and f"![{name}]({name})" in text
+
+
+def test_the_published_averages_are_the_means_of_their_rows():
+    published = json.loads((HERE / "results" / "paper.json").read_text())["paper"]
+    for size in ("qwen2.5-3b", "qwen2.5-7b"):
+        assert list(published[size]) == list(paper.TABLE_1)
+        for method, row in published[size].items():
+            wrong = 0.0131 if (size, method) == ("qwen2.5-7b", "ircot") else 0.0  # as it stands in the paper
+            assert abs(np.mean(row[:-1]) - row[-1]) == pytest.approx(wrong, abs=0.0006), method

@@ -1,0 +1,51 @@
+"""How often selection errs, on populations whose errors can be computed by hand."""
+
+import math
+
+import numpy as np
+import pytest
+
+from bench.selection import joining_errors, pruning_errors
+from config import PRESETS, Config
+
+CFG = Config(**PRESETS["world"] | {"N_P": 4, "tau_s": 1e6})  # draws instructions evenly
+
+
+def population(*means, questions=50, rollouts=4):
+    """Rewards of instructions that answer these shares of the questions, always the same ones."""
+    return np.stack([np.tile((np.arange(questions) < m * questions)[:, None], rollouts) * 1.0 for m in means])
+
+
+def test_without_noise_the_worse_half_is_pruned():
+    assert pruning_errors(population(1.0, 0.0, 1.0, 0.0), 64, CFG, np.random.default_rng(0), 50, 0.02) == (0.0, 0.0)
+
+
+def test_by_chance_alone_half_of_the_pairs_are_wrong():
+    """Rewards drawn from one distribution, but two instructions luckier on the large set than the others by a hair."""
+    R = np.random.default_rng(1).random((4, 4000, 1)) < 0.5
+    R = R - R.mean((1, 2), keepdims=True) + np.array([0.501, 0.5, 0.501, 0.5])[:, None, None]
+    wrong, lost = pruning_errors(R, 4, CFG, np.random.default_rng(0), 500, 0.0005)
+    assert wrong == pytest.approx(0.5, abs=0.05)
+    assert lost == 0.0  # two are equally good: neither is clearly the best
+
+
+def test_a_larger_batch_errs_less():
+    R = (np.random.default_rng(2).random((4, 400, 4)) < np.array([0.5, 0.4, 0.3, 0.2])[:, None, None]) * 1.0
+    rates = [pruning_errors(R, batch, CFG, np.random.default_rng(0), 150, 0.02) for batch in (4, 24, 200)]
+    assert rates[0][0] > rates[1][0] > rates[2][0] and rates[0][1] > rates[2][1] and rates[2][0] < 0.05
+
+
+def test_differences_within_the_margin_are_no_errors():
+    R = population(0.50, 0.51, 0.50, 0.51, questions=100)
+    assert pruning_errors(R, 4, CFG, np.random.default_rng(0), 100, 0.02) == (0.0, 0.0)
+
+
+def test_the_gate_s_errors_are_those_of_the_binomial():
+    """The parent answers all of its questions; the revision each with 0.9: it joins only if it answers all n too."""
+    parent = np.ones((1000, 1))
+    child = (np.random.default_rng(3).permutation(1000) < 900)[:, None] * 1.0
+    n = 8
+    exact = math.comb(900, n) / math.comb(1000, n)  # drawn without replacement
+    found = joining_errors(parent, child, n, np.random.default_rng(0), 5000)
+    assert found == pytest.approx(exact, abs=0.025)
+    assert joining_errors(child, parent, n, np.random.default_rng(0), 200) == 0.0  # a better one always joins here
