@@ -15,8 +15,8 @@ import inspo
 
 ROOT = Path(__file__).parent.parent
 ROOMS = (  # the paper's
-    "inspo config data rollout tools grpo objectives population reflect evaluate baselines report faults outside".split()
-)
+    "inspo config data rollout tools grpo objectives population reflect evaluate baselines report faults outside"
+).split()
 WINGS = "engines training harness kernels retrieval evaluation world bench".split()
 CODE = sorted([*ROOT.glob("*.py"), *(path for wing in WINGS for path in ROOT.glob(f"{wing}/*.py"))])
 
