@@ -265,6 +265,7 @@ def test_an_optimizer_that_nobody_can_reach_ends_the_run_at_its_start(tmp_path, 
     assert "ConnectionError, 2 times; check OPENAI_BASE_URL" in line
 
 
+@pytest.mark.slow
 def test_a_hostile_optimizer_s_words_stay_words(tmp_path, monkeypatch):
     """It echoes the key, floods, writes control tokens and escapes, and then is gone: training goes on and says so."""
 

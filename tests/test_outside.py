@@ -2,15 +2,22 @@
 
 import json
 import random
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers_like import MAKERS, control_ids, made
 
-from config import SEARCH_R1, WORLD
+import ask
+from config import SEARCH_R1, WORLD, Config
+from data import Question
+from faults import Fault, one_line
+from harness.log import Ledger, Log
 from outside import clean, plain, printable, secrets_of
-from rollout import encode, observation_ids, prompt_ids
+from population import Instruction
+from reflect import Call
+from rollout import Trajectory, Turn, encode, observation_ids, prompt_ids
 from tools import Calculator, Search, tags_of
 
 SEARCH = object.__new__(Search)  # its words alone: no server
@@ -117,7 +124,7 @@ def test_half_a_surrogate_pair_is_replaced_and_keys_are_taken_out():
     sent = r'{"a\ud800": ["x\udfff y", {"b": "key sk-123456"}, 1, null, true, 0.5], "😀": "\ud83d\ude00"}'
     found = {"a\ufffd": ["x\ufffd y", {"b": "key [secret]"}, 1, None, True, 0.5], "😀": "😀"}
     assert clean(json.loads(sent), ["sk-123456"]) == found
-    assert secrets_of(["Bearer sk-12345"]) == () and secrets_of(["Bearer sk-123456"]) == ("sk-123456",)
+    assert secrets_of(["Bearer sk-1234"]) == () and secrets_of(["Bearer sk-123456"]) == ("sk-123456",)
 
 
 def test_plain_text_has_one_spelling():
@@ -127,10 +134,39 @@ def test_plain_text_has_one_spelling():
 # ---- the terminal
 
 
+def test_what_the_agent_and_its_passages_say_moves_no_cursor(capsys):
+    tau = Trajectory(0, Question("q", "Who?", (), "s"), 0, [], 0, prediction="\x1b[31mx")
+    tau.turns = [Turn("<search>\x1b[2J</search>", "search", "", ["\x9b2J\x1b]0;owned\x07 passage"])]
+    ask.show(tau)
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown and "\x9b" not in shown and "\\x1b[31mx" in shown and "passage" in shown
+
+
+def test_a_run_s_notes_move_no_cursor_and_its_limits_say_when_they_bite():
+    log, said = object.__new__(Log), []
+    log.cfg, log.ledger, log.bar = Config(max_optimizer_tokens=100, max_overhead=0.5), Ledger(), SimpleNamespace()
+    log.bar.write, log.run = said.append, SimpleNamespace(append=lambda *row: None)
+    log.ledger.training_rollouts, log.ledger.verification_rollouts, log.ledger.optimizer_tokens = 100, 30, 99
+    assert log.limit(20) == "" and log.limit(21) == "--max_overhead 0.5: a round more would make it 0.51"
+    log.ledger.optimizer_tokens = 120
+    assert log.limit(1) == "--max_optimizer_tokens 100 is used up (120 tokens)"
+    log.cfg = Config()
+    assert log.limit(10**6) == ""
+    parent, call = Instruction(3, "x"), Call("k", "p", "r", 1, 1, 0.0, False, cut=True)
+    log.proposed(15, 0, parent, call, [], [])
+    log.proposed(15, 0, parent, call, [], [{"k": 1, "reason": "lost \x1b[2J"}, {"k": 2, "reason": "empty"}])
+    log.proposed(15, 0, parent, call, [2], [{"k": 1, "reason": "empty"}])
+    begin, end = "step  15  no candidate in the optimizer's reply: ", "; it was cut off by a length limit"
+    assert said == [f"{begin}none in it{end}", f"{begin}all 2 were rejected, the first: lost \\x1b[2J{end}"]
+
+
 def test_no_control_character_reaches_a_terminal():
     hostile = "".join(map(chr, [*range(32), 127, *range(128, 160), 0x202E, 0x2066, 0xFEFF, 0xE0041, 0xD800]))
     shown = printable(hostile)
     assert set(shown) - set("\t\n") <= set(map(chr, range(32, 127)))
     assert printable("\x1b[2J\r") == "\\x1b[2J\\r"
+    with pytest.raises(SystemExit) as ended, one_line("ask.py"):
+        raise Fault("HTTP 400: \x1b]0;owned\x07")
+    assert ended.value.code == "ask.py: HTTP 400: \\x1b]0;owned\\x07"
     for harmless in ("Zoë 漢字 😀👩\u200d👩 می\u200cخواهم", "a\tb\nc", "x\u00a0y"):
         assert printable(harmless) == harmless

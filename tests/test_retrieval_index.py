@@ -428,34 +428,31 @@ def test_a_start_reads_samples_of_a_large_file_and_verify_all_of_it(folder, tmp_
     intact = file.read_bytes()
     open_index(str(tmp_path / "i"), corpus, verify=True)
     noticed = 0
-    for at in range(0, len(intact), len(intact) // 199):
+    for at in range(0, len(intact), len(intact) // 53):
         file.write_bytes(intact[:at] + bytes([intact[at] ^ 4]) + intact[at + 1 :])
         assert "not the bytes" in refusal(open_index, str(tmp_path / "i"), corpus, verify=True)
         try:
             open_index(str(tmp_path / "i"), corpus)
         except Fault:
             noticed += 1
-    assert 1 <= noticed < 20  # 128 of its bytes are read
+    assert 1 <= noticed < 8  # 128 of its bytes are read
     file.write_bytes(intact[:-16] + bytes(16))  # both ends are among them
     assert "not the bytes" in refusal(open_index, str(tmp_path / "i"), corpus)
 
 
-@pytest.mark.parametrize(
-    "vocabulary", ["{", "[]", "3", "{}", '{"a": 0}', "[" * 5000, "flip", "null", '"\\ud800"', "float", "negative"]
-)
-def test_a_garbled_vocabulary_is_one_line(folder, tmp_path, vocabulary):
+def test_a_garbled_vocabulary_is_one_line(folder, tmp_path):
     build.main(["--corpus", str(folder / "corpus"), "--encoder", "bm25", "--index", str(tmp_path / "i")])
     corpus, file, manifest = Corpus(folder / "corpus"), tmp_path / "i/vocab.index.json", tmp_path / "i/index.json"
     known = json.loads(file.read_text())
-    wrong = {"flip": max(known.values()) + 1, "float": 0.5, "negative": -1}
-    if vocabulary in wrong:
-        vocabulary = json.dumps(known | {next(iter(known)): wrong[vocabulary]})
-    file.write_text(vocabulary)
-    meta = json.loads(manifest.read_text())
-    meta["files"]["vocab.index.json"] = record(file)  # as if it had been built like this
-    manifest.write_text(json.dumps(meta))
-    message = refusal(open_index, str(tmp_path / "i"), corpus)
-    assert "its BM25 index cannot be read" in message and "build it again" in message
+    word = next(iter(known))
+    wrong = [json.dumps(known | {word: place}) for place in (max(known.values()) + 1, 0.5, -1, None, "0")]
+    for vocabulary in ["{", "[]", "3", "{}", '{"a": 0}', "[" * 5000, "null", r'"\ud800"', "", *wrong]:
+        file.write_text(vocabulary)
+        meta = json.loads(manifest.read_text())
+        meta["files"]["vocab.index.json"] = record(file)  # as if it had been built like this
+        manifest.write_text(json.dumps(meta))
+        message = refusal(open_index, str(tmp_path / "i"), corpus)
+        assert "its BM25 index cannot be read" in message and "build it again" in message
 
 
 def test_a_directory_with_somebody_else_s_files_is_left_alone(folder, tmp_path):

@@ -113,6 +113,7 @@ def made(name: str) -> PreTrainedTokenizerFast:
     return MAKERS[name]()
 
 
+@cache
 def control_ids(tokenizer: PreTrainedTokenizerFast) -> set[int]:
     """Returns the ids that no outside text may become; an unknown word is <unk>, whoever writes it."""
     added = tokenizer.added_tokens_decoder.items()
