@@ -233,8 +233,8 @@ def result(out: Path) -> dict[str, object]:
 
 def complaint(code: int, output: str, out: Path, killed: bool) -> str:
     """Returns what is wrong with the end of a disturbed run; "" if it is as it should be."""
-    ours = output.split("torch/distributed/elastic")[0].split("torch.distributed.elastic")[0]
-    if "Traceback" in ours and not killed:
+    frames = re.findall(r'^ *File "(.*?)", line', output, re.M)  # torchrun has tracebacks of its own
+    if any(frame.startswith(str(HERE)) and "/.venv/" not in frame for frame in frames) and not killed:
         return "a traceback"
     if code and not killed and not ("--resume" in output or "stopped by" in output):
         return "it does not say how to resume"

@@ -97,8 +97,8 @@ class RunDirectory:
             self._lock.close()
 
     def discard_if_empty(self) -> None:
-        """Removes the directory of a run that failed before it measured anything."""
-        if self.created and not self.rows("metrics"):
+        """Removes the directory of a run that ended before it measured or paid for anything."""
+        if self.created and not self.rows("metrics") and not self.rows("reflections"):
             shutil.rmtree(self.path, ignore_errors=True)
 
     def write(self, name: str, text: str) -> Path:

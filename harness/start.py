@@ -137,8 +137,8 @@ def prepare(cfg: Config, ranks: Ranks) -> Iterator[Parts]:
     except DiskFault as e:
         raise Fault(f"\n{e}; nothing that was saved is lost\nmake room and {run.how_to_resume()}") from None
     except stop.Stopped as e:
-        if not run.checkpoints():
-            run.discard_if_empty()
+        run.discard_if_empty()
+        if not run.path.exists():
             raise
         raise Fault(f"\n{e}\n{run.how_to_resume()}") from None
     except Fault:

@@ -94,7 +94,7 @@ class Ranks:
                 raise
             if isinstance(e, Fault) or (isinstance(e, Stopped) and not self.rank):
                 print(printable(str(e)), file=sys.stderr)
-            elif not stop.requested():  # torchrun ends the others by a signal: what they fail by then is no news
+            elif not (self.rank and stop.requested()):  # torchrun ends the others by a signal: their faults are no news
                 traceback.print_exc()
             sys.stdout.flush()
             sys.stderr.flush()
