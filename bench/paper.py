@@ -103,6 +103,22 @@ def table_1(rows: Rows, published: Row) -> list[str]:
     return lines
 
 
+def published_table(published: Row) -> list[str]:
+    """Returns exact match of real models by benchmark: the paper's, public reproductions', and ours."""
+    columns = published["paper"]["columns"]
+    lines = [f"| | {' | '.join(columns)} | source |", "|---" * (len(columns) + 2) + "|"]
+    for size in ("qwen2.5-3b", "qwen2.5-7b"):
+        for method, row in published["paper"][size].items():
+            lines.append(f"| {size}, {method} | {' | '.join(f'{x:.3f}' for x in row)} | the paper |")
+        lines.append(f"| {size}, all methods | {' | '.join(['not run here'] * len(columns))} | this project |")
+    for run in published["reproductions"]:
+        scores = [run[c] for c in columns[:-1] if c in run]
+        cells = [f"{run[c]:.3f}" if c in run else "" for c in columns[:-1]]
+        cells.append(f"{np.mean(scores):.3f}" if len(scores) == len(columns) - 1 else "")
+        lines.append(f"| {run['what']} | {' | '.join(cells)} | {run['source']} |")
+    return lines
+
+
 def split(em: float, n: int) -> list[int]:
     return [round(em * n), n - round(em * n)]
 
@@ -202,7 +218,8 @@ def page(rows: Rows, pictures: list[str], published: Row) -> str:
                 out.append(f"| {name} | {' | '.join(at_equal(rows, column))} |")
     if rows.get("transfer"):
         out += ["", "## Is I_star portable?", "", *transfer_table(rows["transfer"][0])]
-    out += ["", *[f"![{name}]({name})" for name in pictures]]
+    out += ["", *[f"![{name}]({name})" for name in pictures], ""]
+    out += ["## Real models, as published", "", *published_table(published)]
     return "\n".join(out) + "\n"
 
 

@@ -78,14 +78,16 @@ def _run(path: Path) -> tuple[Config, str]:
 
 
 def _export(run: Path, step: int, to: Path) -> Path:
+    from torch.distributed.checkpoint import CheckpointException
+
     from export import export_checkpoint
 
     try:
         export_checkpoint(run, step, False, False, to)
-    except (ValueError, RuntimeError) as e:  # torch's, about shapes and names
+    except (ValueError, RuntimeError, CheckpointException) as e:  # torch's, about shapes and names
         raise Fault(
-            f"{run}: the checkpoint of step {step} does not fit its --model ({str(e).splitlines()[0]}); it is of"
-            " another model or tokenizer"
+            f"{run}: the checkpoint of step {step} does not fit its --model ({type(e).__name__}); it is of another model"
+            " or tokenizer"
         ) from None
     return to
 

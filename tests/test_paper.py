@@ -181,6 +181,9 @@ def test_the_page_has_every_method_claim_and_the_published_numbers(tmp_path):
     assert "| rag | 0.20 | 0.200 [0.159, 0.249], over 300 questions | 1.00 | 0.270 | 0.304 | not run here |" in text
     assert "| inspo | 0.93, 0.96, 0.96, 0.95, 0.96 | 0.952 [" in text and "| ircot |  | not run yet |" in text
     assert all(claim.says in text for claim in CLAIMS)
+    search_r1 = "| qwen2.5-3b, search_r1 | 0.309 | 0.281 | 0.074 | 0.126 | 0.438 | 0.599 | 0.425 | 0.322 | the paper |"
+    assert search_r1 in text and text.count("not run here | not run here") >= 2
+    assert "| 0.338 | 0.332 | 0.111 | 0.296 | 0.406 | 0.582 | 0.420 | 0.355 | Seungyoun Shin" in text
     assert "Under its own policy 0.850, under those of other seeds 0.550 (lowest 0.50)." in text
     for name in ("fig2.png", "fig3.png", "fig5.png"):
         assert (tmp_path / name).stat().st_size > 5000 and f"![{name}]({name})" in text
