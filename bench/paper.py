@@ -19,7 +19,7 @@ sys.path.insert(0, str(HERE))
 
 import numpy as np  # noqa: E402
 
-from bench.arms import ARMS, Campaign, Row, commit, machine, needs  # noqa: E402
+from bench.arms import ARMS, Campaign, Row, commit, machine  # noqa: E402
 from bench.claims import CLAIMS, Rows, verdict  # noqa: E402
 from config import PRESETS  # noqa: E402
 from data import load_questions  # noqa: E402
@@ -240,9 +240,8 @@ def main(argv: list[str] | None = None) -> None:
     trained = [arm for arm in ARMS if arm in args.arms]
     with one_line("bench/paper.py"):
         with ThreadPoolExecutor(args.jobs) as pool:
-            for phase in ([arm for arm in trained if not needs(arm)], [arm for arm in trained if needs(arm)]):
-                pairs = [(arm, seed) for seed in args.seeds for arm in phase]  # whole seeds first
-                list(pool.map(lambda pair: campaign.row(*pair), pairs))
+            pairs = [(arm, seed) for seed in args.seeds for arm in trained]  # whole seeds first
+            list(pool.map(lambda pair: campaign.row(*pair), pairs))
         for method in UNTRAINED:
             if method in args.arms:
                 untrained(campaign, method)
