@@ -6,7 +6,9 @@ import platform
 import random
 import subprocess
 import sys
+import threading
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +18,9 @@ from harness.directory import read_jsonl
 from world.clauses import BEST, write
 
 Row = dict[str, Any]
+
+
+RUNNING: defaultdict[tuple[str, int], threading.Lock] = defaultdict(threading.Lock)
 
 
 class Arm(NamedTuple):
@@ -94,6 +99,10 @@ class Campaign(NamedTuple):
 
     def run(self, arm: str, seed: int) -> Path:
         """Returns the directory of a finished run: it runs, or resumes, what is not there, and what that needs."""
+        with RUNNING[arm, seed]:  # another thread may need the same run
+            return self._run(arm, seed)
+
+    def _run(self, arm: str, seed: int) -> Path:
         out = self.runs / f"{arm}-seed{seed}"
         if (out / "summary.json").exists():
             return out

@@ -86,8 +86,8 @@ def joining_errors(parent: np.ndarray, child: np.ndarray, n: int, dice: np.rando
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--policy", default="", help="directory of a policy; default: the world's first one")
-    parser.add_argument("--questions", type=int, default=300)
-    parser.add_argument("--repeat", type=int, default=5, help="rollouts a question and instruction")
+    parser.add_argument("--questions", type=int, default=200)
+    parser.add_argument("--repeat", type=int, default=3, help="rollouts a question and instruction")
     parser.add_argument("--trials", type=int, default=1000)
     parser.add_argument("--margin", type=float, default=0.02, help="true differences below it are ties")
     args = parser.parse_args(argv)

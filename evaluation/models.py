@@ -51,7 +51,7 @@ def subject(what: str) -> Iterator[Subject]:
     elif path.parent.name == "checkpoints" and path.is_dir():
         run, cfg, method = path.parents[1], *_run(path.parents[1])
         with tempfile.TemporaryDirectory() as folder:
-            to = _export(run, int(path.name[5:]), Path(folder) / path.name)
+            to = _export(run, cfg.model, int(path.name[5:]), Path(folder) / path.name)
             yield Subject(f"{run.name}-{path.name}", str(to), cfg, (to / "I_star.txt").read_text().strip(), method)
     elif (path / "checkpoints").is_dir():
         cfg, method = _run(path)
@@ -77,15 +77,18 @@ def _run(path: Path) -> tuple[Config, str]:
     return cfg, OF_RUN[cfg.mode]
 
 
-def _export(run: Path, step: int, to: Path) -> Path:
+def _export(run: Path, model: str, step: int, to: Path) -> Path:
+    """Writes a checkpoint of a run of `model` to a Hugging Face directory; Fault if the two do not fit."""
+    from torch.distributed.checkpoint import CheckpointException
+
     from export import export_checkpoint
 
     try:
         export_checkpoint(run, step, False, False, to)
-    except (ValueError, RuntimeError) as e:  # torch's, about shapes and names
+    except (ValueError, RuntimeError, CheckpointException) as e:  # torch's, about shapes and names
         raise Fault(
-            f"{run}: the checkpoint of step {step} does not fit its --model ({str(e).splitlines()[0]}); it is of"
-            " another model or tokenizer"
+            f"{run}: the checkpoint of step {step} does not fit {model} ({type(e).__name__}); it is of another"
+            " model or tokenizer"
         ) from None
     return to
 

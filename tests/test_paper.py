@@ -3,14 +3,18 @@
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 from test_config import parse as parse_flags
 
+import evaluate
 from baselines import config_of
 from bench import arms, paper
 from bench.arms import ARMS, Campaign, argv_of, needs, row_of
@@ -82,6 +86,22 @@ def test_a_finished_run_leaves_a_row_and_is_not_run_again(campaign):
     assert [(path, path.stat().st_mtime_ns) for path in (folder / "runs").rglob("*.json")] == before
 
 
+@pytest.mark.slow
+def test_a_checkpoint_is_measured_as_the_run_is_and_one_of_another_model_is_refused(campaign, tiny_path, tmp_path):
+    run = campaign[0] / "runs" / "inspo-seed0"
+    said = []
+    for what, out in ((run, "run"), (run / "checkpoints" / "step-000004", "checkpoint")):
+        evaluate.main([str(what), "--n", "6", "--out", str(tmp_path / out)])
+        said.append(read_jsonl(tmp_path / out / "results.jsonl"))
+    assert said[0] == said[1] and len(said[0]) == 6
+    other = tmp_path / "other"
+    shutil.copytree(run, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"model": tiny_path}))
+    with pytest.raises(SystemExit, match="the checkpoint of step 4 does not fit .*it is of another model or tokenizer"):
+        evaluate.main([str(other / "checkpoints" / "step-000004"), "--n", "6", "--out", str(tmp_path / "o")])
+
+
 def fabricated(arm, seed, em, searches=1.0, T=20, rollouts=20, seconds=100.0, reward=0.3):
     dice = random.Random(f"{arm}{seed}")
     rewards = [reward + dice.uniform(-0.05, 0.05) for _ in range(T)]
@@ -110,6 +130,23 @@ def test_a_row_is_not_run_again_and_a_missing_one_is(tmp_path, monkeypatch):
     for seed in (0, 0, 1, 0):
         assert campaign.row("static", seed) == {"arm": "static", "seed": seed}
     assert ran == [("static", 0), ("static", 1)] and len(read_jsonl(campaign.rows)) == 2
+
+
+def test_arms_that_build_on_one_run_wait_for_it(tmp_path, monkeypatch):
+    campaign, ran = Campaign(tmp_path / "runs", tmp_path / "rows.jsonl"), []
+
+    def fake(argv, **_):  # inspo.py, for half a second
+        out = Path(argv[argv.index("--out") + 1])
+        out.mkdir(parents=True)
+        ran.append(out.name)
+        time.sleep(0.5)
+        (out / "summary.json").write_text("{}")
+        return subprocess.CompletedProcess(argv, 0)
+
+    monkeypatch.setattr(arms.subprocess, "run", fake)
+    with ThreadPoolExecutor(3) as pool:
+        done = list(pool.map(lambda arm: campaign.run(arm, 0), ["before", "frozen", "before"]))
+    assert ran == ["frozen-seed0", "before-seed0"] and done[0] == done[2]
 
 
 def test_a_row_counts_the_rollouts_of_verification_at_every_evaluation(tmp_path):
@@ -181,6 +218,9 @@ def test_the_page_has_every_method_claim_and_the_published_numbers(tmp_path):
     assert "| rag | 0.20 | 0.200 [0.159, 0.249], over 300 questions | 1.00 | 0.270 | 0.304 | not run here |" in text
     assert "| inspo | 0.93, 0.96, 0.96, 0.95, 0.96 | 0.952 [" in text and "| ircot |  | not run yet |" in text
     assert all(claim.says in text for claim in CLAIMS)
+    search_r1 = "| qwen2.5-3b, search_r1 | 0.309 | 0.281 | 0.074 | 0.126 | 0.438 | 0.599 | 0.425 | 0.322 | the paper |"
+    assert search_r1 in text and text.count("not run here | not run here") >= 2
+    assert "| 0.338 | 0.332 | 0.111 | 0.296 | 0.406 | 0.582 | 0.420 | 0.355 | Seungyoun Shin" in text
     assert "Under its own policy 0.850, under those of other seeds 0.550 (lowest 0.50)." in text
     for name in ("fig2.png", "fig3.png", "fig5.png"):
         assert (tmp_path / name).stat().st_size > 5000 and f"![{name}]({name})" in text
