@@ -69,6 +69,7 @@ class Log:
         self.ledger, self.start, self.spent = Ledger(**state["ledger"]), state["start"], state["seconds"]
         self.t = state["t"]
         self.policy.load(checkpoint, self.t)
+        self.policy.memory = state.get("memory", {})
         self.bar.update(self.t)
         self.note(f"resumed after step {self.t}")
         return P, B
@@ -131,6 +132,7 @@ class Log:
             "population": self.P.state_dict(),
             "buffer": self.B.state_dict(),
             "ledger": asdict(self.ledger),
+            "memory": self.policy.memory,
         }
         parts |= {"start": self.start, "seconds": self.spent + time.time() - self.began}
         self.run.checkpoint(t, self.policy.save, parts)

@@ -46,9 +46,9 @@ IN_EVOLVE = {
     "L21": r"verify\(.*I_new, D_B\)",
     "L23": r"P\.join\(",
 }
-EQUATIONS = {  # surrogate and rho are in the kernel and its twin, the average in grpo.py, the advantage in objectives
+EQUATIONS = {  # surrogate and rho are in the kernel and its twin, the average and the advantage in objectives.py
     "Eq.1": ["inspo.py"],
-    "Eq.2": ["grpo.py", "kernels/rows_torch.py", "kernels/rows_triton.py"],
+    "Eq.2": ["grpo.py", "kernels/rows_torch.py", "kernels/rows_triton.py", "objectives.py"],
     "Eq.3": ["kernels/rows_torch.py", "kernels/rows_triton.py", "objectives.py"],
     "Eq.4": ["population.py"],
     "Eq.5": ["inspo.py"],
