@@ -120,7 +120,7 @@ class Batch:
     def state(self) -> Ints:
         """Numbers of equal states: the group, and what the turn is the answer to; -1 where there is no turn."""
         seen = [
-            [(int(g), "start"), *((int(g), tuple(turn.result or ())) for turn in tau.turns[:-1])]
+            [(int(g), "start"), *((int(g), tuple(turn.result or ())) for turn in tau.turns)][: len(tau.turns)]
             for g, tau in zip(self.group, self.taus, strict=True)
         ]
         flat = iter(numbers(x for row in seen for x in row).tolist())

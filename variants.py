@@ -168,6 +168,8 @@ def risk(b: Batch) -> Array:
         for i in range(max(map(len, members))):
             ith = [rows[i] for rows in members if i < len(rows)]
             s[ith] = 5 * b.reward[ith].mean()
+    if not b.n:
+        return s
     q = b.memory.setdefault("quantiles", np.quantile(s, [0.2, 0.8]).tolist())
     lo, hi = q
     q[:] = [x + 0.1 * (a - float((s < x).mean())) for x, a in zip(q, (0.2, 0.8), strict=True)]
@@ -242,10 +244,10 @@ def first_result(b: Batch, A: Array) -> Array:
 
     A_turn: Eq. 3 for the reward of the first result, 1 if it holds a gold answer.
     """
-    first = b.called.argmax(1)  # 0 where there is none
-    none: Mask = b.called.max(1, initial=0) == 0
-    reward = np.where(none, 0.0, b.found[np.arange(b.n), first])
-    before = none[:, None] | (np.arange(b.called.shape[1]) <= first[:, None])
+    turn = np.arange(b.called.shape[1])
+    first = np.where(b.called > 0, turn, len(turn)).min(1, initial=len(turn))  # beyond the last where there is none
+    reward = ((turn == first[:, None]) & (b.found > 0)).sum(1).astype(float)
+    before = turn <= first[:, None]
     return A[:, None] + before * b.each(normal, reward, b.group)[:, None]
 
 
@@ -316,9 +318,13 @@ def diverse(b: Batch) -> Mask:
     the half with the largest |A| H. Our reading: the paper's shares, which grow with the steps, were not found.
     """
     A = np.array([tau.advantage for tau in b.taus])
-    order, n = np.argsort(A, kind="stable"), (b.n + 1) // 2
-    ends = [np.r_[order[:k], order[b.n - n + k :]] for k in range(n + 1)]
-    chosen = np.isin(b.tau, max(ends, key=lambda rows: A[rows].var()))
+    up, n, spread = np.sort(A), (b.n + 1) // 2, -1.0
+    chosen = np.zeros(b.n, bool)
+    for k in range(n + 1 if n else 0):  # the k lowest and the n - k highest; whoever ties with one of them comes along
+        low, high = up[:k], up[b.n - n + k :]
+        if (found := np.r_[low, high].var()) > spread:
+            spread, chosen = found, (A <= low.max(initial=-np.inf)) | (A >= high.min(initial=np.inf))
+    chosen = chosen[b.tau]
     score = np.abs(b.A) * (np.ones(len(b.tau)) if b.entropy is None else b.entropy)
     return chosen & (score >= np.median(score[chosen])) if chosen.any() else chosen
 
