@@ -10,7 +10,7 @@ ARGS   ?=
 export GOMP_SPINCOUNT ?= 1000
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train static test test-slow test-ranks test-vllm resolve lint bench-world controls bench-learn bench-instructions bench-step bench-retrieval bench-kernels bench-rollout bench-trl gpu warm-start ask one-step mutants
+.PHONY: help setup train static test test-slow test-ranks test-vllm resolve lint bench-world controls bench-learn bench-objectives bench-instructions bench-step bench-retrieval bench-kernels bench-rollout bench-trl gpu warm-start ask one-step mutants
 
 help:                 ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## *(.*)/\1\t\2/' | expand -t 21
@@ -74,6 +74,9 @@ controls: setup       ## whose gain is it? inspo beside a static instruction and
 
 bench-learn: setup    ## inspo and six controls, 5 seeds: the README's figure (hours)
 	$(PY) bench/learn.py --picture assets/learning.png $(ARGS)
+
+bench-objectives: setup  ## every objective on the world, 3 seeds: results/objectives.md (3 hours; it resumes)
+	$(PY) bench/objectives.py $(ARGS)
 
 bench-instructions: setup  ## every combination of clauses under the first policy and under a trained one
 	$(PY) bench/instructions.py $(or $(POLICY),runs/bench-learn/inspo-seed1/policy) $(ARGS)

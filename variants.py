@@ -349,8 +349,8 @@ def turn_mean(b: Batch, keep: Mask) -> Array:
 def heterogeneity(b: Batch) -> Array:
     """HAPO: h in [-1, 1], log H minus its .8 quantile in units of its deviation, each sign by its largest size.
 
-    H is pi_old's, so that no pass is added. The authors' code divides the negative side by its minimum, which makes it
-    positive: its branch for low entropy never acts. Here the size is taken.
+    H is pi_old's, so that no pass is added; the sampling temperature stays one. The authors' code divides the negative
+    side by its minimum, which makes it positive: its branch for low entropy never acts. Here the size is taken.
     """
     assert b.entropy is not None
     x = np.log(np.maximum(b.entropy, 1e-8))

@@ -14,7 +14,9 @@ import pytest
 import inspo
 
 ROOT = Path(__file__).parent.parent
-ROOMS = "inspo config data rollout tools grpo objectives population reflect report faults".split()  # the paper's
+ROOMS = (
+    "inspo config data rollout tools grpo objectives variants population reflect report faults".split()
+)  # the paper's
 WINGS = "engines training harness kernels retrieval world bench".split()
 CODE = sorted([*ROOT.glob("*.py"), *(path for wing in WINGS for path in ROOT.glob(f"{wing}/*.py"))])
 
@@ -191,6 +193,7 @@ def test_a_room_knows_wings_through_their_faces_alone(room):
 
 def test_population_reflect_and_objectives_stand_beside_each_other_and_without_torch():
     apart = {"population", "reflect", "objectives"}
+    assert not own(MODULES["variants"])
     for room in apart:
         assert not imports(MODULES[room]) & {"torch", "torch.distributed", "transformers"}
         assert not own(MODULES[room]) & apart

@@ -7,7 +7,9 @@ variants.py. What is compared is dL/dlogp of every token, with the head's rows (
 import copy
 import math
 import random
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -607,8 +609,17 @@ def reference(name, case):
     return torch.autograd.grad(FORMULAS[name](case), case.logp)[0]
 
 
-def test_every_objective_has_a_formula():
+def test_every_objective_has_a_formula_and_a_row_in_the_table_that_names_its_stages():
     assert set(FORMULAS) == set(OBJECTIVES)
+    page = (Path(__file__).parent.parent / "docs" / "objectives.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]*)\|", page, re.M))
+    assert list(rows) == list(OBJECTIVES)
+    for name, named in OBJECTIVES.items():
+        stages = "reward advantage credit select weight tokens clip ratio kind".split()
+        changed = {s for s in stages if getattr(named, s) != getattr(OBJECTIVES["grpo"], s)}
+        changed -= {"clip"} if named.kind in ("sapo", "dppo", "quadratic") else set()  # they are the kind's constants
+        changed |= {"weight"} if named.tis else set()
+        assert set(rows[name].replace(",", "").split()) == changed, name
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["first mini-batch", "later mini-batch"])
