@@ -84,6 +84,9 @@ paper: setup          ## the paper's tables, figures and claims in the world, 5 
 evaluate: setup       ## measure the newest run, or ARGS="WHAT --data ... --method ..."
 	$(PY) evaluate.py $(or $(ARGS),$(shell ls -td runs/*/policy | head -1 | xargs dirname))
 
+bench-objectives: setup  ## every objective on the world, 3 seeds: results/objectives.md (3 hours; it resumes)
+	$(PY) bench/objectives.py $(ARGS)
+
 bench-instructions: setup  ## every combination of clauses under the first policy and under a trained one
 	$(PY) bench/instructions.py $(or $(POLICY),runs/paper/inspo-seed1/policy) $(ARGS)
 

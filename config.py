@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from faults import Fault
+from objectives import OBJECTIVES
 
 # Threads that wait for each other spin only for a moment (LOG.md): as fast alone, twice as fast beside other programs.
 # libgomp reads this when torch is imported.
@@ -68,9 +69,12 @@ class Config:
     adam_eps: float = knob(1e-8, "AdamW: epsilon")
     weight_decay: float = knob(0.01, "AdamW: weight decay")
     max_grad_norm: float = knob(1.0, "gradients are clipped to this norm")
-    eps: float = knob(0.2, "epsilon of Eq. 2: the clip")
+    objective: str = knob("grpo", "what the policy is trained towards: grpo is Eq. 2 and 3; docs/objectives.md has all")
+    eps: float = knob(0.2, "epsilon of Eq. 2: the clip, where --objective has none of its own")
     beta: float = knob(0.001, "beta of Eq. 2: weight of the KL to the first policy; 0: no reference model")
-    loss_agg: str = knob("trajectory", "trajectory: Eq. 2's average; token: verl's token mean")
+    loss_agg: str = knob(
+        "trajectory", "trajectory: Eq. 2's average; token: verl's token mean; where --objective has none of its own"
+    )
     lora_rank: int = knob(
         0, "rank of LoRA adapters on all linear layers but the head; 0: train all weights. Adapters want a larger --lr"
     )
@@ -257,6 +261,12 @@ def validate(cfg: Config) -> str:
         return f"--loss_agg {cfg.loss_agg}: choose trajectory or token"
     if cfg.groups not in ("pair", "question"):
         return f"--groups {cfg.groups}: choose pair or question"
+    if cfg.objective not in OBJECTIVES:
+        return f"--objective {cfg.objective}: choose {', '.join(OBJECTIVES)}"
+    own = OBJECTIVES[cfg.objective]
+    for name, taken in (("eps", own.clip), ("loss_agg", own.weight), ("tis", own.tis)):
+        if taken and getattr(cfg, name) != getattr(Config, name):
+            return f"--{name} {getattr(cfg, name)}: --objective {cfg.objective} has its own; leave it out"
     if cfg.proposer not in ("reflection", "paraphrase", "history"):
         return f"--proposer {cfg.proposer}: choose reflection, paraphrase or history"
     if cfg.tracker not in ("", "wandb", "tensorboard"):

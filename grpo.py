@@ -4,6 +4,8 @@ import heapq
 import math
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
@@ -11,9 +13,13 @@ from torch.distributed.tensor import DTensor
 
 from config import Config
 from faults import EngineFault
+from objectives import Batch, Plan, objective_of
 from rollout import Trajectory
 from training import lora
 from training.model import score
+
+Scores = npt.NDArray[np.float64]  # (2, N)
+Rows = npt.NDArray[np.int64]
 
 
 def minibatches(taus: list[Trajectory], cfg: Config) -> list[list[Trajectory]]:
@@ -22,24 +28,31 @@ def minibatches(taus: list[Trajectory], cfg: Config) -> list[list[Trajectory]]:
     return [taus[k : k + n] for k in range(0, len(taus), n)]
 
 
-def micro_batches(taus: list[Trajectory], micro_tokens: int, ranks: int = 1) -> list[list[Trajectory]]:
-    """Returns the trajectories in batches of at most `micro_tokens` (a longer one is alone) and of nearly equal size.
+def micro_batches(taus: list[Trajectory], micro_tokens: int, ranks: int = 1) -> list[list[int]]:
+    """Returns the places of the trajectories, in batches of at most `micro_tokens` (a longer one is alone) and of
+    nearly equal size.
 
     Their number is a multiple of `ranks`, since all ranks must work in step; some may then be empty.
     """
-    longest_first = sorted(taus, key=lambda tau: -len(tau.ids))
+    longest_first = sorted(range(len(taus)), key=lambda place: -len(taus[place].ids))
     n = min(len(taus), math.ceil(sum(len(tau.ids) for tau in taus) / micro_tokens))
     while True:
         n = math.ceil(n / ranks) * ranks
         fill = [(0, k) for k in range(n)]  # a heap: the emptiest batch is first
-        batches: list[list[Trajectory]] = [[] for _ in range(n)]
-        for tau in longest_first:
+        batches: list[list[int]] = [[] for _ in range(n)]
+        for place in longest_first:
             tokens, k = heapq.heappop(fill)
-            batches[k].append(tau)
-            heapq.heappush(fill, (tokens + len(tau.ids), k))
+            batches[k].append(place)
+            heapq.heappush(fill, (tokens + len(taus[place].ids), k))
         if all(tokens <= micro_tokens or len(batches[k]) == 1 for tokens, k in fill):
             return batches
         n += 1
+
+
+def rows_of(lengths: list[int], places: list[int]) -> Rows:
+    """Returns the rows of some trajectories' tokens among those of all, whose numbers of tokens are `lengths`."""
+    ends = np.cumsum(lengths, dtype=int)
+    return np.concatenate([np.arange(ends[k] - lengths[k], ends[k]) for k in places] or [np.arange(0)])
 
 
 def lr_at(t: int, cfg: Config) -> float:
@@ -62,6 +75,7 @@ class Learner:
     def __init__(self, model: Any, reference: Any, cfg: Config, max_gap: float = math.inf):
         """`max_gap`: mean nat a token by which engine and trainer may differ."""
         self.model, self.cfg, self.max_gap = model, cfg, max_gap
+        self.objective = objective_of(cfg)
         first = next(model.parameters())
         self.device, self.sharded = first.device, isinstance(first, DTensor)
         self.rank: int = dist.get_rank() if self.sharded else 0
@@ -88,17 +102,20 @@ class Learner:
             micro_batches(part, self.cfg.micro_tokens, self.ranks)[self.rank :: self.ranks] for part in minibatches
         ]
         # pi_old is the policy before the step's first update: for the first mini-batch the policy in training itself.
-        old_logps = [
-            [self.logprobs(batch) if k > 0 or self.cfg.tis else None for batch in share]
-            for k, share in enumerate(shares)
+        olds = [
+            self.score(part, share) if k > 0 or "old" in self.objective.reads else None
+            for k, (part, share) in enumerate(zip(minibatches, shares, strict=True))
         ]
         total = dict.fromkeys(("loss", "kl", "entropy", "clipped", "gap", "tokens"), 0.0)
         norm = 0.0
         self.model.train()
-        for k, (part, share) in enumerate(zip(minibatches, shares, strict=True)):
-            actions = sum(sum(tau.mask) for tau in part)
-            for batch, old_logp in zip(share, old_logps[k], strict=True):
-                loss, extras = self.loss(batch, old_logp, len(part), actions)
+        for k, (part, share, old) in enumerate(zip(minibatches, shares, olds, strict=True)):
+            now = None
+            if "now" in self.objective.reads:
+                now = self.score(part, share) if k > 0 else old
+            plan, lengths = self.plan(part, old, now), [sum(tau.mask) for tau in part]
+            for batch in share:
+                loss, extras = self.loss([part[place] for place in batch], plan.rows(rows_of(lengths, batch)))
                 loss.backward()
                 total["loss"] += loss.item() / len(minibatches)
                 for name in ("kl", "entropy", "clipped", "gap"):
@@ -140,27 +157,40 @@ class Learner:
         dist.all_reduce(values)
         return dict(zip(total, values.tolist(), strict=True))
 
-    def loss(
-        self, batch: list[Trajectory], old_logp: torch.Tensor | None, n_trajectories: int, n_actions: int
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Returns (loss, extras) of a micro-batch; the totals are those of its mini-batch.
+    def score(self, part: list[Trajectory], share: list[list[int]]) -> Scores:
+        """Returns log-probs and entropies (2, N) of a mini-batch's action tokens under the present policy.
 
-        `old_logp` (N,): log-probs of the batch's N action tokens under pi_old; None: those of the policy in training.
-        extras["gap"] (N,): their distance to the engine's.
+        Every rank scores its share and gets the others' from them: an objective sees the whole mini-batch.
+        """
+        lengths = [sum(tau.mask) for tau in part]
+        found = torch.zeros(2, sum(lengths), dtype=torch.float64, device=self.device)
+        for batch in share:
+            found[:, rows_of(lengths, batch)] = torch.stack(self.scores([part[place] for place in batch])).double()
+        if self.sharded:
+            dist.all_reduce(found)  # adds the ranks' tokens to zeros
+        out: Scores = found.cpu().numpy()
+        return out
+
+    def plan(self, part: list[Trajectory], old: Scores | None = None, now: Scores | None = None) -> Plan:
+        """Returns what the head takes for a mini-batch's tokens, all of them; `old`, `now`: what `score` returned."""
+        columns = dict(old=None if old is None else old[0], entropy=None if old is None else old[1])
+        batch = Batch(part, self.objective.limit, **columns, now=None if now is None else now[0])
+        return self.objective.plan(batch)
+
+    def loss(self, batch: list[Trajectory], plan: Plan) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Returns (loss, extras) of a micro-batch, whose N action tokens have a row each in `plan`.
+
+        extras["gap"] (N,): the distance of pi_old's log-probs to the engine's.
         """
         packed = self.pack(batch)
-        counts = torch.tensor([sum(tau.mask) for tau in batch], dtype=torch.long, device=self.device)  # (B,)
-        tau_of = torch.repeat_interleave(torch.arange(len(batch), device=self.device), counts)  # (N,)
-        adv = torch.tensor([tau.advantage for tau in batch], device=self.device)[tau_of]
-        if self.cfg.loss_agg == "trajectory":  # Eq.2: over a trajectory's tokens, the group, the mini-batch. CHOICE-9
-            w = 1.0 / (counts[tau_of] * n_trajectories)
-        else:
-            w = torch.full_like(adv, 1.0 / max(1, n_actions))
+        arrays = {
+            name: torch.from_numpy(x).to(self.device) if isinstance(x, np.ndarray) else x
+            for name, x in vars(plan).items()
+        }
+        pi_old = arrays.pop("pi_old")
         sampled = torch.tensor(
             [lp for tau in batch for lp, m in zip(tau.logps, tau.mask, strict=True) if m], device=self.device
         )  # (N,)
-        if self.cfg.tis and old_logp is not None:
-            w = w * (old_logp - sampled).exp().clamp(max=self.cfg.tis)
         ref_logp = None
         if (
             self.reference is not None
@@ -168,16 +198,20 @@ class Learner:
             with torch.no_grad(), lora.off(self.reference):
                 ref_logp, _ = score(self.reference, *packed, self.cfg.temperature)
         loss, extras = score(
-            self.model, *packed, self.cfg.temperature, adv=adv, w=w, ref_logp=ref_logp, beta=self.cfg.beta,
-            old_logp=old_logp, eps_low=self.cfg.eps, eps_high=self.cfg.eps,
-        )  # fmt: skip
-        gap = (extras["logp"] if old_logp is None else old_logp) - sampled
+            self.model, *packed, self.cfg.temperature, ref_logp=ref_logp, beta=self.cfg.beta, **arrays
+        )  # Eq.2
+        gap = (extras["logp"] if pi_old is None else pi_old.to(extras["logp"].dtype)) - sampled
         return loss, extras | {"gap": gap.abs()}
 
     @torch.no_grad()
+    def scores(self, batch: list[Trajectory]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns log-probs and entropies (N,) of the batch's action tokens under the present policy."""
+        logp, entropy = score(self.model, *self.pack(batch), self.cfg.temperature)
+        return logp, entropy
+
     def logprobs(self, batch: list[Trajectory]) -> torch.Tensor:
         """Returns the log-probs (N,) of the batch's action tokens under the present policy."""
-        return score(self.model, *self.pack(batch), self.cfg.temperature)[0]
+        return self.scores(batch)[0]
 
     def pack(self, batch: list[Trajectory]) -> tuple[torch.Tensor, list[int], torch.Tensor, torch.Tensor]:
         """Returns ids (T,), one trajectory after another, their lengths, and for the N action tokens the positions

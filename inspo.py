@@ -18,7 +18,7 @@ from config import Config, first_instruction, parse
 from data import Question, draw, em, rng
 from faults import Fault, OptimizerDown, one_line
 from harness.status import status
-from objectives import set_advantages
+from objectives import objective_of, set_advantages
 from population import Candidate, Experience, Instruction, Population, ReplayBuffer, significantly_worse
 from reflect import Optimizer, candidates, history_prompt, normalized, paraphrase_prompt, reflection_prompt
 from rollout import Job, Trajectory
@@ -50,7 +50,7 @@ def inspo(
         taus = policy.rollout(t, "rollout", jobs)  # Alg.1 L6
         for tau in taus:
             tau.reward = reward(tau)  # Alg.1 L7 Eq.1
-        set_advantages(taus)
+        set_advantages(taus, objective_of(cfg), policy.memory)
         update = policy.update(t, taus)  # Alg.1 L8 Eq.5
         P.attribute(taus)  # Alg.1 L9
         log.step(t, taus, P, update)

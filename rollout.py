@@ -57,17 +57,20 @@ class Trajectory:
     prompt_tokens: int
     mask: list[int] = field(default_factory=list)  # I_{i,t} of Eq. 2: 1 on the tokens that the policy sampled
     logps: list[float] = field(default_factory=list)  # the engine's log-probabilities; 0 where mask is 0
+    acted: list[int] = field(default_factory=list)  # how many tokens each turn sampled
     turns: list[Turn] = field(default_factory=list)
     stop: str = ""  # why it ended: "answer", "turns" (none left), "length" (context full)
     response: str = ""  # everything after the prompt
     prediction: str | None = None
     reward: float = 0.0  # r(tau)
     advantage: float = 0.0  # A-hat
+    credit: list[float] = field(default_factory=list)  # A-hat of each turn, where an objective tells turns apart
 
     def act(self, ids: list[int], logps: list[float]) -> None:
         self.ids += ids
         self.mask += [1] * len(ids)
         self.logps += logps
+        self.acted.append(len(ids))
 
     def observe(self, ids: list[int]) -> None:
         self.ids += ids
@@ -86,13 +89,13 @@ class Trajectory:
     def outcome(self) -> Trajectory:
         """Returns a copy for scores alone: without tokens, texts and passages."""
         turns = [Turn("", turn.tool, "", turn.result and []) for turn in self.turns]
-        return replace(self, ids=[], mask=[], logps=[], turns=turns, response="")
+        return replace(self, ids=[], mask=[], logps=[], acted=[], turns=turns, response="")
 
     def record(self) -> dict[str, Any]:
         """Returns a row for `trajectories/`: everything but the token arrays."""
         return {
             "instruction": self.instruction, "question": self.question.id, "group": self.group, "stop": self.stop,
-            "reward": self.reward, "advantage": self.advantage, "prediction": self.prediction,
+            "reward": self.reward, "advantage": self.advantage, "credit": self.credit, "prediction": self.prediction,
             "golds": self.question.golds, "invalid": self.invalid, "prompt_tokens": self.prompt_tokens,
             "action_tokens": sum(self.mask), "tokens": len(self.ids), "turns": [asdict(turn) for turn in self.turns],
             "response": self.response,

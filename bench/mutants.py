@@ -21,7 +21,7 @@ NAMES = {
     "_middle_out",
     "data": "rng draw normalize em f1 _token_f1 last_answer",
 }
-FUNCTIONS = ["population.*", "objectives.*"]
+FUNCTIONS = ["population.*", "objectives.*", "variants.*"]
 FUNCTIONS += [f"{module}.x_{name}__mutmut_*" for module, names in NAMES.items() for name in names.split()]
 
 

@@ -151,7 +151,8 @@ def measure(args: argparse.Namespace) -> dict:
 
     def score(taus):
         """Gives trajectories the policy's own log-probs, as an exact engine would."""
-        for batch in micro_batches(taus, micro):
+        for places in micro_batches(taus, micro):
+            batch = [taus[k] for k in places]
             found = iter(learner.logprobs(batch).tolist())
             for tau in batch:
                 tau.logps = [next(found) if m else 0.0 for m in tau.mask]

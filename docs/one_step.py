@@ -274,12 +274,13 @@ def by_hand(s: Step, call: Call) -> dict[int, torch.Tensor]:
     Columns: log-probs of the engine, pi_old, pi and pi_ref; rho, KL, S, term of the loss. Asserts that
     `Learner.loss` had the same numbers.
     """
-    (batch, old, n_trajectories, _), (loss, extras) = call.args, call.result
+    (batch, plan), (loss, extras) = call.args, call.result
+    old, n_trajectories = plan.old_logp, s.cfg.mini * s.cfg.G
     lengths = [sum(tau.mask) for tau in batch]
     engine = torch.tensor([lp for tau in batch for lp, m in zip(tau.logps, tau.mask, strict=True) if m])
     ref = score(s.learner.reference, *s.learner.pack(batch), s.cfg.temperature)[0].double()
     new = extras["logp"].double()
-    old = new if old is None else old.double()  # the first mini-batch's pi_old is pi
+    old = new if old is None else torch.from_numpy(old)  # the first mini-batch's pi_old is pi
     A = torch.tensor([tau.advantage for tau in batch]).double().repeat_interleave(torch.tensor(lengths))
     w = 1 / (torch.tensor([n for n in lengths for _ in range(n)]) * n_trajectories)
     rho, d = torch.exp(new - old), ref - new
@@ -320,7 +321,7 @@ KL   = exp(d) - d - 1 = {num(kl, 5)}
 w    = 1 / ({n} x {N}) = {num(1 / (n * N), 6)}
 term = -w (S - {cfg.beta:g} KL) = {num(term, 6)}"""
     of_the_loss = python(
-        code(Learner.loss, "Eq.2", "w = 1.0"),
+        code(objectives.trajectory_mean, "Eq.2"),
         code(rows_torch.loss_rows, "rho = torch.ones_like", "if kind ==", "clip = rho", "S = torch.minimum",
              "if ref is", "d = (ref", "e_d = torch", "kl = e_d", "if beta", "S - beta * kl", "return w"),
     )  # fmt: skip

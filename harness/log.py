@@ -83,6 +83,7 @@ class Log:
         self.phase, self.row, self.logged = state.get("unfinished", ""), state.get("row", {}), time.time()
         self.before_evolution = dataclasses.replace(self.ledger)
         self.policy.load(checkpoint, self.t)
+        self.policy.memory = state.get("memory", {})
         self.bar.update(self.t - bool(self.phase))
         self.note(f"resumed {'inside' if self.phase else 'after'} step {self.t}")
         return P, B
@@ -150,6 +151,7 @@ class Log:
     def save(self, t: int, unfinished: str = "") -> None:
         """Saves the state after step t, or at the start of its `unfinished` evolution or evaluation."""
         parts: dict[str, Any] = {"population": self.P.state_dict(), "buffer": self.B.state_dict()}
+        parts["memory"] = self.policy.memory
         parts |= {"start": self.start, "seconds": self.spent + time.time() - self.began}
         parts["ledger"] = asdict(self.before_evolution if unfinished == "evolve" else self.ledger)
         if unfinished:

@@ -9,6 +9,8 @@ import math
 
 import torch
 
+KINDS = ("clip", "cispo", "sapo", "dppo", "quadratic", "reinforce")
+
 
 def grpo_head(
     hidden,
@@ -55,17 +57,22 @@ def grpo_head(
     old_logp: None is the on-policy step, rho = 1 with the gradient of rho. ref_logp: None means no KL. Their
         differences to logp are clamped to +-80, so that all numbers stay finite.
     delta: also caps the first rho of the min, which bounds S where adv < 0. Choose it above 1 + eps_high.
-    kind: "clip" is the above; "cispo" has S = min(rho, 1 + eps_high) * adv * logp with all but logp constant, so that
-        every token keeps a gradient (eps_low and delta are ignored).
+    kind: "clip" is the above. The others have another S and no delta, and eps_low and eps_high bound other things:
+        "cispo"      min(rho, 1 + eps_high) * adv * logp, all but logp constant: every token keeps a gradient
+        "sapo"       4 / tau * sigmoid(tau * (rho - 1)) * adv, with tau = eps_high where adv > 0, else eps_low
+        "dppo"       rho * adv; 0 where adv > 0 and p - p_old > eps_high, or adv < 0 and p_old - p > eps_low
+        "quadratic"  rho * adv - lambda * (rho - 1)^2, with lambda = eps_high where rho > 1, else eps_low; rho <= e^40
+        "reinforce"  adv * logp: put a detached weight into adv
     grad_weight: (V, H), float32 or wider; backward adds dW to it and leaves weight.grad alone.
     chunk: rows at a time; takes the memory of one float32 matrix (chunk, V) on a GPU, of two elsewhere. Small chunks
         are slow: each reads weight and dW again.
 
     Returns L, a scalar, and a dict of detached (N,) tensors: logp, entropy (nats), kl, clipped (bool).
-    Raises ValueError for an unknown kind, and for beta without ref_logp.
+    `clipped` tells where S is cut off, by clip, cispo and dppo. Raises ValueError for an unknown kind, and for beta
+    without ref_logp.
     """
-    if kind not in ("clip", "cispo"):
-        raise ValueError(f'kind must be "clip" or "cispo", not {kind!r}')
+    if kind not in KINDS:
+        raise ValueError(f"kind must be one of {', '.join(KINDS)}, not {kind!r}")
     if beta and ref_logp is None:
         raise ValueError(f"beta = {beta} needs ref_logp")
     need_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)

@@ -1,6 +1,10 @@
 """Rows of logits -> loss and gradient in plain torch: what rows_triton.py computes, for every device."""
 
+import math
+
 import torch
+
+SQUARED = math.exp(40)  # the largest rho whose square fits float32, with room for a factor
 
 
 def loss_rows(
@@ -32,10 +36,27 @@ def loss_rows(
         S = torch.minimum(rho.clamp(max=delta) * adv, clip * adv)  # Eq.2
         clipped = S != rho * adv  # at a tie, in particular rho = 1, the gradient is the unclipped one
         dS = torch.where(clipped, 0, rho * adv)
-    else:
+    elif kind == "cispo":
         clipped = rho > 1 + eps_high
         dS = rho.clamp(max=1 + eps_high) * adv
         S = dS * logp
+    elif kind == "sapo":
+        tau = torch.where(adv > 0, eps_high, eps_low)
+        x = tau * (rho - 1)
+        S = 4 / tau * torch.sigmoid(x) * adv
+        dS = 4 * torch.sigmoid(x) * torch.sigmoid(-x) * rho * adv
+        clipped = torch.zeros_like(rho, dtype=torch.bool)
+    elif kind == "dppo":
+        moved = torch.zeros_like(logp) if old is None else logp.exp() - old.exp()
+        clipped = ((adv > 0) & (moved > eps_high)) | ((adv < 0) & (-moved > eps_low))
+        S = dS = torch.where(clipped, 0, rho * adv)
+    elif kind == "quadratic":
+        rho = rho.clamp(max=SQUARED)
+        far, penalty = rho - 1, torch.where(rho > 1, eps_high, eps_low)
+        S, dS = rho * adv - penalty * far * far, rho * (adv - 2 * penalty * far)
+        clipped = torch.zeros_like(rho, dtype=torch.bool)
+    else:  # reinforce
+        S, dS, clipped = adv * logp, adv, torch.zeros_like(rho, dtype=torch.bool)
     kl = torch.zeros_like(logp)
     if ref is not None:
         d = (ref - logp).clamp(-80, 80)

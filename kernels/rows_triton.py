@@ -5,11 +5,14 @@ numbers that the gradient needs, and the second time it writes dL/dz over the ro
 `head.grpo_head`; `rows_torch.py` does the same in torch.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 
 BLOCK, WARPS = 4096, 8  # logits that a program holds in registers, 16 per thread
+SQUARED = tl.constexpr(math.exp(40))  # the largest rho whose square fits float32, with room for a factor
 LOW = tl.constexpr(-1e30)  # a finite -inf, so that LOW - LOW is 0 and not NaN
 TOKENS = ["ADV", "W", "OLD", "REF", "EPS_LOW", "EPS_HIGH", "J", "LOGP", "ENTROPY", "KL", "CLIPPED"]
 
@@ -22,7 +25,7 @@ def rows_kernel(
     ADV, W, OLD, REF, EPS_LOW, EPS_HIGH,  # (n,) float32; ADV None: no loss; OLD None: rho = 1; REF None: no KL
     J, LOGP, ENTROPY, KL, CLIPPED,  # (n,) results
     V, dz_stride, inv_t, delta, beta, entropy_coef,
-    CISPO: tl.constexpr, WITH_KL: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, WITH_KL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)  # row * V passes 2^31 at row 14,135
     cols = tl.arange(0, BLOCK)
@@ -58,10 +61,34 @@ def rows_kernel(
         rho = 1.0 + 0.0 * adv
         if OLD is not None:
             rho = tl.exp(tl.clamp(logp - tl.load(OLD + row), -80.0, 80.0))  # Eq.3; finite
-        if CISPO:
+        if KIND == "cispo":
             clipped = rho > high
             dS = tl.minimum(rho, high) * adv
             S = dS * logp
+        elif KIND == "sapo":
+            tau = tl.where(adv > 0.0, tl.load(EPS_HIGH + row), tl.load(EPS_LOW + row))
+            x = tau * (rho - 1.0)
+            S = 4.0 / tau * tl.sigmoid(x) * adv
+            dS = 4.0 * tl.sigmoid(x) * tl.sigmoid(-x) * rho * adv
+            clipped = adv != adv
+        elif KIND == "dppo":
+            moved = 0.0 * adv
+            if OLD is not None:
+                moved = tl.exp(logp) - tl.exp(tl.load(OLD + row))
+            rising = (adv > 0.0) & (moved > tl.load(EPS_HIGH + row))
+            clipped = rising | ((adv < 0.0) & (-moved > tl.load(EPS_LOW + row)))
+            dS = tl.where(clipped, 0.0, rho * adv)
+            S = dS
+        elif KIND == "quadratic":
+            rho = tl.minimum(rho, SQUARED)
+            penalty = tl.where(rho > 1.0, tl.load(EPS_HIGH + row), tl.load(EPS_LOW + row))
+            S = rho * adv - penalty * (rho - 1.0) * (rho - 1.0)
+            dS = rho * (adv - 2.0 * penalty * (rho - 1.0))
+            clipped = adv != adv
+        elif KIND == "reinforce":
+            S = adv * logp
+            dS = adv
+            clipped = adv != adv
         else:
             clip = tl.minimum(tl.maximum(rho, 1.0 - tl.load(EPS_LOW + row)), high)
             S = tl.minimum(tl.minimum(rho, delta) * adv, clip * adv)  # Eq.2
@@ -117,7 +144,7 @@ def loss_rows(
         z, targets.contiguous(), dz, *tokens, J, logp, entropy, kl, clipped,
         z.shape[1], 0 if dz is None else dz.stride(0),
         1 / float(temperature), float(delta), float(beta), float(entropy_coef),
-        CISPO=kind == "cispo", WITH_KL=beta != 0, BLOCK=_block(z), num_warps=WARPS,
+        KIND=kind, WITH_KL=beta != 0, BLOCK=_block(z), num_warps=WARPS,
     )  # fmt: skip
     return J, logp, entropy, kl, clipped, dz
 
@@ -129,7 +156,7 @@ def logp_rows(z, targets, temperature):
     rows_kernel[(len(z),)](
         z, targets.contiguous(), **absent, LOGP=logp, ENTROPY=entropy,
         V=z.shape[1], dz_stride=0, inv_t=1 / float(temperature), delta=0.0, beta=0.0, entropy_coef=0.0,
-        CISPO=False, WITH_KL=False, BLOCK=_block(z), num_warps=WARPS,
+        KIND="clip", WITH_KL=False, BLOCK=_block(z), num_warps=WARPS,
     )  # fmt: skip
     return logp, entropy
 

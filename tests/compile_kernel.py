@@ -14,17 +14,23 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kernels import rows_triton as rows
+from kernels.head import KINDS
+
+
+class Constant(str):
+    """A value of a constant that is text, and no type."""
+
 
 cuobjdump = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin/cuobjdump")
 names = rows.rows_kernel.arg_names
 usual = dict.fromkeys(names, "*fp32") | {"Y": "*i64", "DZ": "*bf16", "CLIPPED": "*u1", "V": "i32", "dz_stride": "i32"}
 usual |= dict.fromkeys(("inv_t", "delta", "beta", "entropy_coef"), "fp32")
-usual |= {"CISPO": False, "WITH_KL": True, "BLOCK": rows.BLOCK}
+usual |= {"KIND": Constant("clip"), "WITH_KL": True, "BLOCK": rows.BLOCK}
 settings = {
     "loss and bf16 gradient": {},
     "loss and fp32 gradient": {"DZ": "*fp32"},
     "bf16 logits": {"Z": "*bf16"},
-    "cispo": {"CISPO": True},
+    **{kind: {"KIND": Constant(kind)} for kind in KINDS[1:]},
     "on-policy, no KL": {"OLD": None, "REF": None, "WITH_KL": False},
     "V = 1187": {"BLOCK": 2048},  # not a multiple of 16
     "loss alone": {"DZ": None},
@@ -34,7 +40,7 @@ found = []
 for capability in (80, 90):
     for setting, changed in settings.items():
         kinds = usual | changed  # a type, or the value of a constant
-        signature = {name: kinds[name] if isinstance(kinds[name], str) else "constexpr" for name in names}
+        signature = {name: kinds[name] if type(kinds[name]) is str else "constexpr" for name in names}
         constants = {(k,): kinds[name] for k, name in enumerate(names) if signature[name] == "constexpr"}
         # As the launcher specializes: matrices, and a V such as Qwen's, are multiples of 16.
         aligned = ("Z", "Y", "DZ", "V", "dz_stride") if setting != "V = 1187" else ("Z", "Y", "DZ")

@@ -24,7 +24,7 @@ class TablePolicy:
     """Under an instruction I it answers the first right[I] of the questions of each letter, and no other."""
 
     def __init__(self, right: dict[str, int]):
-        self.right, self.rollouts, self.updates = right, [], []
+        self.right, self.rollouts, self.updates, self.memory = right, [], [], {}
 
     def rollout(self, t, purpose, jobs, temperature=None):
         inspect.signature(Policy.rollout).bind(self, t, purpose, jobs, temperature)

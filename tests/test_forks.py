@@ -1,4 +1,4 @@
-"""The patches of docs/forks.md: each applies to the project as it stands, and does what the page says."""
+"""The patches of docs/forks.md and docs/objectives.md: each applies as the project stands, and does what is said."""
 
 import gzip
 import json
@@ -21,7 +21,7 @@ from harness.directory import read_jsonl
 from training.model import load_model, load_tokenizer
 
 ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "docs" / "forks.md").read_text()
+PAGE = "\n".join((ROOT / "docs" / name).read_text() for name in ("forks.md", "objectives.md"))
 FORKS = dict(re.findall(r"^```diff (\S+)\n(.*?)^```$", PAGE, re.M | re.S))
 FILES = dict(re.findall(r"^```jsonl (\S+)\n(.*?)^```$", PAGE, re.M | re.S))
 [COMMAND] = re.findall(r"^```sh\npython inspo.py (.*?)\n```$", PAGE, re.M | re.S)
@@ -117,8 +117,8 @@ def minicpm3_path(tmp_path_factory):
 def runs(base_path, minicpm3_path, tmp_path_factory):
     """(run of the world with forks of the algorithm, run of the page's own questions with those of agent and model)."""
     path = tmp_path_factory.mktemp("runs")
-    fork = forked(path / "algorithm", "f1", "rloo", "quarter", "ucb", "dropped")
-    flags = shlex.split(f"{SMALL} --batch 8 --mini 8 --eval_n 12")
+    fork = forked(path / "algorithm", "f1", "opo", "quarter", "ucb", "dropped")
+    flags = shlex.split(f"{SMALL} --batch 8 --mini 8 --eval_n 12 --objective opo")
     world = start(fork, "inspo.py", "--out", path / "world", *flags)
 
     fork = forked(path / "agent", "counter", "base-model", "logit-scale")
@@ -155,25 +155,25 @@ def test_f1_is_the_reward_and_em_stays_exact_match(runs):
     assert all(score["em"] * 12 % 1 == 0 for score in scores)
 
 
-def test_leave_one_out_advantages(runs, tmp_path):
+def test_opo_weighs_the_baseline_by_length(runs, tmp_path):
     groups: dict[tuple, list] = {}
     for t in (1, 2):
         for tau in trajectories(runs[0], t):
             groups.setdefault((t, tau["group"]), []).append(tau)
-    for one, two in groups.values():
-        assert one["advantage"] == pytest.approx(one["reward"] - two["reward"]) == -two["advantage"]
+    for group in groups.values():
+        baseline = sum(tau["action_tokens"] * tau["reward"] for tau in group) / sum(
+            tau["action_tokens"] for tau in group
+        )
+        assert [tau["advantage"] for tau in group] == pytest.approx([tau["reward"] - baseline for tau in group])
     assert any(tau["advantage"] for group in groups.values() for tau in group)
 
-    imports = "import numpy as np\nfrom objectives import group_advantages"
-    rloo = value(forked(tmp_path / "rloo", "rloo"), "group_advantages(np.array([1, 0, 0, 0.5])).tolist()", imports)
-    assert rloo == pytest.approx([1 - 0.5 / 3, -1.5 / 3, -1.5 / 3, 0.5 - 1 / 3])
 
-
-def test_dr_grpo_advantages(tmp_path):
-    imports = "import numpy as np\nfrom objectives import group_advantages"
-    fork = forked(tmp_path / "fork", "dr-grpo")
-    assert value(fork, "group_advantages(np.array([1, 0, 0, 1])).tolist()", imports) == [0.5, -0.5, -0.5, 0.5]
-    assert value(fork, "group_advantages(np.array([1, 0, 0, 0])).tolist()", imports) == [0.75, -0.25, -0.25, -0.25]
+def test_a_composed_objective_is_a_line(tmp_path):
+    imports = "from objectives import OBJECTIVES as O"
+    same = (
+        "[O['dr_gspo'].advantage is O['dr_grpo'].advantage, O['dr_gspo'].ratio is O['gspo'].ratio, O['dr_gspo'].clip]"
+    )
+    assert value(forked(tmp_path / "fork", "dr-gspo"), same, imports) == [True, True, [3e-4, 4e-4]]
 
 
 POPULATION = """

@@ -204,7 +204,7 @@ def test_the_first_mini_batch_costs_no_pass_for_its_old_log_probs(model, monkeyp
     parts = [taus[: 3 * G], taus[3 * G :]]
     scored = []
     monkeypatch.setattr(
-        Learner, "logprobs", lambda self, batch, plain=Learner.logprobs: scored.extend(batch) or plain(self, batch)
+        Learner, "scores", lambda self, batch, plain=Learner.scores: scored.extend(batch) or plain(self, batch)
     )
     learner_of(model, beta=0.0).update(1, parts)
     assert {id(tau) for tau in scored} == {id(tau) for tau in parts[1]}
@@ -394,7 +394,7 @@ def test_a_mini_batch_holds_mini_questions_with_all_their_trajectories():
 @pytest.mark.parametrize("micro_tokens", [1, 60, 200, 500, 10**6])
 def test_micro_batches_keep_to_their_size_and_lose_nothing(micro_tokens, ranks):
     taus = batch_of(10)
-    batches = micro_batches(taus, micro_tokens, ranks)
+    batches = [[taus[k] for k in places] for places in micro_batches(taus, micro_tokens, ranks)]
     sizes = [sum(len(tau.ids) for tau in batch) for batch in batches]
     assert all(size <= micro_tokens or len(batch) == 1 for size, batch in zip(sizes, batches, strict=True))
     assert sorted(id(tau) for batch in batches for tau in batch) == sorted(map(id, taus))

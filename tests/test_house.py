@@ -15,7 +15,8 @@ import inspo
 
 ROOT = Path(__file__).parent.parent
 ROOMS = (  # the paper's
-    "inspo config data rollout tools grpo objectives population reflect evaluate baselines report faults outside"
+    "inspo config data rollout tools grpo objectives variants population reflect evaluate baselines report faults"
+    " outside"
 ).split()
 WINGS = "engines training harness kernels retrieval evaluation world bench".split()
 CODE = sorted([*ROOT.glob("*.py"), *(path for wing in WINGS for path in ROOT.glob(f"{wing}/*.py"))])
@@ -48,9 +49,9 @@ IN_EVOLVE = {
     "L21": r"verify\(.*I_new, D_B\)",
     "L23": r"P\.join\(",
 }
-EQUATIONS = {  # surrogate and rho are in the kernel and its twin, the average in grpo.py, the advantage in objectives
+EQUATIONS = {  # surrogate and rho are in the kernel and its twin, the average and the advantage in objectives.py
     "Eq.1": ["inspo.py"],
-    "Eq.2": ["grpo.py", "kernels/rows_torch.py", "kernels/rows_triton.py"],
+    "Eq.2": ["grpo.py", "kernels/rows_torch.py", "kernels/rows_triton.py", "objectives.py"],
     "Eq.3": ["kernels/rows_torch.py", "kernels/rows_triton.py", "objectives.py"],
     "Eq.4": ["population.py"],
     "Eq.5": ["inspo.py"],
@@ -196,6 +197,7 @@ def test_a_room_knows_wings_through_their_faces_alone(room):
 
 def test_population_reflect_and_objectives_stand_beside_each_other_and_without_torch():
     apart = {"population", "reflect", "objectives"}
+    assert not own(MODULES["variants"])
     for room in apart:
         assert not imports(MODULES[room]) & {"torch", "torch.distributed", "transformers"}
         assert not own(MODULES[room]) & apart

@@ -83,13 +83,38 @@ def eq2(
         first = torch.where(adv < 0, rho.clamp(max=delta), rho)
         surrogate = torch.min(first * adv, torch.minimum(torch.maximum(rho, low), high) * adv)
         clipped = ((adv > 0) & (rho > high)) | ((adv < 0) & ((rho < low) | (rho > delta)))
-    else:
+    elif kind == "cispo":
         surrogate = torch.minimum(rho, high).detach() * adv * logp
         clipped = rho > high
+    else:
+        rho = torch.exp(logp - (logp.detach() if old is None else old))
+        surrogate, clipped = other(kind, logp, old, rho, adv, f64(eps_low), f64(eps_high))
     kl = torch.zeros_like(logp) if ref is None else torch.exp(ref - logp) - (ref - logp) - 1
     entropy = -(logp_all.exp() * logp_all).sum(1)
     loss = -(w * (surrogate - beta * kl + entropy_coef * entropy)).sum()
     return loss, {"logp": logp, "entropy": entropy, "kl": kl, "clipped": clipped}
+
+
+def other(kind, logp, old, rho, adv, low, high):
+    """Returns the surrogate of the later kinds and what they drop, token by token."""
+    low, high = (v.expand(len(adv)) for v in (low, high))
+    terms, dropped = [], []
+    for n in range(len(adv)):
+        A, drop = adv[n], False
+        if kind == "sapo":
+            tau = high[n] if A > 0 else low[n]
+            term = A * (4 / tau) / (1 + torch.exp(-tau * (rho[n] - 1)))
+        elif kind == "dppo":
+            p, p_old = torch.exp(logp[n]), torch.exp((logp if old is None else old)[n])
+            drop = bool(p - p_old > high[n]) if A > 0 else A < 0 and bool(p_old - p > low[n])
+            term = 0 * logp[n] if drop else rho[n] * A
+        elif kind == "quadratic":
+            term = rho[n] * A - (high[n] if rho[n] > 1 else low[n]) * (rho[n] - 1) ** 2
+        elif kind == "reinforce":
+            term = A * logp[n]
+        terms.append(term)
+        dropped.append(bool(drop))
+    return torch.stack(terms), torch.tensor(dropped)
 
 
 def differentiate(function, hidden, weight, targets, **kw):
@@ -159,6 +184,17 @@ SETTINGS = {
     "delta": {"delta": 1.5, "beta": 0.04},
     "cispo": {"kind": "cispo"},
     "cispo, all": {"kind": "cispo", "eps_high": EPS, "temperature": 1.3, "beta": 0.04},
+    "sapo": {"kind": "sapo", "eps_low": 1.05, "eps_high": 1.0},
+    "sapo, all": {"kind": "sapo", "eps_low": 4 * EPS, "eps_high": 5 * EPS.flip(0), "temperature": 1.3, "beta": 0.04},
+    "on-policy sapo": {"kind": "sapo", "eps_low": 1.05, "eps_high": 1.0, "old_logp": None},
+    "dppo": {"kind": "dppo", "eps_low": 1e-4, "eps_high": 1e-4, "beta": 0.04},
+    "dppo, eps per token": {"kind": "dppo", "eps_low": EPS / 1e4, "eps_high": EPS.flip(0) / 1e4, "temperature": 0.7},
+    "on-policy dppo": {"kind": "dppo", "old_logp": None},
+    "quadratic": {"kind": "quadratic", "eps_low": 0.04, "eps_high": 0.04},
+    "quadratic, all": {"kind": "quadratic", "eps_low": EPS, "eps_high": EPS.flip(0), "temperature": 0.7, "beta": 0.04},
+    "on-policy quadratic": {"kind": "quadratic", "eps_low": 0.04, "eps_high": 0.04, "old_logp": None},
+    "reinforce": {"kind": "reinforce"},
+    "reinforce, all": {"kind": "reinforce", "temperature": 0.7, "beta": 0.04, "entropy_coef": 0.01},
     "entropy": {"entropy_coef": 0.01, "beta": 0.04},
     "entropy, warm": {"entropy_coef": -0.3, "temperature": 1.7, "old_logp": None},
     "on-policy": {"old_logp": None},
@@ -172,7 +208,8 @@ def test_settings(setting, chunk):
     args, kw = batch()
     kw |= setting
     got = check(*args, chunk=chunk, **kw)
-    assert got["clipped"].any() == (kw["old_logp"] is not None)
+    cuts = kw.get("kind", "clip") in ("clip", "cispo", "dppo")
+    assert got["clipped"].any() == (cuts and kw["old_logp"] is not None)
 
 
 SHAPES = [(1, 16, 1187), (33, 32, 151_936), (5, 32, 152_064), (129, 64, 1187), (5, 3, 2), (2, 4, 4096), (2, 4, 4097)]
@@ -237,15 +274,16 @@ def test_delta_bounds_a_negative_advantage():
     assert same(bounded["loss"], torch.tensor(37 * 4.0)) and not bounded["dX"].any()
 
 
+@pytest.mark.parametrize("kind", kernels.head.KINDS)
 @pytest.mark.parametrize("adv", [0.0, 1.0, -1.0])
-def test_far_from_old_and_reference_all_stays_finite(adv):
+def test_far_from_old_and_reference_all_stays_finite(adv, kind):
     """Log-ratios are clamped to +-80, where exp still fits float32; with w = 0 all is 0."""
     args, kw = batch(N=6)
     logp = token_logprobs(*args)[0]
     far = torch.tensor([math.inf, 1000, 200, -200, -1000, -math.inf])
     for w in (torch.ones(6), torch.zeros(6)):
         kw |= {"adv": torch.full((6,), adv), "w": w, "old_logp": logp + far, "ref_logp": logp + far.roll(1)}
-        got = differentiate(grpo_head, *args, **kw, beta=0.04)
+        got = differentiate(grpo_head, *args, **kw, beta=0.04, kind=kind)
         assert all(v.isfinite().all() for v in got.values())
         assert w.any() or not (got["loss"] or got["dX"].any() or got["dW"].any())
 
@@ -526,7 +564,7 @@ def test_a_small_kl_keeps_its_digits(rows):
 
 def test_refusals():
     args, kw = batch()
-    with pytest.raises(ValueError, match='"clip" or "cispo".*\'ppo\''):
+    with pytest.raises(ValueError, match="clip, cispo, .*, not 'ppo'"):
         grpo_head(*args, **kw, kind="ppo")
     with pytest.raises(ValueError, match="ref_logp"):
         grpo_head(*args, **kw | {"ref_logp": None}, beta=0.04)

@@ -135,7 +135,7 @@ def test_the_kl_is_that_to_the_first_policy(world):
     learner, first = learner_of(model), copy.deepcopy(world[0]).double()
     assert learner.reference is model
     want, kl, _ = eq2(model, first, taus)
-    loss, extras = learner.loss(taus, None, len(taus), 0)
+    loss, extras = learner.loss(taus, learner.plan(taus))
     assert kl > 1e-3 and extras["kl"].mean().item() == pytest.approx(kl, rel=1e-6)
     assert loss.item() == pytest.approx(want.item(), rel=1e-6)
 
@@ -159,7 +159,7 @@ def gradients(model, taus, **settings):
     """Returns the gradients of Eq. 2, KL to a first policy left out."""
     learner = Learner(model, None, settings_of(beta=0.0, **settings))
     model.train()
-    learner.loss(taus, None, len(taus), 0)[0].backward()
+    learner.loss(taus, learner.plan(taus))[0].backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 

@@ -14,6 +14,7 @@ pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 from test_kernels import SETTINGS, batch, differentiate, eq2, error, same
 
 from kernels import grpo_head, rows_torch, rows_triton
+from kernels.head import KINDS
 
 on_gpu = torch.cuda.is_available()
 
@@ -31,7 +32,7 @@ def test_the_kernel_equals_rows_torch():
     tokens |= {"ref": logp + noise[1] * torch.tensor([1e-3, 1, 20]).repeat(11)}
     tokens |= {"eps_low": torch.full((33,), 0.2), "eps_high": torch.linspace(0.1, 0.4, 33)}
     constants = {"temperature": 0.9, "delta": 3.0, "beta": 0.02, "entropy_coef": 0.01}
-    for kind in ("clip", "cispo"):
+    for kind in KINDS:
         twin = rows_torch.loss_rows(z.clone(), y, torch.float32, **tokens, **constants, kind=kind)
         ours = rows_triton.loss_rows(z.clone(), y, torch.float32, **tokens, **constants, kind=kind)
         for a, b in zip(ours, twin, strict=True):
@@ -62,7 +63,7 @@ def test_it_compiles_without_spills_and_moves_16_bytes_at_once(compiled):
         assert 0 < c["registers"] <= 128, c
         if c["setting"] == "V = 1187":
             continue
-        passes = 2 if "gradient" in c["setting"] or c["setting"] in ("bf16 logits", "cispo", "on-policy, no KL") else 1
+        passes = 2 if "gradient" in c["setting"] or c["setting"] in ("bf16 logits", "on-policy, no KL", *KINDS) else 1
         assert c["loads"] == ["v4.b32"] * (passes * (2 if c["setting"] == "bf16 logits" else 4)), c
         assert len(c["stores"]) == (0 if passes == 1 else 4 if "fp32 gradient" in c["setting"] else 2), c
         assert set(c["stores"]) <= {"v4.b32"}, c

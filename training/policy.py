@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from config import Config
 from data import rng
@@ -24,6 +24,7 @@ class Policy:
     def __init__(self, cfg: Config, ranks: Ranks, engine: str, search: Search):
         self.cfg, self.ranks = cfg, ranks
         self.t = 0  # the last step whose update has begun
+        self.memory: dict[str, Any] = {}  # what the objective remembers from step to step
         self.seconds: defaultdict[str, float] = defaultdict(float)  # by what they were spent on
         self.in_step = True  # whether all ranks wait for the next call
         self.progress: Callable[[str, int, int], None] = lambda purpose, done, total: None  # told of rollouts under way

@@ -1,0 +1,161 @@
+"""Every objective on the embedded world, under one instruction and with evolution: rows as they come, table, picture.
+
+    make bench-objectives                                          # all of them, 3 seeds, about 3 hours of 2 cores
+    python bench/objectives.py --objectives grpo gspo --seeds 0    # some of them
+    python bench/objectives.py --report                            # table and picture of the rows there are
+
+Every run plays the same number of trajectories. A run's row is appended to results/objectives.jsonl when it ends, and
+runs that have one are not repeated. A step has several mini-batches, or most objectives would be GRPO: where the
+policy has not moved since it sampled, every ratio is 1.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Lock
+
+HERE = Path(__file__).parent.parent
+sys.path.insert(0, str(HERE))
+
+import numpy as np  # noqa: E402
+from learn import interval  # noqa: E402
+
+from faults import Fault, one_line  # noqa: E402
+from harness.directory import read_jsonl  # noqa: E402
+from objectives import OBJECTIVES  # noqa: E402
+
+SIZES = "--T 24 --batch 24 --mini 8 --K_p 3 --K_e 6 --T_e 18 --D_B 24 --eval_n 96 --save_every 1000 --keep 1"
+MODES = ("static", "inspo")
+MEASURES = {"em": "EM", "searches": "searches", "entropy": "entropy", "answered": "answered", "seconds": "seconds"}
+LAST = 5  # steps over which entropy and answered are averaged
+HONEST = (
+    "A world of 0.6M parameters and a few dozen steps: it shows that every objective trains, what it costs and whether"
+    " it collapses here. It cannot tell which is better on a real model: constants are the papers', for models and"
+    " steps a thousand times larger, no learning rate was tuned, and intervals of three seeds are wide."
+)
+
+
+def run(objective: str, mode: str, seed: int, args: argparse.Namespace) -> dict:
+    """Returns the row of a run of inspo.py, whose directory is removed."""
+    out = args.runs / f"{objective}-{mode}-seed{seed}"
+    shutil.rmtree(out, ignore_errors=True)
+    flags = [*args.sizes.split(), "--objective", objective, "--mode", mode, "--seed", str(seed), "--out", str(out)]
+    began = time.time()
+    with open(f"{out}.log", "w") as log:
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run([sys.executable, "inspo.py", *flags], cwd=HERE, env=env, stdout=log, stderr=log)
+    if done.returncode:
+        raise Fault(f"{objective}, {mode}, seed {seed}: inspo.py ended with {done.returncode}; see {out}.log")
+    end = json.loads((out / "summary.json").read_text())
+    steps = [row for row in read_jsonl(out / "metrics.jsonl") if "reward" in row]
+    last = {name: float(np.mean([row[name] for row in steps[-LAST:]])) for name in ("reward", "entropy", "answered")}
+    shutil.rmtree(out)
+    return {
+        "objective": objective, "mode": mode, "seed": seed, "sizes": args.sizes, "em": end["em_best"],
+        "em_start": end["em_start"], "searches": end["searches_end"], "questions": end["questions"],
+        **{name: round(x, 4) for name, x in last.items()},
+        "largest_grad_norm": round(max(row["grad_norm"] for row in steps), 3),
+        "trajectories": end["ledger"]["training_rollouts"], "seconds": round(time.time() - began, 1),
+    }  # fmt: skip
+
+
+def table(rows: list[dict]) -> str:
+    """Returns the rows as Markdown: mean over seeds and half the 95 % interval of EM, one line an objective."""
+    sizes = {row["sizes"] for row in rows}
+    trajectories = sorted({row["trajectories"] for row in rows})
+    text = [
+        "# Objectives on the embedded world", "", HONEST, "",
+        f"`make bench-objectives`, {' and '.join(map(str, trajectories))} trajectories a run"
+        f" (`{'`, `'.join(sorted(sizes))}`). EM: held-out, greedy, after the last step, under the run's best"
+        " instruction, mean ± half of the 95 % interval (Student's t over seeds). Entropy (nats) and answered: the"
+        f" rollouts of the last {LAST} steps.", "",
+    ]  # fmt: skip
+    for mode in MODES:
+        some = [row for row in rows if row["mode"] == mode]
+        if not some:
+            continue
+        start = np.mean([row["em_start"] for row in some])
+        text += [f"## {mode}, from {start:.2f}", "", "| | seeds | " + " | ".join(MEASURES.values()) + " |"]
+        text += ["|---" * (len(MEASURES) + 2) + "|"]
+        for name in OBJECTIVES:
+            if mine := [row for row in some if row["objective"] == name]:
+                mean, half = interval([row["em"] for row in mine], mine[0]["questions"])
+                others = [
+                    f"{np.mean([row[key] for row in mine]):.2f}" for key in MEASURES if key not in ("em", "seconds")
+                ]
+                seconds = f"{np.mean([row['seconds'] for row in mine]):.0f}"
+                text.append(f"| {name} | {len(mine)} | {mean:.2f} ± {half:.2f} | {' | '.join(others)} | {seconds} |")
+        text.append("")
+    return "\n".join(text)
+
+
+def draw(rows: list[dict], path: Path) -> None:
+    """Draws EM of every objective: seeds as dots, mean and 95 % interval as a bar, one panel a mode."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    names = [name for name in OBJECTIVES if any(row["objective"] == name for row in rows)]
+    fig, axes = plt.subplots(1, len(MODES), figsize=(10, 1 + 0.22 * len(names)), sharey=True)
+    for ax, mode in zip(axes, MODES, strict=True):
+        for y, name in enumerate(names):
+            em = [row["em"] for row in rows if row["objective"] == name and row["mode"] == mode]
+            if em:
+                mean, half = interval(em, rows[0]["questions"])
+                ax.errorbar(mean, y, xerr=half, fmt="|", color="C3" if name == "grpo" else "C0", capsize=2)
+                ax.plot(em, [y] * len(em), ".", color="0.4", ms=4)
+        ax.set(title=mode, xlabel="held-out exact match", xlim=(0, 1), yticks=range(len(names)), yticklabels=names)
+        ax.grid(axis="x", alpha=0.3)
+        ax.spines[["top", "right"]].set_visible(False)
+    axes[0].invert_yaxis()
+    fig.tight_layout()
+    fig.savefig(path, dpi=130)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--objectives", nargs="+", default=list(OBJECTIVES), choices=OBJECTIVES, metavar="NAME")
+    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--jobs", type=int, default=2, help="runs at the same time, a thread each")
+    parser.add_argument("--sizes", default=SIZES, help="flags of inspo.py that all runs share")
+    parser.add_argument("--runs", type=Path, default=HERE / "runs" / "bench-objectives", help="where runs work")
+    parser.add_argument("--out", type=Path, default=HERE / "results", help="where rows, table and picture go")
+    parser.add_argument("--report", action="store_true", help="run nothing")
+    args = parser.parse_args()
+    args.runs.mkdir(parents=True, exist_ok=True)
+    args.out.mkdir(parents=True, exist_ok=True)
+    path, lock = args.out / "objectives.jsonl", Lock()
+    key = ("objective", "mode", "seed", "sizes")
+    there = {tuple(row[k] for k in key) for row in read_jsonl(path)}
+    # Seed by seed, so that what an interruption leaves is a whole comparison.
+    wanted = [(o, m, s) for s in args.seeds for o in args.objectives for m in args.modes]
+    wanted = [] if args.report else [w for w in wanted if (*w, args.sizes) not in there]
+
+    def one(job: tuple[str, str, int]) -> None:
+        row = run(*job, args)
+        with lock, open(path, "a") as f:
+            f.write(json.dumps(row) + "\n")
+        print(
+            f"{row['objective']:20}{row['mode']:8}seed {row['seed']}  EM {row['em']:.3f}  {row['seconds']:.0f} s",
+            flush=True,
+        )
+
+    with ThreadPoolExecutor(args.jobs) as pool:
+        list(pool.map(one, wanted))
+    if rows := read_jsonl(path):
+        (args.out / "objectives.md").write_text(table(rows))
+        draw(rows, args.out / "objectives.png")
+        print(f"{args.out / 'objectives.md'}: {len(rows)} rows")
+
+
+if __name__ == "__main__":
+    with one_line():
+        main()
