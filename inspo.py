@@ -45,9 +45,7 @@ def inspo(
         questions = draw(D, cfg.batch, cfg.seed, t)
         n = cfg.G if cfg.groups == "question" else 1  # instructions of a group; Algorithm 1 has one
         instructions = P.sample(rng(cfg.seed, t, "instructions"), n * len(questions))  # Alg.1 L5
-        draws = [(group, q, instructions[n * group + g % n]) for group, q in enumerate(questions) for g in range(cfg.G)]
-        jobs = [Job(I.id, I.text, q, group) for group, q, I in draws]
-        taus = policy.rollout(t, "rollout", jobs)  # Alg.1 L6
+        taus = policy.rollout(t, "rollout", jobs_of(questions, instructions, cfg.G))  # Alg.1 L6
         for tau in taus:
             tau.reward = reward(tau)  # Alg.1 L7 Eq.1
         set_advantages(taus, objective_of(cfg), policy.memory)
@@ -65,6 +63,13 @@ def inspo(
         if t % cfg.K_e == 0 and t < cfg.T_e and optimizer:  # Alg.1 L16 CHOICE-2
             evolve(cfg, t, P, B, policy, optimizer, D, log)
     return policy, P.best()  # Alg.1 L26
+
+
+def jobs_of(questions: list[Question], instructions: list[Instruction], G: int) -> list[Job]:
+    """Returns G jobs a question, a group of Eq. 3 each; where a group has several instructions, they take turns."""
+    n = len(instructions) // len(questions)
+    draws = [(group, q, instructions[n * group + g % n]) for group, q in enumerate(questions) for g in range(G)]
+    return [Job(I.id, I.text, q, group) for group, q, I in draws]
 
 
 def evolve(
@@ -185,7 +190,6 @@ def train(cfg: Config, algorithm: Callable[..., tuple[Policy, Instruction]]) -> 
         from harness.start import device_of, prepare, print_memory
         from training.ranks import Ranks
         from training.worker import worker_loop
-
 
         if cfg.dry_run:
             return print_memory(cfg)
