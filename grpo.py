@@ -50,6 +50,22 @@ def lr_at(t: int, cfg: Config) -> float:
     return cfg.lr * 0.5 * (1 + math.cos(math.pi * (t - rise) / (cfg.T - rise + 1)))
 
 
+def note_tokens(batch: list[Trajectory], old_logp: torch.Tensor | None, extras: dict[str, torch.Tensor]) -> None:
+    """Sets `tokens` of the watched trajectories of a micro-batch: what the update saw of each action token.
+
+    logp: under pi_old; ratio: rho of Eq. 3; entropy (nats), kl and clipped (0 or 1) as the loss had them.
+    """
+    if not any(tau.watched for tau in batch):
+        return
+    old = extras["logp"] if old_logp is None else old_logp
+    seen = {"logp": old, "ratio": (extras["logp"] - old).exp(), **{k: extras[k] for k in ("entropy", "kl", "clipped")}}
+    counts = [sum(tau.mask) for tau in batch]
+    columns = {name: values.detach().float().split(counts) for name, values in seen.items()}
+    for k, tau in enumerate(batch):
+        if tau.watched:
+            tau.tokens = {name: parts[k].tolist() for name, parts in columns.items()}
+
+
 class Learner:
     """The policy with its optimizer; `reference` is its frozen first version, pi_ref of Eq. 2.
 
@@ -100,6 +116,7 @@ class Learner:
             for batch, old_logp in zip(share, old_logps[k], strict=True):
                 loss, extras = self.loss(batch, old_logp, len(part), actions)
                 loss.backward()
+                note_tokens(batch, old_logp, extras)
                 total["loss"] += loss.item() / len(minibatches)
                 for name in ("kl", "entropy", "clipped", "gap"):
                     total[name] += extras[name].float().sum().item()

@@ -89,7 +89,7 @@ def evolve(
             break
         if not I_new:
             continue
-        scored = verify(t, round, policy, I_parent, I_new, D_B)  # Alg.1 L21
+        scored = verify(t, round, policy, I_parent, I_new, D_B, log)  # Alg.1 L21
         joining = [c for c in scored if c.r >= c.r_parent][: min(room, cfg.top_n)]  # CHOICE-12
         P_new += joining
         spare += [c for c in scored if c not in joining and not c.worse]
@@ -144,13 +144,16 @@ def prompt_of(cfg: Config, P: Population, I_parent: Instruction, tau_fail: list[
 
 
 def verify(
-    t: int, round: int, policy: Policy, I_parent: Instruction, I_new: list[str], D_B: list[Question]
+    t: int, round: int, policy: Policy, I_parent: Instruction, I_new: list[str], D_B: list[Question], log: Log
 ) -> list[Candidate]:
     """Returns the revisions by falling mean reward on D_B, each compared with its parent on the same questions."""
     texts = [I_parent.text, *I_new]
     jobs = [Job(k, text, q, k * len(D_B) + i) for k, text in enumerate(texts) for i, q in enumerate(D_B)]
     taus = policy.rollout(t, f"verify {round}", jobs)  # CHOICE-13
-    r_parent, *r_new = ([reward(tau) for tau in taus if tau.instruction == k] for k in range(len(texts)))
+    for tau in taus:
+        tau.reward = reward(tau)
+    log.played(t, round, I_parent, taus)
+    r_parent, *r_new = ([tau.reward for tau in taus if tau.instruction == k] for k in range(len(texts)))
     scored = [
         Candidate(text, I_parent.id, sum(r) / len(D_B), sum(r_parent) / len(D_B), significantly_worse(r, r_parent))
         for text, r in zip(I_new, r_new, strict=True)

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,17 @@ def step_metrics(taus: Sequence[Trajectory], P: Population, G: int, tools: Seque
     n = len(taus)
     groups = [taus[k : k + G] for k in range(0, n, G)]
     best = P.best()
+    exact = [em(tau.prediction, tau.question.golds) for tau in taus]
     return {
         "reward": sum(tau.reward for tau in taus) / n,
-        "em": sum(em(tau.prediction, tau.question.golds) for tau in taus) / n,
+        **by_source("reward", taus, [tau.reward for tau in taus]),
+        "em": sum(exact) / n,
+        **by_source("em", taus, exact),
         "f1": sum(f1(tau.prediction, tau.question.golds) for tau in taus) / n,
         **{tool.plural: sum(tau.served(tool.tag) for tau in taus) / n for tool in tools},
         "answered": sum(tau.stop == "answer" for tau in taus) / n,
         "valid_actions": 1 - sum(tau.invalid for tau in taus) / max(1, sum(len(tau.turns) for tau in taus)),
+        "prompt_tokens": sum(tau.prompt_tokens for tau in taus) / n,
         "response_tokens": sum(sum(tau.mask) for tau in taus) / n,
         "context_tokens": sum(len(tau.ids) for tau in taus) / n,
         "zero_variance_groups": sum(len({tau.reward for tau in g}) == 1 for g in groups) / len(groups),
@@ -38,8 +43,17 @@ def step_metrics(taus: Sequence[Trajectory], P: Population, G: int, tools: Seque
         "w_best": best.w,
         "w": {str(I.id): round(I.w, 4) for I in P.active},
         "p": {str(I.id): round(float(p), 4) for I, p in zip(P.active, P.probabilities(), strict=True)},
+        "n": {str(j): n for j, n in sorted(Counter(tau.instruction for tau in taus).items())},
         "r_bar": {str(j): round(r, 4) for j, r in sorted(mean_rewards(taus).items())},
     }
+
+
+def by_source(name: str, taus: Sequence[Trajectory], values: Sequence[float]) -> dict[str, float]:
+    """Returns the mean of `values`, one of each trajectory, over each source of questions, as `name/source`."""
+    found: dict[str, list[float]] = {}
+    for tau, value in zip(taus, values, strict=True):
+        found.setdefault(f"{name}/{tau.question.source}", []).append(value)
+    return {key: sum(x) / len(x) for key, x in sorted(found.items())}
 
 
 def added_sentences(text: str, parent: str, width: int = 90) -> str:

@@ -18,7 +18,7 @@ from faults import Fault
 # Knobs that a resumed run may change: they affect where and how fast it runs, not what it computes.
 FREE = {"out", "resume", "device", "tracker", "retriever", "keep", "save_every", "search_retries", "optimizer_retries"}
 FREE |= {"engine", "vllm", "vllm_memory", "recompute", "offload_reference", "patience", "gpus", "card", "gpu_mem"}
-FREE |= {"micro_tokens", "max_rows"}
+FREE |= {"micro_tokens", "max_rows", "token_rows", "token_limit", "compare"}
 
 
 class RunDirectory:
@@ -73,8 +73,9 @@ class RunDirectory:
         """Returns the lines of `name`.jsonl without one that a kill has cut short."""
         return read_jsonl(self.path / f"{name}.jsonl")
 
-    def write_trajectories(self, t: int, rows: list[dict[str, Any]]) -> None:
-        path = self.path / "trajectories" / f"step-{t:06d}.jsonl.gz"
+    def write_trajectories(self, name: str, rows: list[dict[str, Any]]) -> None:
+        """Writes trajectories/`name`.jsonl.gz."""
+        path = self.path / "trajectories" / f"{name}.jsonl.gz"
         with gzip.open(path, "wt", compresslevel=1) as f:
             f.writelines(json.dumps(row) + "\n" for row in rows)
 

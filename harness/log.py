@@ -17,9 +17,10 @@ from config import Config, first_instruction, read_instruction
 from data import Question, em, f1, subset
 from faults import Fault
 from harness.directory import RunDirectory
+from harness.tokens import piece_reader, token_data
 from population import Candidate, Instruction, Population, ReplayBuffer
 from reflect import Call
-from rollout import Job, Trajectory
+from rollout import Job, Trajectory, spread
 from training.policy import Policy
 
 
@@ -48,6 +49,7 @@ class Log:
         """`began`: time.time() at which the process started."""
         self.cfg, self.run, self.policy, self.bar, self.began = cfg, run, policy, bar, began
         self.test, self.valid = subset(test, cfg.eval_n), subset(valid, cfg.eval_n)
+        self.piece = piece_reader(policy.worker.tokenizer)
         self.track = tracker(cfg.tracker, run.path, cfg)
         self.ledger = Ledger()
         self.t = 0  # the step in progress, or the last one
@@ -77,7 +79,7 @@ class Log:
         """Yields the numbers of the steps to take; completes each step's log when the next one is asked for."""
         self.P, self.B = P, B
         if not self.start:
-            self.start = self.evaluate(first_instruction(self.cfg), 0, self.test)
+            self.start = self.evaluate(first_instruction(self.cfg), 0, self.test, "first policy, first instruction")
             self.run.append(
                 "metrics", {"t": 0} | self.named("test", self.start) | self.named("canary", self.score_canary(0))
             )
@@ -96,22 +98,42 @@ class Log:
         began = time.time()
         self.ledger.training_rollouts += len(taus)
         self.ledger.searches += sum(tau.served("search") for tau in taus)
-        self.run.write_trajectories(t, [tau.record() for tau in taus])
+        self.run.write_trajectories(f"step-{t:06d}", [self.record(tau) for tau in taus])
         self.row = report.step_metrics(taus, P, self.cfg.G, self.policy.worker.tools) | update
         self.row |= {f"time/{name}": seconds for name, seconds in self.policy.seconds.items()}
         self.logged = time.time()
         self.row["time/log"] = self.logged - began
 
+    def record(self, tau: Trajectory) -> dict[str, Any]:
+        """Returns a trajectory's row, with the data of its tokens if it is one of the watched."""
+        row = tau.record()
+        if tau.tokens:
+            row["tokens"] = token_data(tau, self.policy.worker.tokenizer, self.piece, self.cfg.token_limit)
+        return row
+
+    def played(self, t: int, round: int, parent: Instruction, taus: Sequence[Trajectory]) -> None:
+        """Stores a sample of a verification's rollouts: the same questions under a parent and its revisions.
+
+        In these rows `instruction` is 0 for the parent and k for the k-th accepted revision of the round.
+        """
+        questions = list(dict.fromkeys(tau.question.id for tau in taus))
+        chosen = {questions[k] for k in spread(len(questions), self.cfg.compare)}
+        rows = [tau.record() | {"parent": parent.id} for tau in taus if tau.question.id in chosen]
+        if rows:
+            self.run.write_trajectories(f"verify-{t:06d}-{round}", rows)
+
     def complete_step(self) -> None:
         """Writes the step's row; evaluates and saves where the step calls for it."""
         t, row = self.t, self.row
         row["time/evolve"] = time.time() - self.logged
+        row["time/verify"] = self.policy.seconds["verify"]  # a part of time/evolve
         row |= {"time/total": self.spent + time.time() - self.began, "search/faults": self.policy.faults()}
         if self.cfg.eval_every and t % self.cfg.eval_every == 0 and t < self.cfg.T:
             for name, questions in (("valid", self.valid), ("test", self.test)):
                 scores = self.evaluate(self.P.best().text, t, questions) if questions else {}
                 row |= self.named(name, scores)
             row |= self.named("canary", self.score_canary(t))
+            row["time/evaluate"] = self.policy.seconds["evaluate"]
         self.run.append("metrics", {"t": t} | row)
         self.track({k: v for k, v in row.items() if isinstance(v, (int, float))}, t)
         seconds = row["time/rollout"] + row["time/update"] + row["time/log"] + row["time/evolve"]
@@ -140,18 +162,24 @@ class Log:
         if self.t and self.policy.t < self.t:
             self.save(self.t - 1)
 
-    def evaluate(self, instruction: str, t: int, questions: list[Question]) -> dict[str, float]:
-        """Returns EM, F1 and tool calls a question, greedy; EM by source too."""  # CHOICE-11
+    def evaluate(self, instruction: str, t: int, questions: list[Question], keep: str = "") -> dict[str, float]:
+        """Returns EM, F1 and tool calls a question, greedy; EM by source too.
+
+        Stores a sample of the trajectories under the name `keep`, the same questions for every name.
+        """  # CHOICE-11
         jobs = [Job(0, instruction, q, group) for group, q in enumerate(questions)]
         taus = self.policy.rollout(t, "evaluate", jobs, temperature=0.0)
         scores: dict[str, list[float]] = {"em": [], "f1": []}
         for tau in taus:
-            exact = em(tau.prediction, tau.question.golds)
+            exact = tau.reward = em(tau.prediction, tau.question.golds)
             scores["em"].append(exact)
             scores.setdefault(f"em/{tau.question.source}", []).append(exact)
             scores["f1"].append(f1(tau.prediction, tau.question.golds))
             for tool in self.policy.worker.tools:
                 scores.setdefault(tool.plural, []).append(tau.served(tool.tag))
+        rows = [taus[k].record() | {"setting": keep} for k in spread(len(taus), self.cfg.compare if keep else 0)]
+        if rows:
+            self.run.write_trajectories(f"test-{keep.replace(', ', '-').replace(' ', '_')}", rows)
         return {name: sum(x) / len(x) for name, x in sorted(scores.items())}
 
     def named(self, name: str, scores: dict[str, float]) -> dict[str, float]:
@@ -228,14 +256,17 @@ class Log:
         cfg, run, first = self.cfg, self.run, first_instruction(self.cfg)
         run.write("I_star.txt", I_star.text + "\n")
         self.policy.export(run.path / "policy")
-        rows = {"trained policy, first instruction": (end := self.evaluate(first, cfg.T, self.test))}
+        name = "trained policy, first instruction"
+        rows = {name: (end := self.evaluate(first, cfg.T, self.test, name))}
         rows["first policy, first instruction"] = self.start
         if cfg.canary:
             rows["trained policy, canary"] = self.score_canary(cfg.T)
         if I_star.text != first:
-            rows = {"trained policy, I_star": (end := self.evaluate(I_star.text, cfg.T, self.test))} | rows
+            name = "trained policy, I_star"
+            rows = {name: (end := self.evaluate(I_star.text, cfg.T, self.test, name))} | rows
             self.policy.reset()
-            rows["first policy, I_star"] = self.evaluate(I_star.text, cfg.T, self.test)
+            name = "first policy, I_star"
+            rows[name] = self.evaluate(I_star.text, cfg.T, self.test, name)
         summary = {  # other programs may rely on these keys
             "mode": cfg.mode, "seed": cfg.seed, "steps": cfg.T, "em_start": self.start["em"], "em_best": end["em"],
             "searches_start": self.start["searches"], "searches_end": end["searches"],
