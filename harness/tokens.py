@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from rollout import Trajectory
@@ -47,12 +48,13 @@ def pieces(tokenizer: Tokenizer, piece: Callable[[int], str], ids: Sequence[int]
 def token_data(tau: Trajectory, tokenizer: Tokenizer, piece: Callable[[int], str], limit: int) -> dict[str, Any]:
     """Returns the columns of a watched trajectory's first `limit` action tokens, and how many there are in all.
 
-    text: of each token; engine: its log-prob as sampled; the others as in `grpo.note_tokens`, to four digits.
+    turns: action tokens of each turn; text: of each token; engine: its log-prob as sampled; the others as in `grpo.note_tokens`, to four digits.
     """
     places = [k for k, m in enumerate(tau.mask) if m]
     columns: dict[str, Sequence[float]] = {"engine": [tau.logps[k] for k in places], **tau.tokens}
     return {
         "n": len(places),
+        "turns": [len(list(turn)) for acted, turn in groupby(tau.mask) if acted],
         "text": pieces(tokenizer, piece, [tau.ids[k] for k in places[:limit]]),
         **{name: [short(x) for x in values[:limit]] for name, values in columns.items()},
     }
