@@ -10,13 +10,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 import report
 from config import Config, first_instruction, read_instruction
 from data import Question, em, f1, subset
 from faults import Fault
 from harness.directory import RunDirectory
+from harness.screen import Screen
+from harness.summary import added_sentences, ending, lineage, step_metrics
 from harness.tokens import piece_reader, token_data
 from population import Candidate, Instruction, Population, ReplayBuffer
 from reflect import Call
@@ -44,10 +44,10 @@ class Log:
 
     def __init__(
         self, cfg: Config, run: RunDirectory, policy: Policy, test: list[Question], valid: list[Question],
-        bar: tqdm[Any], began: float,
+        screen: Screen, began: float,
     ):  # fmt: skip
         """`began`: time.time() at which the process started."""
-        self.cfg, self.run, self.policy, self.bar, self.began = cfg, run, policy, bar, began
+        self.cfg, self.run, self.policy, self.screen, self.began = cfg, run, policy, screen, began
         self.test, self.valid = subset(test, cfg.eval_n), subset(valid, cfg.eval_n)
         self.piece = piece_reader(policy.worker.tokenizer)
         self.track = tracker(cfg.tracker, run.path, cfg)
@@ -71,7 +71,7 @@ class Log:
         self.ledger, self.start, self.spent = Ledger(**state["ledger"]), state["start"], state["seconds"]
         self.t = state["t"]
         self.policy.load(checkpoint, self.t)
-        self.bar.update(self.t)
+        self.screen.resumed(self.t)
         self.note(f"resumed after step {self.t}")
         return P, B
 
@@ -99,7 +99,7 @@ class Log:
         self.ledger.training_rollouts += len(taus)
         self.ledger.searches += sum(tau.served("search") for tau in taus)
         self.run.write_trajectories(f"step-{t:06d}", [self.record(tau) for tau in taus])
-        self.row = report.step_metrics(taus, P, self.cfg.G, self.policy.worker.tools) | update
+        self.row = step_metrics(taus, P, self.cfg.G, self.policy.worker.tools) | update
         self.row |= {f"time/{name}": seconds for name, seconds in self.policy.seconds.items()}
         self.logged = time.time()
         self.row["time/log"] = self.logged - began
@@ -137,14 +137,7 @@ class Log:
         self.run.append("metrics", {"t": t} | row)
         self.track({k: v for k, v in row.items() if isinstance(v, (int, float))}, t)
         seconds = row["time/rollout"] + row["time/update"] + row["time/log"] + row["time/evolve"]
-        line = (
-            f"reward {row['reward']:.2f}  searches {row['searches']:.2f}  KL {row['kl']:.4f}  "
-            f"|P| {len(self.P)}  best w {row['w_best']:.2f}  {seconds:.1f} s/step"
-        )
-        self.bar.set_postfix_str(line)
-        self.bar.update()
-        if self.bar.disable and t % max(1, self.cfg.T // 20) == 0:  # no terminal, no bar: a line now and then
-            print(f"step {t:3d}  {line}", flush=True)
+        self.screen.step(t, row, self.P, seconds)
         if t % self.cfg.save_every == 0 or t == self.cfg.T or "test/em" in row:
             self.save(t)
 
@@ -194,12 +187,11 @@ class Log:
     # ---- the population
 
     def note(self, text: str) -> None:
-        """Prints a line above the progress bar."""
-        self.bar.write(text)
+        self.screen.note(text)
 
     def event(self, t: int, event: str, P: Population, text: str) -> None:
-        """Prints what happened to the population, and appends it with the population to population.jsonl."""
-        self.note(f"step {t:3d}  {event:6s}  {text}")
+        """Shows what happened to the population, and appends it with the population to population.jsonl."""
+        self.screen.event(t, event, P, text)
         row = {"t": t, "event": event, "text": text, "P": [asdict(I) for I in P.active]}
         self.run.append("population", row)
 
@@ -243,7 +235,7 @@ class Log:
             text += f"; {self.cfg.N_P - len(P)} places stay empty: {shortfall}"
         for I in joined:
             parent = P.family[I.parent].text if I.parent is not None else ""
-            text += f"\n{'':18}#{I.id:<3d} {I.verified:.2f}  + {report.added_sentences(I.text, parent)}"
+            text += f"\n{'':18}#{I.id:<3d} {I.verified:.2f}  + {added_sentences(I.text, parent)}"
         self.event(t, "evolve", P, text)
 
     def not_evolved(self, t: int, P: Population, shortfall: str) -> None:
@@ -272,12 +264,12 @@ class Log:
             "searches_start": self.start["searches"], "searches_end": end["searches"],
             "seconds": round(self.spent + time.time() - self.began, 1), "questions": len(self.test), "held_out": rows,
             "overhead_inference": round(self.ledger.overhead_inference(), 4), "ledger": asdict(self.ledger),
-            "generations": report.lineage(self.P, I_star), "I_star": I_star.text,
+            "generations": lineage(self.P, I_star), "I_star": I_star.text,
         }  # fmt: skip
         run.write("summary.json", json.dumps(summary, indent=1))
-        pictures = report.draw(run.path)
-        self.bar.close()
-        print(report.ending(summary, rows, pictures, run.path))
+        self.screen.close()
+        print(ending(summary, rows, run.path))
+        print(f"see it: {report.write([run.path], run.path / 'report.html')}")
 
 
 def tracker(name: str, path: Path, cfg: Config) -> Callable[[dict[str, float], int], None]:

@@ -48,7 +48,8 @@ def pieces(tokenizer: Tokenizer, piece: Callable[[int], str], ids: Sequence[int]
 def token_data(tau: Trajectory, tokenizer: Tokenizer, piece: Callable[[int], str], limit: int) -> dict[str, Any]:
     """Returns the columns of a watched trajectory's first `limit` action tokens, and how many there are in all.
 
-    turns: action tokens of each turn; text: of each token; engine: its log-prob as sampled; the others as in `grpo.note_tokens`, to four digits.
+    turns: action tokens of each turn; text: of each token; engine: its log-prob as sampled; the others as in
+    `grpo.note_tokens`, to four digits.
     """
     places = [k for k, m in enumerate(tau.mask) if m]
     columns: dict[str, Sequence[float]] = {"engine": [tau.logps[k] for k in places], **tau.tokens}

@@ -65,11 +65,11 @@ def _parents(I: Row) -> list[int]:
 
 def _history(run: Run, found: dict[int, Row]) -> None:
     for row in run.steps:
-        w, p, n = (row.get(name) if isinstance(row.get(name), dict) else {} for name in ("w", "p", "n"))
-        for j, value in (w or {}).items():
+        w, p, n = (_object(row.get(name)) for name in ("w", "p", "n"))
+        for j, value in w.items():
             if str(j).isdigit() and int(j) in found:
-                count = (n or {}).get(j, 0) if n else None
-                found[int(j)]["history"].append([int(row["t"]), number(value), number((p or {}).get(j)), number(count)])
+                count = n.get(j, 0) if n else None
+                found[int(j)]["history"].append([int(row["t"]), number(value), number(p.get(j)), number(count)])
 
 
 def _why_refused(c: Row) -> str:
@@ -92,6 +92,10 @@ def _calls(run: Run) -> dict[str, Row]:
                 "completion_tokens": number(call.get("completion_tokens")),
             }  # fmt: skip
     return found
+
+
+def _object(x: Any) -> Row:
+    return x if isinstance(x, dict) else {}
 
 
 def _dicts(rows: Any) -> list[Row]:

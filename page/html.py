@@ -25,7 +25,9 @@ STYLES = ("vendor/uPlot.min.css", "style.css")
 LIMIT = 1000  # trajectories of training
 
 
-def build(paths: Sequence[Path], *, limit: int = LIMIT, price: tuple[float, float] | None = None, live: str = "") -> str:
+def build(
+    paths: Sequence[Path], *, limit: int = LIMIT, price: tuple[float, float] | None = None, live: str = ""
+) -> str:
     """Returns the page of these runs as HTML; Fault if one of the paths holds no run.
 
     limit: trajectories of training, divided among the runs; price: dollars for a million tokens of prompt and of
@@ -59,7 +61,7 @@ def describe(run: Run, limit: int) -> tuple[Row, dict[str, str]]:
 
 
 def assemble(data: Row, pages: dict[str, str]) -> str:
-    """Returns the HTML. Nothing of the data can end its element or run: it holds no `<`, and scripts need their hash."""
+    """Returns the HTML. The data cannot end their element or run: they hold no `<`, and a script needs its hash."""
     script = "\n".join(f"// ---- {name}\n{(STATIC / name).read_text().strip()}\n" for name in SCRIPTS)
     style = "\n".join((STATIC / name).read_text().strip() for name in STYLES)
     script = f"\n{script}"

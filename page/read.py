@@ -59,7 +59,9 @@ def read_run(path: Path) -> Run:
     run.steps.sort(key=lambda row: int(row["t"]))
     run.events = [row for row in _rows(run, "population.jsonl", "there is no family tree") if _is_event(row)]
     static = run.config.get("mode") == "static"
-    run.reflections = _rows(run, "reflections.jsonl", "" if static or run.t < 1 else "no call to the optimizer is known")
+    run.reflections = _rows(
+        run, "reflections.jsonl", "" if static or run.t < 1 else "no call to the optimizer is known"
+    )
     if (path / "summary.json").exists():
         run.summary = _object(run, "summary.json", "the final table is unknown")
     found = [path / name for name in ("metrics.jsonl", "population.jsonl", "summary.json", "config.json")]
@@ -117,7 +119,9 @@ def _rows(run: Run, name: str, without: str) -> list[Row]:
         return []
     kept = [row for row in rows if number(row.get("t")) is not None]
     if bad := bad + len(rows) - len(kept):
-        run.missing.append(f"{name}: {bad} {'line is' if bad == 1 else 'lines are'} cut short or damaged, and left out.")
+        run.missing.append(
+            f"{name}: {bad} {'line is' if bad == 1 else 'lines are'} cut short or damaged, and left out."
+        )
     return kept
 
 

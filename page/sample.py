@@ -11,8 +11,6 @@ from pathlib import Path
 
 from page.read import Row, Run, finite, number, parse_lines
 
-SETTINGS = ("first policy, first instruction", "first policy, I_star")
-SETTINGS += ("trained policy, first instruction", "trained policy, I_star")
 STEP, VERIFY = re.compile(r"step-(\d+)\.jsonl\.gz"), re.compile(r"verify-(\d+)-(\d+)\.jsonl\.gz")
 COLUMNS = "page place kind t ins reward stop source searches question group tokens".split()
 
@@ -37,7 +35,7 @@ def sample(run: Run, tree: Row, limit: int) -> tuple[Row, dict[str, str]]:
         index["all"] += in_all
         if damaged:
             run.missing.append(f"trajectories/{file.name} is cut short or damaged: what could be read is shown.")
-        shown = []
+        shown: list[Row] = []
         for row in rows:
             if entry := _entry(row, file.name, tree, run):
                 text = str(row.get("question_text") or row.get("question", "?"))

@@ -71,7 +71,7 @@ def winner(run: Run, tree: Row) -> Row | None:
     generations = run.summary.get("generations") or []
     last = [row for row in run.steps if isinstance(row.get("w"), dict) and row["w"]]
     id = generations[-1] if generations else last[-1].get("best") if last else min(by_id, default=None)
-    if id not in by_id:
+    if not isinstance(id, int) or id not in by_id:
         return None
     w = {int(j): value for j, value in (last[-1]["w"] if last else {}).items() if str(j).isdigit()}
     others = sorted(((value, j) for j, value in w.items() if j != id), reverse=True)
@@ -179,5 +179,3 @@ def mean(x: Sequence[float]) -> float | None:
 def _windows(x: Sequence[float], n: int) -> list[float]:
     """Returns the means of n neighbours."""
     return [sum(x[k : k + n]) / n for k in range(max(1, len(x) - n + 1))]
-
-

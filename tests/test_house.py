@@ -15,7 +15,7 @@ import inspo
 
 ROOT = Path(__file__).parent.parent
 ROOMS = "inspo config data rollout tools grpo objectives population reflect report faults".split()  # the paper's
-WINGS = "engines training harness kernels retrieval world bench".split()
+WINGS = "engines training harness kernels page retrieval world bench".split()
 CODE = sorted([*ROOT.glob("*.py"), *(path for wing in WINGS for path in ROOT.glob(f"{wing}/*.py"))])
 
 # ---- marks
@@ -180,7 +180,7 @@ FACES = {  # what a room knows of the wings
     "tools": {"harness.client"},
     "reflect": {"harness.client"},
     "grpo": {"training.lora", "training.model"},
-    "report": {"harness.directory"},
+    "report": {"page.html", "page.serve"},
 }
 
 
