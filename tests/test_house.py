@@ -43,7 +43,7 @@ IN_EVOLVE = {
     "L18": r"if room == 0:",
     "L19": r"I_parent = P_parent\[",
     "L20": r"I_new = propose\(",
-    "L21": r"verify\(.*I_new, D_B\)",
+    "L21": r"verify\(.*I_new, D_B, log\)",
     "L23": r"P\.join\(",
 }
 EQUATIONS = {  # surrogate and rho are in the kernel and its twin, the average in grpo.py, the advantage in objectives
