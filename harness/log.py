@@ -108,7 +108,7 @@ class Log:
         """Returns a trajectory's row, with the data of its tokens if it is one of the watched."""
         row = tau.record()
         if tau.tokens:
-            row["tokens"] = token_data(tau, self.policy.worker.tokenizer, self.piece, self.cfg.token_limit)
+            row["token_data"] = token_data(tau, self.policy.worker.tokenizer, self.piece, self.cfg.token_limit)
         return row
 
     def played(self, t: int, round: int, parent: Instruction, taus: Sequence[Trajectory]) -> None:

@@ -71,7 +71,7 @@ def _rows(file: Path, limit: int) -> tuple[list[Row], int, bool]:
                 lines.append(line)
     except (OSError, EOFError):
         damaged = True
-    watched = ['"tokens": {"' in line for line in lines]
+    watched = ['"token_data": {"' in line for line in lines]
     order = sorted(range(len(lines)), key=lambda k: not watched[k])  # stable: groups stay together
     rows, bad = parse_lines("\n".join(lines[k] for k in order[: limit + 64]))
     cut = limit
@@ -88,7 +88,7 @@ def _entry(row: Row, name: str, tree: Row, run: Run) -> Row | None:
     entry: Row = {
         "reward": round(row["reward"], 4), "stop": str(row.get("stop", "")), "source": str(row.get("source", "")),
         "searches": sum(bool(turn.get("tool")) and turn.get("result") is not None for turn in turns),
-        "group": number(row.get("group")) or 0, "tokens": int(isinstance(row.get("tokens"), dict)),
+        "group": number(row.get("group")) or 0, "tokens": int(isinstance(row.get("token_data"), dict)),
     }  # fmt: skip
     if match := STEP.fullmatch(name):
         return entry | {"kind": "training", "t": int(match[1]), "ins": str(row.get("instruction"))}
@@ -117,7 +117,7 @@ def _verified(row: Row, t: int, turn: int, tree: Row, run: Run) -> str:
 
 def _shown(row: Row) -> Row:
     """Returns what the page shows of a trajectory."""
-    keys = ("prediction", "golds", "advantage", "invalid", "prompt_tokens", "action_tokens", "tokens")
+    keys = ("prediction", "golds", "advantage", "invalid", "prompt_tokens", "action_tokens", "token_data")
     return {key: row[key] for key in keys if key in row} | {"parts": parts(row)}
 
 

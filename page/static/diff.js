@@ -2,7 +2,7 @@
 // matched first, wherever they stand; the words of two sentences that resemble each other are compared then.
 
 const LARGEST = 4e6; // cells of the table of words; beyond it both texts are shown whole
-const ALIKE = 0.5; // share of common words above which a sentence counts as a rewording of another
+const ALIKE = 0.6; // share of common words above which a sentence counts as a rewording of another
 
 // Returns [["same" | "added" | "gone", text], ...]: `after` in its order, then the sentences of `before` that are gone.
 function diffTexts(before, after) {
@@ -37,7 +37,7 @@ function words(text) {
 
 // Returns twice the common words over all words, from 0 to 1.
 function alike(a, b) {
-  const left = words(a.toLowerCase()).filter((word) => word.trim()), right = words(b.toLowerCase()).filter((word) => word.trim());
+  const [left, right] = [a, b].map((text) => text.toLowerCase().match(/[\p{L}\p{N}_]+/gu) || []);
   const free = [...right];
   const common = left.filter((word) => free.includes(word) && free.splice(free.indexOf(word), 1)).length;
   return (2 * common) / Math.max(1, left.length + right.length);

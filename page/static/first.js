@@ -122,18 +122,21 @@ function troubleCard(run) {
   return card(list.length ? "trouble warned" : "trouble", "What went wrong?",
     list.length ? h("ul", { class: "warnings" }, list) : h("p", {}, quiet),
     missing.length ? [h("h3", {}, "Missing from this page"), h("ul", { class: "warnings" }, missing)] : null,
-    beforeAfter(run));
+    pairLink(run));
 }
 
-// A link to one question before and after: the first policy under the first instruction, the trained one under the best.
+function pairLink(run) {
+  const pair = beforeAfter(run);
+    return pair && h("p", { class: "more" }, h("a", { href: address({ section: "trajectories", open: String(pair[0].k), beside: String(pair[1].k), run: String(DATA.runs.indexOf(run)) }) }, "One question before and after training"));
+}
+
+// Returns a question before and after: the first policy under the first instruction, the trained one under the best.
 function beforeAfter(run) {
   const rows = rowsOf(run);
   const after = rows.filter((row) => row.kind === "trained policy, I_star" && row.reward === 1);
   for (const row of after.sort((a, b) => b.searches - a.searches)) {
     const before = rows.find((other) => other.kind === "first policy, first instruction" && other.question === row.question && other.reward < 1);
-    if (before) {
-      return h("p", { class: "more" }, h("a", { href: address({ section: "trajectories", open: String(before.k), beside: String(row.k), run: String(DATA.runs.indexOf(run)) }) }, "One question before and after training"));
-    }
+    if (before) return [before, row];
   }
   return null;
 }

@@ -54,6 +54,7 @@ function watchServer() {
 
 drawAll();
 reveal();
+Promise.allSettled([...opened.values()]).then(() => requestAnimationFrame(reveal)); // what was unpacked has moved it
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
 let width = innerWidth;
 addEventListener("resize", () => {

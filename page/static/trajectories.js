@@ -76,19 +76,23 @@ function drawList(k) {
   if (!list) return;
   const found = rowsOf(run).filter((row) => matches(row, run));
   $("#trajectories .count").textContent = `${plural(found.length, "trajectory", "trajectories")}, ${percent(found.length ? mean(found.map((row) => row.reward)) : null)} mean reward`;
-  replace(list, found.slice(0, listed).map((row) => listRow(row, run)));
+  const same = (a, b) => b && a.question === b.question && a.t === b.t && a.ins === b.ins && a.kind === b.kind;
+  replace(list, found.slice(0, listed).map((row, n) => listRow(row, run, same(row, found[n - 1]))));
   const further = $("#trajectories .further");
   further.hidden = found.length <= listed;
   further.textContent = `Show ${Math.min(PAGE, found.length - listed)} more of ${num(found.length - listed)}`;
   markRow();
 }
 
-function listRow(row, run) {
+// A row of the list; `again`: the one above it is of the same group, and has the question already.
+function listRow(row, run, again) {
   const label = row.reward >= 1 ? "right" : row.reward <= 0 ? "wrong" : num(row.reward);
-  return h("li", {}, h("a", { href: address({ section: "trajectories", open: String(row.k), beside: "" }), "data-k": row.k },
+  const question = run.index.questions[row.question];
+  const meta = again ? [plural(row.searches, "search", "searches"), row.stop] : [whenOf(row), nameOf(row.ins), row.source, plural(row.searches, "search", "searches"), row.stop];
+  return h("li", { class: again ? "again" : "" }, h("a", { href: address({ section: "trajectories", open: String(row.k), beside: "" }), "data-k": row.k, "aria-label": again ? `${question} ${label}, ${meta.join(", ")}` : null },
     h("i", { class: `mark ${label === "right" ? "good" : label === "wrong" ? "bad" : "half"}`, title: label }),
-    h("span", { class: "ask" }, run.index.questions[row.question]),
-    h("span", { class: "meta" }, [whenOf(row), nameOf(row.ins), row.source, plural(row.searches, "search", "searches"), row.stop].filter(Boolean).join(" · "))));
+    again ? null : h("span", { class: "ask" }, question),
+    h("span", { class: "meta" }, meta.filter(Boolean).join(" · "))));
 }
 
 function whenOf(row) {
@@ -97,8 +101,9 @@ function whenOf(row) {
 }
 
 function markRow() {
+  const shown = chosenRows(DATA.runs[runShown()])[0];
   for (const link of document.querySelectorAll("#trajectories .rows a")) {
-    if (link.dataset.k === state.open) link.setAttribute("aria-current", "true");
+    if (Number(link.dataset.k) === shown.k) link.setAttribute("aria-current", "true");
     else link.removeAttribute("aria-current");
   }
 }

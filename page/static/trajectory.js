@@ -10,21 +10,29 @@ const PAINTS = {
   clipped: ["clipped", (token) => (token.clipped ? 1 : 0)],
 };
 
+let drawing = 0;
+
+// Returns the rows to show: those of the address, or else a question before and after training, or else any.
+function chosenRows(run) {
+  const rows = rowsOf(run);
+  if (rows[Number(state.open)] && state.open !== "") return [rows[Number(state.open)], state.beside === "" ? null : rows[Number(state.beside)]];
+  return beforeAfter(run) || [rows.find((row) => row.tokens) || rows[0], null];
+}
+
 async function drawTrajectory(k) {
   const run = DATA.runs[k], panel = $("#trajectory");
   if (!panel) return;
   const rows = rowsOf(run);
-  const row = rows[Number(state.open)], beside = state.beside === "" ? null : rows[Number(state.beside)];
-  if (state.open === "" || !row) return replace(panel, h("p", { class: "empty" }, "Choose a trajectory."));
-  const key = location.hash;
+  const [row, beside] = chosenRows(run);
+  const turn = ++drawing;
   const shown = await Promise.all([row, beside].filter(Boolean).map((one) => openTrajectory(k, one)));
-  if (key !== location.hash && (state.open !== String(row.k) || state.beside !== (beside ? String(beside.k) : ""))) return;
+  if (turn !== drawing) return; // another one was chosen while this one was unpacked
   hideTip();
   const peers = rows.filter((other) => other.k !== row.k && other.question === row.question);
   replace(panel,
     h("h3", { class: "question" }, run.index.questions[row.question]),
     h("p", { class: "gold" }, "Gold: ", h("b", {}, (shown[0]?.golds || []).join(" or ") || "unknown")),
-    h("div", { class: "tools" }, paintChoice(shown), besideChoice(peers, row)),
+    h("div", { class: "tools" }, paintChoice(shown), besideChoice(peers, row, beside)),
     h("div", { class: beside ? "pair" : "alone" }, [row, beside].filter(Boolean).map((one, n) => oneTrajectory(one, shown[n], run, k))));
   markRow();
 }
@@ -36,19 +44,19 @@ async function openTrajectory(k, row) {
 }
 
 function paintChoice(shown) {
-  if (!shown.some((one) => one && one.tokens)) return null;
+  if (!shown.some((one) => one && one.token_data)) return null;
   return h("label", {}, "colour tokens by", h("select", { name: "paint", onchange: (event) => go({ paint: event.target.value }) },
     Object.entries(PAINTS).map(([name, [label]]) => h("option", { value: name, selected: state.paint === name }, label))));
 }
 
-function besideChoice(peers, row) {
+function besideChoice(peers, row, beside) {
   if (!peers.length) return null;
-  const others = peers.filter((peer) => peer.ins !== row.ins || peer.kind !== row.kind);
+  const others = peers.filter((peer) => peer.kind !== row.kind || peer.t !== row.t || peer.group !== row.group);
   const same = peers.filter((peer) => !others.includes(peer));
-  const option = (peer) => h("option", { value: peer.k, selected: state.beside === String(peer.k) }, `${whenOf(peer)}, ${nameOf(peer.ins)}: ${peer.reward >= 1 ? "right" : peer.reward <= 0 ? "wrong" : num(peer.reward)}`);
-  return h("label", {}, "the same question", h("select", { name: "beside", onchange: (event) => go({ beside: event.target.value }, true) },
+  const option = (peer) => h("option", { value: peer.k, selected: beside === peer }, `${whenOf(peer)}, ${nameOf(peer.ins)}: ${peer.reward >= 1 ? "right" : peer.reward <= 0 ? "wrong" : num(peer.reward)}`);
+  return h("label", {}, "the same question", h("select", { name: "beside", onchange: (event) => go({ section: "trajectories", open: String(row.k), beside: event.target.value }, true) },
     h("option", { value: "" }, `beside this (${peers.length})`),
-    others.length ? h("optgroup", { label: "under another instruction or policy" }, others.map(option)) : null,
+    others.length ? h("optgroup", { label: "at another time or under another instruction" }, others.map(option)) : null,
     same.length ? h("optgroup", { label: "in the same group" }, same.map(option)) : null));
 }
 
@@ -61,7 +69,7 @@ function oneTrajectory(row, found, run, k) {
   return h("article", { class: "trajectory" },
     h("p", { class: "under" }, [whenOf(row), " · instruction ", link, " · ", facts.join(" · ")]),
     h("p", { class: "verdict" }, "Answer: ", h("b", { class: right ? "good" : "bad" }, found.prediction === null || found.prediction === undefined ? "none" : found.prediction), ` · reward ${num(row.reward)}`),
-    tokenNote(found.tokens),
+    tokenNote(found.token_data),
     blocks(found, row));
 }
 
@@ -78,7 +86,7 @@ function tokenNote(tokens) {
 // ---- blocks
 
 function blocks(found, row) {
-  const tokens = found.tokens ? tokensOf(found) : null;
+  const tokens = found.token_data ? tokensOf(found) : null;
   let turn = 0;
   const out = found.parts.map(([kind, text]) => {
     if (kind === "obs") return observation(text);
@@ -92,7 +100,7 @@ function blocks(found, row) {
 }
 
 // Returns the tokens of each turn as objects: text, and a value by name.
-function tokensOf({ tokens, advantage }) {
+function tokensOf({ token_data: tokens, advantage }) {
   const names = ["engine", "logp", "entropy", "ratio", "kl", "clipped"].filter((name) => Array.isArray(tokens[name]));
   const all = tokens.text.map((text, k) => ({ k, text, advantage, ...Object.fromEntries(names.map((name) => [name, tokens[name][k]])) }));
   let start = 0;
@@ -114,7 +122,7 @@ function actionTokens(tokens) {
     if (ranges.length) inside[k < 0 ? ranges.length - 1 : k].push(token);
     place += token.text.length;
   }
-  return ranges.map(({ tag }, k) => inside[k].length ? block(tag, inside[k].map(tokenSpan)) : null);
+  return ranges.map(({ tag }, k) => inside[k].length ? block(tag, inside[k].map((token, n) => tokenSpan(token, n === 0))) : null);
 }
 
 // Returns [{tag, start, end}]: the tagged blocks of a text and what lies between them.
@@ -148,11 +156,11 @@ function observation(text) {
 
 // ---- tokens
 
-function tokenSpan(token) {
+function tokenSpan(token, first) {
   const [, share] = PAINTS[state.paint] || PAINTS.logp;
   const alpha = share(token);
   const style = alpha > 0.01 ? { background: `color-mix(in srgb, var(--token) ${Math.round(8 + 72 * alpha)}%, transparent)` } : {};
-  return h("span", { class: token.clipped ? "token clipped" : "token", "data-k": token.k, style }, token.text);
+  return h("span", { class: token.clipped ? "token clipped" : "token", "data-k": token.k, style }, first ? token.text.trimStart() : token.text);
 }
 
 // Shows a token's numbers under the pointer, on a click, and with the arrow keys once its box has the focus.

@@ -81,7 +81,7 @@ function instructionBar(row, run, x, width, wide, totals, k) {
     const size = Math.max(2.5, shareOf(entry, totals) * 19);
     return svg("rect", { x: x(entry[0] - 0.5), width: Math.max(1, x(1) - x(0) + 0.3), y: row.y - size / 2, height: size, fill: blend(low, high, entry[1] || 0) });
   });
-  const fate = I.left !== null ? `${I.why} at ${I.left}` : won ? (run.status.state === "finished" ? "won" : "leads") : "in P at the end";
+  const fate = I.left !== null ? `${I.why === "pruned" ? "pruned" : "replaced"} at ${I.left}` : won ? (run.status.state === "finished" ? "won" : "leads") : "in P at the end";
   const weight = I.history.length ? `, w ${fixed(I.history[I.history.length - 1][1])}` : "";
   return treeRow(row, width, k, `Instruction ${I.id}, born at step ${I.born}, ${fate}${weight}`, won ? "won" : "",
     svg("line", { class: "life", x1: x(I.born), x2: x(last), y1: row.y, y2: row.y }), bars,
@@ -90,10 +90,10 @@ function instructionBar(row, run, x, width, wide, totals, k) {
 }
 
 function refusedRing(row, x, width, k) {
-  const score = row.c.r === null || row.c.r === undefined ? "" : ` ${fixed(row.c.r)}, parent ${fixed(row.c.r_parent)};`;
-  return treeRow(row, width, k, `Refused at step ${row.t}:${score} ${row.c.why}`, "refused",
+  const verified = typeof row.c.r === "number" ? `${fixed(row.c.r)}, parent ${fixed(row.c.r_parent)}: ` : "";
+  return treeRow(row, width, k, `Refused at step ${row.t}: ${verified}${row.c.why}`, "refused",
     svg("circle", { cx: x(row.t) + 10, cy: row.y, r: 3.5 }),
-    svg("text", { class: "fate", x: x(row.t) + 20, y: row.y + 3.5 }, `${score.replace(";", "")} ${row.c.why}`.trim()));
+    svg("text", { class: "fate", x: x(row.t) + 20, y: row.y + 3.5 }, verified + row.c.why));
 }
 
 function treeRow(row, width, k, label, kind, ...shapes) {
