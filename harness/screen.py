@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.summary import added_sentences
+from page.read import number
 from population import Instruction, Population
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -112,12 +113,9 @@ class Screen:
         table = Table.grid(padding=(0, 2))
         cells: list[Text] = []
         for name, label in CURVES.items():
-            if values := [float(row[name]) for row in self.rows if isinstance(row.get(name), (int, float))]:
-                cells += [
-                    Text(label),
-                    Text(sparkline(values, max(8, width)), "cyan"),
-                    Text(f"{values[-1]:.3g}", justify="right"),
-                ]
+            if values := [x for row in self.rows if (x := number(row.get(name))) is not None]:
+                curve = Text(sparkline(values, max(8, width)), "cyan")
+                cells += [Text(label), curve, Text(f"{values[-1]:.3g}", justify="right")]
         for k in range(0, len(cells), 6 if wide else 3):
             table.add_row(*cells[k : k + (6 if wide else 3)])
         return table
@@ -128,7 +126,7 @@ def population(P: Population) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     p = dict(zip((I.id for I in P.active), P.probabilities(), strict=True))
     for I in P.ranked()[:7]:
-        bar = Text("█" * round(10 * I.w) or "▏", "green")
+        bar = Text("█" * min(20, round(10 * I.w)) or "▏", "green")
         table.add_row(
             Text(f"#{I.id}", justify="right"), bar, Text(f"w {I.w:.2f}"), Text(f"p {p[I.id]:.2f}", "dim"),
             Text(news(I, P), "dim", no_wrap=True, overflow="ellipsis"),
@@ -148,7 +146,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
     means = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
     low, high = min(means), max(means)
     scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(BLOCKS[round((x - low) * scale)] if x == x else "?" for x in means)
+    return "".join(BLOCKS[round((x - low) * scale)] for x in means)
 
 
 def printable(text: str) -> str:

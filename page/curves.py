@@ -10,7 +10,14 @@ ASIDE |= {"card", "dry_run", "patience", "micro_tokens", "max_rows", "token_rows
 
 
 def curves(run: Run) -> Row:
-    """Returns {"t": [...], "series": {name: [...]}} with None where a step has no such number."""
+    """Returns {"t": [...], "series": {name: [...]}} with None where a step has no such number.
+
+    The score at the run's end, which is in summary.json alone, is that of the last step.
+    """
+    final = run.summary.get("held_out") or {}
+    final = final.get("trained policy, I_star") or final.get("trained policy, first instruction") or {}
+    if run.steps and isinstance(final, dict):
+        run.steps[-1].setdefault("test/em", final.get("em"))
     names = sorted({name for row in run.steps for name, value in row.items() if number(value) is not None} - {"t"})
     return {
         "t": [row["t"] for row in run.steps],

@@ -80,10 +80,10 @@ function winnerCard(run, k) {
     h("p", { class: "headline" }, line),
     diffText(first.text, I.text, false),
     h("p", { class: "note" }, I.id === first.id ? "It is the first instruction." : ["Marked: what the first instruction does not say."]),
-    h("h3", {}, "Why"), h("ul", { class: "why" }, reasons(won, I).map((text) => h("li", {}, text))));
+    h("h3", {}, "Why"), h("ul", { class: "why" }, reasons(won, I, run).map((text) => h("li", {}, text))));
 }
 
-function reasons(won, I) {
+function reasons(won, I, run) {
   const out = [];
   if (won.w !== undefined && won.w !== null) {
     const rival = won.second ? `; the next, #${won.second.id}, has ${fixed(won.second.w)}` : "";
@@ -91,6 +91,11 @@ function reasons(won, I) {
   }
   if (typeof I.r === "number") out.push(`When it joined at step ${I.born} it scored ${fixed(I.r)} on ${plural(I.questions, "question")}, its parent ${fixed(I.r_parent)}.`);
   else if (won.since === 0 && I.parents.length) out.push("It was there from the start, as a paraphrase of the first one.");
+  const { "trained policy, first instruction": before, "trained policy, I_star": after } = run.learned.table;
+  if (before && after) {
+    const searches = after.searches === undefined ? "" : `, with ${fixed(after.searches, 1)} searches instead of ${fixed(before.searches, 1)}`;
+    out.push(`The trained policy has ${fixed(after.em)} under it and ${fixed(before.em)} under the first one${searches}.`);
+  }
   out.push(`It is one of ${plural(won.ever, "instruction")} that were tried; ${plural(won.refused, "candidate was", "candidates were")} refused.`);
   return out;
 }

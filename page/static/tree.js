@@ -49,7 +49,7 @@ function paintTree(box, run, k) {
     drawing.append(svg("path", { class: "edge", d: `M${x(row.t)},${from} V${row.y - 4} q0,4 4,4 h2` }));
   }
   const totals = sampleTotals(run.tree.instructions);
-  for (const row of rows) drawing.append(row.I ? instructionBar(row, run, x, width, wide, totals, k) : refusedRing(row, x, width, k));
+  for (const row of rows) drawing.append(row.I ? instructionBar(row, run, x, width, wide, totals, k) : refusedRing(row, x, width, wide, k));
   replace(box, drawing);
 }
 
@@ -89,11 +89,11 @@ function instructionBar(row, run, x, width, wide, totals, k) {
     wide ? svg("text", { class: "fate", x: width - 152, y: row.y + 4 }, fate + weight) : null);
 }
 
-function refusedRing(row, x, width, k) {
+function refusedRing(row, x, width, wide, k) {
   const verified = typeof row.c.r === "number" ? `${fixed(row.c.r)}, parent ${fixed(row.c.r_parent)}: ` : "";
   return treeRow(row, width, k, `Refused at step ${row.t}: ${verified}${row.c.why}`, "refused",
     svg("circle", { cx: x(row.t) + 10, cy: row.y, r: 3.5 }),
-    svg("text", { class: "fate", x: x(row.t) + 20, y: row.y + 3.5 }, verified + row.c.why));
+    svg("text", { class: "fate", x: x(row.t) + 20, y: row.y + 3.5 }, wide ? verified + row.c.why : verified.split(":")[0] || row.c.why));
 }
 
 function treeRow(row, width, k, label, kind, ...shapes) {
