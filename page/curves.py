@@ -14,15 +14,12 @@ def curves(run: Run) -> Row:
 
     The score at the run's end, which is in summary.json alone, is that of the last step.
     """
-    final = run.summary.get("held_out") or {}
-    final = final.get("trained policy, I_star") or final.get("trained policy, first instruction") or {}
-    if run.steps and isinstance(final, dict):
-        run.steps[-1].setdefault("test/em", final.get("em"))
+    final = run.held_out.get("trained policy, I_star") or run.held_out.get("trained policy, first instruction")
     names = sorted({name for row in run.steps for name, value in row.items() if number(value) is not None} - {"t"})
-    return {
-        "t": [row["t"] for row in run.steps],
-        "series": {name: [number(row.get(name)) for row in run.steps] for name in names},
-    }
+    series = {name: [number(row.get(name)) for row in run.steps] for name in names}
+    if final and "test/em" in series:
+        series["test/em"][-1] = final["em"]
+    return {"t": [row["t"] for row in run.steps], "series": series}
 
 
 def groups(runs: list[Run]) -> list[Row]:

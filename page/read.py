@@ -41,6 +41,13 @@ class Run:
         return int(self.steps[-1]["t"]) if self.steps else 0
 
     @property
+    def held_out(self) -> dict[str, Row]:
+        """The rows of the final table: scores by policy and instruction."""
+        table = self.summary.get("held_out")
+        rows = table.items() if isinstance(table, dict) else ()
+        return {name: row for name, row in rows if isinstance(row, dict) and number(row.get("em")) is not None}
+
+    @property
     def finished(self) -> bool:
         return bool(self.summary)
 

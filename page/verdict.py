@@ -51,17 +51,15 @@ def status(run: Run) -> Row:
 
 def learned(run: Run) -> Row:
     """Returns what was gained: the final table with its sentence, or for an unfinished run its rewards."""
-    table = {
-        name: row for name, row in (run.summary.get("held_out") or {}).items()
-        if isinstance(row, dict) and number(row.get("em")) is not None
-    }  # fmt: skip
-    questions = run.summary.get("questions")
+    table, questions = run.held_out, number(run.summary.get("questions"))
     rewards = column(run, "reward")
     few = max(1, min(5, len(rewards) // 2))
     out: Row = {"table": table, "questions": questions, "sentence": "", "few": few}
     out["rewards"] = [mean(rewards[:few]), mean(rewards[-few:])] if rewards else None
-    if {"first policy, first instruction", "trained policy, first instruction"} <= set(table) and questions:
-        out["sentence"] = conclusion({name: row["em"] for name, row in table.items()}, questions)
+    corners = {f"{policy} policy, first instruction" for policy in ("first", "trained")}
+    corners |= {"first policy, I_star"} if "trained policy, I_star" in table else set()
+    if corners <= set(table) and questions:
+        out["sentence"] = conclusion({name: row["em"] for name, row in table.items()}, int(questions))
     return out
 
 
