@@ -102,7 +102,7 @@ function valuesAt(curves, key, t) {
 function groupLegend() {
   const colours = palette();
   const entries = DATA.groups.map((group, g) => h("li", {}, swatch(colours[g % colours.length]), group.label));
-  return h("div", {}, h("ul", { class: "legend" }, entries), h("p", { class: "note" }, "A line is the mean over seeds; its band reaches from the lowest seed to the highest."));
+  return h("div", {}, h("ul", { class: "legend" }, entries), DATA.groups.some((group) => group.runs.length > 1) && h("p", { class: "note" }, "A line is the mean over seeds; its band reaches from the lowest seed to the highest."));
 }
 
 function swatch(background) {
@@ -132,7 +132,7 @@ function drawChart(box, chart, height = 150) {
       bands.push({ series: [data.length - 2, data.length - 1], fill: `${line.colour}2e` });
     }
     data.push(line.values);
-    series.push({ stroke: line.colour, width: 1.6, spanGaps: true, points: { show: line.sparse || chart.t.length < 3, size: 6, fill: line.colour } });
+    series.push({ stroke: line.colour, width: 1.6, spanGaps: true, ...(line.sparse ? { paths: () => null } : {}), points: { show: line.sparse || chart.t.length < 3, size: 6, fill: line.colour } });
   }
   const axis = { stroke: colour("muted"), font: `11px ${getComputedStyle(document.body).fontFamily}`, ticks: { show: false } };
   const grid = { stroke: colour("line"), width: 1 };

@@ -1,6 +1,6 @@
 // What a run has cost: calls, tokens, money at a price, verification beside training, seconds by phase; its settings.
 
-const PHASES = { rollout: "rollouts", update: "update", verify: "verification", evolve: "optimizer and rest of evolution", evaluate: "evaluation", log: "log", other: "start, final evaluation, checkpoints" };
+const PHASES = { rollout: "rollouts", update: "update", verify: "verification", evolve: "optimizer and rest of evolution", evaluate: "evaluation", log: "log", other: "the rest: start, final evaluation, checkpoints" };
 
 function drawCost(k) {
   const { cost } = DATA.runs[k];
@@ -11,7 +11,7 @@ function drawCost(k) {
       h("h3", {}, "Rollouts"),
       definitions([["Training", num(cost.training)], ["Verification", num(cost.verification)], ["Searches", cost.searches === undefined || cost.searches === null ? "–" : num(cost.searches)], ["Failed searches", num(cost.faults)]]),
       overheadBar(cost)),
-    h("div", {}, h("h3", {}, `Time: ${duration(cost.seconds)}`), phaseBar(cost.phases), phaseTable(cost))));
+    h("div", {}, h("h3", {}, `Time: ${duration(cost.seconds)}`), phaseBar(cost.phases, false), phaseTable(cost))));
 }
 
 // Dollars for a million tokens, of prompts and of replies: from the address, or as report.py was told.
@@ -43,13 +43,13 @@ function phaseParts(phases) {
   return Object.keys(PHASES).filter((name) => phases[name] > 0).map((name, k) => ({ name, seconds: phases[name], share: total ? phases[name] / total : 0, colour: k < colours.length ? colours[k] : colour("muted") }));
 }
 
-function phaseBar(phases) {
+function phaseBar(phases, legend = true) {
   const parts = phaseParts(phases);
   if (!parts.length) return null;
   const said = parts.map(({ name, share }) => `${PHASES[name]} ${percent(share)}`).join(", ");
   return h("figure", { class: "phases", role: "img", "aria-label": said },
     h("div", { class: "stack" }, parts.map((part) => h("i", { style: { width: `${100 * part.share}%`, background: part.colour }, title: `${PHASES[part.name]} ${percent(part.share)}` }))),
-    h("figcaption", { class: "note" }, parts.filter((part) => part.share > 0.03).map((part) => h("span", { class: "key" }, swatch(part.colour), `${PHASES[part.name].split(",")[0]} ${percent(part.share)}`))));
+    legend && h("figcaption", { class: "note" }, parts.filter((part) => part.share > 0.03).map((part) => h("span", { class: "key" }, swatch(part.colour), `${PHASES[part.name].split(":")[0]} ${percent(part.share)}`))));
 }
 
 function phaseTable(cost) {
