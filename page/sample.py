@@ -47,7 +47,6 @@ def sample(run: Run, tree: Row, limit: int) -> tuple[Row, dict[str, str]]:
             pages[file.name.removesuffix(".jsonl.gz")] = pack(shown)
     index["questions"] = list(questions)
     index["seen"] = len(index["rows"])
-    index["steps"] = len(steps)
     if not files:
         run.missing.append("trajectories/ is empty: no trajectory can be shown.")
     elif steps and not any(row[COLUMNS.index("tokens")] for row in index["rows"]):

@@ -113,7 +113,7 @@ function swatch(background) {
 function drawChart(box, chart, height = 150) {
   const values = chart.lines.map(() => h("b"));
   const caption = h("figcaption", {}, h("span", { class: "title" }, chart.title));
-  const keys = chart.lines.map((line, k) => h("span", { class: "key" }, swatch(line.colour), chart.compact ? "" : line.label, " ", values[k]));
+  const keys = chart.lines.map((line, k) => h("span", { class: "key" }, swatch(line.colour), line.label, " ", values[k]));
   const where = h("span", { class: "where" });
   caption.append(h("span", { class: "keys" }, keys, where));
   box.append(caption);

@@ -53,6 +53,7 @@ function watchServer() {
 }
 
 drawAll();
+$("#made").textContent = `${new Date(1000 * DATA.made).toISOString().slice(0, 16).replace("T", " ")} UTC`;
 reveal();
 Promise.allSettled([...opened.values()]).then(() => requestAnimationFrame(reveal)); // what was unpacked has moved it
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
