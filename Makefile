@@ -44,6 +44,12 @@ train: setup          ## the embedded default: a whole INSPO run on a small worl
 static: setup         ## the baseline on the same world: one fixed instruction
 	OMP_NUM_THREADS=1 $(PY) inspo.py --mode static $(ARGS)
 
+report: setup         ## the page of the newest run (ARGS=--serve follows a run)
+	$(PY) report.py $(or $(RUN),$$(ls -td runs/*/ | head -1)) $(ARGS)
+
+chromium:             ## a Chromium for the tests of the page, which are skipped without (Debian, Ubuntu; root)
+	command -v chromedriver || (apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium chromium-driver)
+
 ask: setup            ## question the agent of the newest run
 	$(PY) ask.py $(ARGS)
 

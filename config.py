@@ -144,6 +144,9 @@ class Config:
         "what is kept and measured",
     )
     eval_n: int = knob(0, "questions of an evaluation, a fixed sample with every source in its share; 0: all")
+    token_rows: int = knob(10, "trajectories a step, in whole groups, stored with the data of their tokens; 0: none")
+    token_limit: int = knob(2000, "action tokens stored of such a trajectory; the page says how many are missing")
+    compare: int = knob(24, "questions of a verification or final evaluation whose trajectories are stored; 0: none")
     canary: str = knob("", "file with an instruction to score at every evaluation; does training keep its meaning?")
     save_every: int = knob(25, "steps between checkpoints")
     keep: int = knob(2, "newest checkpoints to keep; the best on --valid is kept too")
@@ -284,6 +287,7 @@ def validate(cfg: Config) -> str:
     at_least_0 = (
         "lr", "eval_every", "eval_n", "T_e", "beta", "seed", "search_retries", "optimizer_retries", "tis",
         "weight_decay", "valid_n", "lora_rank", "gpu_mem", "D_B", "max_optimizer_tokens", "max_overhead",
+        "token_rows", "token_limit", "compare",
     )  # fmt: skip
     for f in dataclasses.fields(cfg):
         if isinstance(value := getattr(cfg, f.name), float) and not math.isfinite(value):

@@ -63,6 +63,23 @@ def lr_at(t: int, cfg: Config) -> float:
     return cfg.lr * 0.5 * (1 + math.cos(math.pi * (t - rise) / (cfg.T - rise + 1)))
 
 
+def note_tokens(batch: list[Trajectory], plan: Plan, extras: dict[str, torch.Tensor]) -> None:
+    """Sets `tokens` of the watched trajectories of a micro-batch: what the update saw of each action token.
+
+    logp: under pi_old; ratio: rho of Eq. 3; entropy (nats), kl and clipped (0 or 1) as the loss had them.
+    """
+    if not any(tau.watched for tau in batch):
+        return
+    now = extras["logp"].detach().double().cpu()
+    old, compared = (now if x is None else torch.from_numpy(x) for x in (plan.pi_old, plan.old_logp))
+    seen = {"logp": old, "ratio": (now - compared).exp(), **{k: extras[k] for k in ("entropy", "kl", "clipped")}}
+    counts = [sum(tau.mask) for tau in batch]
+    columns = {name: values.detach().float().split(counts) for name, values in seen.items()}
+    for k, tau in enumerate(batch):
+        if tau.watched:
+            tau.tokens = {name: parts[k].tolist() for name, parts in columns.items()}
+
+
 class Learner:
     """The policy with its optimizer; `reference` is its frozen first version, pi_ref of Eq. 2.
 
@@ -115,8 +132,10 @@ class Learner:
                 now = self.score(part, share) if k > 0 else old
             plan, lengths = self.plan(part, old, now), [sum(tau.mask) for tau in part]
             for batch in share:
-                loss, extras = self.loss([part[place] for place in batch], plan.rows(rows_of(lengths, batch)))
+                taus, rows = [part[place] for place in batch], plan.rows(rows_of(lengths, batch))
+                loss, extras = self.loss(taus, rows)
                 loss.backward()
+                note_tokens(taus, rows, extras)
                 total["loss"] += loss.item() / len(minibatches)
                 for name in ("kl", "entropy", "clipped", "gap"):
                     total[name] += extras[name].float().sum().item()

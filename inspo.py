@@ -103,7 +103,7 @@ def evolve(
             break
         if not I_new:
             continue
-        scored = verify(t, round, policy, I_parent, I_new, D_B)  # Alg.1 L21
+        scored = verify(t, round, policy, I_parent, I_new, D_B, log)  # Alg.1 L21
         joining = [c for c in scored if c.r >= c.r_parent][: min(room, cfg.top_n)]  # CHOICE-12
         P_new += joining
         spare += [c for c in scored if c not in joining and not c.worse]
@@ -163,14 +163,17 @@ def prompt_of(cfg: Config, P: Population, I_parent: Instruction, tau_fail: list[
 
 
 def verify(
-    t: int, round: int, policy: Policy, I_parent: Instruction, I_new: list[str], D_B: list[Question]
+    t: int, round: int, policy: Policy, I_parent: Instruction, I_new: list[str], D_B: list[Question], log: Log
 ) -> list[Candidate]:
     """Returns the revisions by falling mean reward on D_B, each compared with its parent on the same questions."""
     texts = [I_parent.text, *I_new]
     jobs = [Job(k, text, q, k * len(D_B) + i) for k, text in enumerate(texts) for i, q in enumerate(D_B)]
     taus = policy.rollout(t, f"verify {round}", jobs)  # CHOICE-13
+    for tau in taus:
+        tau.reward = reward(tau)
+    log.played(t, round, I_parent, taus)
     n = max(1, len(D_B))  # --D_B 0 asks nothing: every candidate joins, in the optimizer's order
-    r_parent, *r_new = ([reward(tau) for tau in taus if tau.instruction == k] for k in range(len(texts)))
+    r_parent, *r_new = ([tau.reward for tau in taus if tau.instruction == k] for k in range(len(texts)))
     scored = [
         Candidate(text, I_parent.id, sum(r) / n, sum(r_parent) / n, significantly_worse(r, r_parent))
         for text, r in zip(I_new, r_new, strict=True)

@@ -65,6 +65,8 @@ class Trajectory:
     reward: float = 0.0  # r(tau)
     advantage: float = 0.0  # A-hat
     credit: list[float] = field(default_factory=list)  # A-hat of each turn, where an objective tells turns apart
+    watched: bool = False  # the update notes what it sees of its action tokens
+    tokens: dict[str, list[float]] = field(default_factory=dict)  # that, by name: see grpo.note_tokens
 
     def act(self, ids: list[int], logps: list[float]) -> None:
         self.ids += ids
@@ -94,12 +96,18 @@ class Trajectory:
     def record(self) -> dict[str, Any]:
         """Returns a row for `trajectories/`: everything but the token arrays."""
         return {
-            "instruction": self.instruction, "question": self.question.id, "group": self.group, "stop": self.stop,
+            "instruction": self.instruction, "question": self.question.id, "question_text": self.question.text,
+            "source": self.question.source, "group": self.group, "stop": self.stop,
             "reward": self.reward, "advantage": self.advantage, "credit": self.credit, "prediction": self.prediction,
             "golds": self.question.golds, "invalid": self.invalid, "prompt_tokens": self.prompt_tokens,
             "action_tokens": sum(self.mask), "tokens": len(self.ids), "turns": [asdict(turn) for turn in self.turns],
             "response": self.response,
         }  # fmt: skip
+
+
+def spread(n: int, k: int) -> list[int]:
+    """Returns at most k of the places 0..n-1, evenly spaced: a sample that needs no dice."""
+    return [j * n // k for j in range(k)] if k < n else list(range(n))
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -41,7 +41,7 @@ OFFLINE = {
 }
 OFFLINE |= dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), "http://127.0.0.1:9")  # nobody
 RUN = "torch transformers triton numpy requests tenacity psutil simpleeval tqdm bm25s fastapi uvicorn cachetools"
-RUN += " prometheus_client matplotlib"
+RUN += " prometheus_client matplotlib rich"
 PROBE = """
 import importlib.metadata as metadata, json, torch
 def version(*names):

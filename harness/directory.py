@@ -25,7 +25,7 @@ from training import checkpoint
 # Knobs that a resumed run may change: they affect where and how fast it runs, not what it computes.
 FREE = {"out", "resume", "device", "tracker", "retriever", "keep", "save_every", "search_retries", "optimizer_retries"}
 FREE |= {"engine", "vllm", "vllm_memory", "recompute", "offload_reference", "patience", "gpus", "card", "gpu_mem"}
-FREE |= {"micro_tokens", "max_rows", "fused_layers"}
+FREE |= {"micro_tokens", "max_rows", "fused_layers", "token_rows", "token_limit", "compare"}
 
 
 class RunDirectory:
@@ -139,8 +139,9 @@ class RunDirectory:
         """Returns the rows of `name`.jsonl that are of a run: those with a step."""
         return [row for row in read_jsonl(self.path / f"{name}.jsonl") if type(row.get("t")) is int]
 
-    def write_trajectories(self, t: int, rows: list[dict[str, Any]]) -> None:
-        path = self.path / "trajectories" / f"step-{t:06d}.jsonl.gz"
+    def write_trajectories(self, name: str, rows: list[dict[str, Any]]) -> None:
+        """Writes trajectories/`name`.jsonl.gz."""
+        path = self.path / "trajectories" / f"{name}.jsonl.gz"
         with writing(path), gzip.open(path, "wt", compresslevel=1) as f:
             f.writelines(json.dumps(row) + "\n" for row in rows)
 

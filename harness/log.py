@@ -10,21 +10,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 import report
 from config import Config, first_instruction, read_instruction
 from data import Question, em, f1, subset
 from faults import Fault
 from harness.directory import RunDirectory, writing
+from harness.screen import Screen
+from harness.summary import added_sentences, ending, lineage, step_metrics
+from harness.tokens import piece_reader, token_data
 from outside import printable
 from population import Candidate, Instruction, Population, ReplayBuffer
 from reflect import Call
-from rollout import Job, Trajectory
+from rollout import Job, Trajectory, spread
 from training.policy import Policy
 
 DOING = {"rollout": "rollouts", "verify": "verifying", "evaluate": "evaluating"}  # purpose of rollouts -> in words
-QUIET = 30.0  # seconds after which a run without a terminal prints how far it is
 
 
 @dataclass
@@ -49,16 +49,16 @@ class Log:
 
     def __init__(
         self, cfg: Config, run: RunDirectory, policy: Policy, test: list[Question], valid: list[Question],
-        bar: tqdm[Any], began: float,
+        screen: Screen, began: float,
     ):  # fmt: skip
         """`began`: time.time() at which the process started."""
-        self.cfg, self.run, self.policy, self.bar, self.began = cfg, run, policy, bar, began
+        self.cfg, self.run, self.policy, self.screen, self.began = cfg, run, policy, screen, began
         self.test, self.valid = subset(test, cfg.eval_n), subset(valid, cfg.eval_n)
+        self.piece = piece_reader(policy.worker.tokenizer)
         self.track = tracker(cfg.tracker, run.path, cfg)
         self.ledger = Ledger()
         self.t = 0  # the step in progress, or the last one
         self.phase = ""  # what is under way in it: "rollout" until it is logged, then "evolve", "evaluate"
-        self.shown = self.printed = time.time()  # when progress was last shown, and printed
         policy.progress = self.progress
         self.spent = 0.0  # seconds of earlier processes of this run
         self.start: dict[str, float] = {}  # scores of the first policy under the first instruction
@@ -84,7 +84,7 @@ class Log:
         self.before_evolution = dataclasses.replace(self.ledger)
         self.policy.load(checkpoint, self.t)
         self.policy.memory = state.get("memory", {})
-        self.bar.update(self.t - bool(self.phase))
+        self.screen.resumed(self.t - bool(self.phase))
         self.note(f"resumed {'inside' if self.phase else 'after'} step {self.t}")
         return P, B
 
@@ -92,7 +92,7 @@ class Log:
         """Yields the numbers of the steps to take; completes each step's log when the next one is asked for."""
         self.P, self.B = P, B
         if not self.start:
-            self.start = self.evaluate(first_instruction(self.cfg), 0, self.test)
+            self.start = self.evaluate(first_instruction(self.cfg), 0, self.test, "first policy, first instruction")
             row = self.named("test", self.start) | self.named("canary", self.score_canary(0))
             self.run.append("metrics", {"t": 0} | row)
             self.track(row, 0)
@@ -113,38 +113,50 @@ class Log:
         began = time.time()
         self.ledger.training_rollouts += len(taus)
         self.ledger.searches += sum(tau.served("search") for tau in taus)
-        self.run.write_trajectories(t, [tau.record() for tau in taus])
-        self.row = report.step_metrics(taus, P, self.cfg.G, self.policy.worker.tools) | update
+        self.run.write_trajectories(f"step-{t:06d}", [self.record(tau) for tau in taus])
+        self.row = step_metrics(taus, P, self.cfg.G, self.policy.worker.tools) | update
         self.row |= {f"time/{name}": seconds for name, seconds in self.policy.seconds.items()}
         self.logged = time.time()
         self.row["time/log"] = self.logged - began
         self.phase, self.before_evolution = "evolve", dataclasses.replace(self.ledger)
+
+    def record(self, tau: Trajectory) -> dict[str, Any]:
+        """Returns a trajectory's row, with the data of its tokens if it is one of the watched."""
+        row = tau.record()
+        if tau.tokens:
+            row["token_data"] = token_data(tau, self.policy.worker.tokenizer, self.piece, self.cfg.token_limit)
+        return row
+
+    def played(self, t: int, round: int, parent: Instruction, taus: Sequence[Trajectory]) -> None:
+        """Stores a sample of a verification's rollouts: the same questions under a parent and its revisions.
+
+        In these rows `instruction` is 0 for the parent and k for the k-th accepted revision of the round.
+        """
+        questions = list(dict.fromkeys(tau.question.id for tau in taus))
+        chosen = {questions[k] for k in spread(len(questions), self.cfg.compare)}
+        rows = [tau.record() | {"parent": parent.id} for tau in taus if tau.question.id in chosen]
+        if rows:
+            self.run.write_trajectories(f"verify-{t:06d}-{round}", rows)
 
     def complete_step(self) -> None:
         """Writes the step's row; evaluates and saves where the step calls for it."""
         self.phase = "evaluate"
         t, row = self.t, dict(self.row)
         row["time/evolve"] = time.time() - self.logged
+        row["time/verify"] = self.policy.seconds["verify"]  # a part of time/evolve
         row |= {"time/total": self.spent + time.time() - self.began, "search/faults": self.policy.faults()}
         if self.cfg.eval_every and t % self.cfg.eval_every == 0 and t < self.cfg.T:
             for name, questions in (("valid", self.valid), ("test", self.test)):
                 scores = self.evaluate(self.P.best().text, t, questions) if questions else {}
                 row |= self.named(name, scores)
             row |= self.named("canary", self.score_canary(t))
+            row["time/evaluate"] = self.policy.seconds["evaluate"]
         self.run.append("metrics", {"t": t} | row)
         numbers = {k: v for k, v in row.items() if isinstance(v, (int, float))}
         self.track(numbers | {f"w/{j}": w for j, w in row["w"].items()}, t)
         self.phase = ""
         seconds = row.get("time/rollout", 0.0) + row["time/update"] + row["time/log"] + row["time/evolve"]
-        line = (
-            f"reward {row['reward']:.2f}  searches {row.get('searches', 0):.2f}  KL {row['kl']:.4f}  "
-            f"|P| {len(self.P)}  best w {row['w_best']:.2f}  {seconds:.1f} s/step"
-        )
-        self.bar.set_postfix_str(line)
-        self.bar.update()
-        if self.bar.disable and t % max(1, self.cfg.T // 20) == 0:  # no terminal, no bar: a line now and then
-            print(f"step {t:3d}  {line}", flush=True)
-            self.printed = time.time()
+        self.screen.step(t, row, self.P, seconds)
         if t % self.cfg.save_every == 0 or t == self.cfg.T or "test/em" in row:
             self.save(t)
 
@@ -166,27 +178,27 @@ class Log:
             self.save(self.t - 1)
 
     def progress(self, purpose: str, done: int, total: int) -> None:
-        """Shows how far the rollouts are: beside the bar, or without a terminal in a line now and then."""
-        now, text = time.time(), f"{DOING[purpose.split()[0]]} {done}/{total}"
-        if not self.bar.disable and (now > self.shown + 0.2 or done == total):
-            self.bar.set_description_str(text)
-            self.shown = now
-        elif self.bar.disable and now > self.printed + QUIET:
-            print(f"step {self.t:3d}  {text}", flush=True)
-            self.printed = now
+        """Shows how far the rollouts are."""
+        self.screen.rollouts(self.t, f"{DOING[purpose.split()[0]]} {done}/{total}", done == total)
 
-    def evaluate(self, instruction: str, t: int, questions: list[Question]) -> dict[str, float]:
-        """Returns EM, F1 and tool calls a question, greedy; EM by source too."""  # CHOICE-11
+    def evaluate(self, instruction: str, t: int, questions: list[Question], keep: str = "") -> dict[str, float]:
+        """Returns EM, F1 and tool calls a question, greedy; EM by source too.
+
+        Stores a sample of the trajectories under the name `keep`, the same questions for every name.
+        """  # CHOICE-11
         jobs = [Job(0, instruction, q, group) for group, q in enumerate(questions)]
         taus = self.policy.rollout(t, "evaluate", jobs, temperature=0.0)
         scores: dict[str, list[float]] = {"em": [], "f1": []}
         for tau in taus:
-            exact = em(tau.prediction, tau.question.golds)
+            exact = tau.reward = em(tau.prediction, tau.question.golds)
             scores["em"].append(exact)
             scores.setdefault(f"em/{tau.question.source}", []).append(exact)
             scores["f1"].append(f1(tau.prediction, tau.question.golds))
             for tool in self.policy.worker.tools:
                 scores.setdefault(tool.plural, []).append(tau.served(tool.tag))
+        rows = [taus[k].record() | {"setting": keep} for k in spread(len(taus), self.cfg.compare if keep else 0)]
+        if rows:
+            self.run.write_trajectories(f"test-{keep.replace(', ', '-').replace(' ', '_')}", rows)
         return {name: sum(x) / len(x) for name, x in sorted(scores.items())}
 
     def named(self, name: str, scores: dict[str, float]) -> dict[str, float]:
@@ -201,12 +213,11 @@ class Log:
     # ---- the population
 
     def note(self, text: str) -> None:
-        """Prints a line above the progress bar."""
-        self.bar.write(printable(text))
+        self.screen.note(text)
 
     def event(self, t: int, event: str, P: Population, text: str) -> None:
-        """Prints what happened to the population, and appends it with the population to population.jsonl."""
-        self.note(f"step {t:3d}  {event:6s}  {text}")
+        """Shows what happened to the population, and appends it with the population to population.jsonl."""
+        self.screen.event(t, event, P, text)
         row = {"t": t, "event": event, "text": text, "P": [asdict(I) for I in P.active]}
         self.run.append("population", row)
 
@@ -268,7 +279,7 @@ class Log:
             text += f"; {self.cfg.N_P - len(P)} places stay empty: {shortfall}"
         for I in joined:
             parent = P.family[I.parent].text if I.parent is not None else ""
-            text += f"\n{'':18}#{I.id:<3d} {I.verified:.2f}  + {report.added_sentences(I.text, parent)}"
+            text += f"\n{'':18}#{I.id:<3d} {I.verified:.2f}  + {added_sentences(I.text, parent)}"
         self.event(t, "evolve", P, text)
 
     def not_evolved(self, t: int, P: Population, shortfall: str) -> None:
@@ -283,35 +294,34 @@ class Log:
         cfg, run, first = self.cfg, self.run, first_instruction(self.cfg)
         run.write("I_star.txt", I_star.text + "\n")
         run.write_directory("policy", self.policy.export)
-        rows = {"trained policy, first instruction": (end := self.evaluate(first, cfg.T, self.test))}
+        name = "trained policy, first instruction"
+        rows = {name: (end := self.evaluate(first, cfg.T, self.test, name))}
         rows["first policy, first instruction"] = self.start
         if cfg.canary:
             rows["trained policy, canary"] = self.score_canary(cfg.T)
         if I_star.text != first:
-            rows = {"trained policy, I_star": (end := self.evaluate(I_star.text, cfg.T, self.test))} | rows
+            name = "trained policy, I_star"
+            rows = {name: (end := self.evaluate(I_star.text, cfg.T, self.test, name))} | rows
             self.policy.reset()
-            rows["first policy, I_star"] = self.evaluate(I_star.text, cfg.T, self.test)
+            name = "first policy, I_star"
+            rows[name] = self.evaluate(I_star.text, cfg.T, self.test, name)
         summary = {  # other programs may rely on these keys
             "mode": cfg.mode, "seed": cfg.seed, "steps": cfg.T, "em_start": self.start["em"], "em_best": end["em"],
             "searches_start": self.start.get("searches", 0.0), "searches_end": end.get("searches", 0.0),
             "seconds": round(self.spent + time.time() - self.began, 1), "questions": len(self.test), "held_out": rows,
             "overhead_inference": round(self.ledger.overhead_inference(), 4), "ledger": asdict(self.ledger),
-            "generations": report.lineage(self.P, I_star), "I_star": I_star.text,
+            "generations": lineage(self.P, I_star), "I_star": I_star.text,
             "evolved": self.ledger.evolutions > self.ledger.evolutions_in_vain,
         }  # fmt: skip
         run.write("summary.json", json.dumps(summary, indent=1))
         self.track({f"final/{name}/{k}": v for name, row in rows.items() for k, v in row.items()}, cfg.T)
-        try:
-            with writing(run.path):
-                pictures = report.draw(run.path)
-        except (LookupError, TypeError, ValueError, AttributeError) as e:
-            pictures = []
-            self.note(f"note: no pictures, for a row of metrics.jsonl or population.jsonl is damaged ({e!r})")
-        self.bar.close()
-        print(printable(report.ending(summary, rows, pictures, run.path)))
+        self.screen.close()
+        print(printable(ending(summary, rows, run.path)))
         if cfg.mode == "inspo" and not summary["evolved"]:
             n = self.ledger.evolutions
             print(f"None of {n} evolutions changed the population: this is no result of INSPO's (evolved: false).")
+        with writing(run.path):
+            print(f"see it: {report.write([run.path], run.path / 'report.html')}")
 
 
 def tracker(name: str, path: Path, cfg: Config) -> Callable[[dict[str, float], int], None]:

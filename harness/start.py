@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import psutil
 import torch
-from tqdm import tqdm
 
 import stop
 from config import HERE, PRESETS, Config, first_instruction, read_instruction, scripted, warnings
@@ -18,6 +17,7 @@ from data import Question, load_questions, normalize, rng
 from faults import DiskFault, EngineFault, Fault, Outage, ToolDown
 from harness.directory import RunDirectory
 from harness.log import Log
+from harness.screen import Screen
 from harness.servers import Servers
 from harness.status import status
 from outside import without_password
@@ -104,8 +104,8 @@ def prepare(cfg: Config, ranks: Ranks) -> Iterator[Parts]:
             policy = Policy(cfg, ranks, engine, search)
             stack.callback(policy.close)
             status("")
-            bar = stack.enter_context(tqdm(total=cfg.T, unit="step", dynamic_ncols=True, smoothing=0.1, disable=None))
-            log = Log(cfg, run, policy, test, valid, bar, began=psutil.Process().create_time())
+            screen = stack.enter_context(Screen(cfg.T))
+            log = Log(cfg, run, policy, test, valid, screen, began=psutil.Process().create_time())
             n = policy.worker.parameters()
             layers = f"fused layers: {policy.worker.layers}\n" if policy.worker.layers else ""
             lora = f", {policy.worker.parameters(trained=True) / 1e6:,.2f}M of LoRA trained" if cfg.lora_rank else ""

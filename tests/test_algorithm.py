@@ -460,7 +460,7 @@ def test_the_weights_restart_where_something_joined():
 def test_a_call_is_logged_before_its_reply_is_read():
     e = Evolution({"old": 0.5}, {"old": 5, "new": 5}, ["new"], N_P=2)
     names = [name for name, *_ in e.log.events]
-    assert names == ["call", "proposed", "verified", "evolved"]
+    assert names == ["call", "proposed", "played", "verified", "evolved"]
     [(t, round, parent, call)] = e.log.of("call")
     assert (t, round, parent.text, call.reply) == (T_NOW, 0, "old", "<ins_1> new </ins_1>")
 
@@ -557,6 +557,7 @@ def test_a_step_is_taken_in_the_order_of_algorithm_1():
         ("call", {0: 1.0}, 1),  # the optimizer reads failures of this very step
         ("proposed", {0: 1.0}, 1),
         ("verify 0", {0: 1.0}, 1),
+        ("played", {0: 1.0}, 1),
         ("verified", {0: 1.0}, 1),
         ("evolved", {0: 0.0, 2: 0.0}, 1),
     ]

@@ -18,7 +18,7 @@ ROOMS = (  # the paper's
     "inspo config data rollout tools grpo objectives variants population reflect evaluate baselines report faults"
     " outside"
 ).split()
-WINGS = "engines training harness kernels retrieval evaluation world bench".split()
+WINGS = "engines training harness kernels page retrieval evaluation world bench".split()
 CODE = sorted([*ROOT.glob("*.py"), *(path for wing in WINGS for path in ROOT.glob(f"{wing}/*.py"))])
 
 # ---- marks
@@ -46,7 +46,7 @@ IN_EVOLVE = {
     "L18": r"if room == 0:",
     "L19": r"I_parent = P_parent\[",
     "L20": r"I_new = propose\(",
-    "L21": r"verify\(.*I_new, D_B\)",
+    "L21": r"verify\(.*I_new, D_B, log\)",
     "L23": r"P\.join\(",
 }
 EQUATIONS = {  # surrogate and rho are in the kernel and its twin, the average and the advantage in objectives.py
@@ -183,7 +183,7 @@ FACES = {  # what a room knows of the wings
     "tools": {"harness.client"},
     "reflect": {"harness.client"},
     "grpo": {"training.lora", "training.model"},
-    "report": {"harness.directory"},
+    "report": {"page.html", "page.serve"},
     "baselines": {"engines", "evaluation.prompts", "evaluation.supervised"},
     "evaluate": {f"evaluation.{name}" for name in ("benchmarks", "compare", "models", "statistics")}
     | {"harness.directory"},

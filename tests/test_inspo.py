@@ -142,7 +142,7 @@ def test_verification_questions_are_none_of_the_failures_shown(whole):
 def test_a_run_leaves_what_it_promises(whole):
     out, stdout = whole
     names = {"config.json", "metrics.jsonl", "population.jsonl", "reflections.jsonl", "I_star.txt", "summary.json"}
-    assert names | {"trajectories", "checkpoints", "policy", "reward.png", "population.png"} <= set(os.listdir(out))
+    assert names | {"trajectories", "checkpoints", "policy", "report.html"} <= set(os.listdir(out))
     summary = json.loads((out / "summary.json").read_text())
     keys = "em_start em_best searches_start searches_end seconds overhead_inference I_star".split()
     assert not set(keys) - set(summary)
@@ -537,8 +537,31 @@ def test_the_report_shows_scores_winner_and_cost(whole):
         assert any(line.split() == " ".join(wanted).split() for line in stdout.splitlines()), name
     assert set(summary["held_out"]) >= {"trained policy, first instruction", "first policy, first instruction"}
     assert " -> ".join(f"#{j}" for j in summary["generations"]) in stdout
-    for picture in ("reward.png", "population.png"):
-        assert (out / picture).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert stdout.splitlines()[-1] == f"see it: {out}/report.html"
+    assert (out / "report.html").read_text().startswith("<!doctype html>")
+
+
+def test_a_run_stores_what_its_page_shows(whole):
+    """The data of tokens of a sample of groups, and the same questions under several instructions."""
+    out, _ = whole
+    for t in range(1, 11):
+        rows = trajectories(out, t)
+        watched = [row for row in rows if "token_data" in row]
+        assert len(watched) == 4 == len(rows)  # --token_rows 10 is all of them
+        for row in watched:
+            data = row["token_data"]
+            assert data["n"] == row["action_tokens"] == len(data["logp"]) == len(data["engine"]) == sum(data["turns"])
+            assert max(abs(a - b) for a, b in zip(data["logp"], data["engine"], strict=True)) < 1e-3
+            assert row["question_text"].endswith("?") and row["source"].startswith("world-")
+    names = {path.name for path in (out / "trajectories").iterdir()}
+    verified = [row for row in read_jsonl(out / "reflections.jsonl") if "verified" in row]
+    assert {f"verify-{row['t']:06d}-{row['round']}.jsonl.gz" for row in verified} <= names
+    held_out = [name for name in names if name.startswith("test-")]
+    assert len(held_out) == len(json.loads((out / "summary.json").read_text())["held_out"])
+    row = read_jsonl(out / "metrics.jsonl")[5]
+    assert sum(row["n"].values()) == 4 and set(row["n"]) <= set(row["w"])
+    sources = [name for name in row if name.startswith("em/")]
+    assert sources and min(row[name] for name in sources) <= row["em"] <= max(row[name] for name in sources)
 
 
 # ---- faults and options of a whole run

@@ -1,5 +1,6 @@
 """The policy in training, on all ranks: rank 0 calls a method here, and every rank's `Worker` runs its part of it."""
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -9,7 +10,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from config import Config
 from data import rng
-from rollout import Job, Trajectory
+from rollout import Job, Trajectory, spread
 from tools import Search, make_tools
 from training.ranks import Ranks
 from training.worker import Worker, attempt
@@ -40,19 +41,31 @@ class Policy:
         temperature = self.cfg.temperature if temperature is None else temperature
         size, total = self.ranks.size, len(jobs)  # this rank speaks for the others
         self.worker.progress = lambda done: self.progress(purpose, min(done * size, total), total)
-        shares = self.on_all_ranks(Worker.rollout, list(jobs), temperature, seed, whole=purpose != "evaluate")
+        whole = None if purpose != "evaluate" else frozenset(spread(len(jobs), self.cfg.compare))
+        shares = self.on_all_ranks(Worker.rollout, list(jobs), temperature, seed, whole)
         numbered = sorted((pair for share in shares for pair in share), key=lambda pair: pair[0])
         self.seconds[purpose.split()[0]] += time.time() - began
         return [tau for _, tau in numbered]
 
     def update(self, t: int, taus: Sequence[Trajectory]) -> dict[str, float]:
-        """Takes step t of GRPO on the rewarded trajectories (Eq. 2); returns the metrics of the whole batch."""
+        """Takes step t of GRPO on the rewarded trajectories (Eq. 2); returns the metrics of the whole batch.
+
+        `tokens` of a sample of the trajectories, --token_rows in whole groups, then holds what the update saw of them.
+        """
         began, self.t = time.time(), t
+        groups = list(dict.fromkeys(tau.group for tau in taus))
+        watched = {groups[k] for k in spread(len(groups), math.ceil(self.cfg.token_rows / self.cfg.G))}
+        sent = list(taus)
+        for tau in taus:
+            tau.watched = tau.group in watched
         if self.ranks.size > 1:  # the other ranks do not need the texts
-            taus = [replace(tau, turns=[], response="") for tau in taus]
-        metrics = self.on_all_ranks(Worker.update, t, list(taus))[0]
+            sent = [replace(tau, turns=[], response="") for tau in taus]
+        answers = self.on_all_ranks(Worker.update, t, sent)
+        for _, noted in answers:
+            for k, tokens in noted.items():
+                taus[k].tokens = tokens
         self.seconds["update"] += time.time() - began
-        return metrics
+        return answers[0][0]
 
     def save(self, path: Path) -> dict[str, str]:
         """Writes weights and optimizer into a directory, for any number of ranks to load; returns files' digests."""

@@ -114,11 +114,14 @@ class Worker:
         """Returns how many parameters the policy has, adapters included; `trained`: how many of them are trained."""
         return sum(p.numel() for p in self.learner.model.parameters() if p.requires_grad or not trained)
 
-    def rollout(self, jobs: list[Job], temperature: float, seed: int, whole: bool) -> list[tuple[int, Trajectory]]:
+    def rollout(
+        self, jobs: list[Job], temperature: float, seed: int, whole: frozenset[int] | None
+    ) -> list[tuple[int, Trajectory]]:
         """Returns (place in `jobs`, trajectory) of this rank's share: whole groups, which compute their prompt once.
 
         Ranks take groups as they get free, unless the engine's samples depend on which rows it plays together.
-        Unless `whole`, other ranks send rank 0 neither tokens nor texts: an evaluation may have thousands of questions.
+        Other ranks send rank 0 neither tokens nor texts of the groups that are not in `whole` (None: of all groups):
+        an evaluation may have thousands of questions.
         """
         rank, size = self.ranks.rank, self.ranks.size
         if not self.synced:
@@ -139,16 +142,18 @@ class Worker:
                 taus = play(
                     self.engine, self.tokenizer, self.tools, jobs, self.cfg, deal, temperature, seed, self.progress
                 )
-        if size > 1 and not whole:
-            taus = {k: tau.outcome() for k, tau in taus.items()}
+        if size > 1 and whole is not None:
+            taus = {k: tau if tau.group in whole else tau.outcome() for k, tau in taus.items()}
         return list(taus.items())
 
-    def update(self, t: int, taus: list[Trajectory]) -> dict[str, float]:
-        """`Learner.update`, with the engine asleep."""
+    def update(self, t: int, taus: list[Trajectory]) -> tuple[dict[str, float], dict[int, dict[str, list[float]]]]:
+        """Calls `Learner.update` with the engine asleep; returns its metrics, and by place in `taus` the tokens that
+        this rank has noted."""
         self.engine.sleep()
         self.synced = self.shared
         try:
-            return self.learner.update(t, minibatches(taus, self.cfg))
+            metrics = self.learner.update(t, minibatches(taus, self.cfg))
+            return metrics, {k: tau.tokens for k, tau in enumerate(taus) if tau.tokens}
         except EngineFault as e:
             raise EngineFault(f"{e} ({self.engine.unproven} of its weights were sent without proof)") from None
 

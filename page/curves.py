@@ -1,0 +1,48 @@
+"""The curves of a page: every number of metrics.jsonl over the steps; runs that differ by their seed are one group."""
+
+from __future__ import annotations
+
+from page.read import Row, Run, number
+
+# Settings that say where a run ran and what it kept, not what it is.
+ASIDE = {"seed", "out", "resume", "device", "tracker", "retriever", "keep", "save_every", "engine", "vllm", "gpus"}
+ASIDE |= {"card", "dry_run", "patience", "micro_tokens", "max_rows", "token_rows", "token_limit", "compare"}
+
+
+def curves(run: Run) -> Row:
+    """Returns {"t": [...], "series": {name: [...]}} with None where a step has no such number.
+
+    The score at the run's end, which is in summary.json alone, is that of the last step.
+    """
+    final = run.held_out.get("trained policy, I_star") or run.held_out.get("trained policy, first instruction")
+    names = sorted({name for row in run.steps for name, value in row.items() if number(value) is not None} - {"t"})
+    series = {name: [number(row.get(name)) for row in run.steps] for name in names}
+    if final and "test/em" in series:
+        series["test/em"][-1] = final["em"]
+    return {"t": [row["t"] for row in run.steps], "series": series}
+
+
+def groups(runs: list[Run]) -> list[Row]:
+    """Returns [{"label", "runs"}]: runs with the same settings but for the seed; `runs` are places in the list."""
+    found: dict[str, list[int]] = {}
+    for k, run in enumerate(runs):
+        settings = {name: value for name, value in run.config.items() if name not in ASIDE}
+        found.setdefault(repr(sorted(settings.items())) if settings else run.name, []).append(k)
+    members = list(found.values())
+    differ = [
+        name for name in sorted({name for run in runs for name in run.config} - ASIDE)
+        if len({repr(runs[places[0]].config.get(name)) for places in members}) > 1
+    ]  # fmt: skip
+    out = []
+    for places in members:
+        run = runs[places[0]]
+        said = ", ".join(f"{name} {_brief(run.config.get(name))}" for name in differ)
+        alone = not said or len(said) > 60 or not run.config
+        label = run.name if alone else said
+        out.append({"label": label + (f" ({len(places)} seeds)" if len(places) > 1 else ""), "runs": places})
+    return out
+
+
+def _brief(value: object) -> str:
+    """Returns a setting as a label: of a path its last part."""
+    return str(value).rpartition("/")[2] or "none"

@@ -1,0 +1,162 @@
+// The first screen: did it learn, which instruction won and why, what did it cost, what went wrong.
+
+const CORNERS = ["first policy", "trained policy"];
+
+function drawResult(k) {
+  const run = DATA.runs[k];
+  const cards = [learnedCard(run), winnerCard(run, k), costCard(run), troubleCard(run)];
+  const table = DATA.runs.length > 1 ? overview() : null;
+  replace($("#result"), table, h("div", { class: "cards" }, cards));
+  const box = $("#result .spark");
+  if (box && !box.childElementCount) firstChart(box, run);
+}
+
+let spark = null;
+
+function firstChart(box, run) {
+  if (spark) spark.destroy();
+  const { t, series } = run.curves;
+  const colours = palette();
+  const lines = [["reward", "reward"], ["w_best", "best weight w"]].filter(([key]) => key in series)
+    .map(([key, label], c) => ({ label, values: series[key], colour: colours[c] }));
+  spark = lines.length ? drawChart(box, { id: "spark", title: "", t, lines, events: evolutions(run) }, 130) : null;
+}
+
+function card(name, question, ...content) {
+  return h("article", { class: `card ${name}` }, h("h2", {}, question), content);
+}
+
+function learnedCard(run) {
+  const { table, sentence, questions, rewards, few } = run.learned;
+  const first = table["first policy, first instruction"];
+  const end = table["trained policy, I_star"] || table["trained policy, first instruction"];
+  const out = [];
+  if (first && end) {
+    out.push(h("p", { class: "headline" }, "Exact match ", h("b", {}, fixed(first.em)), " → ", h("b", { class: end.em > first.em ? "good" : "" }, fixed(end.em))));
+    out.push(h("p", { class: "under" }, `on ${num(questions)} held-out questions, greedy, after ${plural(run.status.t, "step")}`));
+    out.push(corners(table));
+    const [gain, whose] = splitSentence(sentence);
+    if (whose) out.push(h("p", { class: "sentence" }, gain, whose));
+  } else if (rewards) {
+    out.push(h("p", { class: "headline" }, "Reward ", h("b", {}, fixed(rewards[0])), " → ", h("b", { class: rewards[1] > rewards[0] ? "good" : "" }, fixed(rewards[1]))));
+    out.push(h("p", { class: "under" }, `means of the first and the last ${plural(few, "step")} of ${run.status.t}` + (run.status.T ? `; ${run.status.T} are planned` : "")));
+  } else {
+    out.push(h("p", { class: "headline" }, "Nothing measured yet"));
+  }
+  out.push(h("figure", { class: "spark" }));
+  return card("learned", "Did it learn?", out);
+}
+
+function splitSentence(sentence) {
+  const at = sentence.lastIndexOf(": ");
+  return at < 0 ? ["", sentence] : [sentence.slice(0, at + 2), h("b", {}, sentence.slice(at + 2))];
+}
+
+// The final table: which policy under which instruction. Its four corners say whose gain it is.
+function corners(table) {
+  const kinds = ["first instruction", "I_star"].filter((kind) => CORNERS.some((policy) => table[`${policy}, ${kind}`]));
+  const said = { "first instruction": "first instruction", I_star: "winning instruction" };
+  const low = colour("ramp-0"), high = colour("ramp-1");
+  const cell = (row) => {
+    if (!row) return h("td", {}, "–");
+    return h("td", { class: "corner", style: { boxShadow: `inset 0 -3px ${blend(low, high, row.em)}` } }, fixed(row.em),
+      h("small", {}, row.searches === undefined ? "" : ` ${fixed(row.searches, 1)} searches`));
+  };
+  const extra = table["trained policy, canary"];
+  return h("table", { class: "corners" },
+    h("thead", {}, h("tr", {}, h("td"), kinds.map((kind) => h("th", { scope: "col" }, said[kind])))),
+    h("tbody", {}, CORNERS.map((policy) => h("tr", {}, h("th", { scope: "row" }, policy), kinds.map((kind) => cell(table[`${policy}, ${kind}`]))))),
+    extra && h("tbody", {}, h("tr", {}, h("th", { scope: "row" }, "trained, canary"), cell(extra))));
+}
+
+function winnerCard(run, k) {
+  const won = run.winner;
+  if (!won) return card("winner", "Which instruction won?", h("p", {}, "No instruction is known."));
+  const byId = new Map(run.tree.instructions.map((I) => [I.id, I]));
+  const I = byId.get(won.id), first = byId.get(won.lineage[0]);
+  const line = won.lineage.flatMap((id, n) => [n ? " → " : null, h("a", { href: address({ section: "instructions", ins: String(id), run: String(k) }) }, `#${id}`)]);
+  const finished = run.status.state === "finished";
+  return card("winner", finished ? "Which instruction won?" : "Which instruction leads?",
+    h("p", { class: "headline" }, line),
+    diffText(first.text, I.text, false),
+    h("p", { class: "note" }, I.id === first.id ? "It is the first instruction." : ["Marked: what the first instruction does not say."]),
+    h("h3", {}, "Why"), h("ul", { class: "why" }, reasons(won, I, run).map((text) => h("li", {}, text))));
+}
+
+function reasons(won, I, run) {
+  const out = [];
+  if (won.w !== undefined && won.w !== null) {
+    const rival = won.second ? `; the next, #${won.second.id}, has ${fixed(won.second.w)}` : "";
+    out.push(`Its weight, the mean reward of its latest steps, is ${fixed(won.w)}${rival}.`);
+  }
+  if (typeof I.r === "number") out.push(`When it joined at step ${I.born} it scored ${fixed(I.r)} on ${plural(I.questions, "question")}, its parent ${fixed(I.r_parent)}.`);
+  else if (won.since === 0 && I.parents.length) out.push("It was there from the start, as a paraphrase of the first one.");
+  const { "trained policy, first instruction": before, "trained policy, I_star": after } = run.learned.table;
+  if (before && after) {
+    const searches = after.searches === undefined ? "" : `, with ${fixed(after.searches, 1)} searches instead of ${fixed(before.searches, 1)}`;
+    out.push(`The trained policy has ${fixed(after.em)} under it and ${fixed(before.em)} under the first one${searches}.`);
+  }
+  out.push(`It is one of ${plural(won.ever, "instruction")} that were tried; ${plural(won.refused, "candidate was", "candidates were")} refused.`);
+  return out;
+}
+
+function costCard(run) {
+  const cost = run.cost;
+  const share = cost.training ? cost.verification / cost.training : null;
+  const facts = [
+    ["Time", `${duration(cost.seconds)}${run.status.t ? `, ${num(cost.seconds / run.status.t, 2)} s a step` : ""}`],
+    ["Optimizer", `${plural(cost.calls, "call")}, ${plural(cost.prompt_tokens + cost.completion_tokens, "token")}`],
+    ["Verification", share === null ? "–" : h("span", {}, `${percent(share, 1)} of the training rollouts `, h("span", { class: "muted" }, "(the paper: 1.4–7 %)"))],
+  ];
+  return card("spent", "What did it cost?", definitions(facts), phaseBar(cost.phases), h("p", { class: "more" }, h("a", { href: "#cost" }, "All of it")));
+}
+
+function definitions(facts) {
+  return h("dl", { class: "facts" }, facts.map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]));
+}
+
+function troubleCard(run) {
+  const list = run.warnings.map((warning) => {
+    const panel = warning.panel && document.getElementById(`panel-${warning.panel}`) ? warning.panel : null;
+    const jump = () => document.getElementById(`panel-${panel}`).scrollIntoView({ block: "center" });
+    const show = warning.panel === "tree" ? h("a", { href: "#instructions" }, "see") : panel && h("button", { class: "link", onclick: jump }, "see the curve");
+    return h("li", {}, warning.text, " ", show);
+  });
+  const quiet = "Nothing that this page looks for: entropy, answers, groups all alike, engine against trainer, searches, reward.";
+  const missing = run.missing.map((text) => h("li", { class: "muted" }, text));
+  return card(list.length ? "trouble warned" : "trouble", "What went wrong?",
+    list.length ? h("ul", { class: "warnings" }, list) : h("p", {}, quiet),
+    missing.length ? [h("h3", {}, "Missing from this page"), h("ul", { class: "warnings" }, missing)] : null,
+    pairLink(run));
+}
+
+function pairLink(run) {
+  const pair = beforeAfter(run);
+    return pair && h("p", { class: "more" }, h("a", { href: address({ section: "trajectories", open: String(pair[0].k), beside: String(pair[1].k), run: String(DATA.runs.indexOf(run)) }) }, "One question before and after training"));
+}
+
+// Returns a question before and after: the first policy under the first instruction, the trained one under the best.
+function beforeAfter(run) {
+  const rows = rowsOf(run);
+  const after = rows.filter((row) => row.kind === "trained policy, I_star" && row.reward === 1);
+  for (const row of after.sort((a, b) => b.searches - a.searches)) {
+    const before = rows.find((other) => other.kind === "first policy, first instruction" && other.question === row.question && other.reward < 1);
+    if (before) return [before, row];
+  }
+  return null;
+}
+
+function overview() {
+  const rows = DATA.groups.flatMap((group, g) => group.runs.map((k) => {
+    const run = DATA.runs[k], table = run.learned.table;
+    const first = table["first policy, first instruction"], end = table["trained policy, I_star"] || table["trained policy, first instruction"];
+    const rewards = run.learned.rewards || [null, null];
+    return h("tr", { class: String(k) === state.run ? "chosen" : "" },
+      h("th", { scope: "row" }, swatch(palette()[g % 6]), h("a", { href: address({ run: String(k), open: "", beside: "", ins: "" }) }, run.name)),
+      h("td", {}, group.runs.length > 1 ? `seed ${num(run.config.seed)}` : group.label === run.name ? "" : group.label),
+      h("td", {}, first && end ? `${fixed(first.em)} → ${fixed(end.em)}` : "–"), h("td", {}, `${fixed(rewards[0])} → ${fixed(rewards[1])}`),
+      h("td", {}, `${run.status.t}${run.status.T ? ` of ${run.status.T}` : ""}`), h("td", {}, duration(run.cost.seconds)), h("td", {}, String(run.warnings.length || "none")));
+  }));
+  const heads = ["run", "", "held-out EM", "reward", "steps", "time", "warnings"];
+  return h("div", { class: "scroll" }, h("table", { class: "overview" }, h("thead", {}, h("tr", {}, heads.map((text) => h("th", { scope: "col" }, text)))), h("tbody", {}, rows)));
+}

@@ -1,0 +1,179 @@
+"""The first screen of a page: did it learn, which instruction won and why, what did it cost, what went wrong."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+
+from page.family import lineage
+from page.read import Row, Run, number
+
+RUNNING = 600.0  # seconds without a line after which an unfinished run counts as stopped
+
+
+def conclusion(em: dict[str, float], n: int) -> str:
+    """Returns whose gain it is in one sentence: the policy's, the instruction's, or only the pair's.
+
+    `em`: row of the final table -> exact match on `n` questions. A gain below two standard errors counts as none.
+    """
+    start, trained = em["first policy, first instruction"], em["trained policy, first instruction"]
+    end = em.get("trained policy, I_star", trained)
+    gain, noise = end - start, 2 * math.sqrt((end * (1 - end) + start * (1 - start)) / n)
+    if abs(gain) <= noise:
+        return f"EM {gain:+.2f}: nothing gained that {n} questions could show (two standard errors are {noise:.2f})."
+    if "trained policy, I_star" not in em:
+        return f"EM {gain:+.2f} under the first instruction, by training alone."
+    if gain < 0:
+        return f"EM {gain:+.2f}: the run has done harm."
+    by_policy, by_instruction = trained - start, em["first policy, I_star"] - start
+    text = f"EM {gain:+.2f}; the policy alone has {by_policy:+.2f}, the instruction alone {by_instruction:+.2f}: "
+    if by_policy + by_instruction <= 0.6 * gain:
+        return text + "the pair is worth more than its parts."
+    if by_instruction >= 0.8 * gain:
+        return text + "a search over instructions would have been enough."
+    return text + ("training would have been enough." if by_policy >= 0.8 * gain else "the parts add up.")
+
+
+def verdict(run: Run, tree: Row) -> Row:
+    """Returns the answers of the first screen."""
+    return {
+        "status": status(run), "learned": learned(run), "winner": winner(run, tree), "cost": cost(run),
+        "warnings": warnings(run),
+    }  # fmt: skip
+
+
+def status(run: Run) -> Row:
+    """Returns {"state", "t", "T", "written"}; state: finished, running, or stopped (no line for ten minutes)."""
+    state = "finished" if run.finished else "running" if time.time() - run.written < RUNNING else "stopped"
+    return {"state": state, "t": run.t, "T": run.T, "written": run.written}
+
+
+def learned(run: Run) -> Row:
+    """Returns what was gained: the final table with its sentence, or for an unfinished run its rewards."""
+    table, questions = run.held_out, number(run.summary.get("questions"))
+    rewards = column(run, "reward")
+    few = max(1, min(5, len(rewards) // 2))
+    out: Row = {"table": table, "questions": questions, "sentence": "", "few": few}
+    out["rewards"] = [mean(rewards[:few]), mean(rewards[-few:])] if rewards else None
+    corners = {f"{policy} policy, first instruction" for policy in ("first", "trained")}
+    corners |= {"first policy, I_star"} if "trained policy, I_star" in table else set()
+    if corners <= set(table) and questions:
+        out["sentence"] = conclusion({name: row["em"] for name, row in table.items()}, int(questions))
+    return out
+
+
+def winner(run: Run, tree: Row) -> Row | None:
+    """Returns the winning instruction, or the one that leads now, and what speaks for it; None without any."""
+    by_id = {I["id"]: I for I in tree["instructions"]}
+    generations = run.summary.get("generations") or []
+    last = [row for row in run.steps if isinstance(row.get("w"), dict) and row["w"]]
+    id = generations[-1] if generations else last[-1].get("best") if last else min(by_id, default=None)
+    if not isinstance(id, int) or id not in by_id:
+        return None
+    w = {int(j): value for j, value in (last[-1]["w"] if last else {}).items() if str(j).isdigit()}
+    others = sorted(((value, j) for j, value in w.items() if j != id), reverse=True)
+    history = [entry for entry in by_id[id]["history"] if entry[1] is not None]
+    return {
+        "id": id, "lineage": lineage(tree["instructions"], id), "w": w.get(id), "steps": len(history),
+        "rivals": len(w) - 1, "second": {"id": others[0][1], "w": others[0][0]} if others else None,
+        "ever": len(by_id), "refused": len(tree["refused"]), "since": by_id[id]["born"],
+    }  # fmt: skip
+
+
+def cost(run: Run) -> Row:
+    """Returns what the run has spent: calls and tokens, rollouts, seconds by phase."""
+    calls = [row["call"] for row in run.reflections if isinstance(row.get("call"), dict)]
+    verified = [row for row in run.reflections if isinstance(row.get("verified"), list)]
+    ledger = run.summary.get("ledger") or {}
+    rollouts = len(run_steps(run)) * (number(run.config.get("batch")) or 0) * (number(run.config.get("G")) or 0)
+    total = number(run.summary.get("seconds")) or max(column(run, "time/total"), default=0.0)
+    verify = sum(column(run, "time/verify"))
+    phases = {name: sum(column(run, f"time/{name}")) for name in ("rollout", "update", "evaluate", "log")}
+    # The optimizer's calls and the rest of an evolution; the evaluation of a step is measured within it.
+    rest = sum(column(run, "time/evolve")) - verify
+    phases |= {"verify": verify, "evolve": max(0.0, rest)}
+    phases["other"] = max(0.0, total - sum(phases.values()))
+    return {
+        "calls": ledger.get("optimizer_calls", len(calls)),
+        "prompt_tokens": sum(number(call.get("prompt_tokens")) or 0 for call in calls),
+        "completion_tokens": sum(number(call.get("completion_tokens")) or 0 for call in calls),
+        "optimizer_seconds": sum(number(call.get("seconds")) or 0 for call in calls),
+        "optimizer": run.config.get("optimizer_model"),
+        "training": ledger.get("training_rollouts", rollouts),
+        "verification": ledger.get(
+            "verification_rollouts", sum((1 + len(row["verified"])) * len(row.get("D_B") or []) for row in verified)
+        ),
+        "searches": ledger.get("searches"),
+        "faults": max(column(run, "search/faults"), default=0),
+        "seconds": total, "phases": phases,
+    }  # fmt: skip
+
+
+# ---- what went wrong
+
+
+def warnings(run: Run) -> list[Row]:
+    """Returns what a person who knows the failures of such runs would point at: {"text", "panel", "t"}."""
+    rows, out = run_steps(run), []
+
+    def warn(text: str, panel: str = "", t: int | None = None) -> None:
+        out.append({"text": text, "panel": panel, "t": t})
+
+    if not rows:
+        return [{"text": "No step has been measured yet.", "panel": "", "t": None}]
+    for name in ("loss", "grad_norm", "reward"):
+        if broken := [row for row in rows if name in row and number(row[name]) is None]:
+            warn(f"{name} is not a number at step {broken[0]['t']}.", name, broken[0]["t"])
+    few = max(1, min(10, len(rows) // 5))
+    first, last = rows[:few], rows[-few:]
+    entropy = [mean(values(part, "entropy")) for part in (first, last)]
+    if None not in entropy and entropy[1] < 0.05 * entropy[0]:  # type: ignore[operator]
+        warn(
+            f"Entropy has collapsed from {entropy[0]:.3g} to {entropy[1]:.3g} nats: the policy hardly explores.",
+            "entropy",
+        )
+    if answered := values(rows, "answered"):
+        best, now = max(_windows(answered, few)), mean(answered[-few:]) or 0.0
+        if best - now > 0.1:
+            warn(f"Trajectories that end in an answer fell from {best:.0%} to {now:.0%}.", "answered")
+    alike = mean(values(last, "zero_variance_groups"))
+    if alike is not None and alike > 0.9:
+        warn(f"{alike:.0%} of the last groups have rewards all alike, and teach nothing.", "zero_variance_groups")
+    gap = values(rows, "logp_gap")
+    if gap and (worst := max(gap)) > 0.05:
+        t = next(row["t"] for row in rows if row.get("logp_gap") == worst)
+        warn(f"Engine and trainer differ by up to {worst:.2g} nat a token (step {t}).", "logp_gap", t)
+    if faults := max(values(rows, "search/faults"), default=0):
+        warn(f"{faults:.0f} requests to the search server failed and were repeated.")
+    if (reward := values(rows, "reward")) and len(reward) >= 10 and max(reward) == 0:
+        warn("No trajectory has ever been rewarded: there is nothing to learn from.", "reward")
+    elif len(reward) >= 10 and (mean(reward[-few:]) or 0) < 0.7 * max(_windows(reward, few)):
+        warn(f"Reward fell from {max(_windows(reward, few)):.2f} to {mean(reward[-few:]):.2f}.", "reward")
+    barren = [e for e in run.events if e.get("event") == "evolve" and "no new instruction" in str(e.get("text", ""))]
+    for event in barren:
+        reason = str(event["text"]).partition("no new instruction: ")[2].partition(";")[0]
+        warn(f"Step {event['t']} brought no new instruction: {reason}.", "tree", event["t"])
+    return out
+
+
+def run_steps(run: Run) -> list[Row]:
+    """Returns the rows of steps, without those that hold evaluations alone."""
+    return [row for row in run.steps if "reward" in row]
+
+
+def values(rows: Sequence[Row], name: str) -> list[float]:
+    return [x for row in rows if (x := number(row.get(name))) is not None]
+
+
+def column(run: Run, name: str) -> list[float]:
+    return values(run.steps, name)
+
+
+def mean(x: Sequence[float]) -> float | None:
+    return sum(x) / len(x) if x else None
+
+
+def _windows(x: Sequence[float], n: int) -> list[float]:
+    """Returns the means of n neighbours."""
+    return [sum(x[k : k + n]) / n for k in range(max(1, len(x) - n + 1))]

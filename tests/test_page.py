@@ -1,0 +1,392 @@
+"""The page's data: what is read of a run, the family tree, the sample of trajectories, the first screen, the HTML."""
+
+import base64
+import gzip
+import hashlib
+import http.client
+import json
+import shutil
+import threading
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+import report
+from faults import Fault
+from page import html, sample
+from page.curves import curves, groups
+from page.family import family, lineage
+from page.html import build, embed
+from page.read import Run, read_run
+from page.serve import server, stamp
+from page.verdict import cost, learned, status, warnings, winner
+
+RUN = Path(__file__).parent / "fixture" / "run"  # nine steps of the embedded world, see its README
+
+
+def write(path: Path, name: str, *rows: dict) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def instruction(id: int, text: str, parent: object = None, born: int = 0, **more: object) -> dict:
+    return {"id": id, "text": text, "parent": parent, "born": born} | more
+
+
+class Elements(HTMLParser):
+    """Collects the script elements and every start tag."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags, self.scripts, self.policy, self.inside = [], [], "", False
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        self.tags.append(tag)
+        self.inside = tag == "script"
+        if tag == "script":
+            self.scripts.append([attrs, ""])
+        if attrs.get("http-equiv"):
+            self.policy = attrs["content"]
+
+    def handle_endtag(self, tag):
+        self.inside = False
+
+    def handle_data(self, data):
+        if self.inside:
+            self.scripts[-1][1] += data
+
+
+def unpack(text: str) -> object:
+    return json.loads(gzip.decompress(base64.b64decode(text)))
+
+
+# ---- reading
+
+
+def test_a_directory_without_a_run_is_a_fault(tmp_path):
+    with pytest.raises(Fault, match="holds no run: none of config.json"):
+        read_run(tmp_path)
+    with pytest.raises(Fault, match="no such directory"):
+        read_run(tmp_path / "nothing")
+
+
+def test_lines_cut_short_and_damaged_are_counted_and_left_out(tmp_path):
+    write(tmp_path, "config.json", {"T": 5})
+    rows = ['{"t": 1, "reward": 0.5}', "not json", '{"reward": 1}', "[1]", '{"t": 1, "reward": 0.75}', '{"t": 2, "rew']
+    (tmp_path / "metrics.jsonl").write_text("\n".join(rows))
+    run = read_run(tmp_path)
+    assert run.steps == [{"t": 1, "reward": 0.75}] and (run.t, run.T) == (1, 5)  # of two rows of a step the later one
+    said = " ".join(run.missing)
+    assert "metrics.jsonl: 4 lines are cut short or damaged" in said
+    assert "population.jsonl is missing: there is no family tree" in said and "reflections.jsonl is missing" in said
+
+
+@pytest.mark.parametrize("gone", [[p.name] for p in RUN.iterdir()] + [["config.json", "reflections.jsonl"]])
+def test_whatever_is_missing_a_page_is_made_that_says_so(tmp_path, gone):
+    path = shutil.copytree(RUN, tmp_path / "run")
+    for name in gone:
+        (shutil.rmtree if (path / name).is_dir() else Path.unlink)(path / name)
+    found, _ = html.describe(read_run(path), 100)
+    if gone == ["README.md"]:
+        assert found["missing"] == []
+    elif gone == ["summary.json"]:  # then the run is not finished
+        assert found["status"]["state"] != "finished" and found["missing"] == []
+    else:
+        assert any(name.partition(".")[0] in text for text in found["missing"] for name in gone)
+
+
+@pytest.mark.parametrize("cut", range(0, 9))
+def test_files_cut_anywhere_make_a_page(tmp_path, cut):
+    path = shutil.copytree(RUN, tmp_path / "run")
+    for file in path.rglob("*"):
+        if file.is_file() and file.suffix in (".json", ".jsonl", ".gz"):
+            data = file.read_bytes()
+            file.write_bytes(data[: len(data) * cut // 9 + cut % 3])
+    (path / "metrics.jsonl").write_bytes((RUN / "metrics.jsonl").read_bytes())
+    assert len(build([path])) > 100_000
+
+
+def test_rows_of_strange_types_make_a_page(tmp_path):
+    path = shutil.copytree(RUN, tmp_path / "run")
+    strange = [
+        {"t": 3, "w": [1], "p": 3, "reward": "high", "loss": float("nan")},
+        {"t": 4, "reward": None, "w": {"x": 1}},
+    ]
+    write(path, "metrics.jsonl", *strange)
+    write(path, "reflections.jsonl", {"t": 3, "verified": [1, {"r": "x"}], "accepted": None, "call": {"prompt": 3}})
+    write(path, "population.jsonl", {"t": 0, "event": "start", "P": [{"id": 1}]}, {"t": 1, "event": "prune", "P": [3]})
+    write(path, "summary.json", {"held_out": {"a": 3, "b": {"em": "x"}}, "generations": ["x"], "ledger": {}})
+    assert "NaN" not in embed(html.describe(read_run(path), 100)[0])
+
+
+def test_an_older_run_without_the_data_of_tokens_says_so(tmp_path):
+    path = shutil.copytree(RUN, tmp_path / "run")
+    for file in (path / "trajectories").iterdir():
+        rows = [json.loads(line) for line in gzip.open(file, "rt")]
+        for row in rows:
+            for name in ("token_data", "question_text", "source"):
+                row.pop(name, None)
+        with gzip.open(file, "wt") as f:
+            f.writelines(json.dumps(row) + "\n" for row in rows)
+    found, _ = html.describe(read_run(path), 100)
+    assert "No trajectory has the data of its tokens" in " ".join(found["missing"]) and found["index"]["rows"]
+
+
+# ---- the family tree
+
+
+def test_the_tree_says_who_left_when_and_who_was_refused(tmp_path):
+    a, b = instruction(0, "a"), instruction(1, "b", 0)
+    c, d = instruction(2, "c", 1, born=4), instruction(3, "d", born=4, parents=[0, 1])
+    write(
+        tmp_path, "population.jsonl", {"t": 0, "event": "start", "P": [a, b]}, {"t": 2, "event": "prune", "P": [b]},
+        {"t": 4, "event": "evolve", "P": [c, d]},
+    )  # fmt: skip
+    write(
+        tmp_path, "metrics.jsonl", {"t": 1, "w": {"0": 0.1, "1": 0.5}, "p": {"0": 0.2, "1": 0.8}, "n": {"1": 10}},
+        {"t": 2, "w": {"1": 0.6}},
+    )  # fmt: skip
+    call = {"prompt": "<example>\nResponse: Question: q?\nx\nCorrect answer: g\n</example>", "prompt_tokens": 7}
+    call |= {"reply": "Because.\n<ins_1> c </ins_1>\n<ins_2> d </in", "completion_tokens": 2, "seconds": 0.5}
+    verified = [
+        {"text": "c", "r": 0.5, "r_parent": 0.4, "worse": False, "joined": True},
+        {"text": "d", "r": 0.3, "r_parent": 0.4, "worse": False, "joined": False},
+        {"text": "e", "r": 0.3, "r_parent": 0.4, "worse": False, "joined": False},
+        {"text": "f", "r": 0.1, "r_parent": 0.4, "worse": True, "joined": False},
+        {"text": "g", "r": 0.4, "r_parent": 0.4, "worse": False, "joined": False},
+    ]
+    write(
+        tmp_path, "reflections.jsonl", {"t": 4, "round": 1, "parent": 1, "call": call},
+        {"t": 4, "round": 1, "parent": 1, "accepted": ["c", "d"], "rejected": [{"text": "h", "reason": "duplicate"}]},
+        {"t": 4, "round": 1, "parent": 1, "D_B": ["q"] * 20, "verified": verified},
+    )  # fmt: skip
+    tree = family(read_run(tmp_path))
+    by_id = {I["id"]: I for I in tree["instructions"]}
+    assert [(I["left"], I["why"]) for I in by_id.values()] == [(2, "pruned"), (4, "succeeded"), (None, ""), (None, "")]
+    assert [I["parents"] for I in by_id.values()] == [[], [0], [1], [0, 1]]
+    assert by_id[1]["history"] == [[1, 0.5, 0.8, 10], [2, 0.6, None, None]] and by_id[0]["history"][0][3] == 0
+    assert (by_id[2]["r"], by_id[2]["questions"], by_id[2]["spare"], by_id[3]["spare"]) == (0.5, 20, False, True)
+    assert [(c["text"], c["why"]) for c in tree["refused"]] == [
+        ("h", "duplicate"), ("e", "below its parent"), ("f", "significantly below its parent (sign test)"),
+        ("g", "no place was left"),
+    ]  # fmt: skip
+    told = tree["calls"][by_id[2]["call"]]
+    assert told["analysis"] == "Because." and told["failures"] == [{"text": "Question: q?\nx", "gold": "g"}]
+    assert lineage(tree["instructions"], 2) == [0, 1, 2] and lineage(tree["instructions"], 3) == [0, 3]
+
+
+def test_every_instruction_of_a_real_run_has_its_place(tmp_path):
+    tree = family(read_run(RUN))
+    events = [json.loads(line) for line in (RUN / "population.jsonl").open()]
+    last = {I["id"] for I in events[-1]["P"]}
+    for I in tree["instructions"]:
+        assert (I["left"] is None) == (I["id"] in last)
+        assert I["born"] == 0 or (I["parents"] and I["call"] in tree["calls"] and isinstance(I["r"], float))
+        steps = [t for t, *_ in I["history"]]
+        assert steps == list(range(I["born"] + 1, (I["left"] or 9) + 1))
+
+
+# ---- trajectories
+
+
+def test_the_sample_takes_watched_groups_first_and_says_how_many_there_were(tmp_path):
+    run = read_run(RUN)
+    index, pages = sample.sample(run, family(run), 45)
+    rows = [dict(zip(index["columns"], row, strict=True)) for row in index["rows"]]
+    training = [row for row in rows if row["kind"] == "training"]
+    assert len(training) == 45 and all(row["tokens"] for row in training)  # 9 steps, one group of five each
+    assert index["all"] > index["seen"] == len(rows)
+    everything, _ = sample.sample(run, family(run), 10**6)
+    assert everything["all"] == everything["seen"] == index["all"]
+    names = list(pages)
+    for row in rows:
+        shown = unpack(pages[names[row["page"]]])[row["place"]]
+        assert ("token_data" in shown) == row["tokens"] and shown["parts"][0][0] == "act"
+        if row["tokens"]:
+            acted = [text for kind, text in shown["parts"] if kind == "act"]
+            data, start = shown["token_data"], 0
+            for text, n in zip(acted, data["turns"], strict=True):
+                assert "".join(data["text"][start : start + n]).strip() == text.strip()
+                start += n
+
+
+def test_rollouts_of_a_verification_are_played_under_a_parent_and_its_candidates():
+    run = read_run(RUN)
+    tree = family(run)
+    index, _ = sample.sample(run, tree, 1)
+    rows = [dict(zip(index["columns"], row, strict=True)) for row in index["rows"]]
+    by_question: dict = {}
+    for row in rows:
+        if row["kind"] == "verification":
+            by_question.setdefault((row["t"], row["question"]), []).append(row["ins"])
+    assert by_question
+    for (t, _), played in by_question.items():
+        assert "?" not in played and len(set(played)) > 1
+        for name in played:
+            I = tree["refused"][int(name[1:])] if name[0] == "r" else tree["instructions"][int(name)]
+            assert name in I.get("parents", []) or I.get("t", I.get("born")) <= t
+    settings = {row["kind"] for row in rows} - {"training", "verification"}
+    assert {"first policy, first instruction", "trained policy, first instruction"} <= settings
+
+
+def test_a_response_is_cut_where_the_policy_stops_and_a_tool_speaks():
+    turns = [{"text": "<search> x </search>"}, {"text": "what"}, {"text": "<answer> x </answer>"}]
+    response = "<search> x </search><information>Doc</information>what\n\nThat was neither\n\n<answer> x </answer>"
+    parts = [["act", "<search> x </search>"], ["obs", "<information>Doc</information>"], ["act", "what"]]
+    parts += [["obs", "\n\nThat was neither\n\n"], ["act", "<answer> x </answer>"]]
+    assert sample.parts({"response": response, "turns": turns}) == parts
+    assert sample.parts({"response": "all of it", "turns": [{"text": "elsewhere"}]}) == [["act", "all of it"]]
+
+
+# ---- the first screen
+
+GOOD = {"reward": 0.5, "entropy": 0.3, "answered": 0.9, "zero_variance_groups": 0.4, "logp_gap": 1e-6}
+GOOD |= {"search/faults": 0, "loss": 0.1, "grad_norm": 1.0}
+
+
+def run_of(*rows: dict) -> Run:
+    return Run(Path("x"), {"T": 20}, [{"t": t} | row for t, row in enumerate(rows, 1)])
+
+
+def test_a_healthy_run_has_no_warning():
+    assert warnings(run_of(*[GOOD] * 20)) == []
+
+
+@pytest.mark.parametrize(
+    "name, late, says",
+    [
+        ("entropy", 0.01, "Entropy has collapsed from 0.3 to 0.01"),
+        ("answered", 0.5, "fell from 90% to 50%"),
+        ("zero_variance_groups", 0.95, "95% of the last groups"),
+        ("logp_gap", 0.2, "differ by up to 0.2 nat a token (step 11)"),
+        ("search/faults", 3, "3 requests to the search server failed"),
+        ("loss", float("nan"), "loss is not a number at step 11"),
+        ("reward", 0.1, "Reward fell from 0.50 to 0.10"),
+    ],
+)
+def test_each_failure_is_pointed_at(name, late, says):
+    found = warnings(run_of(*[GOOD] * 10, *[GOOD | {name: late}] * 10))
+    assert len(found) == 1 and says in found[0]["text"]
+
+
+def test_a_run_that_was_never_rewarded_and_an_evolution_that_brought_nothing_are_pointed_at():
+    assert "ever been rewarded" in warnings(run_of(*[GOOD | {"reward": 0}] * 10))[0]["text"]
+    run = run_of(*[GOOD] * 10)
+    run.events = [
+        {"t": 5, "event": "evolve", "text": "no new instruction: too few candidates; P stays as it is", "P": []}
+    ]
+    assert warnings(run)[0]["text"] == "Step 5 brought no new instruction: too few candidates."
+    assert warnings(run_of()) and "No step" in warnings(run_of())[0]["text"]
+
+
+def test_the_cost_of_an_unfinished_run_is_that_of_the_finished_one(tmp_path):
+    whole = cost(read_run(RUN))
+    path = shutil.copytree(RUN, tmp_path / "run")
+    (path / "summary.json").unlink()
+    part = cost(read_run(path))
+    for name in ("calls", "prompt_tokens", "completion_tokens", "training", "verification"):
+        assert part[name] == whole[name] > 0, name
+    ledger = json.loads((RUN / "summary.json").read_text())["ledger"]
+    assert whole["prompt_tokens"] + whole["completion_tokens"] == ledger["optimizer_tokens"]
+    assert sum(whole["phases"].values()) == pytest.approx(whole["seconds"]) and min(whole["phases"].values()) >= 0
+
+
+def test_the_first_screen_of_a_real_run():
+    run = read_run(RUN)
+    tree, summary = family(run), json.loads((RUN / "summary.json").read_text())
+    won = winner(run, tree)
+    assert won["id"] == summary["generations"][-1] and won["lineage"] == summary["generations"]
+    assert learned(run)["table"] == summary["held_out"] and learned(run)["sentence"].startswith("EM ")
+    assert status(run)["state"] == "finished" and status(run)["t"] == 9
+    run.summary, run.written = {}, 0.0
+    assert status(run)["state"] == "stopped" and learned(run)["table"] == {} and winner(run, tree)
+
+
+def test_runs_that_differ_by_their_seed_are_one_group():
+    def run(name, **config):
+        return Run(Path(name), {"lr": 0.1, "mode": "inspo"} | config)
+
+    runs = [run("a", seed=0), run("b", seed=1), run("c", mode="static", seed=0), run("d", seed=2, out="elsewhere")]
+    assert groups(runs) == [{"label": "mode inspo (3 seeds)", "runs": [0, 1, 3]}, {"label": "mode static", "runs": [2]}]
+    assert [g["label"] for g in groups([Run(Path("a")), Run(Path("b"))])] == ["a", "b"]
+    assert curves(run_of({"reward": 1.0, "w": {}}, {"kl": float("inf")})) == {
+        "t": [1, 2], "series": {"reward": [1.0, None]}
+    }  # fmt: skip
+
+
+# ---- the HTML
+
+
+def test_text_of_a_model_cannot_leave_its_element(tmp_path):
+    evil = "</script><img src=x onerror=alert(1)><!--<script>{{data}}\u2028"
+    path = shutil.copytree(RUN, tmp_path / "run")
+    rows = [json.loads(line) for line in (path / "population.jsonl").open()]
+    for row in rows:
+        for I in row["P"]:
+            I["text"] = evil
+    write(path, "population.jsonl", *rows)
+    write(path, "config.json", json.loads((path / "config.json").read_text()) | {"model": evil, evil: 1})
+    text = build([path])
+    elements = Elements(text)
+    assert "img" not in elements.tags and "onerror=alert" not in text.replace("\\u003cimg src=x onerror=alert", "")
+    data = next(json.loads(body) for attrs, body in elements.scripts if attrs.get("id") == "data")
+    assert data["runs"][0]["tree"]["instructions"][0]["text"] == evil and data["runs"][0]["config"]["model"] == evil
+
+
+def test_only_the_page_s_own_script_may_run_and_nothing_is_fetched():
+    elements = Elements(build([RUN]))
+    running = [body for attrs, body in elements.scripts if attrs.get("type") not in ("application/json", "text/plain")]
+    assert len(running) == 1
+    digest = base64.b64encode(hashlib.sha256(running[0].encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in elements.policy and "default-src 'none'" in elements.policy
+    assert not [attrs for attrs, _ in elements.scripts if "src" in attrs]
+    assert "Copyright (c) 2022 Leon Sorokin" in build([RUN]) or "Leon Sorokin" in build([RUN])
+
+
+def test_report_py_writes_where_it_is_told(tmp_path, capsys):
+    path = shutil.copytree(RUN, tmp_path / "run")
+    report.main([str(path)])
+    assert (path / "report.html").read_text().startswith("<!doctype html>") and "report.html" in capsys.readouterr().out
+    report.main([str(path), str(RUN), "--out", str(tmp_path / "two.html"), "--price", "1.25,10"])
+    assert '"price":[1.25,10.0]' in (tmp_path / "two.html").read_text()
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+@pytest.mark.parametrize(
+    "argv, says",
+    [
+        (["nowhere"], "report.py: nowhere: no such directory"),
+        ([str(RUN), "--trajectories", "0"], "--trajectories 0: must be at least 1"),
+        ([str(RUN), "--out", "/nowhere/x.html"], "cannot write /nowhere/x.html"),
+    ],
+)
+def test_a_fault_of_report_py_is_one_line(argv, says, capsys):
+    with pytest.raises(SystemExit) as ended:
+        report.main(argv)
+    assert says in str(ended.value) and "\n" not in str(ended.value)
+
+
+def test_the_server_answers_this_machine_alone_and_follows_the_run(tmp_path):
+    path = shutil.copytree(RUN, tmp_path / "run")
+    with server([path], 0) as found:
+        threading.Thread(target=found.serve_forever, daemon=True).start()
+        port = found.server_address[1]
+
+        def get(where, host=f"127.0.0.1:{port}"):
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+            connection.request("GET", where, headers={"Host": host})
+            reply = connection.getresponse()
+            return reply.status, reply.read().decode()
+
+        before = get("/stamp")[1]
+        assert get("/")[0] == 200 and f'"live":"{before}"' in get("/")[1] and before == stamp([path])
+        assert get("/etc/passwd")[0] == 404 and get("/", host="evil.example:80")[0] == 403
+        with (path / "metrics.jsonl").open("a") as f:
+            f.write('{"t": 10, "reward": 0.987654}\n')
+        assert get("/stamp")[1] != before and "0.987654" in get("/")[1]
+        assert found.server_address[0] == "127.0.0.1"
+        found.shutdown()

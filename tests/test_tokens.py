@@ -1,0 +1,96 @@
+"""What an update notes of the tokens that it sees, against float64 by hand; the texts of tokens; who is watched."""
+
+import copy
+import json
+import math
+
+import pytest
+import torch
+from test_grpo import EPS, batch_of, learner_of, logprobs, noisy
+
+from harness.tokens import piece_reader, pieces, short, token_data
+from rollout import spread
+
+
+@pytest.fixture(scope="module")
+def model(world):
+    return copy.deepcopy(world[0]).double()
+
+
+def distributions(model, tau):
+    """Returns log pi(. | y_<t) before each action token, (actions, V)."""
+    z = model(torch.tensor([tau.ids]), use_cache=False).logits[0, :-1]
+    return torch.log_softmax(z, -1)[torch.tensor(tau.mask[1:]).bool()]
+
+
+@torch.no_grad()
+def test_a_watched_trajectory_has_what_the_update_saw_of_its_tokens(model):
+    reference = noisy(model, 0.01)
+    learner = learner_of(model, reference, lr=0.02, micro_tokens=128)
+    taus = batch_of(2)
+    first, second = taus[1], taus[4]  # one of each mini-batch
+    first.watched = second.watched = True
+    old = {id(tau): logprobs(model, tau) for tau in (first, second)}
+    seen = []
+    hook = learner.optimizer.register_step_pre_hook(lambda *_: seen.append(copy.deepcopy(learner.model)))
+    with torch.enable_grad():
+        learner.update(2, [taus[:3], taus[3:]])
+    hook.remove()
+    for tau, policy in ((first, seen[0]), (second, seen[1])):
+        p = distributions(policy, tau)
+        logp, ref = logprobs(policy, tau), logprobs(reference, tau)
+        ratio = (logp - old[id(tau)]).exp()
+        wanted = {
+            "logp": old[id(tau)], "ratio": ratio, "entropy": -(p.exp() * p).sum(-1),
+            "kl": (ref - logp).exp() - (ref - logp) - 1,
+            "clipped": (torch.minimum(ratio * tau.advantage, ratio.clamp(1 - EPS, 1 + EPS) * tau.advantage)
+                        < ratio * tau.advantage).double(),
+        }  # fmt: skip
+        assert set(tau.tokens) == set(wanted)
+        for name, values in wanted.items():
+            assert len(tau.tokens[name]) == sum(tau.mask)
+            torch.testing.assert_close(torch.tensor(tau.tokens[name]).double(), values, atol=1e-5, rtol=1e-4)
+    assert set(first.tokens["ratio"]) == {1.0} and set(first.tokens["clipped"]) == {0.0}
+    assert 1.0 in second.tokens["clipped"]  # else the last line of `wanted` has tested nothing
+    assert not any(tau.tokens for tau in taus if not tau.watched)
+
+
+@pytest.mark.parametrize("name", ["world", "tiny"])
+def test_the_texts_of_tokens_add_up_to_the_text(name, request):
+    tokenizer = request.getfixturevalue(name)[1]
+    piece = piece_reader(tokenizer)
+    text = "<think> the director of sydney </think> <answer> paris </answer>"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    got = pieces(tokenizer, piece, ids)
+    assert len(got) == len(ids) and "".join(got).strip() == tokenizer.decode(ids).strip()
+
+
+def test_tokens_that_share_a_character_are_one_text(tiny):
+    tokenizer = tiny[1]
+    ids = tokenizer("Jørn 東 🙂🙂 x", add_special_tokens=False)["input_ids"]
+    got = pieces(tokenizer, piece_reader(tokenizer), ids)
+    assert len(got) == len(ids) and "".join(got) == "Jørn 東 🙂🙂 x" and got.count("🙂") == 2
+    alone = pieces(tokenizer, piece_reader(tokenizer), ids[-3:-2])  # cut inside a character: shown as what it is
+    assert len(alone) == 1
+
+
+def test_the_data_of_tokens_say_how_many_there_were(tiny):
+    tokenizer, tau = tiny[1], batch_of(1)[0]
+    n = sum(tau.mask)
+    tau.tokens = {"logp": [-0.123456] * (n - 1) + [math.nan], "ratio": [1.0] * n}
+    whole = token_data(tau, tokenizer, piece_reader(tokenizer), 1000)
+    assert whole["n"] == n == len(whole["text"]) == sum(whole["turns"]) and whole["logp"][-1] is None
+    assert whole["engine"] == [short(x) for x, m in zip(tau.logps, tau.mask, strict=True) if m]
+    cut = token_data(tau, tokenizer, piece_reader(tokenizer), 3)
+    assert cut["n"] == n and all(len(cut[name]) == 3 for name in ("text", "engine", "logp", "ratio"))
+    assert cut["logp"] == [-0.1235] * 3 and cut["turns"] == whole["turns"]
+    json.dumps(whole, allow_nan=False)
+
+
+def test_numbers_are_short():
+    assert [short(x) for x in (1.0, 0.123456, -1e-9, math.inf, 123456.0)] == [1, 0.1235, 0, None, 123500]
+
+
+@pytest.mark.parametrize("n, k, places", [(10, 0, []), (10, 3, [0, 3, 6]), (3, 10, [0, 1, 2]), (7, 7, list(range(7)))])
+def test_a_sample_is_spread_evenly(n, k, places):
+    assert spread(n, k) == places
