@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import tempfile
 from collections.abc import Iterator
@@ -12,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from baselines import METHODS, Agent
-from config import HERE, PRESETS, Config, first_instruction, read_instruction
+from config import HERE, PRESETS, Config, first_instruction, read_config, read_instruction
 from engines import Engine
 from evaluation.prompts import wording
-from faults import Fault
-from harness.directory import RunDirectory
+from faults import CheckpointFault, Fault
+from harness.directory import RunDirectory, step_of
 from harness.servers import Child
 from tools import Search
 
@@ -51,12 +50,12 @@ def subject(what: str) -> Iterator[Subject]:
     elif path.parent.name == "checkpoints" and path.is_dir():
         run, cfg, method = path.parents[1], *_run(path.parents[1])
         with tempfile.TemporaryDirectory() as folder:
-            to = _export(run, cfg.model, int(path.name[5:]), Path(folder) / path.name)
+            to = _export(run, cfg.model, step_of(path), Path(folder) / path.name)
             yield Subject(f"{run.name}-{path.name}", str(to), cfg, (to / "I_star.txt").read_text().strip(), method)
     elif (path / "checkpoints").is_dir():
         cfg, method = _run(path)
         if not (path / "I_star.txt").is_file():
-            saved = RunDirectory(dataclasses.replace(cfg, out=str(path), resume=True), "").checkpoints()
+            saved = RunDirectory(path).checkpoints()
             other = f"evaluate {saved[-1]}" if saved else "there is no checkpoint yet"
             raise Fault(f"{path} has no I_star.txt, so it has not finished: resume it, or {other}")
         yield Subject(path.name, str(path / "policy"), cfg, (path / "I_star.txt").read_text().strip(), method)
@@ -68,10 +67,7 @@ def subject(what: str) -> Iterator[Subject]:
 
 def _run(path: Path) -> tuple[Config, str]:
     """Returns a run's configuration, and the method that it trained by."""
-    config = path / "config.json"
-    if not config.is_file():
-        raise Fault(f"{path} holds no run (no config.json)")
-    cfg = Config(**json.loads(config.read_text()))
+    cfg = read_config(path)
     if cfg.tools == "none":
         return cfg, "sft" if cfg.mode == "supervised" else "grpo"
     return cfg, OF_RUN[cfg.mode]
@@ -79,17 +75,12 @@ def _run(path: Path) -> tuple[Config, str]:
 
 def _export(run: Path, model: str, step: int, to: Path) -> Path:
     """Writes a checkpoint of a run of `model` to a Hugging Face directory; Fault if the two do not fit."""
-    from torch.distributed.checkpoint import CheckpointException
-
     from export import export_checkpoint
 
     try:
         export_checkpoint(run, step, False, False, to)
-    except (ValueError, RuntimeError, CheckpointException) as e:  # torch's, about shapes and names
-        raise Fault(
-            f"{run}: the checkpoint of step {step} does not fit {model} ({type(e).__name__}); it is of another"
-            " model or tokenizer"
-        ) from None
+    except (CheckpointFault, ValueError, RuntimeError) as e:  # torch's, about shapes and names
+        raise Fault(f"{run}: the checkpoint of step {step} does not fit {model} ({e})") from None
     return to
 
 

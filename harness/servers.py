@@ -46,8 +46,9 @@ def patient(protocol: Any) -> Any:
             super().connection_made(transport)
             self.deadline: Any = None
             if len(self.connections) > MAX_CONNECTIONS:
-                return transport.abort()
-            self.await_request()
+                transport.abort()
+            else:
+                self.await_request()
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
