@@ -65,13 +65,6 @@ def inspo(
     return policy, P.best()  # Alg.1 L26
 
 
-def jobs_of(questions: list[Question], instructions: list[Instruction], G: int) -> list[Job]:
-    """Returns G jobs a question, a group of Eq. 3 each; where a group has several instructions, they take turns."""
-    n = len(instructions) // len(questions)
-    draws = [(group, q, instructions[n * group + g % n]) for group, q in enumerate(questions) for g in range(G)]
-    return [Job(I.id, I.text, q, group) for group, q, I in draws]
-
-
 def evolve(
     cfg: Config, t: int, P: Population, B: ReplayBuffer, policy: Policy, optimizer: Optimizer,
     D: dict[str, Question], log: Log,
@@ -116,6 +109,13 @@ def evolve(
     P.succeed(P_parent, t)
     joined = [P.join(c.text, c.parent, t, c.r) for c in P_new]  # Alg.1 L23
     log.evolved(t, P, P_parent, joined, shortfall)
+
+
+def jobs_of(questions: list[Question], instructions: list[Instruction], G: int) -> list[Job]:
+    """Returns G jobs a question, a group of Eq. 3 each; where a group has several instructions, they take turns."""
+    n = len(instructions) // len(questions)
+    draws = [(group, q, instructions[n * group + g % n]) for group, q in enumerate(questions) for g in range(G)]
+    return [Job(I.id, I.text, q, group) for group, q, I in draws]
 
 
 def first_population(cfg: Config, optimizer: Optimizer | None, log: Log) -> Population:

@@ -575,8 +575,8 @@ def test_a_run_that_was_stopped_inside_an_evolution_repeats_it_before_the_next_s
     policy.log, log.t, log.phase = log, 1, "evolve"
     B.add(1, [Trajectory(0, q, 0, [], 0, reward=0.0) for q in D.values()])
     inspo.inspo(cfg, policy, TableOptimizer(["new"], ["x"]), D, log)
-    first = [(name, args[0]) for name, *args in log.events[:4]]
-    assert first == [("call", 1), ("proposed", 1), ("verified", 1), ("evolved", 1)]
+    first = [(name, args[0]) for name, *args in log.events[:5]]
+    assert first == [("call", 1), ("proposed", 1), ("played", 1), ("verified", 1), ("evolved", 1)]
     assert [purpose for _, purpose, *_ in policy.rollouts][:2] == ["verify 0", "rollout"]
 
 

@@ -131,7 +131,7 @@ def test_rows_with_question_and_golden_answers(tmp_path):
         {"question": "Where?", "golden_answers": ["here", "", "there"]},
     )
     assert load_questions(path) == [
-        Question("7", "who wrote Hamlet?", ("Shakespeare",), "nq"),
+        Question("7", "who wrote Hamlet?", ("Shakespeare",), "nq", 1),
         Question("data-3", "Where?", ("here", "there"), "data"),
     ]
 
@@ -156,9 +156,9 @@ def test_rows_of_search_r1(tmp_path):
         search_r1([{"role": "user", "content": "what is plain?"}], ["this"], id="c"),
     )
     assert load_questions(path) == [
-        Question("0", "who wrote Hamlet?", ("Shakespeare",), "nq"),
-        Question("nq-2", "who painted it?", ("Vermeer",), "nq"),
-        Question("c", "what is plain?", ("this",), "nq"),
+        Question("0", "who wrote Hamlet?", ("Shakespeare",), "nq", 1),
+        Question("nq-2", "who painted it?", ("Vermeer",), "nq", 1),
+        Question("c", "what is plain?", ("this",), "nq", 1),
     ]
 
 
@@ -177,7 +177,7 @@ def test_parquet_reads_as_jsonl_does(tmp_path):
 
     rows = [search_r1([{"role": "user", "content": f"Question: {i}"}], ["x", "y"]) for i in range(3)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "r.parquet")
-    assert load_questions(tmp_path / "r.parquet")[2] == Question("nq-3", "2?", ("x", "y"), "nq")
+    assert load_questions(tmp_path / "r.parquet")[2] == Question("nq-3", "2?", ("x", "y"), "nq", 1)
 
 
 def test_numpy_arrays_as_pandas_hands_them_over():
@@ -186,7 +186,7 @@ def test_numpy_arrays_as_pandas_hands_them_over():
 
     prompt = np.array([{"role": "user", "content": "Question: who"}])
     row = search_r1(prompt, np.array(["x", "y"], dtype=object))
-    assert _question(row, 1) == Question("nq-1", "who?", ("x", "y"), "nq")
+    assert _question(row, 1) == Question("nq-1", "who?", ("x", "y"), "nq", 1)
 
 
 @pytest.mark.parametrize(
