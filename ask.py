@@ -17,7 +17,7 @@ from data import Question, load_questions
 from engines.torch_engine import TorchEngine
 from faults import Fault, one_line
 from harness.servers import Child
-from outside import printable
+from outside import clean, printable
 from rollout import Job, Trajectory, rollout
 from tools import Search, make_tools, stop_strings
 from training.model import load_policy
@@ -66,7 +66,7 @@ def ask(args: argparse.Namespace) -> None:
         engine = TorchEngine(model, tokenizer, stop_strings(tools))
 
         def answer(text: str) -> None:
-            text = text.strip()
+            text = clean(text.strip())  # the shell's bytes may be no text
             q = Question("asked", text if text.endswith("?") else text + "?", (), "asked")
             job = Job(0, instruction, q, 0)
             show(rollout(engine, tokenizer, tools, [job], cfg, temperature=args.temperature, seed=args.seed)[0])

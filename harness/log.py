@@ -273,7 +273,8 @@ class Log:
         print(printable(report.ending(summary, rows, pictures, run.path)))
         if cfg.mode == "inspo" and not summary["evolved"]:
             n = self.ledger.evolutions
-            print(f"None of {n} evolutions changed the population: this is no result of INSPO's (evolved: false).")
+            what = f"None of {n} evolutions changed the population" if n else "No evolution took place"
+            print(f"{what}: this is no result of INSPO's (evolved: false in summary.json).")
 
 
 def tracker(name: str, path: Path, cfg: Config) -> Callable[[dict[str, float], int], None]:

@@ -46,7 +46,8 @@ def patient(protocol: Any) -> Any:
             super().connection_made(transport)
             self.deadline: Any = None
             if len(self.connections) > MAX_CONNECTIONS:
-                return transport.abort()
+                transport.abort()
+                return
             self.await_request()
 
         def data_received(self, data: bytes) -> None:
