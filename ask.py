@@ -15,7 +15,7 @@ from data import Question, load_questions
 from faults import Fault, one_line
 from harness.servers import Child
 from harness.status import status
-from outside import printable
+from outside import clean, printable
 from rollout import Job, Trajectory, rollout
 from tools import Search, make_tools, stop_strings
 
@@ -70,7 +70,7 @@ def ask(args: argparse.Namespace) -> None:
         status("")
 
         def answer(text: str) -> None:
-            text = text.strip()
+            text = clean(text.strip())  # the shell's bytes may be no text
             q = Question("asked", text if text.endswith("?") else text + "?", (), "asked")
             job = Job(0, instruction, q, 0)
             show(rollout(engine, tokenizer, tools, [job], cfg, temperature=args.temperature, seed=args.seed)[0])

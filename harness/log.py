@@ -319,7 +319,8 @@ class Log:
         print(printable(ending(summary, rows, run.path)))
         if cfg.mode == "inspo" and not summary["evolved"]:
             n = self.ledger.evolutions
-            print(f"None of {n} evolutions changed the population: this is no result of INSPO's (evolved: false).")
+            what = f"None of {n} evolutions changed the population" if n else "No evolution took place"
+            print(f"{what}: this is no result of INSPO's (evolved: false in summary.json).")
         with writing(run.path):
             print(f"see it: {report.write([run.path], run.path / 'report.html')}")
 

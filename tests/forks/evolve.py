@@ -27,7 +27,7 @@ P, B = Population(cfg.tau_s, cfg.window), ReplayBuffer(cfg.buffer)
 P.join("I search once.", None, 0).rewards = [0.25]
 D = {k: Question(k, f"Who is {k}?", ("x",), "s") for k in "abcdefgh"}
 B.add(1, [Trajectory(0, q, 0, [], 0, response="<answer> y </answer>") for q in D.values()])
-log = SimpleNamespace(not_evolved=lambda *_: None)
+log = SimpleNamespace(not_evolved=lambda *_: None, limit=lambda rollouts: "")
 inspo.evolve(cfg, 1, P, B, None, SimpleNamespace(ask=ask), D, log)
 [prompt] = read
 print(json.dumps(prompt))
