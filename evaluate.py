@@ -103,17 +103,8 @@ def summarize(rows: Sequence[Row]) -> Row:
 def table(parts: dict[str, Row], average: Interval, notes: Sequence[str]) -> str:
     """Returns the Markdown table of an evaluation."""
     hops = sorted({h for part in parts.values() for h in part["em_by_hops"]})
-    head = [
-        "",
-        "questions",
-        "EM, 95 %",
-        "F1",
-        "answered",
-        "EM of answered",
-        "searches",
-        "gold recall",
-        "sampled tokens",
-    ]
+    head = ["", "questions", "EM, 95 %", "F1", "answered", "EM of answered", "searches", "gold recall"]
+    head += ["sampled tokens"]
     lines = [head + [f"EM, {h} hop{'s' * (h != '1')}" for h in hops]]
     for name, part in parts.items():
         row = [name, f"{part['questions']:,}", str(Interval(**part["em"])), f"{part['f1']['mean']:.3f}"]
@@ -136,7 +127,10 @@ def evaluate(args: argparse.Namespace) -> Row:
     for name in args.data:
         found = load(name, folder, args.hub, skipped.append if args.skip_bad else None)
         notes += [note] if (note := size_note(name, len(found))) else []
-        questions[Path(name).stem if name.endswith((".jsonl", ".parquet")) else name] = subset(found, args.n, args.seed)
+        label = Path(name).stem if name.endswith((".jsonl", ".parquet")) else name
+        if label in questions:
+            raise Fault(f"--data {name}: there is a {label} already; give each once, and files different names")
+        questions[label] = subset(found, args.n, args.seed)
     for line in skipped:
         print(f"skipped {line}")
     with subject(args.what) as chosen:
