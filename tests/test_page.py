@@ -299,7 +299,10 @@ def test_the_cost_of_an_unfinished_run_is_that_of_the_finished_one(tmp_path):
         assert part[name] == whole[name] > 0, name
     ledger = json.loads((RUN / "summary.json").read_text())["ledger"]
     assert whole["prompt_tokens"] + whole["completion_tokens"] == ledger["optimizer_tokens"]
-    assert sum(whole["phases"].values()) == pytest.approx(whole["seconds"]) and min(whole["phases"].values()) >= 0
+    phases, rows = whole["phases"], [json.loads(line) for line in (RUN / "metrics.jsonl").open()]
+    assert sum(phases.values()) == pytest.approx(whole["seconds"]) and min(phases.values()) >= 0
+    assert phases["verify"] == sum(row.get("time/verify", 0) for row in rows) > 0  # it is a part of time/evolve
+    assert phases["verify"] + phases["evolve"] == pytest.approx(sum(row.get("time/evolve", 0) for row in rows))
 
 
 def test_the_first_screen_of_a_real_run():
