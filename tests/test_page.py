@@ -194,7 +194,12 @@ def test_every_instruction_of_a_real_run_has_its_place(tmp_path):
 
 
 def test_the_sample_takes_watched_groups_first_and_says_how_many_there_were(tmp_path):
-    run = read_run(RUN)
+    path = shutil.copytree(RUN, tmp_path / "run")
+    for file in (path / "trajectories").glob("step-*"):
+        lines = gzip.open(file, "rt").readlines()
+        with gzip.open(file, "wt") as f:
+            f.writelines(lines[5:] + lines[:5])  # the watched group comes last
+    run = read_run(path)
     index, pages = sample.sample(run, family(run), 45)
     rows = [dict(zip(index["columns"], row, strict=True)) for row in index["rows"]]
     training = [row for row in rows if row["kind"] == "training"]
@@ -219,16 +224,18 @@ def test_rollouts_of_a_verification_are_played_under_a_parent_and_its_candidates
     tree = family(run)
     index, _ = sample.sample(run, tree, 1)
     rows = [dict(zip(index["columns"], row, strict=True)) for row in index["rows"]]
-    by_question: dict = {}
-    for row in rows:
-        if row["kind"] == "verification":
-            by_question.setdefault((row["t"], row["question"]), []).append(row["ins"])
-    assert by_question
-    for (t, _), played in by_question.items():
-        assert "?" not in played and len(set(played)) > 1
-        for name in played:
-            I = tree["refused"][int(name[1:])] if name[0] == "r" else tree["instructions"][int(name)]
-            assert name in I.get("parents", []) or I.get("t", I.get("born")) <= t
+    played = [row["ins"] for row in rows if row["kind"] == "verification"]
+    reflections = [json.loads(line) for line in (RUN / "reflections.jsonl").open()]
+    wanted = []  # the text that each of these rollouts was played under
+    for file in sorted((RUN / "trajectories").glob("verify-*")):
+        t, turn = map(int, file.name.removesuffix(".jsonl.gz").split("-")[1:])
+        [round] = [r for r in reflections if (r["t"], r["round"]) == (t, turn) and "accepted" in r]
+        parent = tree["instructions"][round["parent"]]["text"]
+        wanted += [[parent, *round["accepted"]][json.loads(line)["instruction"]] for line in gzip.open(file, "rt")]
+    assert len(set(wanted)) > 10 and any(name[0] == "r" for name in played)
+    for name, text in zip(played, wanted, strict=True):
+        I = tree["refused"][int(name[1:])] if name[0] == "r" else tree["instructions"][int(name)]
+        assert I["text"] == text
     settings = {row["kind"] for row in rows} - {"training", "verification"}
     assert {"first policy, first instruction", "trained policy, first instruction"} <= settings
 
@@ -292,7 +299,10 @@ def test_the_cost_of_an_unfinished_run_is_that_of_the_finished_one(tmp_path):
         assert part[name] == whole[name] > 0, name
     ledger = json.loads((RUN / "summary.json").read_text())["ledger"]
     assert whole["prompt_tokens"] + whole["completion_tokens"] == ledger["optimizer_tokens"]
-    assert sum(whole["phases"].values()) == pytest.approx(whole["seconds"]) and min(whole["phases"].values()) >= 0
+    phases, rows = whole["phases"], [json.loads(line) for line in (RUN / "metrics.jsonl").open()]
+    assert sum(phases.values()) == pytest.approx(whole["seconds"]) and min(phases.values()) >= 0
+    assert phases["verify"] == sum(row.get("time/verify", 0) for row in rows) > 0  # it is a part of time/evolve
+    assert phases["verify"] + phases["evolve"] == pytest.approx(sum(row.get("time/evolve", 0) for row in rows))
 
 
 def test_the_first_screen_of_a_real_run():

@@ -225,6 +225,13 @@ def test_every_trajectory_is_there_once_in_the_order_of_the_jobs(whole):
     with gzip.open(whole[0] / "trajectories" / "step-000003.jsonl.gz", "rt") as f:
         rows = [json.loads(line) for line in f]
     assert [row["group"] for row in rows] == [0, 0, 1, 1]
+    for row in rows:  # what either rank has noted of its tokens is its own
+        data = row["token_data"]
+        assert data["n"] == row["action_tokens"] == len(data["logp"])
+        assert max(abs(a - b) for a, b in zip(data["logp"], data["engine"], strict=True)) < 1e-3
+    for file in (whole[0] / "trajectories").glob("test-*"):
+        with gzip.open(file, "rt") as f:
+            assert [bool(json.loads(line)["response"]) for line in f] == [True] * 3
 
 
 def test_a_killed_rank_ends_the_job_which_resumes_on_another_number_of_ranks(whole, tmp_path):
