@@ -7,7 +7,7 @@ advantage, L the action tokens of a trajectory, p a token's probability, H its e
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -151,23 +151,27 @@ def consistency(b: Batch) -> Array:
     return w * local + (1 - w) * overall
 
 
-def risk(b: Batch) -> Array:
-    """RiskPO (2510.00911): the mixed value at risk of bundles of 5 questions, score s = sum of their i-th rewards.
-
-    R = ((s - q_lo)+ - (s - q_hi)+ + q_lo - q_hi) / .6, A = (R - 1.5 (q_lo - s)+ / .2) / 2.5 / std of the scores; q_lo,
-    q_hi follow the .2 and .8 quantiles: q += .1 (a - share of s < q), from the first step's own. A bundle holds one
-    instruction's groups, the last one fewer (then s is scaled to 5), and A is centred per instruction.
-    """
-    s, bundle = np.zeros(b.n), []
-    by_instruction: dict[int, list[Any]] = {}
+def bundle_scores(b: Batch) -> Array:
+    """Returns RiskPO's score: the sum of the i-th rewards of 5 groups of one instruction; fewer are scaled to 5."""
+    s, by_instruction = np.zeros(b.n), dict[int, list[npt.NDArray[np.int64]]]()
     for rows in sorted(groups(b.group), key=lambda rows: b.taus[rows[0]].group):
         by_instruction.setdefault(int(b.instruction[rows[0]]), []).append(rows)
     for found in by_instruction.values():
-        bundle += [found[k : k + 5] for k in range(0, len(found), 5)]
-    for members in bundle:
-        for i in range(max(map(len, members))):
-            ith = [rows[i] for rows in members if i < len(rows)]
-            s[ith] = 5 * b.reward[ith].mean()
+        for bundle in [found[k : k + 5] for k in range(0, len(found), 5)]:
+            for i in range(max(map(len, bundle))):
+                ith = [rows[i] for rows in bundle if i < len(rows)]
+                s[ith] = 5 * b.reward[ith].mean()
+    return s
+
+
+def risk(b: Batch) -> Array:
+    """RiskPO (2510.00911): mixed value at risk of the scores s of bundles, over the deviation of the step's scores.
+
+    R = ((s - q_lo)+ - (s - q_hi)+ + q_lo - q_hi) / .6, A = (R - 1.5 (q_lo - s)+ / .2) / 2.5. q_lo and q_hi follow the
+    quantiles .2 and .8, q += .1 (a - share of s < q), from the first step's own; the authors track 19. Centred per
+    instruction.
+    """
+    s = bundle_scores(b)
     if not b.n:
         return s
     q = b.memory.setdefault("quantiles", np.quantile(s, [0.2, 0.8]).tolist())
@@ -229,11 +233,9 @@ def token_weighted(b: Batch) -> Array:
 def across_budgets(b: Batch) -> Array:
     """HBPO: A within the group, plus the group's mean reward minus 4 cos(pi budget / 2M), centred per instruction.
 
-    The authors' code adds the second term twice.
+    The last term belongs to a budget, so to an instruction, and is centred away. The authors' code adds both twice.
     """
-    M, budget = max(1, b.limit), b.mean(b.length, b.instruction)
-    across = b.mean(b.reward, b.group) - 4 * np.cos(np.pi * budget / (2 * M))
-    return b.each(normal, b.reward, b.group) + b.per_instruction(across)
+    return b.each(normal, b.reward, b.group) + b.per_instruction(b.mean(b.reward, b.group))
 
 
 # ---- credit of the turns: (n, K)

@@ -146,21 +146,28 @@ def main() -> None:
     wanted = [(o, m, s) for s in args.seeds for o in args.objectives for m in args.modes]
     wanted = [] if args.report else [w for w in wanted if (*w, args.sizes) not in there]
 
-    def one(job: tuple[str, str, int]) -> None:
-        row = run(*job, args)
+    def one(job: tuple[str, str, int]) -> str:
+        """Runs a job and appends its row; returns why it failed, "" if it did not: the others go on."""
+        try:
+            row = run(*job, args)
+        except Fault as fault:
+            print(fault, flush=True)
+            return str(fault)
         with lock, open(path, "a") as f:
             f.write(json.dumps(row) + "\n")
-        print(
-            f"{row['objective']:20}{row['mode']:8}seed {row['seed']}  EM {row['em']:.3f}  {row['seconds']:.0f} s",
-            flush=True,
-        )
+        name = f"{row['objective']:20}{row['mode']:8}seed {row['seed']}"
+        print(f"{name}  EM {row['em']:.3f}  {row['seconds']:.0f} s", flush=True)
+        return ""
 
     with ThreadPoolExecutor(args.jobs) as pool:
-        list(pool.map(one, wanted))
+        failed = [fault for fault in pool.map(one, wanted) if fault]
     if rows := read_jsonl(path):
         (args.out / "objectives.md").write_text(table(rows))
         draw(rows, args.out / "objectives.png")
-        print(f"{args.out / 'objectives.md'}: {len(rows)} rows")
+        print(table(rows))
+        print(json.dumps(rows))
+    if failed:
+        raise Fault(f"{len(failed)} runs failed, the first: {failed[0]}")
 
 
 if __name__ == "__main__":

@@ -322,7 +322,7 @@ w    = 1 / ({n} x {N}) = {num(1 / (n * N), 6)}
 term = -w (S - {cfg.beta:g} KL) = {num(term, 6)}"""
     of_the_loss = python(
         code(objectives.trajectory_mean, "Eq.2"),
-        code(rows_torch.loss_rows, "rho = torch.ones_like", "if kind ==", "clip = rho", "S = torch.minimum",
+        code(rows_torch.loss_rows, "rho = torch.ones_like", 'if kind == "clip"', "clip = rho", "S = torch.minimum",
              "if ref is", "d = (ref", "e_d = torch", "kl = e_d", "if beta", "S - beta * kl", "return w"),
     )  # fmt: skip
     of_the_step = python(

@@ -67,9 +67,9 @@ def rows_kernel(
             S = dS * logp
         elif KIND == "sapo":
             tau = tl.where(adv > 0.0, tl.load(EPS_HIGH + row), tl.load(EPS_LOW + row))
-            x = tau * (rho - 1.0)
-            S = 4.0 / tau * tl.sigmoid(x) * adv
-            dS = 4.0 * tl.sigmoid(x) * tl.sigmoid(-x) * rho * adv
+            gate = tl.sigmoid(tau * (rho - 1.0))
+            S = 4.0 / tau * gate * adv
+            dS = 4.0 * gate * tl.sigmoid(tau * (1.0 - rho)) * rho * adv
             clipped = adv != adv
         elif KIND == "dppo":
             moved = 0.0 * adv

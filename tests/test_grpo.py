@@ -265,6 +265,45 @@ def test_neither_do_old_log_probs(model, reference):
     assert metrics == pytest.approx(also, rel=1e-3)
 
 
+@pytest.mark.parametrize("name", ["gspo", "hapo", "icpo", "llds", "dppo", "vespo", "r2vpo", "tis", "d3s", "gspo_turn"])
+def test_nor_does_an_objective_that_looks_at_the_whole_mini_batch(model, name):
+    taus = batch_of(4)
+    for tau in taus[::2]:
+        tau.instruction = 1
+        tau.credit = [tau.advantage + k for k in range(len(tau.acted))]
+    for tau in taus[1::2]:
+        tau.credit = [tau.advantage] * len(tau.acted)
+    parts, results = [taus[: 2 * G], taus[2 * G :]], []
+    for micro_tokens in (100, 10**6):
+        learner = learner_of(model, beta=0.0, objective=name, micro_tokens=micro_tokens, lr=1e-4)
+        results.append(gradients(learner, parts))
+    (one, metrics, _), (other, also, _) = results
+    assert all(error(a, b) < 1e-4 and b.norm() > 0 for a, b in zip(one, other, strict=True))
+    assert metrics == pytest.approx(also, rel=1e-3)
+
+
+def test_one_ratio_for_a_whole_sequence(model):
+    """GSPO as it is written, the gradient of exp(mean log rho) by autograd; the second mini-batch is off-policy."""
+    taus = batch_of(4)
+    parts = [taus[: 2 * G], taus[2 * G :]]
+    learner = learner_of(model, beta=0.0, objective="gspo", lr=1e-4)
+    with torch.no_grad():
+        old = {id(tau): logprobs(learner.model, tau) for tau in taus}
+
+    def expected(k):
+        terms, outside = [], 0
+        for tau in parts[k]:
+            s = torch.exp((logprobs(learner.model, tau) - old[id(tau)]).mean())
+            terms.append(torch.minimum(s * tau.advantage, s.clamp(1 - 3e-4, 1 + 4e-4) * tau.advantage))
+            outside += bool(terms[-1] < s * tau.advantage)
+        return gradient(-torch.stack(terms).mean(), learner.model), outside
+
+    got, _, want = gradients(learner, parts, expected)
+    assert 0 < want[1][1] < len(parts[1])
+    for k in range(2):
+        assert error(got[k], clip(want[k][0])) < 1e-5
+
+
 def test_the_float32_gradient_is_eq_2_as_well(world, model, reference):
     taus = batch_of(4)
     loss, *_ = eq2(model, reference, taus)

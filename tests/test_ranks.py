@@ -119,6 +119,16 @@ def test_two_processes_compute_what_one_does(two, one):
     same(two[1], two[2], one)
 
 
+@pytest.mark.parametrize("name", ["gspo", "hapo"])
+def test_an_objective_sees_the_whole_mini_batch_on_every_rank(path, batches, tmp_path, name):
+    """GSPO needs a ratio a sequence, HAPO the quantiles and groups of all tokens, from several passes."""
+    cfg, parts = pickle.loads(batches.read_bytes())
+    cfg = replace(cfg, objective=name)
+    (tmp_path / "b.pkl").write_bytes(pickle.dumps((cfg, parts)))
+    want = alone(path, cfg, parts)
+    same(*together(2, path, tmp_path / "b.pkl", tmp_path / "o"), want)
+
+
 def exchanged(parts):
     """Returns the mini-batches with the advantages of two trajectories exchanged, in the same group."""
     parts = copy.deepcopy(parts)
