@@ -134,9 +134,9 @@ def observation_ids(
 
     The result is data: it cannot close the tag, nor write one of `tags` or a control token.
     """
-    pattern, longest = control(tokenizer, (tool.result_tag, *tags)), limit * TOKEN_CHARACTERS
-    shown = tool.show([as_data(text[:longest], pattern) for text in result])
-    head = encode(tokenizer, f"\n\n<{tool.result_tag}>{shown[:longest]}")
+    pattern = control(tokenizer, (tool.result_tag, *tags))
+    shown = tool.show([as_data(text, pattern) for text in result])[: limit * TOKEN_CHARACTERS]
+    head = encode(tokenizer, f"\n\n<{tool.result_tag}>{shown}")
     end = encode(tokenizer, f"</{tool.result_tag}>\n\n")
     return head[: max(0, limit - len(end))] + end
 
