@@ -39,10 +39,12 @@ def inspo(
     for t in log.steps(P, B):  # Alg.1 L3
         # Policy optimization with dynamic instructions                                          # Alg.1 L4
         questions = draw(D, cfg.batch, cfg.seed, t)
-        n = cfg.G if cfg.groups == "question" else 1  # instructions of a group; Algorithm 1 has one
-        instructions = P.sample(rng(cfg.seed, t, "instructions"), n * len(questions))  # Alg.1 L5
-        draws = [(group, q, instructions[n * group + g % n]) for group, q in enumerate(questions) for g in range(cfg.G)]
-        jobs = [Job(I.id, I.text, q, group) for group, q, I in draws]
+        n = cfg.G  # rollouts of a pair
+        if cfg.groups == "question":  # G pairs of a question, a rollout each, make its group
+            questions, n = [q for q in questions for _ in range(cfg.G)], 1
+        instructions = P.sample(rng(cfg.seed, t, "instructions"), len(questions))  # Alg.1 L5
+        pairs = enumerate(zip(instructions, questions, strict=True))
+        jobs = [Job(I.id, I.text, q, k * n // cfg.G) for k, (I, q) in pairs for _ in range(n)]
         taus = policy.rollout(t, "rollout", jobs)  # Alg.1 L6
         for tau in taus:
             tau.reward = reward(tau)  # Alg.1 L7 Eq.1
