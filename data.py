@@ -9,7 +9,7 @@ import string
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,7 +31,7 @@ class Question:
     text: str
     golds: tuple[str, ...]
     source: str
-    hops: int = 0  # facts that must be found one after the other; 0: not known
+    hops: int = field(default=0, compare=False)  # facts that must be found one after the other; 0: not known
 
 
 def load_questions(path: str | Path, skip: Callable[[str], None] | None = None) -> list[Question]:

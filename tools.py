@@ -197,11 +197,11 @@ def _read_passages(answer: Any, n: int, topk: int) -> list[list[str]]:
 
 
 def make_tools(cfg: Config, search: Search) -> list[Tool]:
-    """Returns the tools that --tools names, in their order; "none" is the baseline without any."""
-    if cfg.tools == "none":
-        return []
+    """Returns the tools that --tools names, in their order."""
     known: dict[str, Tool] = {"search": search, "calculator": Calculator()}
     names = cfg.tools.split(",")
+    if names == ["none"]:
+        return []
     if unknown := [name for name in names if name not in known]:
         raise Fault(f"--tools {cfg.tools}: there is no {unknown[0] or 'empty name'}; choose from {', '.join(known)}")
     if "search" not in names:
