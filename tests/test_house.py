@@ -221,6 +221,14 @@ def test_kernels_retrieval_and_world_stand_alone():
         assert not own(path) & {"population", "reflect", "objectives", "grpo", "report"}, path
 
 
+def test_the_page_is_made_from_files_without_torch():
+    for path in [*of_wing("page"), MODULES["report"]]:
+        allowed = {name for name in MODULES if name.split(".")[0] == "page"} | {"faults", "harness.servers"}
+        assert own(path) <= allowed, path
+    code = "import sys, report; assert not {'torch', 'numpy', 'requests'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
 # ---- the project
 
 
