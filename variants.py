@@ -372,12 +372,12 @@ def entropy_scaled(b: Batch, w: Array) -> Array:
 def variational(b: Batch, w: Array) -> Array:
     """VESPO (2602.10693): phi(W) A with W = exp(sum of log rho) and phi = exp(l + k log W - l W), not differentiated.
 
-    k, l are 2, 3 where A >= 0, else -3, 2: the authors' code; their docstring has other numbers. log W within +-20.
+    k, l are 2, 3 where A >= 0, else 3, 2: the authors' code; their docstring has other numbers. log W within +-20.
     """
     if b.now is None or b.old is None:
         return b.A
     log_W = np.bincount(b.tau, b.now - b.old, b.n)[b.tau].clip(-20, 20)
-    k, l = np.where(b.A >= 0, 2, -3), np.where(b.A >= 0, 3, 2)
+    k, l = np.where(b.A >= 0, 2, 3), np.where(b.A >= 0, 3, 2)
     return b.A * np.exp(l + k * log_W - l * np.exp(log_W))
 
 
