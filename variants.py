@@ -138,7 +138,8 @@ def beta_tracker(b: Batch) -> Array:
 def consistency(b: Batch) -> Array:
     """COPO (2508.04138): w A_local + (1 - w) A_global, w = sigmoid(20 (H - 1.5)), H the entropy of the group's answers.
 
-    A_global: the group's mean reward, normalized over the step's groups. Centred per instruction.
+    A_global: the group's mean reward over its deviation among the step's groups, centred per instruction instead of
+    over all of them.
     """
     local, means, H = b.each(normal, b.reward, b.group), b.mean(b.reward, b.group), np.zeros(b.n)
     for rows in groups(b.group):
@@ -146,7 +147,7 @@ def consistency(b: Batch) -> Array:
         H[rows] = -(share * np.log(share)).sum()
     one = [rows[0] for rows in groups(b.group)]
     spread = means[one].std(ddof=1) if len(one) > 1 else 0.0
-    overall = b.per_instruction((means - means[one].mean()) / (spread + SMALL))
+    overall = b.per_instruction(means / (spread + SMALL))
     w = 1 / (1 + np.exp(-20 * (H - 1.5)))
     return w * local + (1 - w) * overall
 
