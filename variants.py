@@ -138,7 +138,8 @@ def beta_tracker(b: Batch) -> Array:
 def consistency(b: Batch) -> Array:
     """COPO (2508.04138): w A_local + (1 - w) A_global, w = sigmoid(20 (H - 1.5)), H the entropy of the group's answers.
 
-    A_global: the group's mean reward, normalized over the step's groups. Centred per instruction.
+    A_global: the group's mean reward over its deviation among the step's groups, centred per instruction instead of
+    over all of them.
     """
     local, means, H = b.each(normal, b.reward, b.group), b.mean(b.reward, b.group), np.zeros(b.n)
     for rows in groups(b.group):
@@ -146,7 +147,7 @@ def consistency(b: Batch) -> Array:
         H[rows] = -(share * np.log(share)).sum()
     one = [rows[0] for rows in groups(b.group)]
     spread = means[one].std(ddof=1) if len(one) > 1 else 0.0
-    overall = b.per_instruction((means - means[one].mean()) / (spread + SMALL))
+    overall = b.per_instruction(means / (spread + SMALL))
     w = 1 / (1 + np.exp(-20 * (H - 1.5)))
     return w * local + (1 - w) * overall
 
@@ -372,12 +373,12 @@ def entropy_scaled(b: Batch, w: Array) -> Array:
 def variational(b: Batch, w: Array) -> Array:
     """VESPO (2602.10693): phi(W) A with W = exp(sum of log rho) and phi = exp(l + k log W - l W), not differentiated.
 
-    k, l are 2, 3 where A >= 0, else -3, 2: the authors' code; their docstring has other numbers. log W within +-20.
+    k, l are 2, 3 where A >= 0, else 3, 2: the authors' code; their docstring has other numbers. log W within +-20.
     """
     if b.now is None or b.old is None:
         return b.A
     log_W = np.bincount(b.tau, b.now - b.old, b.n)[b.tau].clip(-20, 20)
-    k, l = np.where(b.A >= 0, 2, -3), np.where(b.A >= 0, 3, 2)
+    k, l = np.where(b.A >= 0, 2, 3), np.where(b.A >= 0, 3, 2)
     return b.A * np.exp(l + k * log_W - l * np.exp(log_W))
 
 

@@ -30,7 +30,7 @@ from faults import Fault, one_line  # noqa: E402
 from harness.directory import read_jsonl  # noqa: E402
 from objectives import OBJECTIVES  # noqa: E402
 
-SIZES = "--T 24 --batch 24 --mini 8 --K_p 3 --K_e 6 --T_e 18 --D_B 24 --eval_n 96 --save_every 1000 --keep 1"
+SIZES = "--T 20 --batch 24 --mini 8 --K_p 3 --K_e 6 --T_e 18 --D_B 24 --eval_n 96 --save_every 1000 --keep 1"
 MODES = ("static", "inspo")
 MEASURES = {"em": "EM", "searches": "searches", "entropy": "entropy", "answered": "answered", "seconds": "seconds"}
 LAST = 5  # steps over which entropy and answered are averaged

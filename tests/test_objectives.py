@@ -311,7 +311,7 @@ def vespo(case):
     A = compare(case)
 
     def term(row, _, n):
-        k, l = (2, 3) if A[row["k"]] >= 0 else (-3, 2)
+        k, l = (2, 3) if A[row["k"]] >= 0 else (3, 2)
         log_W = sum(case.at[m].item() - case.columns["old"][m] for m in row["tokens"])
         log_W = max(-20, min(20, log_W))
         return math.exp(l + k * log_W - l * math.exp(log_W)) * A[row["k"]] * case.at[n]
@@ -644,6 +644,39 @@ def test_the_objectives_differ():
     for k, name in enumerate(names):
         for other in names[:k]:
             assert error(found[name], found[other]) > 1e-4, (name, other)
+
+
+LIGER = {
+    "grpo": dict(loss_type="grpo"),
+    "dr_grpo": dict(loss_type="dr_grpo", max_completion_length=LIMIT),
+    "gspo": dict(loss_type="grpo", importance_sampling_level="sequence", epsilon_low=3e-4, epsilon_high=4e-4),
+    "cispo": dict(loss_type="cispo", epsilon_high=1.28),
+    "cispo_cap": dict(loss_type="cispo", epsilon_high=5.0),
+    "sapo": dict(loss_type="sapo"),
+    "vespo": dict(loss_type="vespo"),
+}
+
+
+@pytest.mark.parametrize("name", LIGER)
+def test_liger_computes_the_same_gradient(name):
+    """Its hidden states are two logits a token, log p and log(1 - p), its head the identity; advantages are ours."""
+    grpo_loss = pytest.importorskip("liger_kernel.chunked_loss.grpo_loss", reason="liger-kernel is not installed")
+    case = Case(rows=[row for row in drawn(3) if row["L"]], seed=3)
+    got, taus, _ = ours(name, case)
+    T = max(row["L"] for row in case.rows)
+    mask = torch.zeros(len(taus), T)
+    for k, row in enumerate(case.rows):
+        mask[k, : row["L"]] = 1
+    logp, old = torch.full((len(taus), T), -1.0), torch.full((len(taus), T), -1.0)
+    logp[mask.bool()], old[mask.bool()] = (torch.tensor(case.columns[x], dtype=torch.float32) for x in ("now", "old"))
+    X = torch.stack([logp, torch.log1p(-logp.exp())], -1).requires_grad_()
+    liger = grpo_loss.LigerFusedLinearGRPOLoss(**LIGER[name], beta=0.0, use_ref_model=False, compiled=False)
+    A = torch.tensor([tau.advantage for tau in taus], dtype=torch.float32)
+    targets = torch.zeros(len(taus), T, dtype=torch.long)
+    loss, _ = liger(X, torch.eye(2), targets, mask, A, old_per_token_logps=old)
+    loss.backward()
+    theirs = (X.grad[..., 0] / (1 - logp.exp()))[mask.bool()].double()
+    assert error(got, theirs) < 1e-4
 
 
 # ---- what holds for all of them
