@@ -105,7 +105,7 @@ def verdict(claim: Claim, rows: Rows) -> tuple[str, str]:
 
 def _said(low: float, high: float, told: str, visible: float | None) -> tuple[str, str]:
     if not np.isfinite(low):
-        return "cannot be told with this power", f"{told.partition(', 95')[0]}: a single seed has no interval"
+        return "cannot be told with this power", f"{told.partition(', 95')[0]}: these seeds give no interval"
     if low > 0:
         return "reproduces in the world", told
     if high < 0:

@@ -73,14 +73,17 @@ def paired(a: Values, b: Values) -> Difference:
 
 
 def between_seeds(a: Values, b: Values) -> Difference:
-    """Returns mean(a) - mean(b) of independent training runs, (n,) and (m,), by Welch's t test."""
+    """Returns mean(a) - mean(b) of independent training runs, (n,) and (m,), by Welch's t test.
+
+    Seeds that all end alike say nothing of how seeds differ: then there is no test, as for a single run.
+    """
     x, y = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
     mean, n = float(x.mean() - y.mean()), len(x) + len(y)
-    if min(len(x), len(y)) < 2:
-        return Difference(Interval(mean, -math.inf, math.inf, math.nan, n), math.nan, math.inf)
     se = math.hypot(_se(x), _se(y))
+    if min(len(x), len(y)) < 2 or (se == 0 and mean):
+        return Difference(Interval(mean, -math.inf, math.inf, math.nan, n), math.nan, math.inf)
     if se == 0:
-        return Difference(Interval(mean, mean, mean, 0.0, n), float(mean == 0), 0.0)
+        return Difference(Interval(mean, mean, mean, 0.0, n), 1.0, 0.0)
     test = stats.ttest_ind(x, y, equal_var=False)
     half = float(stats.t.ppf((1 + LEVEL) / 2, test.df)) * se
     return Difference(Interval(mean, mean - half, mean + half, se, n), float(test.pvalue), visible(se, float(test.df)))

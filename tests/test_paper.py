@@ -184,7 +184,7 @@ def test_verdicts_follow_from_the_seeds():
     assert said == "cannot be told with this power" and "would have shown" in why
     assert verdict(Claim("", "", "inspo", ("before",)), ROWS) == ("not run yet", "no row of before")
     alone = {"inspo": ROWS["inspo"][:1], "static": ROWS["static"][:1]}
-    assert "a single seed has no interval" in verdict(better, alone)[1]
+    assert "these seeds give no interval" in verdict(better, alone)[1]
     assert "of rag: " in verdict(Claim("", "", "inspo", ("static", "rag")), ROWS)[1]  # the strongest of the others
     grew = [fabricated("inspo", k, 0.9) for k in range(3)]
     for k, row in enumerate(grew):
