@@ -13,6 +13,7 @@ from page.serve import server
 
 pytest.importorskip("selenium", reason="selenium is not installed: make setup")
 from selenium import webdriver  # noqa: E402
+from selenium.common.exceptions import NoSuchElementException, StaleElementReferenceException  # noqa: E402
 from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.common.keys import Keys  # noqa: E402
 from selenium.webdriver.support.ui import Select, WebDriverWait  # noqa: E402
@@ -96,7 +97,8 @@ def count(browser, selector):
 
 
 def until(browser, condition, seconds=10):
-    return WebDriverWait(browser, seconds, poll_frequency=0.05).until(condition)
+    gone = (NoSuchElementException, StaleElementReferenceException)  # a page that reloads meanwhile
+    return WebDriverWait(browser, seconds, poll_frequency=0.05, ignored_exceptions=gone).until(condition)
 
 
 def test_the_first_screen_answers_four_questions(open_page):
@@ -289,6 +291,7 @@ def test_several_runs_are_laid_over_each_other(open_page, tmp_path):
 def test_a_served_page_follows_its_run(open_page, tmp_path):
     path = shutil.copytree(RUN, tmp_path / "run")
     (path / "summary.json").unlink()
+    (path / "metrics.jsonl").touch()  # a run that has written nothing for ten minutes counts as stopped
     with server([path], 0) as found:
         threading.Thread(target=found.serve_forever, daemon=True).start()
         browser = open_page("#curves", f"http://127.0.0.1:{found.server_address[1]}/")
