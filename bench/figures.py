@@ -57,7 +57,7 @@ def draw(rows: Rows, folder: Path) -> list[str]:
         made.append(save(fig, axes[0], folder / "fig5.png"))
     sweeps = {"(a) N_parent": {"inspo": "1", "parents-2": "2", "parents-3": "3", "static": "Search-R1"},
               "(b) tau_s": {"tau-0.05": "0.05", "inspo": "0.2", "tau-1.0": "1.0", "static": "Search-R1"}}  # fmt: skip
-    if all(sum(bool(rows.get(arm)) for arm in arms) > 1 for arms in sweeps.values()):
+    if all(any(rows.get(arm) for arm in arms if arm not in ("inspo", "static")) for arms in sweeps.values()):
         fig, axes = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True)
         for ax, (title, arms) in zip(axes, sweeps.items(), strict=True):
             for k, arm in enumerate(arm for arm in arms if rows.get(arm)):
