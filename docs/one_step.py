@@ -199,7 +199,7 @@ def sampling(s: Step) -> str:
         ids = [i for _, i in run]
         for row, line in enumerate(fill(s.tokenizer.decode(ids), 46).splitlines()):
             columns.append(f"{'' if row else len(ids):<8}{'' if mask else ' ' * 48}{line}")
-    lines = python(code(inspo, "jobs = ", "Alg.1 L6"), code(rollout.prompt_ids, "message = "))
+    lines = python(code(inspo, "Alg.1 L6"), code(rollout.prompt_ids, "message = "))
     masks = python(code(rollout.Trajectory.act, "self.mask"), code(rollout.Trajectory.observe, "self.mask"))
     return f"""## 2. {s.cfg.G} trajectories are sampled (L6)
 

@@ -27,6 +27,8 @@ class Words:
     """A tokenizer without a model: a token is a word with the white space before it, and texts come back whole."""
 
     eos_token_id = -1
+    all_special_tokens: tuple[str, ...] = ()
+    added_tokens_decoder: dict[int, Any] = {}
 
     def __init__(self) -> None:
         self.numbers: dict[str, int] = {}

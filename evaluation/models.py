@@ -80,7 +80,9 @@ def _export(run: Path, model: str, step: int, to: Path) -> Path:
     try:
         export_checkpoint(run, step, False, False, to)
     except (CheckpointFault, ValueError, RuntimeError) as e:  # torch's, about shapes and names
-        raise Fault(f"{run}: the checkpoint of step {step} does not fit {model}: it is of another model or tokenizer ({e})") from None
+        raise Fault(
+            f"{run}: the checkpoint of step {step} does not fit {model}: it is of another model or tokenizer ({e})"
+        ) from None
     return to
 
 

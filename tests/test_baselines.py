@@ -190,7 +190,7 @@ def test_a_demonstration_s_gradient_is_that_of_the_cross_entropy_of_its_reply(wo
     taus = gold_answers(cfg, FakePolicy(tokenizer), D, IN_WORLD.direct)
     assert [tau.response for tau in taus] == [f"<think></think><answer>{g}</answer>" for g in ("Trebak", "a b")]
     learner = Learner(model, None, cfg)
-    loss, _ = learner.loss(taus, None, len(taus), sum(sum(tau.mask) for tau in taus))
+    loss, _ = learner.loss(taus, learner.plan(taus))
     loss.backward()
     found = model.model.layers[0].mlp.up_proj.weight.grad.clone()
     model.zero_grad()

@@ -233,7 +233,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(small_disk):
     with pytest.raises(DiskFault, match="I_star.txt .No space left on device"):
         run.write("I_star.txt", "x" * 100_000)
     with pytest.raises(DiskFault, match="step-000001.jsonl.gz"):
-        run.write_trajectories(1, [{"x": os.urandom(50_000).hex()}])
+        run.write_trajectories("step-000001", [{"x": os.urandom(50_000).hex()}])
     assert not list(run.path.rglob("*.tmp"))
     (small_disk / "filler").unlink()
     assert rewind(run)[0] == 3 and save(run, 6).name == "step-000006"

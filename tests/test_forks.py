@@ -26,7 +26,7 @@ FORKS = dict(re.findall(r"^```diff (\S+)\n(.*?)^```$", PAGE, re.M | re.S))
 FILES = dict(re.findall(r"^```jsonl (\S+)\n(.*?)^```$", PAGE, re.M | re.S))
 [COMMAND] = re.findall(r"^```sh\npython inspo.py (.*?)\n```$", PAGE, re.M | re.S)
 SCRIPTS = Path(__file__).parent / "forks"  # run in the copies
-ROOMS = ("engines", "harness", "kernels", "retrieval", "training", "world")
+ROOMS = ("engines", "harness", "kernels", "page", "retrieval", "training", "world")
 ENV = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")} | {"OMP_NUM_THREADS": "1"}
 SMALL = "--T 2 --K_p 1 --K_e 1 --T_e 2 --D_B 2 --rounds 1 --save_every 3 --lr 1e-6 --G 2"
 
@@ -37,6 +37,7 @@ def forked(path: Path, *names: str) -> Path:
         (path / room).mkdir(parents=True)
         for file in ROOT.glob(f"{room}/*.py"):
             shutil.copy(file, path / room)
+    (path / "page" / "static").symlink_to(ROOT / "page" / "static")
     (path / "world" / "files").symlink_to(ROOT / "world" / "files")
     env = ENV | {"GIT_CEILING_DIRECTORIES": str(path.parent)}  # a repository around `path` would swallow the patch
     for name in names:

@@ -132,8 +132,8 @@ def left(out: Path) -> dict[str, object]:
 
 
 @pytest.fixture(autouse=True)
-def no_pictures(monkeypatch):
-    monkeypatch.setattr("report.draw", lambda path: [])
+def no_page(monkeypatch):
+    monkeypatch.setattr("report.write", lambda runs, out: out)
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +141,7 @@ def whole(tmp_path_factory):
     """(files, names of all calls) of a run that nobody stops."""
     out, calls = tmp_path_factory.mktemp("runs") / "whole", Calls()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("report.draw", lambda path: [])
+        patch.setattr("report.write", lambda runs, out: out)
         play(out, calls, resume=False)
     return left(out), calls.names
 

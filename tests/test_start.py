@@ -96,7 +96,7 @@ def test_an_instruction_that_leaves_no_room_for_a_turn_ends_the_run_at_its_start
 def test_a_scripted_optimizer_that_was_killed_comes_back(tmp_path):
     cfg = replace(parse(["--seed", "3"]), optimizer_retries=1)
     with Servers(tmp_path / "log") as serve:
-        optimizer = connect_optimizer(cfg, serve, RunDirectory(replace(cfg, out=str(tmp_path / "r")), "x"))
+        optimizer = connect_optimizer(cfg, serve, RunDirectory(tmp_path / "r"))
         prompt = paraphrase_prompt("Answer in <answer> </answer>.", 2)
         first = optimizer.ask(prompt, "t0")
         [child] = serve._running.values()

@@ -1,7 +1,6 @@
 """A signal ends a run in one line, resumably, whatever it is doing; nothing is saved half done."""
 
 import contextlib
-import io
 import os
 import pty
 import signal
@@ -13,11 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 from test_inspo import ENV, ROOT, SMALL, finish, hear_signals, metrics, read_jsonl, run_here, start
-from tqdm import tqdm
 
 import stop
 from harness.directory import RunDirectory
 from harness.log import Log
+from harness.screen import Screen
 
 
 def mapped(process, library: str) -> bool:
@@ -63,20 +62,11 @@ def test_a_terminal_shows_what_a_run_does_before_its_first_line(tmp_path):
     assert process.wait(60) == 1 and shown.endswith(b"stopped by SIGTERM\r\n")
 
 
-def progress_of(bar: tqdm) -> None:
-    log = SimpleNamespace(bar=bar, shown=0.0, printed=0.0, t=7)
+def test_without_a_terminal_rollouts_are_a_line_now_and_then(capsys):
+    log = SimpleNamespace(screen=Screen(9), t=7)
+    log.screen.printed -= 31
     for done in (1, 2, 300):
         Log.progress(log, "verify 1", done, 300)
-
-
-def test_progress_is_beside_the_bar_or_without_a_terminal_a_line_now_and_then(capsys):
-    out = io.StringIO()
-    with tqdm(total=9, file=out) as bar:
-        progress_of(bar)
-    assert "verifying 1/300" in out.getvalue() and "verifying 2/300" not in out.getvalue()  # at most 5 a second
-    assert "verifying 300/300" in out.getvalue() and capsys.readouterr().out == ""
-    with tqdm(total=9, disable=True) as bar:
-        progress_of(bar)
     assert capsys.readouterr().out == "step   7  verifying 1/300\n"
 
 
