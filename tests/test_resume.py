@@ -12,24 +12,28 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from tqdm import tqdm
+from rich.console import Console
 
 import stop
-from config import Config
+from config import WORLD, Config
 from data import Question
 from faults import ToolDown
 from harness.directory import RunDirectory, read_jsonl
 from harness.log import Log
+from harness.screen import Screen
 from inspo import inspo
 from reflect import Call, paid_calls
 from rollout import Trajectory, Turn
 from training import checkpoint
+from training.model import load_tokenizer
 
 D = {f"q{k}": Question(f"q{k}", f"Which {k}?", (f"gold {k}",), "s") for k in range(20)}
 CFG = Config(
     batch=4, mini=4, G=2, T=7, K_p=1, K_e=2, T_e=6, D_B=3, N_P=3, rounds=2, eval_every=3, save_every=3, failures=2,
     instruction=str(Path(__file__).parent / "fixture" / "instruction.txt"), keep=2,
 )  # fmt: skip
+
+TOKENIZER = load_tokenizer(str(WORLD / "policy"))
 
 
 class Calls:
@@ -50,7 +54,8 @@ class Policy:
     def __init__(self, calls: Calls):
         self.calls, self.weight, self.t, self.seconds = calls, 1.0, 0, defaultdict(float)
         search = SimpleNamespace(tag="search", plural="searches")
-        self.worker = SimpleNamespace(tools=[search], engine=SimpleNamespace(unproven=0))
+        self.worker = SimpleNamespace(tools=[search], engine=SimpleNamespace(unproven=0), tokenizer=TOKENIZER)
+        self.memory = {}
 
     def rollout(self, t, purpose, jobs, temperature=None):
         self.calls(f"{t} {purpose}")
@@ -99,7 +104,7 @@ class Optimizer:
 
     def ask(self, prompt, when):
         if when in self.paid:
-            return Call(**self.paid[when] | {"paid_before": True})
+            return replace(self.paid[when], paid_before=True)
         self.calls(f"{when} ask")
         parent = prompt.split("<ins_0>")[1].split("</ins_0>")[0].strip()
         reply = "\n".join(f"<ins_{k}>{parent} Hint {when} {k}.</ins_{k}>" for k in (1, 2, 3))
@@ -110,9 +115,9 @@ def play(out: Path, calls: Calls, resume: bool) -> None:
     """A run in this process, ended as harness.start.prepare ends one."""
     run = RunDirectory.open(replace(CFG, out=str(out), resume=resume), "x")
     policy, optimizer = Policy(calls), Optimizer(calls, paid_calls(run.rows("reflections")))
-    bar = tqdm(total=CFG.T, file=io.StringIO())
+    screen = Screen(CFG.T, Console(file=io.StringIO()))
     test = list(D.values())[:5]
-    log = Log(replace(CFG, out=str(out), resume=resume), run, policy, test, test, bar, began=0.0)
+    log = Log(replace(CFG, out=str(out), resume=resume), run, policy, test, test, screen, began=0.0)
     try:
         _, I_star = inspo(log.cfg, policy, optimizer, D, log)
         log.finish(I_star)
