@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,7 +30,7 @@ from evaluation.compare import compare
 from evaluation.models import agent, subject
 from evaluation.statistics import Interval, interval, macro
 from faults import Fault, one_line
-from harness.directory import read_jsonl
+from harness.directory import RunDirectory, read_jsonl
 from rollout import Trajectory
 
 CHUNK = 256  # questions that are played together; a run that was stopped repeats at most so many
@@ -159,8 +158,9 @@ def evaluate(args: argparse.Namespace) -> Row:
     average = macro({name: Interval(**part["em"]) for name, part in parts.items()})
     notes += [f"{len(skipped)} rows without a question or a gold answer were skipped"] if skipped else []
     found_all = {"setting": setting, "benchmarks": parts, "average": average._asdict(), "notes": notes}
-    write(out / "summary.json", json.dumps(found_all, indent=1))
-    write(out / "table.md", text := table(parts, average, notes))
+    files = RunDirectory(out)
+    files.write("summary.json", json.dumps(found_all, indent=1))
+    files.write("table.md", text := table(parts, average, notes))
     print(f"\n{chosen.name}, {method}:\n\n{text}\n{out}: summary.json, table.md, results.jsonl")
     return found_all
 
@@ -178,20 +178,13 @@ def resume(out: Path, setting: Row, sizes: dict[str, int]) -> list[Row]:
             was, now = theirs.get(key), setting.get(key)
             raise Fault(f"{out} was started with {key} {was!r}, not {now!r}: choose another --out")
     else:
-        write(out / "summary.json", json.dumps({"setting": setting}, indent=1))
+        RunDirectory(out).write("summary.json", json.dumps({"setting": setting}, indent=1))
     rows = read_jsonl(out / "results.jsonl")
     chunks = Counter((row["data"], row["chunk"], row["sample"]) for row in rows)
     whole = {key for key, n in chunks.items() if n == min(CHUNK, sizes[key[0]] - key[1] * CHUNK)}
     rows = [row for row in rows if (row["data"], row["chunk"], row["sample"]) in whole]
-    write(out / "results.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    RunDirectory(out).write("results.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     return rows
-
-
-def write(path: Path, text: str) -> None:
-    """Writes a file atomically."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -91,11 +91,14 @@ class Campaign(NamedTuple):
         """Returns the row of an arm and seed; runs it only if there is none."""
         if found := self.done().get((arm, seed)):
             return found
-        found = row_of(arm, seed, self.run(arm, seed), self.extra)
+        return self.keep(row_of(arm, seed, self.run(arm, seed), self.extra))
+
+    def keep(self, row: Row) -> Row:
+        """Appends a row to the committed file and returns it."""
         self.rows.parent.mkdir(parents=True, exist_ok=True)
         with open(self.rows, "a") as file:
-            file.write(json.dumps(found) + "\n")
-        return found
+            file.write(json.dumps(row) + "\n")
+        return row
 
     def run(self, arm: str, seed: int) -> Path:
         """Returns the directory of a finished run: it runs, or resumes, what is not there, and what that needs."""

@@ -45,7 +45,7 @@ def untrained(campaign: Campaign, method: str) -> Row:
     part = json.loads((out / "summary.json").read_text())["benchmarks"]["world"]
     row = {"arm": method, "seed": 0, "commit": commit(), "machine": machine(), "em": part["em"]["mean"]}
     row |= {"questions": part["questions"], "searches": part["searches"], "gold_recall": part["gold_recall"]}
-    return keep(campaign, row)
+    return campaign.keep(row)
 
 
 def transfer(campaign: Campaign, seeds: list[int]) -> Row:
@@ -67,14 +67,7 @@ def transfer(campaign: Campaign, seeds: list[int]) -> Row:
         with player(str(path)) as play:
             em[name] = [round(float(play([text] * len(test), test, 0.0).mean()), 4) for text in texts]
     row = {"arm": "transfer", "seed": 0, "seeds": seeds, "commit": commit(), "machine": machine(), "em": em}
-    return keep(campaign, row)
-
-
-def keep(campaign: Campaign, row: Row) -> Row:
-    campaign.rows.parent.mkdir(parents=True, exist_ok=True)
-    with open(campaign.rows, "a") as file:
-        file.write(json.dumps(row) + "\n")
-    return row
+    return campaign.keep(row)
 
 
 def read(path: Path) -> Rows:

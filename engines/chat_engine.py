@@ -8,14 +8,15 @@ inside its own message, so evaluate it from its directory.
 
 from __future__ import annotations
 
-import queue
 import re
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from engines import FinishedTurn
+from engines.remote import RemoteTurns
 from faults import EngineFault, Fault
 from harness.client import Client, RequestFailed
 
@@ -90,10 +91,9 @@ class ChatEngine:
 
     def begin(self, seed: int) -> None:
         """As Engine."""
-        self.seed, self.running = seed, 0
+        self.seed, self.turns = seed, RemoteTurns(self.pool)
         self.messages: dict[int, list[dict[str, str]]] = {}  # by row
         self.known: dict[int, int] = {}  # words of a row's context that are in its messages
-        self.finished: queue.SimpleQueue[FinishedTurn | Exception] = queue.SimpleQueue()  # old rows have an old queue
 
     def generate(self, contexts: dict[int, list[int]], max_new: int, temperature: float) -> Iterator[FinishedTurn]:
         """As Engine, with 0 for every log-probability; a call waits up to 5 ms for a turn to finish."""
@@ -107,32 +107,21 @@ class ChatEngine:
                 body["stop"] = list(self.stop[:4])  # OpenAI takes no more
             if temperature:
                 body["seed"] = (self.seed + 1000003 * key + len(ids)) % 2**31
-            self.pool.submit(self.ask, self.finished, key, body)
-            self.running += 1
-        wait = 0.005
-        while self.running:
-            try:
-                turn = self.finished.get(timeout=wait)
-            except queue.Empty:
-                return
-            if isinstance(turn, Exception):
-                raise turn
-            self.running, wait = self.running - 1, 0
+            self.turns.start(partial(self.ask, key, body))
+        for turn in self.turns.finished():
             text = self.tokenizer.decode(turn.ids)
             self.messages[turn.key].append({"role": "assistant", "content": text})
             self.known[turn.key] += len(turn.ids)
             yield turn
 
-    def ask(self, finished: queue.SimpleQueue[FinishedTurn | Exception], key: int, body: dict[str, Any]) -> None:
-        """Puts the turn, or the exception that prevented it, into `finished`."""
+    def ask(self, key: int, body: dict[str, Any]) -> FinishedTurn:
+        """Returns the server's turn; raises EngineFault."""
         try:
             text = self.client.post("/chat/completions", body, _read)
-            ids = self.tokenizer(self.closed(text))["input_ids"]
-            finished.put(FinishedTurn(key, ids, [0.0] * len(ids)))
         except RequestFailed as e:
-            finished.put(EngineFault(str(e)))
-        except Exception as e:  # `generate` raises it
-            finished.put(e)
+            raise EngineFault(str(e)) from None
+        ids = self.tokenizer(self.closed(text))["input_ids"]
+        return FinishedTurn(key, ids, [0.0] * len(ids))
 
     def closed(self, text: str) -> str:
         """Returns a turn with the stop string that the endpoint has cut off: the one whose opening tag has no end."""

@@ -4,11 +4,11 @@ Turns go to vLLM's endpoint for token ids; weights reach the servers over NCCL, 
 """
 
 import contextlib
-import queue
 import socket
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from engines import FinishedTurn
+from engines.remote import RemoteTurns
 from engines.vllm_engine import VERSION, StaleWeights, check_vllm, sampling
 from faults import EngineFault, Fault
 from harness.client import Client, RequestFailed
@@ -123,39 +124,18 @@ class VllmServer:
 
     def begin(self, seed: int) -> None:
         """As Engine; samples depend only on `seed` and contexts."""
-        self.seed, self.running = seed, 0
-        self.finished: queue.SimpleQueue[FinishedTurn | Exception] = queue.SimpleQueue()  # old rows have an old queue
+        self.seed, self.turns = seed, RemoteTurns(self.pool)
 
     def generate(self, contexts: dict[int, list[int]], max_new: int, temperature: float) -> Iterator[FinishedTurn]:
         """As Engine; a call waits up to 5 ms for a turn to finish."""
         for key, ids in contexts.items():
             seed = hash((self.seed, key, len(ids))) % 2**63
             sampling_params = sampling(self, max_new, temperature) | {"seed": seed}
-            self.pool.submit(self.run_turn, self.finished, key, ids, sampling_params)
-            self.running += 1
-        wait = 0.005
-        while self.running:
-            try:
-                turn = self.finished.get(timeout=wait)
-            except queue.Empty:
-                return
-            if isinstance(turn, Exception):
-                raise turn
-            self.running, wait = self.running - 1, 0
-            yield turn
+            self.turns.start(partial(self.run_turn, key, ids, sampling_params))
+        yield from self.turns.finished()
 
-    def run_turn(
-        self,
-        finished: "queue.SimpleQueue[FinishedTurn | Exception]",
-        key: int,
-        ids: list[int],
-        sampling_params: dict[str, Any],
-    ) -> None:
-        """Puts the turn, or the exception that prevented it, into `finished`."""
-        try:
-            finished.put(FinishedTurn(key, *self.generate_turn(self.urls[key % len(self.urls)], ids, sampling_params)))
-        except Exception as e:  # `generate` raises it
-            finished.put(e)
+    def run_turn(self, key: int, ids: list[int], sampling_params: dict[str, Any]) -> FinishedTurn:
+        return FinishedTurn(key, *self.generate_turn(self.urls[key % len(self.urls)], ids, sampling_params))
 
     def generate_turn(self, url: str, ids: list[int], sampling_params: dict[str, Any]) -> tuple[list[int], list[float]]:
         """Returns the ids and log-probabilities of one turn."""

@@ -29,6 +29,12 @@ def tiny_path(tmp_path_factory):
     return make_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
+@pytest.fixture(scope="module", params=["world", "tiny"])
+def path(request, tiny_path):
+    """The directory of a policy whose embeddings are tied, and of one whose are not."""
+    return str(WORLD / "policy") if request.param == "world" else tiny_path
+
+
 @pytest.fixture(scope="module")
 def tiny(tiny_path):
     """A random policy with Qwen2.5's byte-level BPE: a tag is many tokens."""

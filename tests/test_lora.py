@@ -337,11 +337,6 @@ def batches(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module", params=["world", "tiny"])
-def path(request, tiny_path):
-    return str(WORLD / "policy") if request.param == "world" else tiny_path
-
-
 @pytest.fixture(scope="module")
 def one(path, batches):
     """Returns (metrics, merged weights, first weights) of one process, the model whole."""

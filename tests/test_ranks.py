@@ -56,12 +56,6 @@ def batches(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module", params=["world", "tiny"])
-def path(request, tiny_path):
-    """A policy whose embeddings are tied, and one whose are not."""
-    return str(WORLD / "policy") if request.param == "world" else tiny_path
-
-
 class Update(NamedTuple):
     metrics: list[dict[str, float]]  # of each update
     weights: dict[str, torch.Tensor]  # after the last one

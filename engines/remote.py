@@ -1,0 +1,38 @@
+"""The turns of one batch of rows that threads fetch from a server, a request a turn."""
+
+import queue
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+from engines import FinishedTurn
+
+
+class RemoteTurns:
+    """Starts turns in a pool's threads and yields them as they finish; what an abandoned batch still gets is lost."""
+
+    def __init__(self, pool: ThreadPoolExecutor):
+        self.pool, self.running = pool, 0
+        self.ended: queue.SimpleQueue[FinishedTurn | Exception] = queue.SimpleQueue()
+
+    def start(self, fetch: Callable[[], FinishedTurn]) -> None:
+        self.pool.submit(self._run, fetch)
+        self.running += 1
+
+    def finished(self) -> Iterator[FinishedTurn]:
+        """Yields the turns that have finished, waiting up to 5 ms for the first; raises what prevented one."""
+        wait = 0.005
+        while self.running:
+            try:
+                turn = self.ended.get(timeout=wait)
+            except queue.Empty:
+                return
+            if isinstance(turn, Exception):
+                raise turn
+            self.running, wait = self.running - 1, 0
+            yield turn
+
+    def _run(self, fetch: Callable[[], FinishedTurn]) -> None:
+        try:
+            self.ended.put(fetch())
+        except Exception as e:  # `finished` raises it
+            self.ended.put(e)
