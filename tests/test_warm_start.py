@@ -27,7 +27,8 @@ def test_the_rebuilt_policy_follows_its_instruction_and_lacks_one_skill(tmp_path
         assert (tmp_path / name).read_bytes() == (ROOT / "world" / "files" / name).read_bytes(), name
     model, tokenizer = load_policy(str(tmp_path / "policy"), "cpu")
     questions = load_questions(tmp_path / "test.jsonl")[:150]
-    one_hop = [q for q in questions if q.source == "world-1hop"]
+    every = [*load_questions(tmp_path / "test.jsonl"), *load_questions(tmp_path / "train.jsonl")]  # it has seen neither
+    one_hop = [q for q in every if q.source == "world-1hop"][:200]
     server = [str(ROOT / "retrieval_server.py"), "--corpus", str(tmp_path / "corpus.jsonl")]
     with Child(server, tmp_path / "log") as child:
         tools = [Search(child.url, 3)]
@@ -45,8 +46,8 @@ def test_the_rebuilt_policy_follows_its_instruction_and_lacks_one_skill(tmp_path
 
         # It searches, reads and answers as told, as questions of one hop show; and no instruction makes it go on.
         assert exact_match(play([], questions)) <= 0.1
-        assert exact_match(play(["whole", "exact"], one_hop)) >= 0.8
-        assert exact_match(play(["entity", "exact"], one_hop)) >= 0.8
+        assert exact_match(play(["whole", "exact"], one_hop)) >= 0.6
+        assert exact_match(play(["entity", "exact"], one_hop)) >= 0.6
         for clauses in (["entity", "exact", "cont"], sorted(BEST), [*sorted(BEST), "plan"]):
             assert exact_match(play(clauses, questions)) <= 0.45
         # Under the first instruction reinforcement has next to nothing to find: a second search is hardly tried.
