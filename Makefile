@@ -56,8 +56,8 @@ ask: setup            ## question the agent of the newest run
 test: lint            ## everything that can be tested without a GPU in minutes
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow and not ranks" -n 2 --dist loadfile $(ARGS)
 
-test-slow: setup      ## the default learns; the warm start from nothing; another random kill
-	$(PY) -m pytest -m slow $(ARGS)
+test-slow: setup      ## whole runs: the default learns, servers die, forks; the warm start from nothing (15 minutes)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m slow -n 2 $(ARGS)
 
 test-ranks: setup     ## several processes: FSDP2 over gloo with 2, 3 and 4; whole runs killed and resumed
 	$(PY) -m pytest -m ranks $(ARGS)
@@ -76,7 +76,7 @@ lint: setup           ## style and types: ruff, mypy
 	$(PY) -m mypy
 
 fuzz: setup           ## hostile servers and files: 10^5 answers of each server, 10^4 rows of each file (minutes)
-	OMP_NUM_THREADS=1 FUZZ=$(or $(FUZZ),100000) $(PY) -m pytest tests/test_fuzz.py -n 2 $(ARGS)
+	OMP_NUM_THREADS=1 FUZZ=$(or $(FUZZ),100000) $(PY) -m pytest tests/test_fuzz.py tests/test_fuzz_directories.py -n 2 $(ARGS)
 
 mutants: setup        ## mutation tests of the algorithm: is every small fault in it noticed? (2 minutes)
 	$(PY) bench/mutants.py $(ARGS)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from outside import without_password
 from page.curves import curves, groups
 from page.family import family
 from page.read import Row, Run, finite, read_run
@@ -53,8 +54,9 @@ def describe(run: Run, limit: int) -> tuple[Row, dict[str, str]]:
     index, pages = sample(run, tree, limit)
     pages["calls"] = pack(tree.pop("calls"))
     answers = verdict(run, tree)
+    config = {knob: without_password(value) if isinstance(value, str) else value for knob, value in run.config.items()}
     return {
-        "name": run.name, "config": run.config, "missing": run.missing, "curves": curves(run), "tree": tree,
+        "name": run.name, "config": config, "missing": run.missing, "curves": curves(run), "tree": tree,
         "index": index, "I_star": run.summary.get("I_star"),
         "events": [{"t": e["t"], "event": e.get("event"), "text": e.get("text")} for e in run.events],
     } | answers, pages  # fmt: skip

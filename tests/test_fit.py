@@ -268,6 +268,7 @@ def test_the_presets_give_vllm_what_8_gpus_of_80_gb_have():
     assert estimate(replace(CFG7, vllm_memory=0.78), B7, "vllm", 8, 80).fault()
 
 
+@pytest.mark.slow
 def test_every_recommended_setting_saves_memory():
     """Each knob that --help or a fault recommends shrinks its sum."""
     base = estimate(CFG7, B7, "vllm", 8, 80)

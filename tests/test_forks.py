@@ -143,6 +143,7 @@ def trajectories(path: Path, t: int) -> list[dict]:
         return [json.loads(line) for line in f]
 
 
+@pytest.mark.slow
 def test_f1_is_the_reward_and_em_stays_exact_match(runs):
     start, *steps = metrics(runs[0])
     for row in steps:
@@ -156,6 +157,7 @@ def test_f1_is_the_reward_and_em_stays_exact_match(runs):
     assert all(score["em"] * 12 % 1 == 0 for score in scores)
 
 
+@pytest.mark.slow
 def test_opo_weighs_the_baseline_by_length(runs, tmp_path):
     groups: dict[tuple, list] = {}
     for t in (1, 2):
@@ -192,6 +194,7 @@ def test_the_margin_keeps_those_near_the_best(tmp_path):
     assert value(forked(tmp_path / "fork", "margin"), left, POPULATION) == [[1, 2, 3, 4, 6], [1, 2, 4], []]
 
 
+@pytest.mark.slow
 def test_a_quarter_is_kept(runs, tmp_path):
     sizes = "[len(P) for t in (1, 2, 3) if P.prune(P.ranked(), 1, t) or True]"
     assert value(forked(tmp_path / "fork", "quarter"), sizes, POPULATION) == [2, 1, 1]
@@ -210,6 +213,7 @@ tried = [0.5] * 5, [0.45], [0.1]
 """
 
 
+@pytest.mark.slow
 def test_ucb_prefers_the_untried_then_the_highest_bound(runs, tmp_path):
     cases = "[p(0.2, [], [], []), p(0.2, [0.9], [], []), p(0.2, *tried), p(0.01, *tried)]"
     start, untried, wide, narrow = value(forked(tmp_path / "fork", "ucb"), cases, UCB)
@@ -224,6 +228,7 @@ def calls(path: Path) -> list[tuple[int, str]]:
     return [(row["t"], row["call"]["prompt"]) for row in read_jsonl(path / "reflections.jsonl") if "call" in row]
 
 
+@pytest.mark.slow
 def test_the_optimizer_reads_what_was_dropped(runs):
     (t_0, _), (t_1, prompt) = calls(runs[0])
     assert (t_0, t_1) == (0, 1) and "<example>" in prompt
@@ -251,6 +256,7 @@ def test_the_papers_other_proposers_are_flags(tmp_path):
 # ---- 6 to 8
 
 
+@pytest.mark.slow
 def test_a_new_tool_a_base_model_and_another_family(runs, base_path, minicpm3_path):
     with pytest.raises(Fault, match="its logits are 0.25 times its head's output, not 1 times"):
         load_model(minicpm3_path)
@@ -270,17 +276,20 @@ def test_a_new_tool_a_base_model_and_another_family(runs, base_path, minicpm3_pa
     assert "cannot write </count>" in got["world"] and "\n" not in got["world"]
 
 
+@pytest.mark.slow
 def test_the_run_counts_the_new_tools_calls(runs):
     first, *_ = metrics(runs[1])
     assert {"test/searches", "test/counts"} <= set(first)
 
 
+@pytest.mark.slow
 def test_a_base_model_reads_plain_text_and_is_exported_with_its_template(runs):
     tokenizer = load_tokenizer(str(runs[1] / "policy"))
     asked = tokenizer.apply_chat_template([{"role": "user", "content": "Who?"}], tokenize=False)
     assert asked == "Who?"
 
 
+@pytest.mark.slow
 def test_your_own_questions_are_read_as_they_stand_on_the_page(runs, tmp_path):
     (tmp_path / "questions.jsonl").write_text(FILES["questions.jsonl"])
     vienna, trial = load_questions(tmp_path / "questions.jsonl")

@@ -232,7 +232,8 @@ def test_who_joins_is_not_below_the_parent_on_the_same_questions(whole):
     assert born <= {(c["text"], c["r"]) for row in rounds for c in row["verified"]}
 
 
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
 def test_killed_at_a_random_step_and_resumed_it_is_bit_identical(whole, tmp_path, seed):
     out = tmp_path / "killed"
     process = start("--out", out, *SMALL)
@@ -275,6 +276,7 @@ def test_a_run_is_not_overwritten_and_not_continued_as_another(whole):
     assert stderr == "" and "\n" not in line and "--lr" in line
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_nobody_can_reach_ends_the_run_at_its_start(tmp_path, monkeypatch):
     flags = [*SMALL, "--T", "4", "--optimizer_model", "nobody", "--optimizer_retries", "1"]
     monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
@@ -317,6 +319,7 @@ def test_a_hostile_optimizer_s_words_stay_words(tmp_path, monkeypatch):
         assert code == 0 and len([call for call in Chat.seen if "Improve" in str(call["body"])]) == 1, (code, stderr)
 
 
+@pytest.mark.slow
 def test_our_own_retriever_is_restarted_when_it_dies(whole, tmp_path):
     out = tmp_path / "r"
     process = start("--out", out, *SMALL)
@@ -333,6 +336,7 @@ def test_our_own_retriever_is_restarted_when_it_dies(whole, tmp_path):
     assert mine == theirs  # and nothing was scored without its results
 
 
+@pytest.mark.slow
 def test_a_retriever_that_stays_away_ends_the_run_resumably(whole, tmp_path):
     out = tmp_path / "r"
     flags = [*SMALL, "--search_retries", "1"]
@@ -493,6 +497,7 @@ def script(*argv: object) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, *map(str, argv)], capture_output=True, text=True, env=ENV, cwd=ROOT)
 
 
+@pytest.mark.slow
 def test_ask_shows_the_agent_at_work(whole):
     question = read_jsonl(ROOT / "world/files/test.jsonl")[0]["question"]
     done = script("ask.py", "--run", whole[0], question)
@@ -586,6 +591,7 @@ def test_a_run_stores_what_its_page_shows(whole):
 # ---- faults and options of a whole run
 
 
+@pytest.mark.slow
 def test_a_search_server_that_dies_during_an_evolution_ends_the_run_resumably(tmp_path, monkeypatch):
     """The optimizer's endpoint stops the search server, so the verification of its candidates cannot be played."""
     server = [str(ROOT / "retrieval_server.py"), "--corpus", str(ROOT / "world/files/corpus.jsonl")]
@@ -605,6 +611,7 @@ def test_a_search_server_that_dies_during_an_evolution_ends_the_run_resumably(tm
     assert [row["t"] for row in metrics(tmp_path / "r")] == list(range(11))
 
 
+@pytest.mark.slow
 def test_an_engine_that_samples_from_another_policy_stops_the_run_before_it_trains(tmp_path, monkeypatch):
     import training.worker
 
@@ -629,6 +636,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
 def test_an_option_works_through_a_whole_run(tmp_path, name):
     flags, holds = OPTIONS[name]
@@ -640,6 +648,7 @@ def test_an_option_works_through_a_whole_run(tmp_path, name):
     assert any(row["grad_norm"] > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_the_guessing_optimizer_is_the_one_that_does_not_read(tmp_path):
     flags = [*SMALL, "--T", "4", "--optimizer_model", "guessing", "--out", tmp_path / "r"]
     code, _, stderr = run_here(*flags)

@@ -36,6 +36,7 @@ def value(section: str, name: str) -> float:
     return float(re.search(rf"^{re.escape(name)} +=.*= (-?[\d.]+)$", section, re.M).group(1))
 
 
+@pytest.mark.slow
 def test_the_script_writes_the_committed_page(page, tmp_path):
     """Word for word; a number may differ by one in its last digit, since processors add in different orders."""
     out, script = tmp_path / "page.md", str(ROOT / "docs" / "one_step.py")

@@ -347,6 +347,14 @@ def test_text_of_a_model_cannot_leave_its_element(tmp_path):
     assert data["runs"][0]["tree"]["instructions"][0]["text"] == evil and data["runs"][0]["config"]["model"] == evil
 
 
+def test_a_password_in_an_address_does_not_reach_the_page(tmp_path):
+    shutil.copytree(RUN, tmp_path / "r")
+    config = json.loads((RUN / "config.json").read_text()) | {"retriever": "https://ann:Geheim7@host:8000"}
+    (tmp_path / "r" / "config.json").write_text(json.dumps(config))
+    page = build([tmp_path / "r"])
+    assert "https://host:8000" in page and "Geheim7" not in page
+
+
 def test_only_the_page_s_own_script_may_run_and_nothing_is_fetched():
     elements = Elements(build([RUN]))
     running = [body for attrs, body in elements.scripts if attrs.get("type") not in ("application/json", "text/plain")]

@@ -379,6 +379,9 @@ def test_the_child_ends_however_its_parent_ends(tmp_path, number):
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.default_int_handler
+        ),  # a job in the background ignores it
     )
     with parent:
         pid, url = parent.stdout.readline().decode().split()

@@ -20,7 +20,6 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 import requests
-import schemathesis
 import uvicorn
 from hypothesis import HealthCheck, given, settings
 from prometheus_client.parser import text_string_to_metric_families
@@ -422,6 +421,8 @@ def test_a_body_too_large_is_refused(corpus, chunked):
 def test_requests_generated_from_the_openapi_schema_find_no_fault(tmp_path):
     corpus = Corpus(make_corpus(tmp_path / "c"))
     with serving(BM25.build(corpus.texts), corpus) as url:
+        import schemathesis  # here: it takes seconds to import
+
         schema = schemathesis.openapi.from_url(url + "/openapi.json")
         tried = []
         for operation in schema.get_all_operations():
@@ -439,6 +440,8 @@ def test_requests_generated_from_the_openapi_schema_find_no_fault(tmp_path):
 
 # --- a real encoder, a real index, real processes ---
 
+SLOW = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory):
@@ -452,6 +455,7 @@ def dense(tmp_path_factory):
     return path, str(folder / "vectors"), str(folder / "words")
 
 
+@pytest.mark.slow
 def test_64_clients_at_once_get_the_results_of_a_direct_computation(dense, tmp_path, pool):
     path, vectors, words = dense
     corpus = Corpus(path)
@@ -476,6 +480,7 @@ def test_64_clients_at_once_get_the_results_of_a_direct_computation(dense, tmp_p
     assert (tmp_path / "log").read_text() == ""
 
 
+@pytest.mark.slow
 def test_two_indexes_are_fused(dense, tmp_path):
     path, vectors, words = dense
     corpus = Corpus(path)
@@ -493,18 +498,22 @@ def test_two_indexes_are_fused(dense, tmp_path):
     "arguments, complaint",
     [
         (["--index", "nowhere"], "nowhere/index.json: no such file"),
-        (["--index", "FAISS"], "name the model that made it with --encoder"),
-        (["--index", "FAISS", "--encoder", "/no/model"], "--encoder /no/model: "),
-        (["--index", "VECTORS", "--shard_gpus"], "--shard_gpus: this FAISS sees no GPU"),
+        pytest.param(["--index", "FAISS"], "name the model that made it with --encoder", marks=pytest.mark.slow),
+        pytest.param(["--index", "FAISS", "--encoder", "/no/model"], "--encoder /no/model: ", marks=pytest.mark.slow),
+        pytest.param(
+            ["--index", "VECTORS", "--shard_gpus"], "--shard_gpus: this FAISS sees no GPU", marks=pytest.mark.slow
+        ),
         (["--max_batch", "0"], "--max_batch: 0 is less than 1"),
         (["--max_wait_ms", "nan"], "--max_wait_ms: nan is not a finite number of at least 0"),
         (["--family", "t5"], "--family: invalid choice: 't5'"),
         (["build"], "unrecognized arguments: build"),
     ],
 )
-def test_a_bad_command_line_fails_with_one_line(dense, arguments, complaint):
-    path, vectors, _ = dense
-    arguments = [{"FAISS": f"{vectors}/index.faiss", "VECTORS": vectors}.get(a, a) for a in arguments]
+def test_a_bad_command_line_fails_with_one_line(request, tmp_path, arguments, complaint):
+    path = make_corpus(tmp_path / "corpus.jsonl", 3)
+    if {"FAISS", "VECTORS"} & set(arguments):
+        path, vectors, _ = request.getfixturevalue("dense")
+        arguments = [{"FAISS": f"{vectors}/index.faiss", "VECTORS": vectors}.get(a, a) for a in arguments]
     command = [sys.executable, SERVER, "--corpus", path, "--port", "0", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode in (1, 2) and done.stdout == ""

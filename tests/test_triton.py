@@ -23,14 +23,14 @@ on_gpu = torch.cuda.is_available()
 def test_the_kernel_equals_rows_torch():
     """Every result on the same rows; dL/dz in bf16 is the float32 one, rounded."""
     g = torch.Generator().manual_seed(0)
-    z = 3 * torch.randn(33, 5000, generator=g)
-    y = torch.randint(5000, (33,), generator=g)
+    z = 3 * torch.randn(12, 5000, generator=g)
+    y = torch.randint(5000, (12,), generator=g)
     z[0, y[0]], z[1, y[1]] = 40, -40
-    logp = torch.log_softmax(z.double(), 1)[torch.arange(33), y].float()
-    noise = [0.3 * torch.randn(33, generator=g) for _ in "12"]
-    tokens = {"adv": torch.randn(33, generator=g), "w": torch.rand(33, generator=g), "old": logp + noise[0]}
-    tokens |= {"ref": logp + noise[1] * torch.tensor([1e-3, 1, 20]).repeat(11)}
-    tokens |= {"eps_low": torch.full((33,), 0.2), "eps_high": torch.linspace(0.1, 0.4, 33)}
+    logp = torch.log_softmax(z.double(), 1)[torch.arange(12), y].float()
+    noise = [0.3 * torch.randn(12, generator=g) for _ in "12"]
+    tokens = {"adv": torch.randn(12, generator=g), "w": torch.rand(12, generator=g), "old": logp + noise[0]}
+    tokens |= {"ref": logp + noise[1] * torch.tensor([1e-3, 1, 20]).repeat(4)}
+    tokens |= {"eps_low": torch.full((12,), 0.2), "eps_high": torch.linspace(0.1, 0.4, 12)}
     constants = {"temperature": 0.9, "delta": 3.0, "beta": 0.02, "entropy_coef": 0.01}
     for kind in KINDS:
         twin = rows_torch.loss_rows(z.clone(), y, torch.float32, **tokens, **constants, kind=kind)
@@ -39,7 +39,7 @@ def test_the_kernel_equals_rows_torch():
             assert a.dtype == b.dtype and a.shape == b.shape
             assert error(a, b) < 3e-6
         rounded = rows_triton.loss_rows(z.clone(), y, torch.bfloat16, **tokens, **constants, kind=kind)[-1]
-        assert rounded.dtype == torch.bfloat16 and error(rounded, ours[-1]) < 2.5e-3
+        assert rounded.dtype == torch.bfloat16 and error(rounded, ours[-1]) < 2**-8
         assert rows_triton.loss_rows(z, y, None, **tokens, **constants, kind=kind)[-1] is None
     half = rows_triton.loss_rows(z.bfloat16(), y, torch.bfloat16, **tokens, **constants, kind="clip")
     again = rows_triton.loss_rows(z.bfloat16().float(), y, torch.bfloat16, **tokens, **constants, kind="clip")

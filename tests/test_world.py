@@ -311,6 +311,7 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 def test_the_warm_start_is_reproducible_and_never_sees_a_name_of_the_world(full_world, monkeypatch, one_thread):
     seen = []
     lessons = warm_start.lessons
