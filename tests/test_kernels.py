@@ -149,7 +149,7 @@ def check(hidden, weight, targets, chunk=4096, **kw):
     return got
 
 
-def batch(N=37, H=16, V=1187, dtype=torch.float32, seed=0):
+def batch(N=13, H=16, V=1187, dtype=torch.float32, seed=0):
     """Returns arguments with peaked logits, N(0, 3), and those of per_token."""
     g = torch.Generator().manual_seed(seed)
     hidden, weight = (torch.randn(n, H, generator=g, dtype=dtype) for n in (N, V))
@@ -172,7 +172,7 @@ def per_token(hidden, weight, targets, g):
 # ---- the loss and its gradient
 
 
-EPS = torch.linspace(0.05, 0.5, 37)
+EPS = torch.linspace(0.05, 0.5, 13)
 SETTINGS = {
     "plain": {},
     "no reference": {"ref_logp": None},
@@ -187,7 +187,7 @@ SETTINGS = {
     "sapo": {"kind": "sapo", "eps_low": 1.05, "eps_high": 1.0},
     "sapo, all": {"kind": "sapo", "eps_low": 4 * EPS, "eps_high": 5 * EPS.flip(0), "temperature": 1.3, "beta": 0.04},
     "on-policy sapo": {"kind": "sapo", "eps_low": 1.05, "eps_high": 1.0, "old_logp": None},
-    "dppo": {"kind": "dppo", "eps_low": 1e-4, "eps_high": 1e-4, "beta": 0.04},
+    "dppo": {"kind": "dppo", "eps_low": 1e-6, "eps_high": 1e-6, "beta": 0.04},
     "dppo, eps per token": {"kind": "dppo", "eps_low": EPS / 1e4, "eps_high": EPS.flip(0) / 1e4, "temperature": 0.7},
     "on-policy dppo": {"kind": "dppo", "old_logp": None},
     "quadratic": {"kind": "quadratic", "eps_low": 0.04, "eps_high": 0.04},
@@ -212,7 +212,7 @@ def test_settings(setting, chunk):
     assert got["clipped"].any() == (cuts and kw["old_logp"] is not None)
 
 
-SHAPES = [(1, 16, 1187), (9, 32, 151_936), (2, 32, 152_064), (129, 64, 1187), (5, 3, 2), (2, 4, 4096), (2, 4, 4097)]
+SHAPES = [(1, 16, 1187), (9, 32, 151_936), (2, 32, 152_064), (65, 64, 1187), (5, 3, 2), (2, 4, 4096), (2, 4, 4097)]
 
 
 @pytest.mark.parametrize("N, H, V", SHAPES)
@@ -225,14 +225,14 @@ def test_shapes(N, H, V):
 def test_logits(logits):
     """With hidden = identity, weight.T is the matrix of logits."""
     g = torch.Generator().manual_seed(1)
-    z = 60 * (2 * torch.rand(37, 1187, generator=g) - 1)
+    z = 60 * (2 * torch.rand(13, 1187, generator=g) - 1)
     if logits == "negative":
-        z = -1 - 20 * torch.rand(37, 1187, generator=g)
+        z = -1 - 20 * torch.rand(13, 1187, generator=g)
     elif logits == "-60 but one":  # a certain token: logp = 0, and a rare one: logp = -120
         z.fill_(-60)[:, 7] = 60
-    targets = torch.randint(1187, (37,), generator=g)
-    targets[:9] = z.argmax(1)[:9]
-    args = torch.eye(37), z.T.contiguous(), targets
+    targets = torch.randint(1187, (13,), generator=g)
+    targets[:4] = z.argmax(1)[:4]
+    args = torch.eye(13), z.T.contiguous(), targets
     kw = per_token(*args, g)
     check(*args, beta=0.04, **kw)
 
@@ -261,17 +261,17 @@ def test_a_tie_keeps_the_whole_gradient(eps):
     assert not implied["clipped"].any()
 
     hidden, weight = (v.double().requires_grad_() for v in args[:2])
-    logp = torch.log_softmax(hidden @ weight.T, 1)[torch.arange(37), args[2]]
+    logp = torch.log_softmax(hidden @ weight.T, 1)[torch.arange(13), args[2]]
     dX, dW = torch.autograd.grad(-(kw["w"] * kw["adv"] * logp).sum(), (hidden, weight))
     assert error(implied["dX"], dX) < 1e-5 and error(implied["dW"], dW) < 1e-5
 
 
 def test_delta_bounds_a_negative_advantage():
     args, kw = batch()
-    kw |= {"adv": -torch.ones(37), "w": torch.ones(37), "old_logp": kw["old_logp"] - 40}  # rho about e^40
+    kw |= {"adv": -torch.ones(13), "w": torch.ones(13), "old_logp": kw["old_logp"] - 40}  # rho about e^40
     assert differentiate(grpo_head, *args, **kw)["loss"] > 1e15
     bounded = check(*args, delta=4.0, **kw)
-    assert same(bounded["loss"], torch.tensor(37 * 4.0)) and not bounded["dX"].any()
+    assert same(bounded["loss"], torch.tensor(13 * 4.0)) and not bounded["dX"].any()
 
 
 @pytest.mark.parametrize("kind", kernels.head.KINDS)
@@ -312,11 +312,11 @@ def test_a_target_that_is_no_token_is_an_error_or_nan(rows, target):
 def test_w_holds_the_averages_of_eq2():
     """Eq. 2 trajectory by trajectory, observations left out, is one call with w = mask / (G * sum(mask))."""
     args, kw = batch()
-    mask = torch.rand(37, generator=torch.Generator().manual_seed(2)) < 0.7
-    G, lengths = 3, [20, 6, 11]
-    logp = torch.log_softmax(args[0].double() @ args[1].double().T, 1)[torch.arange(37), args[2]]
+    mask = torch.rand(13, generator=torch.Generator().manual_seed(2)) < 0.7
+    G, lengths = 3, [6, 3, 4]
+    logp = torch.log_softmax(args[0].double() @ args[1].double().T, 1)[torch.arange(13), args[2]]
     J, w = 0.0, []
-    for tau in torch.arange(37).split(lengths):
+    for tau in torch.arange(13).split(lengths):
         total = 0.0
         for t in tau[mask[tau]]:
             rho = math.exp(logp[t] - kw["old_logp"][t])
@@ -346,7 +346,7 @@ def test_gradcheck(rows):
 # ---- chunks
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 36, 37, 38])
+@pytest.mark.parametrize("chunk", [1, 5, 12, 13, 14])
 def test_chunk_does_not_matter(chunk):
     args, kw = batch()
     kw |= {"beta": 0.04}
@@ -361,7 +361,7 @@ def test_two_micro_batches_make_one():
     args, kw = batch()
     whole = differentiate(grpo_head, *args, **kw)
     weight, total, dX = args[1].clone().requires_grad_(), 0.0, []
-    for rows in (slice(0, 15), slice(15, 37)):
+    for rows in (slice(0, 5), slice(5, 13)):
         hidden = args[0][rows].clone().requires_grad_()
         loss, _ = grpo_head(hidden, weight, args[2][rows], **{k: v[rows] for k, v in kw.items()})
         loss.backward()
@@ -372,7 +372,7 @@ def test_two_micro_batches_make_one():
 
 def test_masked_rows_might_as_well_be_absent():
     (hidden, weight, targets), kw = batch()
-    mask = torch.arange(37) % 3 > 0
+    mask = torch.arange(13) % 3 > 0
     masked = differentiate(grpo_head, hidden, weight, targets, **kw | {"w": kw["w"] * mask})
     kept = {k: v[mask] for k, v in kw.items()}
     compact = differentiate(grpo_head, hidden[mask], weight, targets[mask], **kept)
@@ -553,7 +553,7 @@ def test_a_small_kl_keeps_its_digits(rows):
     """exp(d) - d - 1 in float32 would be 0 or 6e-8 here."""
     args, kw = batch(dtype=torch.float32)
     logp = token_logprobs(*args)[0]
-    d = torch.logspace(-5, -1.2, 37) * torch.tensor([1.0, -1.0]).repeat(19)[:37]
+    d = torch.logspace(-5, -1.2, 13) * torch.tensor([1.0, -1.0]).repeat(7)[:13]
     kl = grpo_head(*args, **kw | {"ref_logp": logp + d, "beta": 0.1})[1]["kl"]
     d = (logp + d).double() - logp.double()
     assert torch.allclose(kl.double(), torch.expm1(d) - d, rtol=1e-2 if rows is rows_torch else 1e-5, atol=1e-13)
