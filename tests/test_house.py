@@ -16,7 +16,7 @@ import inspo
 ROOT = Path(__file__).parent.parent
 ROOMS = (  # the paper's
     "inspo config data rollout tools grpo objectives variants population reflect evaluate baselines report faults"
-    " outside"
+    " outside selection rivals"
 ).split()
 WINGS = "engines training harness kernels page retrieval evaluation world bench".split()
 CODE = sorted([*ROOT.glob("*.py"), *(path for wing in WINGS for path in ROOT.glob(f"{wing}/*.py"))])
@@ -28,7 +28,7 @@ IN_INSPO = {  # a line of Algorithm 1 -> what the marked line of code must do
     "L2": r"P, B = .*first_population\(.*ReplayBuffer\(",
     "L3": r"for t in log\.steps\(",
     "L4": "",  # a heading
-    "L5": r"instructions = P\.sample\(",
+    "L5": r"drawn = P\.draw\(",
     "L6": r"taus = policy\.rollout\(",
     "L7": r"tau\.reward = reward\(tau\)",
     "L8": r"policy\.update\(t, taus\)",
