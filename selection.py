@@ -75,20 +75,16 @@ class Paired(Population):
     def weigh(self) -> None:
         """Sets w = mean reward on the common questions + effect, and `rating`: w with its standard error."""
         assert self.design
-        fit = self.design.fit()
-        for j, a, se in zip(self.ids, fit.a[self.rows], fit.se(self.rows), strict=True):
-            if self.design.drawn[self.row(j), self.row(j)]:
-                I, w = self.family[j], self.design.level(fit.a) + float(a)
-                I.rewards, I.rating = [w], [w, float(se)] if np.isfinite(se) else None
+        fit, rows = self.design.fit(), [self.row(j) for j in self.ids]
+        weights = (self.design.level(fit) + fit.a)[rows].tolist()
+        for I, k, w, se in zip(self.active, rows, weights, fit.se(rows).tolist(), strict=True):
+            if self.design.drawn[k, k]:
+                I.rewards, I.rating = [w], [w, se] if math.isfinite(se) else None
 
     def row(self, j: int) -> int:
+        """Returns an instruction's row in the design."""
         assert self.design
         return self.design.ids.index(j)
-
-    @property
-    def rows(self) -> list[int]:
-        """Of the active instructions in the design."""
-        return [self.row(j) for j in self.ids]
 
     def probabilities(self) -> Array:
         """Returns the share of the questions that each active instruction is to get: all the same."""
@@ -141,23 +137,23 @@ class Fit(NamedTuple):
     a: Array  # (n,) in units of reward
     cov: Array  # (n, n): the variance of a_j - a_l is cov_jj + cov_ll - 2 cov_jl
     df: int  # degrees of freedom of the variance; without any, the errors are infinite
-    free: Array  # (n, n): what the questions leave open; 0 where they link all n
+    part: Ints  # (n,): those with one number are linked by questions; others cannot be compared
 
     def behind(self, leader: int) -> tuple[Array, Array]:
         """Returns (a_leader - a_j, its standard error), (n,) each; infinite where no question links the two."""
         var = self.cov.diagonal() + self.cov[leader, leader] - 2 * self.cov[leader]
-        linked = np.abs(self.free - self.free[:, [leader]]).max(0) < 1e-6
-        return self.a[leader] - self.a, self.error(var, linked)
+        return self.a[leader] - self.a, self.error(var, self.part == self.part[leader])
 
     def se(self, active: Sequence[int]) -> Array:
-        """Returns the standard errors of the effects of `active`, each against the mean of all of them."""
-        contrast = np.eye(len(self.a))[active]
-        contrast -= contrast.mean(0)
+        """Returns the standard errors of the effects of `active`, each against the mean of those linked to it."""
+        each = np.eye(len(self.a))[active]
+        linked = self.part[active] == self.part[active][:, None]
+        contrast = each - linked @ each / linked.sum(1, keepdims=True)
         var = np.einsum("ij,jk,ik->i", contrast, self.cov, contrast)
-        return self.error(var, np.abs(contrast @ self.free).max(1) < 1e-6)
+        return self.error(var, linked.sum(1) > 1)
 
-    def error(self, var: Array, known: npt.NDArray[np.bool_]) -> Array:
-        return np.where(known & (self.df > 0), np.sqrt(np.maximum(0, var)), np.inf)
+    def error(self, var: Array, linked: npt.NDArray[np.bool_]) -> Array:
+        return np.where(linked & (self.df > 0), np.sqrt(np.maximum(0, var)), np.inf)
 
 
 class Design:
@@ -172,34 +168,41 @@ class Design:
         self.L: Array = np.zeros((n, n))  # of the graph whose edges are shared questions: Laplacian
         self.y: Array = np.zeros(n)  # sums of r_qj - mean over q's instructions
         self.drawn: Ints = np.zeros((n, n), int)  # questions that two have shared; diagonal: that one has had
-        self.total, self.scatter, self.df = 0.0, 0.0, 0  # sum of r_qj; of squares within questions; their freedom
+        self.total: Array = np.zeros(n)  # sums of r_qj
+        self.scatter, self.df = 0.0, 0  # sum of squares within questions, and their freedom
 
     def add(self, members: Ints, r: Array) -> None:
         """Adds B questions under m instructions each: their rows (B, m) and mean rewards (B, m)."""
-        m = members.shape[1]
-        centred = r - r.mean(1, keepdims=True)
-        pairs = members[:, :, None], members[:, None, :]
-        np.add.at(self.L, (members, members), 1.0)
-        np.add.at(self.L, pairs, -1 / m)
-        np.add.at(self.drawn, pairs, 1)
-        np.add.at(self.y, members, centred)
-        self.total += float(r.sum())
+        (B, m), n = members.shape, len(self.ids)
+        asked, reward, centred = np.zeros((B, n)), np.zeros((B, n)), np.zeros((B, n))
+        question = np.arange(B)[:, None]
+        asked[question, members], reward[question, members] = 1, r
+        centred[question, members] = r - r.mean(1, keepdims=True)
+        together = asked.T @ asked
+        self.L += np.diag(together.diagonal()) - together / m
+        self.drawn += together.astype(int)
+        self.y += centred.sum(0)
+        self.total += reward.sum(0)
         self.scatter += float((centred**2).sum())
-        self.df += len(members) * (m - 1)
+        self.df += B * (m - 1)
 
     def fit(self) -> Fit:
         """Returns the least squares of r on question and instruction; without freedom left the errors are infinite."""
         inverse = np.linalg.pinv(self.L, hermitian=True)
         a: Array = inverse @ self.y
-        determined = inverse @ self.L
-        df = self.df - round(float(np.trace(determined)))
+        n = len(a)
+        part: Ints = (np.linalg.matrix_power(self.drawn > 0, n) | np.eye(n, dtype=bool)).argmax(
+            1
+        )  # the first one linked
+        df = self.df - (n - len(np.unique(part)))
         residual = max(0.0, self.scatter - float(a @ self.y))
-        return Fit(a, inverse * residual / max(1, df), df, np.eye(len(a)) - determined)
+        return Fit(a, inverse * residual / max(1, df), df, part)
 
-    def level(self, a: Array) -> float:
-        """Returns the mean reward of these questions under an instruction of effect 0."""
+    def level(self, fit: Fit) -> Array:
+        """Returns (n,) the mean reward under an effect of 0, of the questions of each instruction's part."""
         n = self.drawn.diagonal()
-        return float((self.total - n @ a) / max(1, n.sum()))
+        level: Array = np.bincount(fit.part, self.total - n * fit.a) / np.maximum(1, np.bincount(fit.part, n))
+        return level[fit.part]
 
     def blocks(self, active: Sequence[int], sizes: Sequence[int], dice: np.random.Generator) -> list[list[int]]:
         """Returns for each size as many of the active ids, to share a question.

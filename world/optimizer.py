@@ -2,10 +2,10 @@
 
     python -m world.optimizer --port 8001
 
-It gets nothing but a prompt, of App. E or of another mode's. It reads the failed responses there as text (how many searches, which queries,
-a sentence where a name belongs, an answer that no passage contains), writes an analysis and proposes instructions made
-of the world's clauses. As with an LLM, proposals vary in quality: some miss the point, some do harm, some are right but
-in words that the policy has never read, and a few replies are malformed.
+It gets nothing but a prompt, of App. E or of another mode's (reflect.py). It reads the failed responses there as text
+(how many searches, which queries, a sentence where a name belongs, an answer that no passage contains), writes an
+analysis and proposes instructions made of the world's clauses. As with an LLM, proposals vary in quality: some miss the
+point, some do harm, some are right but in words that the policy has never read, and a few replies are malformed.
 """
 
 import argparse
