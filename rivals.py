@@ -307,7 +307,7 @@ def gepa(
         scores = np.concatenate([scores, more])
     wins, means = instance_wins(scores), scores.mean(1)
     order = sorted(range(len(scores)), key=lambda k: (-wins[k], -means[k]))[: cfg.N_P]
-    kept = [P.ids[k] for k in order if k < len(texts)]
+    kept = [P.ids[k] for k in order if k < len(texts) and wins[k]]
     new = [(k, *passed[k - len(texts)]) for k in sorted(order) if k >= len(texts) and wins[k]]
     if new:
         P.keep(kept, t)
