@@ -1,6 +1,7 @@
 """How often selection errs, on populations whose errors can be computed by hand."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,14 +18,14 @@ def population(*means, questions=50, rollouts=4):
 
 
 def test_without_noise_the_worse_half_is_pruned():
-    assert pruning_errors(population(1.0, 0.0, 1.0, 0.0), 64, CFG, np.random.default_rng(0), 50, 0.02) == (0.0, 0.0)
+    assert pruning_errors(population(1.0, 0.0, 1.0, 0.0), 64, CFG, np.random.default_rng(0), 50, 0.02)[:2] == (0.0, 0.0)
 
 
 def test_by_chance_alone_half_of_the_pairs_are_wrong():
     """Rewards drawn from one distribution, but two instructions luckier on the large set than the others by a hair."""
     R = np.random.default_rng(1).random((4, 4000, 1)) < 0.5
     R = R - R.mean((1, 2), keepdims=True) + np.array([0.501, 0.5, 0.501, 0.5])[:, None, None]
-    wrong, lost = pruning_errors(R, 4, CFG, np.random.default_rng(0), 250, 0.0005)
+    wrong, lost, _ = pruning_errors(R, 4, CFG, np.random.default_rng(0), 250, 0.0005)
     assert wrong == pytest.approx(0.5, abs=0.06)
     assert lost == 0.0  # two are equally good: neither is clearly the best
 
@@ -37,7 +38,7 @@ def test_a_larger_batch_errs_less():
 
 def test_differences_within_the_margin_are_no_errors():
     R = population(0.50, 0.51, 0.50, 0.51, questions=100)
-    assert pruning_errors(R, 4, CFG, np.random.default_rng(0), 100, 0.02) == (0.0, 0.0)
+    assert pruning_errors(R, 4, CFG, np.random.default_rng(0), 100, 0.02)[:2] == (0.0, 0.0)
 
 
 def test_the_gate_s_errors_are_those_of_the_binomial():
@@ -46,6 +47,29 @@ def test_the_gate_s_errors_are_those_of_the_binomial():
     child = (np.random.default_rng(3).permutation(1000) < 900)[:, None] * 1.0
     n = 8
     exact = math.comb(900, n) / math.comb(1000, n)  # drawn without replacement
-    found = joining_errors(parent, child, n, np.random.default_rng(0), 3000)
+    found = joining_errors(parent, child, n, np.random.default_rng(0), 3000, CFG)
     assert found == pytest.approx(exact, abs=0.03)
-    assert joining_errors(child, parent, n, np.random.default_rng(0), 200) == 0.0  # a better one always joins here
+    assert joining_errors(child, parent, n, np.random.default_rng(0), 200, CFG) == 0.0  # a better one always joins here
+
+
+def test_the_paired_rule_prunes_less_and_errs_less():
+    rng = np.random.default_rng(2)
+    hard = rng.random((1, 400, 1))  # questions that differ far more than the instructions do
+    R = (rng.random((4, 400, 4)) < hard + np.array([0.08, 0.04, 0.0, -0.04])[:, None, None]) * 1.0
+    paper, paired = (
+        pruning_errors(R, 24, replace(CFG, rank=rank), np.random.default_rng(0), 150, 0.02)
+        for rank in ("paper", "paired")
+    )
+    assert paper[2] == 2.0 and paired[2] < 1.0
+    assert paired[1] < paper[1] and paired[0] < paper[0]
+
+
+def test_more_rollouts_and_a_lower_bound_keep_more_of_the_worse_out():
+    rng = np.random.default_rng(4)
+    p = rng.random((300, 1))
+    parent, child = ((rng.random((300, 8)) < p + shift) * 1.0 for shift in (0.0, -0.05))
+    rates = [
+        joining_errors(parent, child, 48, np.random.default_rng(0), 300, replace(CFG, gate=gate, gate_samples=samples))
+        for gate, samples in (("paper", 1), ("paper", 4), ("lower_bound", 1))
+    ]
+    assert rates[0] > rates[1] and rates[0] > rates[2]
