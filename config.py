@@ -293,6 +293,10 @@ def validate(cfg: Config) -> str:
         return f"--lr {cfg.lr}: --mode prompt freezes the policy; leave it out"
     if cfg.rank == "paired" and cfg.groups != "pair":
         return f"--groups {cfg.groups}: --rank paired compares whole groups of a question and instruction; leave it out"
+    if cfg.mode == "espl" and cfg.groups != "pair":
+        return f"--groups {cfg.groups}: --mode espl compares within a program; leave it out"
+    if cfg.rivals != Config.rivals and cfg.rank != "paired" and cfg.mode != "espl":
+        return f"--rivals {cfg.rivals}: only --rank paired and --mode espl ask a question under several; leave it out"
     if cfg.rivals == 1:
         return "--rivals 1: one instruction alone is compared with nobody; 2 or more, or 0 for all"
     if cfg.mode == "fst" and cfg.D_B < 1:

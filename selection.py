@@ -191,9 +191,8 @@ class Design:
         inverse = np.linalg.pinv(self.L, hermitian=True)
         a: Array = inverse @ self.y
         n = len(a)
-        part: Ints = (np.linalg.matrix_power(self.drawn > 0, n) | np.eye(n, dtype=bool)).argmax(
-            1
-        )  # the first one linked
+        linked = np.linalg.matrix_power(self.drawn > 0, n) | np.eye(n, dtype=bool)
+        part: Ints = linked.argmax(1)  # the first row that each is linked to
         df = self.df - (n - len(np.unique(part)))
         residual = max(0.0, self.scatter - float(a @ self.y))
         return Fit(a, inverse * residual / max(1, df), df, part)

@@ -287,8 +287,10 @@ def test_an_unknown_abbreviated_or_mistyped_flag_is_refused(refuses, argv, said)
         ("--rank paired --mode espl", "--mode espl does not follow"),
         ("--gate lower_bound --mode static", "--mode static does not follow"),
         ("--rank paired --groups question", "--groups question: --rank paired compares whole groups"),
-        ("--rivals 1", "--rivals 1: one instruction alone"),
-        ("--rivals -1", "--rivals -1"),
+        ("--rank paired --rivals 1", "--rivals 1: one instruction alone"),
+        ("--rank paired --rivals -1", "--rivals -1"),
+        ("--rivals 3", "--rivals 3: only --rank paired and --mode espl"),
+        ("--mode espl --groups question", "--groups question: --mode espl compares within a program"),
         ("--gate_samples 0", "--gate_samples 0"),
         ("--gate lower_bound --D_B 1", "--D_B 1: --gate lower_bound needs at least 2"),
         ("--mode fst --D_B 0", "--D_B 0: --mode fst chooses prompts by what they win"),
@@ -361,7 +363,7 @@ def test_an_impossible_configuration_is_refused(refuses, argv, said):
     [
         "--tools search,calculator", "--valid_n 0", "--weight_decay 0",
         "--adam_beta1 0", "--adam_beta2 0", "--beta 0", "--T_e 0", "--warmup 0", "--eval_every 0", "--N_P 1",
-        "--rivals 0", "--gate_samples 4", "--max_observation 32", "--tis 2", "--G 2", "--D_B 0", "--tools none", "--groups question",
+        "--gate_samples 4", "--max_observation 32", "--tis 2", "--G 2", "--D_B 0", "--tools none", "--groups question",
     ],
 )  # fmt: skip
 def test_values_at_the_edge_of_the_possible_are_taken(argv):

@@ -205,6 +205,12 @@ def test_population_reflect_and_objectives_stand_beside_each_other_and_without_t
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
+def test_other_rules_of_selection_know_the_population_alone_and_only_main_knows_the_relatives():
+    assert own(MODULES["selection"]) == {"population"} and not imports(MODULES["selection"]) & {"torch"}
+    assert [name for name, path in MODULES.items() if "rivals" in own(path)] == ["inspo"]
+    assert "rivals" not in own(MODULES["inspo"], lazy=False)
+
+
 def test_engines_and_the_loader_of_models_do_not_know_the_agent():
     for path in of_wing("engines"):
         assert not own(path) & {"rollout", "tools", "population", "grpo"}, path
