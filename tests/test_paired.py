@@ -134,15 +134,25 @@ def test_draws_depend_on_the_generator_and_on_what_was_drawn_before_alone():
     assert len({tuple(sorted(draw(of(5), s)[:2])) for s in range(150)}) == 10  # any pair may come first
 
 
+def test_a_pair_that_has_not_met_comes_before_one_with_fewer_questions():
+    P = of(5)
+    met = [[a, b] for a in (0, 1) for b in (2, 3)] * 5 + [[2, 3]] + [[4, k] for k in range(4)]
+    P.learn(met, [[0.0, 0.0]] * len(met))
+    for seed in range(5):
+        [first] = P.blocks(np.random.default_rng(seed), 2)
+        assert sorted(first) == [0, 1]
+
+
 def test_who_is_alone_gets_every_question():
     assert [I.id for _, I in of(1).draw(np.random.default_rng(0), "abc")] == [0, 0, 0]
 
 
 def test_the_paper_s_draw_is_one_choice_of_the_generator():
     P, _ = restored("a", "b", "c")
-    P.family[1].rewards = [0.5]
+    P.family[1].rewards = [0.1]
     drawn = P.draw(np.random.default_rng(3), "pqrs", 2)
-    ids = np.random.default_rng(3).choice(3, size=8, p=P.probabilities())
+    ids = np.random.default_rng(3).choice(3, size=8, p=P.probabilities()).tolist()
+    assert ids != ids[::-1]
     assert [(q, I.id) for q, I in drawn] == list(zip("ppqqrrss", ids, strict=True))
     assert type(population_of(Config())) is Population and type(population_of(Config(rank="paired"))) is Paired
 
@@ -334,6 +344,12 @@ def test_the_lower_bound_keeps_out_who_may_be_worse_and_leaves_their_places_empt
     assert len(e.optimizer.prompts) == 5 and e.shortfall == "too few candidates"
     e = Evolution({"old": 0.5}, right, replies, N_P=4)
     assert e.texts == ["old", "above", "equal", "near"]
+
+
+def test_it_is_the_bound_that_has_to_reach_the_parent_s_mean(monkeypatch):
+    monkeypatch.setattr(inspo, "gate", lambda r, r_parent, rule: (sum(r) / len(r) - 0.4, False))
+    e = Evolution({"old": 0.5}, {"old": 5, "above": 8, "far above": 10}, ["above", "far above"], N_P=3, rounds=1)
+    assert e.joined == [["far above"]] and e.texts == ["old", "far above", "above"]  # no worse: it fills a place
 
 
 def test_parent_and_candidates_get_the_same_number_of_rollouts_a_question(monkeypatch):
