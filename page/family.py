@@ -39,9 +39,9 @@ def family(run: Run) -> Row:
             if joined := born.get((t, str(text))):
                 joined.setdefault("call", place)
     for I in found.values():  # what nobody verified: whose reply holds it
-        here = (place for place in calls if place.startswith(f"{I['born']}."))
-        if "call" not in I and (place := next((p for p in here if I["text"] in calls[p]["reply"]), None)):
-            I["call"] = place
+        here = [p for p in calls if p.startswith(f"{I['born']}.") and I["text"] in calls[p]["reply"]]
+        if here and I["parents"]:
+            I.setdefault("call", here[0])
     return {"instructions": list(found.values()), "refused": refused, "calls": calls}
 
 
