@@ -73,13 +73,16 @@ class Paired(Population):
         design.add(np.array([[rows[j] for j in block] for block in blocks]), np.array(r, float))
 
     def weigh(self) -> None:
-        """Sets w = mean reward on the common questions + effect, and `rating`: w with its standard error."""
+        """Sets w = mean reward on the common questions + effect, and `rating`: w with its standard error.
+
+        There is none before the rewards have left a residual to judge by.
+        """
         assert self.design
         fit, rows = self.design.fit(), [self.row(j) for j in self.ids]
         weights = (self.design.level(fit) + fit.a)[rows].tolist()
         for I, k, w, se in zip(self.active, rows, weights, fit.se(rows).tolist(), strict=True):
             if self.design.drawn[k, k]:
-                I.rewards, I.rating = [w], [w, se] if math.isfinite(se) else None
+                I.rewards, I.rating = [w], [w, se] if 0 < se < math.inf else None
 
     def row(self, j: int) -> int:
         """Returns an instruction's row in the design."""
