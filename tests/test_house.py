@@ -207,7 +207,7 @@ def test_population_reflect_and_objectives_stand_beside_each_other_and_without_t
 
 def test_other_rules_of_selection_know_the_population_alone_and_only_main_knows_the_relatives():
     assert own(MODULES["selection"]) == {"population"} and not imports(MODULES["selection"]) & {"torch"}
-    assert [name for name, path in MODULES.items() if "rivals" in own(path)] == ["inspo"]
+    assert [room for room in ROOMS if "rivals" in own(MODULES[room])] == ["inspo"]
     assert "rivals" not in own(MODULES["inspo"], lazy=False)
 
 
