@@ -96,7 +96,10 @@ bench-objectives: setup  ## every objective on the world, 3 seeds: results/objec
 bench-instructions: setup  ## every combination of clauses under the first policy and under a trained one
 	$(PY) bench/instructions.py $(or $(POLICY),runs/paper/inspo-seed1/policy) $(ARGS)
 
-bench-selection: setup ## how often the paper's rule of selection errs, by batch size and |D_B|
+bench-selection: setup ## which rule of choosing instructions wins, 5 seeds: results/selection.md (3 hours; it resumes)
+	$(PY) bench/rivals.py $(ARGS)
+
+bench-errors: setup   ## how often prunings and the gate err, by rule, batch size and |D_B|
 	$(PY) bench/selection.py $(ARGS)
 
 bench-world: setup    ## the first policy by instruction; how often verification errs

@@ -38,7 +38,12 @@ def knob(default: Any, doc: str, section: str = "") -> Any:
 class Config:
     """Defaults are the paper's 3B column (§4, App. B); sizes in tokens are the policy's tokens."""
 
-    mode: str = knob("inspo", "inspo, or static: Search-R1's baseline, one fixed instruction", "the run")
+    mode: str = knob(
+        "inspo",
+        "inspo; prompt: the same, the policy frozen; static: Search-R1's baseline, one fixed instruction; espl, fst: "
+        "its nearest relatives (docs/selection.md)",
+        "the run",
+    )
     model: str = knob("world", "a preset (world, qwen2.5-0.5b to -7b), a Hugging Face id or a local directory")
     train: str = knob("", "training questions, .jsonl or .parquet")
     valid: str = knob("", "questions that choose the best checkpoint; empty: some of --train are set aside")
@@ -119,6 +124,10 @@ class Config:
     K_p: int = knob(5, "K_p: steps between prunings; more than T: none (Fig. 3)")
     K_e: int = knob(15, "K_e: steps between evolutions")
     T_e: int = knob(150, "T_e: evolutions happen at steps below it")
+    rank: str = knob(
+        "paper", "paper; paired: rivals share questions, and a test prunes those behind for certain (docs/selection.md)"
+    )
+    rivals: int = knob(2, "instructions that share a question with --rank paired, or with --mode espl; 0: all")
 
     proposer: str = knob(
         "reflection",
@@ -127,6 +136,11 @@ class Config:
     )
     failures: int = knob(4, "failed trajectories shown to the optimizer")
     D_B: int = knob(200, "|D_B|: questions on which candidates are verified; 0: they join unverified (Fig. 3)")
+    gate: str = knob(
+        "paper", "who joins: paper: mean reward on D_B at least the parent's; lower_bound: hardly below it for certain"
+    )
+    gate_samples: int = knob(1, "rollouts a question of D_B, for parent and candidates alike")
+    crossover: float = knob(0.0, "probability of a child of several parents in a step of --mode espl")
     top_n: int = knob(6, "n of Alg.1 L21: candidates that may join in one round")
     rounds: int = knob(5, "rounds of generate and verify in one evolution, at most (App. C)")
     max_optimizer_tokens: int = knob(0, "tokens to and from the optimizer after which it is not asked; 0: no limit")
@@ -168,6 +182,15 @@ PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+NEVER = 1_000_000  # more steps than any run has
+MODES: dict[str, dict[str, Any]] = {  # what a mode changes of a preset; a flag wins
+    "static": dict(N_P=1, N_parent=1, T_e=0),  # one instruction: the rest of Algorithm 1 then does nothing
+    "prompt": dict(lr=0.0),
+    "espl": dict(N_P=100, K_e=1, T_e=NEVER, K_p=NEVER, rivals=3, D_B=0, objective="espl"),
+    "fst": dict(N_P=4, K_e=6, T_e=NEVER, K_p=NEVER, rounds=4, groups="question", objective="cispo_cap"),
+}
+
+
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         first = os.environ.get("RANK", "0") == "0"  # under torchrun one process speaks for all
@@ -197,8 +220,7 @@ def parse(argv: list[str] | None = None) -> Config:
     preset = PRESETS.get(named, {})
     if preset and "model" in flags:
         flags["model"] = preset["model"]
-    if flags.get("mode") == "static":  # one instruction, no population: the rest of Algorithm 1 then does nothing
-        preset = preset | {"N_P": 1, "N_parent": 1, "T_e": 0}
+    preset = preset | MODES.get(flags.get("mode", ""), {})
     try:
         resumed = flags.get("resume") and flags.get("out")
         cfg = dataclasses.replace(read_config(Path(flags["out"])), **flags) if resumed else Config(**preset | flags)
@@ -258,8 +280,35 @@ def read_instruction(knob: str, path: str) -> str:
 
 def validate(cfg: Config) -> str:
     """Returns what makes a configuration impossible, in one line; "" if nothing does."""
-    if cfg.mode not in ("inspo", "static"):
-        return f"--mode {cfg.mode}: choose inspo or static"
+    if cfg.mode not in ("inspo", *MODES):
+        return f"--mode {cfg.mode}: choose inspo, {', '.join(MODES)}"
+    for name, values in (("rank", ("paper", "paired")), ("gate", ("paper", "lower_bound"))):
+        if getattr(cfg, name) not in values:
+            return f"--{name} {getattr(cfg, name)}: choose {' or '.join(values)}"
+        if getattr(cfg, name) != "paper" and cfg.mode not in ("inspo", "prompt"):
+            return (
+                f"--{name} {getattr(cfg, name)}: it is a rule of Algorithm 1, which --mode {cfg.mode} does not follow"
+            )
+    if cfg.mode == "prompt" and cfg.lr:
+        return f"--lr {cfg.lr}: --mode prompt freezes the policy; leave it out"
+    if cfg.rank == "paired" and cfg.groups != "pair":
+        return f"--groups {cfg.groups}: --rank paired compares whole groups of a question and instruction; leave it out"
+    if cfg.mode == "espl" and cfg.groups != "pair":
+        return f"--groups {cfg.groups}: --mode espl compares within a program; leave it out"
+    if cfg.rivals != Config.rivals and cfg.rank != "paired" and cfg.mode != "espl":
+        return f"--rivals {cfg.rivals}: only --rank paired and --mode espl ask a question under several; leave it out"
+    if cfg.rivals == 1:
+        return "--rivals 1: one instruction alone is compared with nobody; 2 or more, or 0 for all"
+    if cfg.mode == "fst" and cfg.D_B < 1:
+        return f"--D_B {cfg.D_B}: --mode fst chooses prompts by what they win on D_B; 1 at least"
+    if cfg.gate == "lower_bound" and cfg.D_B < 2:
+        return f"--D_B {cfg.D_B}: --gate lower_bound needs at least 2 questions"
+    if not 0 <= cfg.crossover <= 1:
+        return f"--crossover {cfg.crossover}: a probability, from 0 to 1"
+    if cfg.crossover and cfg.mode != "espl":
+        return f"--crossover {cfg.crossover}: only --mode espl crosses instructions; leave it out"
+    if cfg.mode in ("espl", "fst") and cfg.buffer < cfg.batch * cfg.G:
+        return f"--buffer {cfg.buffer}: --mode {cfg.mode} learns from whole steps of {cfg.batch * cfg.G} trajectories"
     if cfg.loss_agg not in ("trajectory", "token"):
         return f"--loss_agg {cfg.loss_agg}: choose trajectory or token"
     if cfg.groups not in ("pair", "question"):
@@ -279,14 +328,14 @@ def validate(cfg: Config) -> str:
     at_least_1 = (
         "T", "batch", "mini", "micro_tokens", "max_turns", "max_response", "max_observation", "max_prompt", "topk",
         "max_rows", "N_P", "N_parent", "window", "K_p", "K_e", "failures", "top_n", "rounds", "buffer",
-        "max_instruction", "prompt_budget", "save_every", "keep", "gpus", "lora_alpha",
+        "max_instruction", "prompt_budget", "gate_samples", "save_every", "keep", "gpus", "lora_alpha",
     )  # fmt: skip
     for name in at_least_1:
         if getattr(cfg, name) < 1:
             return f"--{name} {getattr(cfg, name)}: must be at least 1"
     at_least_0 = (
         "lr", "eval_every", "eval_n", "T_e", "beta", "seed", "search_retries", "optimizer_retries", "tis",
-        "weight_decay", "valid_n", "lora_rank", "gpu_mem", "D_B", "max_optimizer_tokens", "max_overhead",
+        "weight_decay", "valid_n", "lora_rank", "gpu_mem", "D_B", "max_optimizer_tokens", "max_overhead", "rivals",
         "token_rows", "token_limit", "compare",
     )  # fmt: skip
     for f in dataclasses.fields(cfg):
@@ -344,10 +393,10 @@ def validate(cfg: Config) -> str:
             return f"--{name} is missing: give a .jsonl or .parquet file of questions"
     if not cfg.corpus and not cfg.retriever and cfg.tools != "none":
         return "nothing to search: give --corpus (passages) or --retriever (URL of a running server)"
-    if cfg.mode == "inspo" and not (cfg.optimizer_model and (scripted(cfg) or os.environ.get("OPENAI_BASE_URL"))):
+    if evolves(cfg) and not (cfg.optimizer_model and (scripted(cfg) or os.environ.get("OPENAI_BASE_URL"))):
         return "no optimizer: set OPENAI_BASE_URL and --optimizer_model, or choose --mode static"
     url = os.environ.get("OPENAI_BASE_URL", "http://")
-    if cfg.mode == "inspo" and not scripted(cfg) and not url.startswith(("http://", "https://")):
+    if evolves(cfg) and not scripted(cfg) and not url.startswith(("http://", "https://")):
         return f"OPENAI_BASE_URL {url}: begin it with http:// or https://"
     for name in ("train", "valid", "test", "corpus", "instruction", "canary"):
         path = getattr(cfg, name)
@@ -358,6 +407,11 @@ def validate(cfg: Config) -> str:
     return ""
 
 
+def evolves(cfg: Config) -> bool:
+    """Returns whether instructions change, which takes an optimizer."""
+    return cfg.mode not in ("static", "supervised")
+
+
 def scripted(cfg: Config) -> bool:
     """Returns whether the run starts an optimizer of the world's instead of calling OPENAI_BASE_URL."""
     return cfg.optimizer_model in ("scripted", "guessing")
@@ -366,6 +420,6 @@ def scripted(cfg: Config) -> bool:
 def warnings(cfg: Config) -> list[str]:
     """Returns a line for each setting that is possible but hardly intended."""
     out = []
-    if cfg.mode == "inspo" and cfg.K_e % cfg.K_p:
+    if cfg.mode in ("inspo", "prompt") and cfg.K_e % cfg.K_p:
         out.append(f"K_e {cfg.K_e} is not a multiple of K_p {cfg.K_p}: pruning and evolution drift against each other")
     return out

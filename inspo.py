@@ -19,9 +19,10 @@ from data import Question, draw, em, rng
 from faults import Fault, OptimizerDown, one_line
 from harness.status import status
 from objectives import objective_of, set_advantages
-from population import Candidate, Experience, Instruction, Population, ReplayBuffer, significantly_worse
+from population import Candidate, Experience, Instruction, Population, ReplayBuffer
 from reflect import Optimizer, candidates, history_prompt, normalized, paraphrase_prompt, reflection_prompt
 from rollout import Job, Trajectory
+from selection import gate, population_of
 
 if TYPE_CHECKING:  # torch takes seconds to import; --help does not wait for it
     from harness.log import Log
@@ -37,15 +38,16 @@ def inspo(
     cfg: Config, policy: Policy, optimizer: Optimizer | None, D: dict[str, Question], log: Log
 ) -> tuple[Policy, Instruction]:  # Alg.1 L1
     """Trains `policy` on the questions D while its instructions evolve; returns it with the best instruction."""
-    P, B = log.restore() or (first_population(cfg, optimizer, log), ReplayBuffer(cfg.buffer))  # Alg.1 L2
+    P = population_of(cfg)
+    P, B = log.restore(P) or (first_population(cfg, P, optimizer, log), ReplayBuffer(cfg.buffer))  # Alg.1 L2
     if log.phase == "evolve" and optimizer:  # the run was stopped inside this evolution: repeat it from its start
         evolve(cfg, log.t, P, B, policy, optimizer, D, log)
     for t in log.steps(P, B):  # Alg.1 L3
         # Policy optimization with dynamic instructions                                          # Alg.1 L4
         questions = draw(D, cfg.batch, cfg.seed, t)
         n = cfg.G if cfg.groups == "question" else 1  # instructions of a group; Algorithm 1 has one
-        instructions = P.sample(rng(cfg.seed, t, "instructions"), n * len(questions))  # Alg.1 L5
-        taus = policy.rollout(t, "rollout", jobs_of(questions, instructions, cfg.G))  # Alg.1 L6
+        drawn = P.draw(rng(cfg.seed, t, "instructions"), questions, n)  # Alg.1 L5
+        taus = policy.rollout(t, "rollout", jobs_of(drawn, n, cfg.G))  # Alg.1 L6
         for tau in taus:
             tau.reward = reward(tau)  # Alg.1 L7 Eq.1
         set_advantages(taus, objective_of(cfg), policy.memory)
@@ -86,7 +88,7 @@ def evolve(
         if not tau_fail or (cfg.D_B and not D_B):
             shortfall = "no failure to learn from" if not tau_fail else "no question left to verify on"
             break
-        if limit := log.limit((1 + cfg.N_P - cfg.N_parent) * len(D_B)):
+        if limit := log.limit((1 + cfg.N_P - cfg.N_parent) * len(D_B) * cfg.gate_samples):
             shortfall = limit
             break
         try:
@@ -96,8 +98,8 @@ def evolve(
             break
         if not I_new:
             continue
-        scored = verify(t, round, policy, I_parent, I_new, D_B, log)  # Alg.1 L21
-        joining = [c for c in scored if c.r >= c.r_parent][: min(room, cfg.top_n)]  # CHOICE-12
+        scored = verify(cfg, t, round, policy, I_parent, I_new, D_B, log)  # Alg.1 L21
+        joining = [c for c in scored if c.bound >= c.r_parent][: min(room, cfg.top_n)]  # CHOICE-12
         P_new += joining
         spare += [c for c in scored if c not in joining and not c.worse]
         log.verified(t, round, I_parent, D_B, scored, joining)
@@ -111,19 +113,17 @@ def evolve(
     log.evolved(t, P, P_parent, joined, shortfall)
 
 
-def jobs_of(questions: list[Question], instructions: list[Instruction], G: int) -> list[Job]:
-    """Returns G jobs a question, a group of Eq. 3 each; where a group has several instructions, they take turns."""
-    n = len(instructions) // len(questions)
-    draws = [(group, q, instructions[n * group + g % n]) for group, q in enumerate(questions) for g in range(G)]
-    return [Job(I.id, I.text, q, group) for group, q, I in draws]
+def jobs_of(drawn: list[tuple[Question, Instruction]], n: int, G: int) -> list[Job]:
+    """Returns G jobs for every `n` of the draws, a group of Eq. 3 each, in which those take turns."""
+    turns = [(group, *drawn[n * group + g % n]) for group in range(len(drawn) // n) for g in range(G)]
+    return [Job(I.id, I.text, q, group) for group, q, I in turns]
 
 
-def first_population(cfg: Config, optimizer: Optimizer | None, log: Log) -> Population:
-    """Returns P_0: the first instruction, and up to N_P - 1 paraphrases of it from one call to the optimizer.
+def first_population(cfg: Config, P: Population, optimizer: Optimizer | None, log: Log) -> Population:
+    """Fills P and returns it as P_0: the first instruction, up to N_P - 1 paraphrases from one call to the optimizer.
 
     An optimizer that does not even answer that one is a Fault: the run would be the static baseline.
     """
-    P = Population(cfg.tau_s, cfg.window)
     I_0 = P.join(first_instruction(cfg), None, 0)
     if optimizer and cfg.N_P > 1:
         try:
@@ -142,10 +142,18 @@ def propose(
     optimizer: Optimizer, log: Log,
 ) -> list[str]:  # fmt: skip
     """Returns well-formed revisions of a parent by the optimizer, and adds them to `used`. Raises OptimizerDown."""
-    call = optimizer.ask(prompt_of(cfg, P, I_parent, tau_fail), f"t{t} r{round}")
-    log.call(t, round, I_parent, call)  # before anything else can fail: it has been paid for
-    golds = [gold for e in tau_fail for gold in e.golds]
     n = cfg.N_P - cfg.N_parent  # as many as `prompt_of` asks for
+    golds = [gold for e in tau_fail for gold in e.golds]
+    return ask(cfg, t, round, prompt_of(cfg, P, I_parent, tau_fail), n, I_parent, golds, used, optimizer, log)
+
+
+def ask(
+    cfg: Config, t: int, round: int, prompt: str, n: int, I_parent: Instruction, golds: list[str], used: set[str],
+    optimizer: Optimizer, log: Log,
+) -> list[str]:  # fmt: skip
+    """Returns at most `n` well-formed instructions of the optimizer's reply to a prompt that shows these golds."""
+    call = optimizer.ask(prompt, f"t{t} r{round}")
+    log.call(t, round, I_parent, call)  # before anything else can fail: it has been paid for
     accepted, rejected = candidates(call.reply, I_parent.text, used, golds, cfg.max_instruction, n)
     log.proposed(t, round, I_parent, call, list(accepted), rejected)
     return list(accepted.values())
@@ -163,27 +171,34 @@ def prompt_of(cfg: Config, P: Population, I_parent: Instruction, tau_fail: list[
 
 
 def verify(
-    t: int, round: int, policy: Policy, I_parent: Instruction, I_new: list[str], D_B: list[Question], log: Log
-) -> list[Candidate]:
+    cfg: Config, t: int, round: int, policy: Policy, I_parent: Instruction, I_new: list[str], D_B: list[Question],
+    log: Log,
+) -> list[Candidate]:  # fmt: skip
     """Returns the revisions by falling mean reward on D_B, each compared with its parent on the same questions."""
-    texts = [I_parent.text, *I_new]
-    jobs = [Job(k, text, q, k * len(D_B) + i) for k, text in enumerate(texts) for i, q in enumerate(D_B)]
-    taus = policy.rollout(t, f"verify {round}", jobs)  # CHOICE-13
+    texts, m = [I_parent.text, *I_new], cfg.gate_samples
+    plays = [(k, text, q, k * len(D_B) + i) for k, text in enumerate(texts) for i, q in enumerate(D_B)]
+    taus = policy.rollout(t, f"verify {round}", [Job(*play) for play in plays for _ in range(m)])  # CHOICE-13
     for tau in taus:
         tau.reward = reward(tau)
     log.played(t, round, I_parent, taus)
     n = max(1, len(D_B))  # --D_B 0 asks nothing: every candidate joins, in the optimizer's order
-    r_parent, *r_new = ([tau.reward for tau in taus if tau.instruction == k] for k in range(len(texts)))
+    means = [sum(tau.reward for tau in taus[i : i + m]) / m for i in range(0, len(taus), m)]  # by text, by question
+    r_parent, *r_new = (means[k * len(D_B) : (k + 1) * len(D_B)] for k in range(len(texts)))
     scored = [
-        Candidate(text, I_parent.id, sum(r) / n, sum(r_parent) / n, significantly_worse(r, r_parent))
+        Candidate(text, I_parent.id, sum(r) / n, sum(r_parent) / n, *gate(r, r_parent, cfg.gate))
         for text, r in zip(I_new, r_new, strict=True)
     ]
     return sorted(scored, key=lambda c: -c.r)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Trains with INSPO as the flags say."""
-    train(parse(argv), inspo)
+    """Trains with INSPO, or with a relative of it, as the flags say."""
+    cfg = parse(argv)
+    if cfg.mode not in ("espl", "fst"):
+        return train(cfg, inspo)
+    import rivals
+
+    train(cfg, {"espl": rivals.espl, "fst": rivals.fst}[cfg.mode])
 
 
 def train(cfg: Config, algorithm: Callable[..., tuple[Policy, Instruction]]) -> None:

@@ -303,6 +303,13 @@ OBJECTIVES = {
     "eapo": Objective(credit=v.discounted, ratio=v.per_sequence, clip=(3e-4, 4e-4), reads=("now",)),
     "rubricem": Objective(credit=v.stage_returns),
     "d3s": Objective(select=v.diverse, reads=("old",)),
+    "espl": Objective(
+        advantage=v.centred,
+        select=v.not_small,
+        weight=token_mean,
+        clip=(1.0, float("inf")),
+        ratio=v.to_engine,
+    ),
 }
 
 

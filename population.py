@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rollout import Trajectory
 
 Array = npt.NDArray[np.float64]
+Q = TypeVar("Q")
 
 
 @dataclass
@@ -27,6 +28,8 @@ class Instruction:
     verified: float | None = None  # its mean reward on D_B when it joined
     left: int | None = None  # step at which it was pruned or replaced
     rewards: list[float] = field(default_factory=list)  # r_bar of the last `window` steps that sampled it
+    other: int | None = None  # id of a second parent, of a crossover
+    rating: list[float] | None = None  # (estimate, standard error) of rules that have one
 
     @property
     def w(self) -> float:
@@ -41,6 +44,7 @@ class Population:
         self.tau_s, self.window = tau_s, window
         self.family: list[Instruction] = []  # by id
         self.ids: list[int] = []  # the active ones: parents first, then in order of joining
+        self.undecided: list[int] = []  # those that the last pruning kept because nothing could be said of them
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -67,6 +71,10 @@ class Population:
         """Returns an instruction for each of `n` questions, I ~ p(. | W; P)."""
         active = self.active
         return [active[k] for k in rng.choice(len(active), size=n, p=self.probabilities())]
+
+    def draw(self, rng: np.random.Generator, questions: Sequence[Q], n: int = 1) -> list[tuple[Q, Instruction]]:
+        """Returns `n` (question, instruction) pairs for each question."""
+        return list(zip((q for q in questions for _ in range(n)), self.sample(rng, n * len(questions)), strict=True))
 
     def attribute(self, taus: Iterable[Trajectory]) -> None:
         """Credits every instruction with the mean reward of its trajectories in this step."""  # CHOICE-8
@@ -125,7 +133,8 @@ class Candidate:
     parent: int  # id of the instruction it revises
     r: float  # its mean reward on D_B
     r_parent: float  # its parent's on the same questions
-    worse: bool  # significantly below its parent
+    bound: float  # what has to reach r_parent
+    worse: bool  # too far below its parent to fill a place that is left
 
 
 def significantly_worse(r: Sequence[float], r_parent: Sequence[float]) -> bool:

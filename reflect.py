@@ -59,6 +59,60 @@ Make sure you include the same XML tags <>...</> as the original prompt in your 
 For each XML tag, include both the beginning and ending tags, such as <answer>...</answer>.
 List the instruction candidates in <ins_1>...</ins_1> to <ins_{n}>...</ins_{n}> tags."""
 
+# The prompts of the other modes (rivals.py), in words of our own; an example has the form of App. E's.
+ONE = """Keep every XML tag <...> of the instruction, each with its </...>, and name no question or answer of these.
+Put the new instruction into <ins_1>...</ins_1>."""
+
+MUTATION = """An agent works by this instruction:
+
+<ins_0>
+{instruction}
+</ins_0>
+
+It tried the questions below several times each, and was sometimes right and sometimes wrong. Here are a right and a
+wrong attempt at each:
+
+{attempts}
+
+What did the right attempts do that the wrong ones left out? Change the instruction in at most two places so that it
+says so: mend a sentence or add one, of at most 32 words, that holds for other questions too.
+{one}"""
+
+CROSSOVER = """An agent was tried under two instructions on the same questions. The first did better on the whole:
+
+<ins_0>
+{instruction}
+</ins_0>
+
+It alone was right on:
+{first}
+
+The other one:
+
+<other>
+{other}
+</other>
+
+It alone was right on:
+{second}
+
+What does each of them do for its own questions? Write one instruction that keeps what the first does well and takes
+over from the other what the first lacks.
+{one}"""
+
+FEEDBACK = """I gave an agent this instruction:
+
+<ins_0>
+{instruction}
+</ins_0>
+
+These are attempts of its that went wrong, with the answers that were wanted:
+
+{examples}
+
+Work out what it did and what it should have done, and write a new instruction for the same task that tells it.
+{one}"""
+
 EXAMPLE = "<example>\nResponse: {response}\nCorrect answer: {gold}\n</example>"
 
 
@@ -94,10 +148,34 @@ def reflection_prompt(instruction: str, failures: Sequence[tuple[str, tuple[str,
 
     Each failure is cut to an equal share of `budget` tokens.
     """
+    return REFLECTION.format(instruction=instruction, examples="\n".join(examples(failures, budget)), n=n)
+
+
+def examples(failures: Sequence[tuple[str, tuple[str, ...]]], budget: int) -> list[str]:
+    """Returns failures, (question and response, golds), as they stand in a prompt, in `budget` tokens together."""
     count, _ = token_counter()
     share = budget // max(1, len(failures))
-    examples = [EXAMPLE.format(response=shorten(text, share, count), gold=" or ".join(g)) for text, g in failures]
-    return REFLECTION.format(instruction=instruction, examples="\n".join(examples), n=n)
+    return [EXAMPLE.format(response=shorten(text, share, count), gold=" or ".join(g)) for text, g in failures]
+
+
+def mutation_prompt(instruction: str, tried: Sequence[tuple[str, str, tuple[str, ...]]], budget: int) -> str:
+    """Returns the prompt that asks for a small change after questions `tried`: (right attempt, wrong one, golds)."""
+    count, _ = token_counter()
+    wrong = examples([(text, golds) for _, text, golds in tried], budget // 2)
+    right = [f"<right>\n{shorten(text, budget // 2 // len(tried), count)}\n</right>" for text, _, _ in tried]
+    attempts = [f"{a}\n{b}" for a, b in zip(right, wrong, strict=True)]
+    return MUTATION.format(instruction=instruction, attempts="\n".join(attempts), one=ONE)
+
+
+def crossover_prompt(instruction: str, other: str, first: Sequence[str], second: Sequence[str]) -> str:
+    """Returns the prompt that asks for a child of two instructions, with the questions that each alone got right."""
+    names = {"first": "\n".join(first), "second": "\n".join(second)}
+    return CROSSOVER.format(instruction=instruction, other=other, one=ONE, **names)
+
+
+def feedback_prompt(instruction: str, failures: Sequence[tuple[str, tuple[str, ...]]], budget: int) -> str:
+    """Returns the prompt that asks for one new instruction after `failures`."""
+    return FEEDBACK.format(instruction=instruction, examples="\n".join(examples(failures, budget)), one=ONE)
 
 
 def shorten(text: str, budget: int, count: Callable[[str], int]) -> str:

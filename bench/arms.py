@@ -42,6 +42,10 @@ ARMS = {
     # Fig. 3
     "before": Arm("instruction optimised before RL", "--mode static --instruction {frozen}/I_star.txt"),
     "after": Arm("instruction optimised after RL", "{world} --lr 0 --model {static}/policy"),
+    "around": Arm(
+        "RL, instruction optimised, RL again under it",
+        "{world} --mode static --T_e 0 --model {static}/policy --instruction {after}/I_star.txt",
+    ),
     "paraphrase": Arm("proposer: paraphrase", "--proposer paraphrase"),
     "history": Arm("proposer: history", "--proposer history"),
     "constant": Arm("a constant population, never pruned", "--K_p 1000000 --T_e 0"),
@@ -68,7 +72,7 @@ def argv_of(arm: str, built_on: dict[str, str], extra: str = "") -> list[str]:
 
     `extra` flags come before the arm's own, which win.
     """
-    world = " ".join(f"--{name} {value}" for name, value in PRESETS["world"].items() if name not in ("model", "lr"))
+    world = " ".join(f"--{name} {value}" for name, value in PRESETS["world"].items() if name != "model")
     half = PRESETS["world"]["T_e"] // 2
     flags = ARMS[arm].flags.format(**built_on, world=f"{world} {extra}", half_T_e=half)
     return [*ARMS[arm].program.split(), *extra.split(), *flags.split()]

@@ -20,7 +20,7 @@ from harness.servers import Child
 from tools import Search
 
 WITHOUT_SEARCH = ("direct", "sft", "grpo")
-OF_RUN = {"supervised": "sft_reject", "static": "search_r1", "inspo": "inspo"}  # a run's mode -> its method
+OF_RUN = {"supervised": "sft_reject", "static": "search_r1"}  # a run's mode -> its method; others are played as inspo
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,7 @@ def _run(path: Path) -> tuple[Config, str]:
     cfg = read_config(path)
     if cfg.tools == "none":
         return cfg, "sft" if cfg.mode == "supervised" else "grpo"
-    return cfg, OF_RUN[cfg.mode]
+    return cfg, OF_RUN.get(cfg.mode, "inspo")
 
 
 def _export(run: Path, model: str, step: int, to: Path) -> Path:

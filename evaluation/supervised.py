@@ -33,7 +33,7 @@ def supervised(
     """
     instruction = first_instruction(cfg)
     examples = gold_answers(cfg, policy, D, instruction) if cfg.tools == "none" else own_successes(cfg, policy, D, log)
-    restored = log.restore()
+    restored = log.restore(Population(cfg.tau_s, cfg.window))
     P, B = restored or (Population(cfg.tau_s, cfg.window), ReplayBuffer(cfg.buffer))
     if not restored:
         P.join(instruction, None, 0)

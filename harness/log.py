@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import report
-from config import Config, first_instruction, read_instruction
+from config import Config, evolves, first_instruction, read_instruction
 from data import Question, em, f1, subset
 from faults import Fault
 from harness.directory import RunDirectory, writing
@@ -66,13 +66,13 @@ class Log:
 
     # ---- the steps
 
-    def restore(self) -> tuple[Population, ReplayBuffer] | None:
-        """Restores a resumed run's policy; returns its population and buffer. None: start from the beginning."""
+    def restore(self, P: Population) -> tuple[Population, ReplayBuffer] | None:
+        """Restores a resumed run's policy; returns its population, in P, and buffer. None: nothing to resume."""
         found = self.run.rewind(self.policy.damage, self.note) if self.cfg.resume else None
         if not found:
             return None
         checkpoint, state = found
-        P, B = Population(self.cfg.tau_s, self.cfg.window), ReplayBuffer(self.cfg.buffer)
+        B = ReplayBuffer(self.cfg.buffer)
         try:
             P.load_state_dict(state["population"])
             B.load_state_dict(state["buffer"])
@@ -219,6 +219,7 @@ class Log:
         """Shows what happened to the population, and appends it with the population to population.jsonl."""
         self.screen.event(t, event, P, text)
         row = {"t": t, "event": event, "text": text, "P": [asdict(I) for I in P.active]}
+        row |= {"undecided": P.undecided} if P.undecided else {}
         self.run.append("population", row)
 
     def started(self, P: Population) -> None:
@@ -226,7 +227,9 @@ class Log:
 
     def pruned(self, t: int, P: Population, pruned: Sequence[Instruction]) -> None:
         left = ", ".join(f"#{I.id} (w {I.w:.2f})" for I in pruned) or "nobody"
-        self.event(t, "prune", P, f"|P| {len(P) + len(pruned)} -> {len(P)}: {left} left")
+        text = f"|P| {len(P) + len(pruned)} -> {len(P)}: {left} left"
+        text += f"; undecided: {', '.join(f'#{j}' for j in P.undecided)}" if P.undecided else ""
+        self.event(t, "prune", P, text)
 
     def call(self, t: int, round: int, parent: Instruction, call: Call) -> None:
         """Logs a call to the optimizer, before anything else happens: a resumed run never pays for it again."""
@@ -263,29 +266,41 @@ class Log:
         self, t: int, round: int, parent: Instruction, D_B: Sequence[Question], scored: Sequence[Candidate],
         joining: Sequence[Candidate],
     ) -> None:  # fmt: skip
-        self.ledger.verification_rollouts += (1 + len(scored)) * len(D_B)
+        rollouts = (1 + len(scored)) * len(D_B) * self.cfg.gate_samples
+        self.ledger.verification_rollouts += rollouts
         self.r_parent = scored[0].r_parent
-        row = {"t": t, "round": round, "parent": parent.id, "r_parent": scored[0].r_parent}
+        row = {"t": t, "round": round, "parent": parent.id, "r_parent": scored[0].r_parent, "rollouts": rollouts}
         verified = [asdict(c) | {"joined": c in joining} for c in scored]
         self.run.append("reflections", row | {"D_B": [q.id for q in D_B], "verified": verified})
+
+    def scored(self, t: int, texts: Sequence[str], D_B: Sequence[Question]) -> None:
+        """Counts the rollouts that compare instructions on D_B, without a parent beside them."""
+        rollouts = len(texts) * len(D_B) * self.cfg.gate_samples
+        self.ledger.verification_rollouts += rollouts
+        row = {"t": t, "scored": list(texts), "D_B": [q.id for q in D_B], "rollouts": rollouts}
+        self.run.append("reflections", row)
 
     def evolved(
         self, t: int, P: Population, parents: Sequence[Instruction], joined: Sequence[Instruction], shortfall: str
     ) -> None:
-        self.ledger.evolutions += 1
         ids = ", ".join(f"#{I.id}" for I in parents)
         text = f"parent {ids} ({self.r_parent:.2f} on D_B); {len(joined)} joined"
         if len(P) < self.cfg.N_P:
             text += f"; {self.cfg.N_P - len(P)} places stay empty: {shortfall}"
+        self.joined(t, P, text, joined)
+
+    def joined(self, t: int, P: Population, text: str, joined: Sequence[Instruction]) -> None:
+        """Shows an evolution in a line, and below it who joined."""
+        self.ledger.evolutions += 1
+        self.ledger.evolutions_in_vain += not joined
         for I in joined:
             parent = P.family[I.parent].text if I.parent is not None else ""
-            text += f"\n{'':18}#{I.id:<3d} {I.verified:.2f}  + {added_sentences(I.text, parent)}"
+            score = f"{I.verified:.2f}" if I.verified is not None else ""
+            text += f"\n{'':18}#{I.id:<3d} {score:4s}  + {added_sentences(I.text, parent)}"
         self.event(t, "evolve", P, text)
 
     def not_evolved(self, t: int, P: Population, shortfall: str) -> None:
-        self.ledger.evolutions += 1
-        self.ledger.evolutions_in_vain += 1
-        self.event(t, "evolve", P, f"no new instruction: {shortfall}; P stays as it is")
+        self.joined(t, P, f"no new instruction: {shortfall}; P stays as it is", [])
 
     # ---- the end
 
@@ -317,10 +332,10 @@ class Log:
         self.track({f"final/{name}/{k}": v for name, row in rows.items() for k, v in row.items()}, cfg.T)
         self.screen.close()
         print(printable(ending(summary, rows, run.path)))
-        if cfg.mode == "inspo" and not summary["evolved"]:
+        if evolves(cfg) and not summary["evolved"]:
             n = self.ledger.evolutions
             what = f"None of {n} evolutions changed the population" if n else "No evolution took place"
-            print(f"{what}: this is no result of INSPO's (evolved: false in summary.json).")
+            print(f"{what}: this is no result of --mode {cfg.mode} (evolved: false in summary.json).")
         with writing(run.path):
             print(f"see it: {report.write([run.path], run.path / 'report.html')}")
 

@@ -12,7 +12,7 @@ import psutil
 import torch
 
 import stop
-from config import HERE, PRESETS, Config, first_instruction, read_instruction, scripted, warnings
+from config import HERE, PRESETS, Config, evolves, first_instruction, read_instruction, scripted, warnings
 from data import Question, load_questions, normalize, rng
 from faults import DiskFault, EngineFault, Fault, Outage, ToolDown
 from harness.directory import RunDirectory
@@ -207,7 +207,7 @@ def try_search(search: Search, questions: list[Question], cfg: Config) -> str:
 
 def connect_optimizer(cfg: Config, serve: Servers, run: RunDirectory) -> Optimizer | None:
     """Returns the client of OPENAI_BASE_URL, or of the world's scripted optimizer; None in mode static."""
-    if cfg.mode != "inspo":
+    if not evolves(cfg):
         return None
     paid = paid_calls(run.rows("reflections"))
     if scripted(cfg):

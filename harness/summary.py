@@ -18,12 +18,14 @@ Row = dict[str, Any]
 def step_metrics(taus: Sequence[Trajectory], P: Population, G: int, tools: Sequence[Tool]) -> Row:
     """Returns what the rollouts of a step show, by the names in metrics.jsonl and in the tracker.
 
-    `w`, `p` and `best` include this step's rewards: the weights by which P is ranked.
+    `w`, `p` and `best` include this step's rewards: the weights by which P is ranked. `rating`, with --rank paired and
+    --mode espl: estimate and standard error.
     """
     n = len(taus)
     groups = [taus[k : k + G] for k in range(0, n, G)]
     best = P.best()
     exact = [em(tau.prediction, tau.question.golds) for tau in taus]
+    ratings = {str(I.id): [round(x, 4) for x in I.rating] for I in P.active if I.rating}
     return {
         "reward": sum(tau.reward for tau in taus) / n,
         **by_source("reward", taus, [tau.reward for tau in taus]),
@@ -42,6 +44,7 @@ def step_metrics(taus: Sequence[Trajectory], P: Population, G: int, tools: Seque
         "w_best": best.w,
         "w": {str(I.id): round(I.w, 4) for I in P.active},
         "p": {str(I.id): round(float(p), 4) for I, p in zip(P.active, P.probabilities(), strict=True)},
+        **({"rating": ratings} if ratings else {}),
         "n": {str(j): n for j, n in sorted(Counter(tau.instruction for tau in taus).items())},
         "r_bar": {str(j): round(r, 4) for j, r in sorted(mean_rewards(taus).items())},
     }

@@ -14,7 +14,9 @@ BLOCKS = re.compile(r"<ins_\d+>.*?(?:</ins_\d+>|\Z)", re.S)
 def family(run: Run) -> Row:
     """Returns {"instructions", "refused", "calls"}: lists for the tree, and the optimizer's calls by "step.round".
 
-    An instruction's `history` has [t, w, p, n] of every step in which it was in P: weight, probability, trajectories.
+    An instruction's `history` has [t, w, p, n] of every step in which it was in P: weight, probability, trajectories;
+    `intervals` [t, low, high] of the weight, and `rated` a rating in words, where the run's rule has one; `undecided`
+    the steps at which a test could not tell it from the leader.
     """
     found = _instructions(run)
     _history(run, found)
@@ -32,10 +34,14 @@ def family(run: Run) -> Row:
             if joined := born.get((t, text)):
                 joined |= scores | {"call": place, "spare": not c.get("joined", True)}
             else:
-                refused.append(parent | scores | {"text": text, "why": _why_refused(c)})
+                refused.append(parent | scores | {"text": text, "why": _why_refused(c, run.config)})
         for text in row.get("accepted") or []:
             if joined := born.get((t, str(text))):
                 joined.setdefault("call", place)
+    for I in found.values():  # what nobody verified: whose reply holds it
+        here = [p for p in calls if p.startswith(f"{I['born']}.") and I["text"] in calls[p]["reply"]]
+        if here and I["parents"]:
+            I.setdefault("call", here[0])
     return {"instructions": list(found.values()), "refused": refused, "calls": calls}
 
 
@@ -50,16 +56,26 @@ def _instructions(run: Run) -> dict[int, Row]:
                 found[I["id"]] = {
                     "id": I["id"], "text": str(I.get("text", "")), "parents": _parents(I),
                     "born": int(number(I.get("born")) or 0), "left": None, "why": "", "history": [],
+                    "intervals": [], "rated": "", "undecided": [],
                 }  # fmt: skip
+        for j in undecided_of(event):
+            if j in found:
+                found[j]["undecided"].append(t)
         for j in before - now:
             found[j] |= {"left": t, "why": "pruned" if event.get("event") == "prune" else "succeeded"}
         before = now
     return found
 
 
+def undecided_of(event: Row) -> list[int]:
+    """Returns the ids that a pruning kept because a test could not tell them from the leader."""
+    ids = event.get("undecided") if event.get("event") == "prune" else None
+    return [j for j in ids if isinstance(j, int)] if isinstance(ids, list) else []
+
+
 def _parents(I: Row) -> list[int]:
     """Returns the ids of the instructions that I revises."""
-    parents = I.get("parents", I.get("parent"))
+    parents = I.get("parents", [I.get("parent"), I.get("other")])
     return [j for j in (parents if isinstance(parents, list) else [parents]) if isinstance(j, int)]
 
 
@@ -70,12 +86,30 @@ def _history(run: Run, found: dict[int, Row]) -> None:
             if str(j).isdigit() and int(j) in found:
                 count = n.get(j, 0) if n else None
                 found[int(j)]["history"].append([int(row["t"]), number(value), number(p.get(j)), number(count)])
+        for j, rating in _object(row.get("rating")).items():
+            if str(j).isdigit() and int(j) in found:
+                _rate(found[int(j)], int(row["t"]), rating, run.config.get("mode") == "espl")
 
 
-def _why_refused(c: Row) -> str:
+def _rate(I: Row, t: int, rating: Any, trueskill: bool) -> None:
+    """Adds a step's rating, [estimate, standard error]: of TrueSkill, or of the weight."""
+    x, se = (number(value) for value in rating) if isinstance(rating, list) and len(rating) == 2 else (None, None)
+    if x is None or se is None:
+        return
+    if trueskill:
+        I["rated"] = f"{x:.1f} ± {2 * se:.1f} by TrueSkill (2 sigma)"
+    else:
+        I["rated"] = f"{x:.3f} ± {1.96 * se:.3f} on the questions that rivals share (95 %, against their mean)"
+        I["intervals"].append([t, round(x - 1.96 * se, 4), round(x + 1.96 * se, 4)])
+
+
+def _why_refused(c: Row, config: Row) -> str:
     r, r_parent = number(c.get("r")), number(c.get("r_parent"))
+    if config.get("mode") == "fst":
+        return "nowhere among the best" if c.get("joined") else "not above its parent"
     if c.get("worse"):
-        return "significantly below its parent (sign test)"
+        bound = config.get("gate") == "lower_bound"
+        return "its lower bound is below its parent" if bound else "significantly below its parent (sign test)"
     return "below its parent" if r is not None and r_parent is not None and r < r_parent else "no place was left"
 
 

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 
-from page.family import lineage
+from page.family import lineage, undecided_of
 from page.read import Row, Run, number
 
 RUNNING = 600.0  # seconds without a line after which an unfinished run counts as stopped
@@ -74,10 +74,12 @@ def winner(run: Run, tree: Row) -> Row | None:
     w = {int(j): value for j, value in (last[-1]["w"] if last else {}).items() if str(j).isdigit()}
     others = sorted(((value, j) for j, value in w.items() if j != id), reverse=True)
     history = [entry for entry in by_id[id]["history"] if entry[1] is not None]
+    prunings = [event for event in run.events if event.get("event") == "prune"]
+    undecided = [j for j in (undecided_of(prunings[-1]) if prunings else []) if j in w and j != id]
     return {
         "id": id, "lineage": lineage(tree["instructions"], id), "w": w.get(id), "steps": len(history),
         "rivals": len(w) - 1, "second": {"id": others[0][1], "w": others[0][0]} if others else None,
-        "ever": len(by_id), "refused": len(tree["refused"]), "since": by_id[id]["born"],
+        "ever": len(by_id), "refused": len(tree["refused"]), "since": by_id[id]["born"], "undecided": undecided,
     }  # fmt: skip
 
 
@@ -102,7 +104,8 @@ def cost(run: Run) -> Row:
         "optimizer": run.config.get("optimizer_model"),
         "training": ledger.get("training_rollouts", rollouts),
         "verification": ledger.get(
-            "verification_rollouts", sum((1 + len(row["verified"])) * len(row.get("D_B") or []) for row in verified)
+            "verification_rollouts", sum(number(row.get("rollouts")) or 0 for row in run.reflections)
+            or sum((1 + len(row["verified"])) * len(row.get("D_B") or []) for row in verified)
         ),
         "searches": ledger.get("searches"),
         "faults": max(column(run, "search/faults"), default=0),

@@ -68,7 +68,7 @@ class Recorder:
         self.T, self.restored, self.events, self.seen = T, restored, [], []
         self.t, self.phase = 0, ""
 
-    def restore(self):
+    def restore(self, P):
         return self.restored
 
     def steps(self, P, B):
@@ -470,7 +470,7 @@ def test_a_call_is_logged_before_its_reply_is_read():
 
 def first(optimizer, N_P=4):
     log = Recorder()
-    return inspo.first_population(Config(N_P=N_P, instruction=""), optimizer, log), log
+    return inspo.first_population(Config(N_P=N_P, instruction=""), Population(0.2, 5), optimizer, log), log
 
 
 TAGS = "<think></think><search></search><information></information><answer></answer>"  # no candidate may lose one

@@ -16,7 +16,7 @@ import inspo
 ROOT = Path(__file__).parent.parent
 ROOMS = (  # the paper's
     "inspo config data rollout tools grpo objectives variants population reflect evaluate baselines report faults"
-    " outside"
+    " outside selection rivals"
 ).split()
 WINGS = "engines training harness kernels page retrieval evaluation world bench".split()
 CODE = sorted([*ROOT.glob("*.py"), *(path for wing in WINGS for path in ROOT.glob(f"{wing}/*.py"))])
@@ -28,7 +28,7 @@ IN_INSPO = {  # a line of Algorithm 1 -> what the marked line of code must do
     "L2": r"P, B = .*first_population\(.*ReplayBuffer\(",
     "L3": r"for t in log\.steps\(",
     "L4": "",  # a heading
-    "L5": r"instructions = P\.sample\(",
+    "L5": r"drawn = P\.draw\(",
     "L6": r"taus = policy\.rollout\(",
     "L7": r"tau\.reward = reward\(tau\)",
     "L8": r"policy\.update\(t, taus\)",
@@ -203,6 +203,12 @@ def test_population_reflect_and_objectives_stand_beside_each_other_and_without_t
         assert not own(MODULES[room]) & apart
     code = "import sys, population, reflect, objectives; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_other_rules_of_selection_know_the_population_alone_and_only_main_knows_the_relatives():
+    assert own(MODULES["selection"]) == {"population"} and not imports(MODULES["selection"]) & {"torch"}
+    assert [room for room in ROOMS if "rivals" in own(MODULES[room])] == ["inspo"]
+    assert "rivals" not in own(MODULES["inspo"], lazy=False)
 
 
 def test_engines_and_the_loader_of_models_do_not_know_the_agent():

@@ -587,6 +587,12 @@ def d3s(case):
     return -total
 
 
+def espl(case):
+    A = compare(case, minus_mean)
+    mixed = [row for members in case.groups() if 0 < sum(x["r"] for x in members) < len(members) for row in members]
+    return by_token(case, lambda row, _, n: case.rho(n, "engine") * A[row["k"]], mixed)
+
+
 FORMULAS = {
     "grpo": grpo, "dr_grpo": dr_grpo, "dapo": dapo, "rloo": lambda case: plain(case, compare(case, others)),
     "loop": loop, "maxrl": lambda case: plain(case, compare(case, over_mean)),
@@ -594,7 +600,7 @@ FORMULAS = {
     "cispo_cap": lambda case: cispo(case, 5.0), "sapo": sapo, "dppo": dppo, "vespo": vespo, "tis": tis, "r2vpo": r2vpo,
     "hapo": hapo, "etr": etr, "icpo": icpo, "llds": llds, "copo": copo, "riskpo": riskpo, "adora": adora, "aspo": aspo,
     "consistent": lambda case: plain(case, compare(case, key="q")), "empo": empo, "hapo_history": hapo_history,
-    "hbpo": hbpo, "mt_grpo": mt_grpo, "gigpo": gigpo, "eapo": eapo, "rubricem": rubricem, "d3s": d3s,
+    "hbpo": hbpo, "mt_grpo": mt_grpo, "gigpo": gigpo, "eapo": eapo, "rubricem": rubricem, "d3s": d3s, "espl": espl,
 }  # fmt: skip
 
 

@@ -113,12 +113,19 @@ def test_files_cut_anywhere_make_a_page(tmp_path, cut):
 def test_rows_of_strange_types_make_a_page(tmp_path):
     path = shutil.copytree(RUN, tmp_path / "run")
     strange = [
-        {"t": 3, "w": [1], "p": 3, "reward": "high", "loss": float("nan")},
+        {"t": 3, "w": [1], "p": 3, "reward": "high", "loss": float("nan"), "rating": {"1": ["x", 2], "y": 3}},
         {"t": 4, "reward": None, "w": {"x": 1}},
     ]
     write(path, "metrics.jsonl", *strange)
     write(path, "reflections.jsonl", {"t": 3, "verified": [1, {"r": "x"}], "accepted": None, "call": {"prompt": 3}})
-    write(path, "population.jsonl", {"t": 0, "event": "start", "P": [{"id": 1}]}, {"t": 1, "event": "prune", "P": [3]})
+    strange = {"t": 1, "event": "prune", "P": [{"id": 1}], "undecided": 3}
+    write(
+        path,
+        "population.jsonl",
+        {"t": 0, "event": "start", "P": [{"id": 1}]},
+        {"t": 1, "event": "prune", "P": [3]},
+        strange,
+    )
     write(path, "summary.json", {"held_out": {"a": 3, "b": {"em": "x"}}, "generations": ["x"], "ledger": {}})
     assert "NaN" not in embed(html.describe(read_run(path), 100)[0])
 
@@ -177,6 +184,57 @@ def test_the_tree_says_who_left_when_and_who_was_refused(tmp_path):
     told = tree["calls"][by_id[2]["call"]]
     assert told["analysis"] == "Because." and told["failures"] == [{"text": "Question: q?\nx", "gold": "g"}]
     assert lineage(tree["instructions"], 2) == [0, 1, 2] and lineage(tree["instructions"], 3) == [0, 3]
+
+
+def test_the_tree_shows_intervals_the_undecided_and_two_parents(tmp_path):
+    a, b, c = (instruction(k, text) for k, text in enumerate("abc"))
+    child = instruction(3, "crossed", 0, born=4, other=2)
+    write(
+        tmp_path, "population.jsonl", {"t": 0, "event": "start", "P": [a, b, c]},
+        {"t": 2, "event": "prune", "P": [a, c], "undecided": [2]}, {"t": 4, "event": "evolve", "P": [a, c, child]},
+        {"t": 4, "event": "prune", "P": [a, c, child], "undecided": [2]},
+    )  # fmt: skip
+    w = {"0": 0.5, "2": 0.4}
+    ratings = {"0": [0.5, 0.02], "2": [0.4, 0.1]}
+    write(
+        tmp_path, "metrics.jsonl", {"t": 1, "w": w, "rating": ratings}, {"t": 2, "w": w, "rating": ratings, "best": 0}
+    )
+    call = {"prompt": "p", "reply": "<ins_1> crossed </ins_1>", "prompt_tokens": 1}
+    write(tmp_path, "reflections.jsonl", {"t": 4, "round": 0, "parent": 0, "call": call})
+    run = read_run(tmp_path)
+    tree = family(run)
+    by_id = {I["id"]: I for I in tree["instructions"]}
+    assert by_id[3]["parents"] == [0, 2] and by_id[3]["call"] == "4.0" and lineage(tree["instructions"], 3) == [0, 3]
+    assert by_id[0]["intervals"] == [[t, pytest.approx(0.4608), pytest.approx(0.5392)] for t in (1, 2)]
+    assert by_id[0]["rated"].startswith("0.500 ± 0.039 on the questions that rivals share")
+    assert [I["undecided"] for I in tree["instructions"]] == [[], [], [2, 4], []]
+    assert winner(run, tree)["undecided"] == [2]
+    write(tmp_path, "config.json", {"mode": "espl"})
+    write(tmp_path, "metrics.jsonl", {"t": 1, "w": w, "rating": {"0": [27.25, 2.0]}})
+    [first, *_] = family(read_run(tmp_path))["instructions"]
+    assert first["rated"] == "27.2 ± 4.0 by TrueSkill (2 sigma)" and first["intervals"] == []
+
+
+@pytest.mark.parametrize(
+    "config, why",
+    [
+        ({"gate": "lower_bound"}, ["its lower bound is below its parent", "no place was left"]),
+        ({"mode": "fst"}, ["not above its parent", "nowhere among the best"]),
+    ],
+)
+def test_other_rules_refuse_for_reasons_of_their_own(tmp_path, config, why):
+    write(tmp_path, "config.json", config)
+    write(tmp_path, "population.jsonl", {"t": 0, "event": "start", "P": [instruction(0, "a")]})
+    row = {"r": 0.5, "r_parent": 0.4}
+    verified = [
+        row | {"text": "b", "worse": True, "joined": False},
+        row | {"text": "c", "worse": False, "joined": True},
+    ]
+    rows = {"t": 3, "round": 0, "parent": 0, "D_B": ["q"], "verified": verified, "rollouts": 6}
+    write(tmp_path, "reflections.jsonl", rows, {"t": 3, "scored": ["a"], "D_B": ["q"], "rollouts": 4})
+    run = read_run(tmp_path)
+    assert [c["why"] for c in family(run)["refused"]] == why
+    assert cost(run)["verification"] == 10
 
 
 def test_every_instruction_of_a_real_run_has_its_place(tmp_path):

@@ -1,12 +1,14 @@
-"""How often selection errs, on populations whose errors can be computed by hand."""
+"""How often selection errs, on populations whose errors can be computed by hand; the campaign's budgets and table."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from bench import rivals
 from bench.selection import joining_errors, pruning_errors
-from config import PRESETS, Config
+from config import PRESETS, Config, parse
 
 CFG = Config(**PRESETS["world"] | {"N_P": 4, "tau_s": 1e6})  # draws instructions evenly
 
@@ -17,14 +19,14 @@ def population(*means, questions=50, rollouts=4):
 
 
 def test_without_noise_the_worse_half_is_pruned():
-    assert pruning_errors(population(1.0, 0.0, 1.0, 0.0), 64, CFG, np.random.default_rng(0), 50, 0.02) == (0.0, 0.0)
+    assert pruning_errors(population(1.0, 0.0, 1.0, 0.0), 64, CFG, np.random.default_rng(0), 50, 0.02)[:2] == (0.0, 0.0)
 
 
 def test_by_chance_alone_half_of_the_pairs_are_wrong():
     """Rewards drawn from one distribution, but two instructions luckier on the large set than the others by a hair."""
     R = np.random.default_rng(1).random((4, 4000, 1)) < 0.5
     R = R - R.mean((1, 2), keepdims=True) + np.array([0.501, 0.5, 0.501, 0.5])[:, None, None]
-    wrong, lost = pruning_errors(R, 4, CFG, np.random.default_rng(0), 250, 0.0005)
+    wrong, lost, _ = pruning_errors(R, 4, CFG, np.random.default_rng(0), 250, 0.0005)
     assert wrong == pytest.approx(0.5, abs=0.06)
     assert lost == 0.0  # two are equally good: neither is clearly the best
 
@@ -37,7 +39,7 @@ def test_a_larger_batch_errs_less():
 
 def test_differences_within_the_margin_are_no_errors():
     R = population(0.50, 0.51, 0.50, 0.51, questions=100)
-    assert pruning_errors(R, 4, CFG, np.random.default_rng(0), 100, 0.02) == (0.0, 0.0)
+    assert pruning_errors(R, 4, CFG, np.random.default_rng(0), 100, 0.02)[:2] == (0.0, 0.0)
 
 
 def test_the_gate_s_errors_are_those_of_the_binomial():
@@ -46,6 +48,64 @@ def test_the_gate_s_errors_are_those_of_the_binomial():
     child = (np.random.default_rng(3).permutation(1000) < 900)[:, None] * 1.0
     n = 8
     exact = math.comb(900, n) / math.comb(1000, n)  # drawn without replacement
-    found = joining_errors(parent, child, n, np.random.default_rng(0), 3000)
+    found = joining_errors(parent, child, n, np.random.default_rng(0), 3000, CFG)
     assert found == pytest.approx(exact, abs=0.03)
-    assert joining_errors(child, parent, n, np.random.default_rng(0), 200) == 0.0  # a better one always joins here
+    assert joining_errors(child, parent, n, np.random.default_rng(0), 200, CFG) == 0.0  # a better one always joins here
+
+
+def test_the_paired_rule_prunes_less_and_errs_less():
+    rng = np.random.default_rng(2)
+    hard = rng.random((1, 400, 1))  # questions that differ far more than the instructions do
+    R = (rng.random((4, 400, 4)) < hard + np.array([0.08, 0.04, 0.0, -0.04])[:, None, None]) * 1.0
+    paper, paired = (
+        pruning_errors(R, 24, replace(CFG, rank=rank), np.random.default_rng(0), 150, 0.02)
+        for rank in ("paper", "paired")
+    )
+    assert paper[2] == 2.0 and paired[2] < 1.0
+    assert paired[1] < paper[1] and paired[0] < paper[0]
+
+
+def test_more_rollouts_and_a_lower_bound_keep_more_of_the_worse_out():
+    rng = np.random.default_rng(4)
+    p = rng.random((300, 1))
+    parent, child = ((rng.random((300, 8)) < p + shift) * 1.0 for shift in (0.0, -0.05))
+    rates = [
+        joining_errors(parent, child, 48, np.random.default_rng(0), 300, replace(CFG, gate=gate, gate_samples=samples))
+        for gate, samples in (("paper", 1), ("paper", 4), ("lower_bound", 1))
+    ]
+    assert rates[0] > rates[1] and rates[0] > rates[2]
+
+
+# ---- the campaign
+
+
+def test_every_arm_stays_within_the_paper_s_budget_and_a_step_more_would_not():
+    for sizes in rivals.SIZES.values():
+        budget = rivals.spent(parse(sizes.split()), parse(sizes.split()).T)
+        for arm, flags in rivals.ARMS.items():
+            T, cfg = rivals.steps_of(arm, sizes), parse([*sizes.split(), *flags.split()])
+            assert (
+                rivals.spent(cfg, T) <= budget < rivals.spent(cfg, T + 1)
+                and budget - rivals.spent(cfg, T) < 0.05 * budget
+            )
+    assert rivals.steps_of("paper", rivals.SIZES[24]) == 80 == rivals.steps_of("paired", rivals.SIZES[24])
+    assert rivals.spent(parse([]), 80) == 80 * 24 * 5 + 3 * 7 * 48  # evolutions at 10, 20 and 30
+
+
+def fabricated(arm, seed, em):
+    evals = [[0, 0.1, 0], [10, 0.3, 1000], [20, em, 2000]]
+    return {
+        "arm": arm, "batch": 24, "seed": seed, "sizes": "s", "T": 20, "em": em, "em_start": 0.1, "evals": evals,
+        "training": 1800, "verification": 200, "calls": 3, "prunings": 4, "undecided": 6, "seconds": 120.0,
+    }  # fmt: skip
+
+
+def test_the_campaign_s_table_has_intervals_and_the_price_of_an_em():
+    assert rivals.reached([[0, 0.1, 0], [10, 0.3, 1000], [20, 0.7, 3000]], 0.5, 2) == pytest.approx(2000)
+    assert rivals.reached([[0, 0.1, 0], [10, 0.3, 1000]], 0.5, 0) is None and rivals.reached([[0, 0.6, 0]], 0.5, 0) == 0
+    rows = [fabricated("paper", k, em) for k, em in enumerate((0.7, 0.72, 0.74))]
+    rows += [fabricated("paired", k, em) for k, em in enumerate((0.9, 0.91, 0.89))] + [fabricated("fst", 0, 0.4)]
+    paper, paired, fst = [line for line in rivals.table(rows, 0.5).splitlines() if line.startswith("| 24 ")]
+    assert paper.startswith("| 24 | paper | 3 | 20 | 0.720 [0.670, 0.770] |  |  | 1")
+    assert "| 0.900 [0.875, 0.925] | +0.180 [+0.13" in paired and "| 3 of 3 | 2,000 | 10 % | 3 | 1.5 | 2.0 |" in paired
+    assert fst.startswith("| 24 | fst | 1 | 20 | 0.400 |  |  |  |  | 0 of 1 |")

@@ -298,8 +298,8 @@ def step_seconds(
     parts |= update_seconds(cfg, shape, card, gpus, lengths, assumed)
     if kv_tokens:
         parts["weights to vLLM"] = sync_seconds(shape, card, gpus, assumed)
-        if cfg.mode == "inspo" and cfg.T_e > cfg.K_e:
-            jobs = (1 + cfg.N_P - cfg.N_parent) * cfg.D_B  # the parent's and its revisions'
+        if cfg.mode in ("inspo", "prompt") and cfg.T_e > cfg.K_e:
+            jobs = (1 + cfg.N_P - cfg.N_parent) * cfg.D_B * cfg.gate_samples  # the parent's and its revisions'
             once = sum(rollout_seconds(*play, jobs, 1, lengths, assumed).values())
             parts["verification before T_e, spread over K_e steps"] = lengths.rounds * once / cfg.K_e
     return parts

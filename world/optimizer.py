@@ -2,10 +2,10 @@
 
     python -m world.optimizer --port 8001
 
-It gets nothing but the prompt of App. E. It reads the failed responses there as text (how many searches, which queries,
-a sentence where a name belongs, an answer that no passage contains), writes an analysis and proposes instructions made
-of the world's clauses. As with an LLM, proposals vary in quality: some miss the point, some do harm, some are right but
-in words that the policy has never read, and a few replies are malformed.
+It gets nothing but a prompt, of App. E or of another mode's (reflect.py). It reads the failed responses there as text
+(how many searches, which queries, a sentence where a name belongs, an answer that no passage contains), writes an
+analysis and proposes instructions made of the world's clauses. As with an LLM, proposals vary in quality: some miss the
+point, some do harm, some are right but in words that the policy has never read, and a few replies are malformed.
 """
 
 import argparse
@@ -55,19 +55,27 @@ def revise(rng: random.Random, clauses: list[str], add: list[str]) -> str:
 
 
 def reply_to(prompt: str, seed: int, guess: bool = False) -> str:
-    """Returns the reply to a prompt of App. E; it depends on the arguments alone.
+    """Returns the reply to a prompt (reflect.py); it depends on the arguments alone.
+
+    It reads text, whatever the prompt: the instruction in <ins_0>, another one to cross it with in <other>, failures as
+    examples, and how many candidates are asked for.
 
     `guess`: a control that proposes clauses at random and never looks at the failures.
     """
     rng = random.Random(f"{seed} {hashlib.sha256(prompt.encode()).hexdigest()}")
     parent = re.search(r"<ins_0>(.*?)</ins_0>", prompt, re.S)
-    asked = re.search(r"to <ins_(\d+)>", prompt)
+    asked = re.findall(r"(?:to|into) <ins_(\d+)>", prompt)
     if not parent or not asked:
         return "I can only improve a prompt that is given in <ins_0> </ins_0>."
-    instruction, n = parent.group(1).strip(), int(asked.group(1))
+    instruction, n = parent.group(1).strip(), int(asked[-1])
     clauses = read(instruction)
+    other = re.search(r"<other>(.*?)</other>", prompt, re.S)
     failures = re.findall(r"Response: (.*?)\nCorrect answer:", prompt, re.S)
-    if failures:
+    if other:
+        text = ["The first one lacks what the other says beyond it."]
+        lacks = [c for c in read(other.group(1)) if c not in clauses]
+        candidates = [revise(rng, clauses, lacks) for _ in range(n)]
+    elif failures:
         reasons: dict[str, str] = {}
         votes: list[str] = []
         for response in [] if guess else failures:

@@ -82,7 +82,8 @@ function instructionBar(row, run, x, width, wide, totals, k) {
     return svg("rect", { x: x(entry[0] - 0.5), width: Math.max(1, x(1) - x(0) + 0.3), y: row.y - size / 2, height: size, fill: blend(low, high, entry[1] || 0) });
   });
   const fate = I.left !== null ? `${I.why === "pruned" ? "pruned" : "replaced"} at ${I.left}` : won ? (run.status.state === "finished" ? "won" : "leads") : "in P at the end";
-  const weight = I.history.length ? `, w ${fixed(I.history[I.history.length - 1][1])}` : "";
+  const interval = I.intervals[I.intervals.length - 1];
+  const weight = I.history.length ? `, w ${fixed(I.history[I.history.length - 1][1])}${interval ? ` ± ${fixed((interval[2] - interval[1]) / 2)}` : ""}` : "";
   return treeRow(row, width, k, `Instruction ${I.id}, born at step ${I.born}, ${fate}${weight}`, won ? "won" : "",
     svg("line", { class: "life", x1: x(I.born), x2: x(last), y1: row.y, y2: row.y }), bars,
     svg("text", { class: "name", x: 34, y: row.y + 4, "text-anchor": "end" }, `#${I.id}`),
@@ -154,6 +155,8 @@ function factsOf(I, run, k) {
   const facts = [];
   if ("id" in I) {
     facts.push(["Born", ["step ", String(I.born), I.parents.length ? [", a revision of ", parents] : ""]]);
+    if (I.rated) facts.push(["Rated", I.rated]);
+    if (I.undecided.length) facts.push(["Undecided", `at ${I.undecided.length === 1 ? "step" : "steps"} ${I.undecided.join(", ")}: a test could not tell it from the leader, so it stayed`]);
     facts.push(["Left", I.left === null ? "never" : `step ${I.left}, ${I.why === "pruned" ? "pruned for its weight" : "the next generation took its place"}`]);
   } else {
     facts.push(["Proposed", [`step ${I.t}, as a revision of `, parents]], ["Refused", I.why]);
@@ -171,8 +174,10 @@ function weightLine(I) {
   if (points.length < 2) return null;
   const width = 260, height = 34, first = points[0][0], last = points[points.length - 1][0];
   const x = (t) => ((t - first) / (last - first)) * width, y = (w) => height - 2 - w * (height - 4);
+  const sides = (side) => I.intervals.map((entry) => `${x(entry[0]).toFixed(1)},${y(Math.min(1, Math.max(0, entry[side]))).toFixed(1)}`);
+  const band = I.intervals.length > 1 ? svg("polygon", { class: "band", points: [...sides(1), ...sides(2).reverse()].join(" ") }) : null;
   const d = points.map(([t, w], n) => `${n ? "L" : "M"}${x(t).toFixed(1)},${y(w).toFixed(1)}`).join("");
-  return h("p", { class: "weight" }, svg("svg", { width, height, role: "img", "aria-label": `weight from ${fixed(points[0][1])} to ${fixed(points[points.length - 1][1])}` }, svg("path", { d })),
+  return h("p", { class: "weight" }, svg("svg", { width, height, role: "img", "aria-label": `weight from ${fixed(points[0][1])} to ${fixed(points[points.length - 1][1])}` }, band, svg("path", { d })),
     h("span", { class: "note" }, `weight ${fixed(points[points.length - 1][1])} at step ${last}`));
 }
 

@@ -1,0 +1,216 @@
+"""Which rule of choosing instructions wins? Algorithm 1, its paired variant, E-SPL and FST in the world: rows, table.
+
+    make bench-selection                                      # 4 arms, batch 24 and 96, 5 seeds (hours)
+    python bench/rivals.py --arms paper paired --seeds 0 1    # some of them
+    python bench/rivals.py --report                           # the table of the rows there are
+
+Every run gets the same policy, data and optimizer, and at a batch size the same budget of trajectories: those of
+`paper` with all that its verifications can take. An arm's T is the largest with which its own training and all that its
+verifications can take stay within that budget; the table has what was really played. A run's row is appended to
+results/selection.jsonl when it ends and is not repeated; a run that was stopped is resumed.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+HERE = Path(__file__).parent.parent
+sys.path.insert(0, str(HERE))
+
+import numpy as np  # noqa: E402
+
+from bench.arms import commit, machine  # noqa: E402
+from config import Config, parse  # noqa: E402
+from evaluation.statistics import between_seeds, holm, over_seeds  # noqa: E402
+from faults import Fault, one_line  # noqa: E402
+from harness.directory import read_jsonl  # noqa: E402
+
+Row = dict[str, Any]
+ARMS = {
+    "paper": "",
+    "paired": "--rank paired",
+    "espl": "--mode espl --crossover 0.2",
+    "fst": "--mode fst --D_B 24",
+    "bound": "--rank paired --gate lower_bound --gate_samples 2",  # not among the default's
+}
+SIZES = {24: "--batch 24 --mini 24 --T 80", 96: "--batch 96 --mini 96 --T 40"}
+HONEST = (
+    "A world of 0.6M parameters, built so that it takes an instruction and a policy, whose instructions differ by tens"
+    " of EM: rules that tell small differences apart gain least here. No learning rate was tuned for any arm."
+)
+
+
+def verification(cfg: Config, T: int) -> int:
+    """Returns the most rollouts that the evolutions of T steps can take."""
+    evolutions = sum(t % cfg.K_e == 0 and t < cfg.T_e for t in range(1, T + 1))
+    if cfg.mode == "espl":
+        return 0
+    once = (1 + cfg.N_P - cfg.N_parent) * cfg.D_B * cfg.rounds
+    if cfg.mode == "fst":
+        evolutions = (T - 1) // cfg.K_e
+        once = (cfg.N_P + cfg.rounds) * cfg.D_B + 2 * cfg.rounds * cfg.failures
+    return evolutions * once * cfg.gate_samples
+
+
+def spent(cfg: Config, T: int) -> int:
+    """Returns the most trajectories that T steps can take."""
+    return T * cfg.batch * cfg.G + verification(cfg, T)
+
+
+def steps_of(arm: str, sizes: str) -> int:
+    """Returns the T of an arm: the largest that stays within what the paper's takes at these sizes."""
+    paper, cfg = (parse([*sizes.split(), *ARMS[name].split()]) for name in ("paper", arm))
+    budget = spent(paper, paper.T)
+    return max(T for T in range(1, 4 * paper.T) if spent(cfg, T) <= budget)
+
+
+def run(arm: str, batch: int, seed: int, args: argparse.Namespace) -> Row:
+    """Returns the row of a run of inspo.py; it resumes what is there, and removes it in the end."""
+    out = args.runs / f"{arm}-{batch}-seed{seed}"
+    sizes = f"{SIZES[batch]} {args.extra}".strip()
+    T = steps_of(arm, sizes)
+    flags = [*sizes.split(), *ARMS[arm].split(), "--T", str(T), "--seed", str(seed), "--eval_every", str(args.every)]
+    flags += ["--out", str(out), *(["--resume"] if (out / "config.json").exists() else [])]
+    if not (out / "summary.json").exists():
+        with open(f"{out}.log", "a") as log:
+            env = os.environ | {"OMP_NUM_THREADS": "1"}
+            done = subprocess.run([sys.executable, "inspo.py", *flags], cwd=HERE, env=env, stdout=log, stderr=log)
+        if done.returncode:
+            raise Fault(f"{arm}, batch {batch}, seed {seed}: inspo.py ended with {done.returncode}; see {out}.log")
+    row = row_of(out) | {"arm": arm, "batch": batch, "seed": seed, "sizes": sizes, "T": T}
+    shutil.rmtree(out)
+    return row
+
+
+def row_of(out: Path) -> Row:
+    """Returns what a finished run leaves. `evals`: [step, held-out EM, trajectories so far, verification's too]."""
+    end = json.loads((out / "summary.json").read_text())
+    steps = [row for row in read_jsonl(out / "metrics.jsonl") if "reward" in row]
+    cfg, ledger = json.loads((out / "config.json").read_text()), end["ledger"]
+    verified = [(row["t"], row["rollouts"]) for row in read_jsonl(out / "reflections.jsonl") if "rollouts" in row]
+
+    def played(t: int) -> int:
+        return t * cfg["batch"] * cfg["G"] + sum(n for s, n in verified if s <= t)
+
+    evals = [[0, round(end["em_start"], 4), 0]]
+    evals += [[row["t"], round(row["test/em"], 4), played(row["t"])] for row in steps if "test/em" in row]
+    evals.append([end["steps"], round(end["em_best"], 4), played(end["steps"])])
+    events = read_jsonl(out / "population.jsonl")
+    return {
+        "em": end["em_best"], "em_start": end["em_start"], "questions": end["questions"], "evals": evals,
+        "training": ledger["training_rollouts"], "verification": ledger["verification_rollouts"],
+        "calls": ledger["optimizer_calls"], "evolutions": ledger["evolutions"] - ledger["evolutions_in_vain"],
+        "prunings": sum(e["event"] == "prune" for e in events),
+        "undecided": sum(len(e.get("undecided", [])) for e in events if e["event"] == "prune"),
+        "seconds": end["seconds"], "commit": commit(), "machine": machine(), "date": time.strftime("%Y-%m-%d"),
+    }  # fmt: skip
+
+
+def reached(evals: list[list[float]], em: float, column: int) -> float | None:
+    """Returns at which step (column 0) or trajectory (2) of its evaluations a run first had this EM; None: never."""
+    for before, after in zip(evals, evals[1:], strict=False):
+        if after[1] >= em > before[1]:
+            share = (em - before[1]) / (after[1] - before[1])
+            return before[column] + share * (after[column] - before[column])
+    return None if evals[0][1] < em else 0.0
+
+
+def table(rows: list[Row], target: float) -> str:
+    """Returns the page: an arm a line, by batch; intervals over seeds, Holm's p against `paper` over all of them."""
+    text = ["# Rules of choosing instructions in the world", "", HONEST, ""]
+    text += [
+        "`make bench-selection`, rows in selection.jsonl. EM: held-out, greedy, after the last step, under the run's"
+        " own I_star; mean over seeds with the 95 % interval of Student's t. Difference from `paper`: Welch's t, Holm's"
+        " p over all arms and batches. To "
+        f"EM {target:g}: mean over the runs that get there, read between evaluations, verification counted.", "",
+    ]  # fmt: skip
+    cells = sorted({(row["batch"], row["arm"]) for row in rows}, key=lambda x: (x[0], list(ARMS).index(x[1])))
+    of = {cell: [row for row in rows if (row["batch"], row["arm"]) == cell] for cell in cells}
+    differences = {
+        cell: between_seeds([row["em"] for row in of[cell]], [row["em"] for row in of[cell[0], "paper"]])
+        for cell in cells
+        if cell[1] != "paper" and (cell[0], "paper") in of
+    }
+    told = [cell for cell, d in differences.items() if np.isfinite(d.p)]
+    adjusted = dict(zip(told, holm([differences[cell].p for cell in told]), strict=True))
+    text.append(
+        "| batch | arm | seeds | T | EM, 95 % | difference, 95 % | Holm's p | steps to it | trajectories to it |"
+        " reach it | trajectories | of them verification | calls | undecided a pruning | minutes |"
+    )
+    text.append("|---" * 15 + "|")
+    for cell in cells:
+        mine = of[cell]
+        em, d = over_seeds([row["em"] for row in mine]), differences.get(cell)
+        level = f"{em.mean:.3f} [{em.low:.3f}, {em.high:.3f}]" if np.isfinite(em.low) else f"{em.mean:.3f}"
+        line = [str(cell[0]), cell[1], str(len(mine)), " ".join(map(str, sorted({row["T"] for row in mine}))), level]
+        known = d is not None and cell in adjusted
+        line.append(f"{d.interval.mean:+.3f} [{d.interval.low:+.3f}, {d.interval.high:+.3f}]" if known and d else "")
+        line.append(f"{adjusted[cell]:.3f}" if known else "")
+        for column in (0, 2):
+            there = [x for row in mine if (x := reached(row["evals"], target, column)) is not None]
+            line.append(f"{np.mean(there):,.0f}" if there else "")
+        line.append(f"{len(there)} of {len(mine)}")
+        total = [row["training"] + row["verification"] for row in mine]
+        line += [f"{np.mean(total):,.0f}", f"{100 * sum(row['verification'] for row in mine) / sum(total):.0f} %"]
+        line.append(f"{np.mean([row['calls'] for row in mine]):.0f}")
+        prunings = sum(row["prunings"] for row in mine)
+        line.append(f"{sum(row['undecided'] for row in mine) / prunings:.1f}" if prunings else "")
+        line.append(f"{np.mean([row['seconds'] for row in mine]) / 60:.1f}")
+        text.append(f"| {' | '.join(line)} |")
+    return "\n".join([*text, ""])
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    default = [arm for arm in ARMS if arm != "bound"]
+    parser.add_argument("--arms", nargs="+", default=default, choices=ARMS, metavar="ARM")
+    parser.add_argument("--batches", type=int, nargs="+", default=list(SIZES), choices=SIZES)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--jobs", type=int, default=2, help="runs at the same time, a thread each")
+    parser.add_argument("--every", type=int, default=10, help="steps between held-out evaluations")
+    parser.add_argument("--extra", default="", help="flags of inspo.py for every run, in one string")
+    parser.add_argument("--target", type=float, default=0.5, help="EM whose price the table has")
+    parser.add_argument("--runs", type=Path, default=HERE / "runs" / "bench-selection", help="where runs work")
+    parser.add_argument("--results", type=Path, default=HERE / "results", help="where rows and table go")
+    parser.add_argument("--report", action="store_true", help="run nothing")
+    args = parser.parse_args(argv)
+    args.runs.mkdir(parents=True, exist_ok=True)
+    args.results.mkdir(parents=True, exist_ok=True)
+    path, lock = args.results / "selection.jsonl", Lock()
+    there = {(row["arm"], row["batch"], row["seed"], row["sizes"]) for row in read_jsonl(path)}
+    # Seed by seed, so that what an interruption leaves is a whole comparison.
+    wanted = [(arm, batch, seed) for seed in args.seeds for batch in args.batches for arm in args.arms]
+    wanted = [w for w in wanted if (*w, f"{SIZES[w[1]]} {args.extra}".strip()) not in there and not args.report]
+
+    def one(job: tuple[str, int, int]) -> str:
+        """Runs a job and appends its row; returns why it failed, "" if it did not: the others go on."""
+        try:
+            row = run(*job, args)
+        except Fault as fault:
+            print(fault, flush=True)
+            return str(fault)
+        with lock, open(path, "a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(f"{row['arm']:8}batch {row['batch']:3d}  seed {row['seed']}  EM {row['em']:.3f}  {row['seconds']:.0f} s")
+        return ""
+
+    with ThreadPoolExecutor(args.jobs) as workers:
+        failed = [fault for fault in workers.map(one, wanted) if fault]
+    if rows := read_jsonl(path):
+        (args.results / "selection.md").write_text(table(rows, args.target))
+        print(table(rows, args.target))
+    if failed:
+        raise Fault(f"{len(failed)} runs failed, the first: {failed[0]}")
+
+
+if __name__ == "__main__":
+    with one_line("bench/rivals.py"):
+        main()
