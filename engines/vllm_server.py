@@ -45,7 +45,6 @@ class VllmServer:
         self.urls = [url.strip().rstrip("/") for url in urls.split(",")]
         self.tokenizer, self.stop, self.loads = tokenizer, stop, 0
         self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self.begin(0)
         self.clients = {
             url: Client(
                 [url], timeout=self.timeout, retries=self.retries, backoff=0.5, expects="an answer of vLLM's",
@@ -56,6 +55,7 @@ class VllmServer:
         configs = [self.inspect(url, model, max_len) for url in self.urls]
         rows = sum(config["scheduler_config"]["max_num_seqs"] for config in configs)
         self.pool = ThreadPoolExecutor(rows)
+        self.begin(0)
         self.workers = [config["parallel_config"]["world_size"] for config in configs]
         self.source = WeightSource(model, getattr(torch, configs[0]["model_config"]["dtype"].removeprefix("torch.")))
         self.unproven = len(self.source.parameters)  # the layers of a server are out of reach
