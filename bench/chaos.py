@@ -273,7 +273,7 @@ def disturbed(
             (folder / "filler").unlink(missing_ok=True)
             row["ends"].append("ended" if not code else "killed" if killed else "stopped resumably")
             row["fault"] = row["fault"] or complaint(code, output, out, killed)
-            row["said"] = [line for line in output.splitlines() if line.strip()][-2:]
+            row["said"] = [line for line in output.splitlines() if line.strip()][-60 if row["fault"] else -2 :]
             if not code or row["fault"]:
                 break
         if code and not row["fault"]:
@@ -333,7 +333,7 @@ def main() -> None:
             if row["ends"][-1] == "ended":  # so that the next random moments fall within a run
                 seconds[ranks] = min(seconds[ranks], row["seconds"])
             ends = ", ".join([*row["ends"], *row["resumed"]])
-            said = f" {row['said']}" if row["fault"] else ""
+            said = "\n".join(["", *row["said"]]) if row["fault"] else ""
             print(f"{k + 1:3d}  {name}, {ranks}: {ends}: {row['fault'] or 'as undisturbed'}{said}", flush=True)
             if args.log:
                 with open(args.log, "a") as f:
