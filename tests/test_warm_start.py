@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 @pytest.mark.slow
 def test_the_rebuilt_policy_follows_its_instruction_and_lacks_one_skill(tmp_path):
     build = [sys.executable, "-m", "world.warm_start", "--out", str(tmp_path)]
-    subprocess.run(build, cwd=ROOT, check=True, timeout=1200, capture_output=True)
+    subprocess.run(build, cwd=ROOT, check=True, timeout=2400, capture_output=True)
     for name in ("corpus.jsonl", "train.jsonl", "test.jsonl", "instruction.txt", "policy/tokenizer.json"):
         assert (tmp_path / name).read_bytes() == (ROOT / "world" / "files" / name).read_bytes(), name
     model, tokenizer = load_policy(str(tmp_path / "policy"), "cpu")
