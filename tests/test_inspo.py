@@ -703,7 +703,7 @@ def test_questions_set_aside_for_valid_are_never_trained_on(tmp_path):
 @pytest.mark.slow
 def test_the_embedded_default_learns(tmp_path):
     """`make train`: neither the trained policy nor the evolved instruction gets there without the other."""
-    code, stdout, stderr = finish(start("--out", tmp_path / "r", "--seed", "1"), timeout=1200)
+    code, stdout, stderr = finish(start("--out", tmp_path / "r", "--seed", "1"), timeout=3000)
     assert code == 0, stderr
     summary = json.loads((tmp_path / "r" / "summary.json").read_text())
     em = {name: row["em"] for name, row in summary["held_out"].items()}
