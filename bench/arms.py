@@ -9,8 +9,10 @@ import sys
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from config import HERE, PRESETS
 from faults import Fault
@@ -18,6 +20,7 @@ from harness.directory import read_jsonl
 from world.clauses import BEST, write
 
 Row = dict[str, Any]
+Job = TypeVar("Job")
 
 
 RUNNING: defaultdict[tuple[str, int], threading.Lock] = defaultdict(threading.Lock)
@@ -118,12 +121,38 @@ class Campaign(NamedTuple):
         if arm not in ("grpo", "sft"):  # the canary is about searches
             argv += ["--canary", str(canary(self.runs))]
         argv += ["--resume"] if (out / "config.json").exists() else []
-        env = os.environ | {"OMP_NUM_THREADS": str(self.threads)}
-        with open(f"{out}.log", "w") as log:
-            done = subprocess.run([sys.executable, *argv], cwd=HERE, env=env, stdout=log, stderr=log)
-        if done.returncode:
-            raise Fault(f"{arm}, seed {seed}: {argv[0]} ended with {done.returncode}; see {out}.log")
+        launch(f"{arm}, seed {seed}", argv, out, self.threads)
         return out
+
+
+def launch(what: str, argv: list[str], out: Path, threads: int = 1) -> None:
+    """Runs a program of this project; its output goes to {out}.log, after what is there if it resumes. Raises Fault."""
+    env = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    with open(f"{out}.log", "a" if "--resume" in argv else "w") as log:
+        done = subprocess.run([sys.executable, *argv], cwd=HERE, env=env, stdout=log, stderr=log)
+    if done.returncode:
+        raise Fault(f"{what}: {argv[0]} ended with {done.returncode}; see {out}.log")
+
+
+def collect(
+    jobs: Sequence[Job], run: Callable[[Job], Row], path: Path, threads: int, says: Callable[[Row], str]
+) -> list[str]:
+    """Runs jobs in threads, appends each one's row to `path`, prints what it `says`; returns why others failed."""
+    lock = threading.Lock()
+
+    def one(job: Job) -> str:
+        try:
+            row = run(job)
+        except Fault as fault:
+            print(fault, flush=True)
+            return str(fault)
+        with lock, open(path, "a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(says(row), flush=True)
+        return ""
+
+    with ThreadPoolExecutor(threads) as pool:
+        return [fault for fault in pool.map(one, jobs) if fault]
 
 
 def canary(runs: Path) -> Path:

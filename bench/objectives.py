@@ -11,20 +11,17 @@ policy has not moved since it sampled, every ratio is 1.
 
 import argparse
 import json
-import os
 import shutil
-import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Lock
 
 HERE = Path(__file__).parent.parent
 sys.path.insert(0, str(HERE))
 
 import numpy as np  # noqa: E402
 
+from bench.arms import collect, launch  # noqa: E402
 from evaluation.statistics import interval, over_seeds  # noqa: E402
 from faults import Fault, one_line  # noqa: E402
 from harness.directory import read_jsonl  # noqa: E402
@@ -54,11 +51,7 @@ def run(objective: str, mode: str, seed: int, args: argparse.Namespace) -> dict:
     shutil.rmtree(out, ignore_errors=True)
     flags = [*args.sizes.split(), "--objective", objective, "--mode", mode, "--seed", str(seed), "--out", str(out)]
     began = time.time()
-    with open(f"{out}.log", "w") as log:
-        env = os.environ | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run([sys.executable, "inspo.py", *flags], cwd=HERE, env=env, stdout=log, stderr=log)
-    if done.returncode:
-        raise Fault(f"{objective}, {mode}, seed {seed}: inspo.py ended with {done.returncode}; see {out}.log")
+    launch(f"{objective}, {mode}, seed {seed}", ["inspo.py", *flags], out)
     end = json.loads((out / "summary.json").read_text())
     steps = [row for row in read_jsonl(out / "metrics.jsonl") if "reward" in row]
     last = {name: float(np.mean([row[name] for row in steps[-LAST:]])) for name in ("reward", "entropy", "answered")}
@@ -139,28 +132,18 @@ def main() -> None:
     args = parser.parse_args()
     args.runs.mkdir(parents=True, exist_ok=True)
     args.out.mkdir(parents=True, exist_ok=True)
-    path, lock = args.out / "objectives.jsonl", Lock()
+    path = args.out / "objectives.jsonl"
     key = ("objective", "mode", "seed", "sizes")
     there = {tuple(row[k] for k in key) for row in read_jsonl(path)}
     # Seed by seed, so that what an interruption leaves is a whole comparison.
     wanted = [(o, m, s) for s in args.seeds for o in args.objectives for m in args.modes]
     wanted = [] if args.report else [w for w in wanted if (*w, args.sizes) not in there]
 
-    def one(job: tuple[str, str, int]) -> str:
-        """Runs a job and appends its row; returns why it failed, "" if it did not: the others go on."""
-        try:
-            row = run(*job, args)
-        except Fault as fault:
-            print(fault, flush=True)
-            return str(fault)
-        with lock, open(path, "a") as f:
-            f.write(json.dumps(row) + "\n")
+    def says(row: dict) -> str:
         name = f"{row['objective']:20}{row['mode']:8}seed {row['seed']}"
-        print(f"{name}  EM {row['em']:.3f}  {row['seconds']:.0f} s", flush=True)
-        return ""
+        return f"{name}  EM {row['em']:.3f}  {row['seconds']:.0f} s"
 
-    with ThreadPoolExecutor(args.jobs) as pool:
-        failed = [fault for fault in pool.map(one, wanted) if fault]
+    failed = collect(wanted, lambda job: run(*job, args), path, args.jobs, says)
     if rows := read_jsonl(path):
         (args.out / "objectives.md").write_text(table(rows))
         draw(rows, args.out / "objectives.png")

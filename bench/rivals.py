@@ -12,14 +12,10 @@ results/selection.jsonl when it ends and is not repeated; a run that was stopped
 
 import argparse
 import json
-import os
 import shutil
-import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 HERE = Path(__file__).parent.parent
@@ -27,7 +23,7 @@ sys.path.insert(0, str(HERE))
 
 import numpy as np  # noqa: E402
 
-from bench.arms import commit, machine  # noqa: E402
+from bench.arms import collect, commit, launch, machine  # noqa: E402
 from config import Config, parse  # noqa: E402
 from evaluation.statistics import between_seeds, holm, over_seeds  # noqa: E402
 from faults import Fault, one_line  # noqa: E402
@@ -80,11 +76,7 @@ def run(arm: str, batch: int, seed: int, args: argparse.Namespace) -> Row:
     flags = [*sizes.split(), *ARMS[arm].split(), "--T", str(T), "--seed", str(seed), "--eval_every", str(args.every)]
     flags += ["--out", str(out), *(["--resume"] if (out / "config.json").exists() else [])]
     if not (out / "summary.json").exists():
-        with open(f"{out}.log", "a") as log:
-            env = os.environ | {"OMP_NUM_THREADS": "1"}
-            done = subprocess.run([sys.executable, "inspo.py", *flags], cwd=HERE, env=env, stdout=log, stderr=log)
-        if done.returncode:
-            raise Fault(f"{arm}, batch {batch}, seed {seed}: inspo.py ended with {done.returncode}; see {out}.log")
+        launch(f"{arm}, batch {batch}, seed {seed}", ["inspo.py", *flags], out)
     row = row_of(out) | {"arm": arm, "batch": batch, "seed": seed, "sizes": sizes, "T": T}
     shutil.rmtree(out)
     return row
@@ -184,26 +176,16 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     args.runs.mkdir(parents=True, exist_ok=True)
     args.results.mkdir(parents=True, exist_ok=True)
-    path, lock = args.results / "selection.jsonl", Lock()
+    path = args.results / "selection.jsonl"
     there = {(row["arm"], row["batch"], row["seed"], row["sizes"]) for row in read_jsonl(path)}
     # Seed by seed, so that what an interruption leaves is a whole comparison.
     wanted = [(arm, batch, seed) for seed in args.seeds for batch in args.batches for arm in args.arms]
     wanted = [w for w in wanted if (*w, f"{SIZES[w[1]]} {args.extra}".strip()) not in there and not args.report]
 
-    def one(job: tuple[str, int, int]) -> str:
-        """Runs a job and appends its row; returns why it failed, "" if it did not: the others go on."""
-        try:
-            row = run(*job, args)
-        except Fault as fault:
-            print(fault, flush=True)
-            return str(fault)
-        with lock, open(path, "a") as file:
-            file.write(json.dumps(row) + "\n")
-        print(f"{row['arm']:8}batch {row['batch']:3d}  seed {row['seed']}  EM {row['em']:.3f}  {row['seconds']:.0f} s")
-        return ""
+    def says(row: Row) -> str:
+        return f"{row['arm']:8}batch {row['batch']:3d}  seed {row['seed']}  EM {row['em']:.3f}  {row['seconds']:.0f} s"
 
-    with ThreadPoolExecutor(args.jobs) as workers:
-        failed = [fault for fault in workers.map(one, wanted) if fault]
+    failed = collect(wanted, lambda job: run(*job, args), path, args.jobs, says)
     if rows := read_jsonl(path):
         (args.results / "selection.md").write_text(table(rows, args.target))
         print(table(rows, args.target))

@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM
 
 import export
 import inspo
+from bench.chaos import hear_signals
 from config import Config
 from data import draw, load_questions, rng
 from engines.vllm_engine import vllm_installed
@@ -41,12 +42,6 @@ SMALL = "--batch 2 --mini 2 --G 2 --T 10 --K_p 1 --K_e 3 --T_e 9 --D_B 4 --eval_
 SEED = 6  # the first policy scores in the first step
 SMALL += ["--instruction", str(FIXTURE / "instruction.txt"), "--seed", str(SEED)]
 ENV = os.environ | {"OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}  # tests share their cores with the servers
-
-
-def hear_signals() -> None:
-    """Undoes what a shell does to jobs in the background: they ignore Ctrl-C, and with nohup a hang-up."""
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
 
 
 def popen(argv: list[str], env: dict) -> subprocess.Popen:

@@ -11,9 +11,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from test_inspo import ENV, ROOT, SMALL, finish, hear_signals, metrics, read_jsonl, run_here, start
+from test_inspo import ENV, ROOT, SMALL, finish, metrics, read_jsonl, run_here, start
 
 import stop
+from bench.chaos import hear_signals
 from harness.directory import RunDirectory
 from harness.log import Log
 from harness.screen import Screen
