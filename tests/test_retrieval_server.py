@@ -20,6 +20,7 @@ import requests
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.chaos import hear_signals
 from faults import Fault
 from harness.servers import Child, listen
 from retrieval.bm25 import BM25
@@ -379,9 +380,7 @@ def test_the_child_ends_however_its_parent_ends(tmp_path, number):
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(
-            signal.SIGINT, signal.default_int_handler
-        ),  # a job in the background ignores it
+        preexec_fn=hear_signals,
     )
     with parent:
         pid, url = parent.stdout.readline().decode().split()
