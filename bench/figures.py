@@ -9,9 +9,9 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402
-from scipy.stats import t as student  # noqa: E402
 
 from bench.arms import ARMS  # noqa: E402
+from evaluation.statistics import over_seeds  # noqa: E402
 
 Row = dict[str, Any]
 Rows = Mapping[str, Sequence[Row]]
@@ -76,9 +76,8 @@ def smooth(y: Sequence[float], n: int = 5) -> list[float]:
 
 def mean_and_half(x: Sequence[float]) -> tuple[float, float]:
     """Returns the mean over seeds and half its 95 % interval; 0 for one seed."""
-    n = len(x)
-    half = float(student.ppf(0.975, n - 1) * np.std(x, ddof=1) / np.sqrt(n)) if n > 1 else 0.0
-    return float(np.mean(x)), half
+    found = over_seeds(x)
+    return found.mean, found.high - found.mean if len(x) > 1 else 0.0
 
 
 def band(ax: Any, curves: Sequence[Sequence[float]], color: str, label: str, steps: Sequence[int] = ()) -> None:

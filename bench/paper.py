@@ -23,7 +23,7 @@ from bench.arms import ARMS, Campaign, Row, commit, machine  # noqa: E402
 from bench.claims import CLAIMS, Rows, verdict  # noqa: E402
 from config import PRESETS  # noqa: E402
 from data import load_questions  # noqa: E402
-from evaluation.statistics import between_seeds, holm, interval, over_seeds  # noqa: E402
+from evaluation.statistics import adjusted, between_seeds, interval, over_seeds  # noqa: E402
 from faults import one_line  # noqa: E402
 from harness.directory import read_jsonl  # noqa: E402
 
@@ -87,7 +87,7 @@ def table_1(rows: Rows, published: Row) -> list[str]:
         em = [row["em"] for row in mine]
         n = mine[0]["questions"] if mine else 0
         mean = over_seeds(em) if len(em) > 1 else interval(np.repeat([1.0, 0.0], split(em[0], n))) if em else None
-        level = f"{mean.mean:.3f} [{mean.low:.3f}, {mean.high:.3f}]" if mean else "not run yet"
+        level = f"{mean}" if mean else "not run yet"
         level += "" if len(em) != 1 else f", over {n} questions"
         searches = f"{np.mean([row['searches'] for row in mine]):.2f}" if mine else ""
         paper = [f"{published['paper'][size][method][-1]:.3f}" for size in ("qwen2.5-3b", "qwen2.5-7b")]
@@ -126,17 +126,15 @@ def arms_table(rows: Rows) -> list[str]:
         for arm in arms
         if arm != "inspo" and rows.get("inspo")
     }
-    told = [arm for arm, d in differences.items() if np.isfinite(d.p)]
-    adjusted = dict(zip(told, holm([differences[arm].p for arm in told]), strict=True))
+    holm = adjusted(differences)
     for arm in arms:
         mine = rows[arm]
-        em = over_seeds([row["em"] for row in mine])
-        level = f"{em.mean:.3f} [{em.low:.3f}, {em.high:.3f}]" if np.isfinite(em.low) else f"{em.mean:.3f}"
+        level = f"{over_seeds([row['em'] for row in mine])}"
         cells = ["", "", ""]
-        if arm in adjusted:
+        if arm in holm:
             d = differences[arm]
-            cells = [f"{d.interval.mean:+.3f} [{d.interval.low:+.3f}, {d.interval.high:+.3f}]"]
-            cells += [f"{adjusted[arm]:.3f}" if adjusted[arm] >= 0.001 else f"{adjusted[arm]:.0e}", f"{d.visible:.3f}"]
+            cells = [f"{d.interval:+}", f"{holm[arm]:.3f}" if holm[arm] >= 0.001 else f"{holm[arm]:.0e}"]
+            cells.append(f"{d.visible:.3f}")
         mean = {key: float(np.mean([row[key] for row in mine])) for key in ("searches", "overhead", "minutes")}
         cells += [f"{mean['searches']:.2f}", f"{100 * mean['overhead']:.0f} %", f"{mean['minutes']:.1f}"]
         by_seed = ", ".join(f"{row['em']:.2f}" for row in mine)

@@ -25,7 +25,7 @@ import numpy as np  # noqa: E402
 
 from bench.arms import collect, commit, launch, machine  # noqa: E402
 from config import Config, parse  # noqa: E402
-from evaluation.statistics import between_seeds, holm, over_seeds  # noqa: E402
+from evaluation.statistics import adjusted, between_seeds, over_seeds  # noqa: E402
 from faults import Fault, one_line  # noqa: E402
 from harness.directory import read_jsonl  # noqa: E402
 
@@ -131,8 +131,7 @@ def table(rows: list[Row], target: float) -> str:
         for cell in cells
         if cell[1] != "paper" and (cell[0], "paper") in of
     }
-    told = [cell for cell, d in differences.items() if np.isfinite(d.p)]
-    adjusted = dict(zip(told, holm([differences[cell].p for cell in told]), strict=True))
+    holm = adjusted(differences)
     text.append(
         "| batch | arm | seeds | T | EM, 95 % | difference, 95 % | Holm's p | steps to it | trajectories to it |"
         " reach it | trajectories | of them verification | calls | undecided a pruning | minutes |"
@@ -140,12 +139,9 @@ def table(rows: list[Row], target: float) -> str:
     text.append("|---" * 15 + "|")
     for cell in cells:
         mine = of[cell]
-        em, d = over_seeds([row["em"] for row in mine]), differences.get(cell)
-        level = f"{em.mean:.3f} [{em.low:.3f}, {em.high:.3f}]" if np.isfinite(em.low) else f"{em.mean:.3f}"
-        line = [str(cell[0]), cell[1], str(len(mine)), " ".join(map(str, sorted({row["T"] for row in mine}))), level]
-        known = d is not None and cell in adjusted
-        line.append(f"{d.interval.mean:+.3f} [{d.interval.low:+.3f}, {d.interval.high:+.3f}]" if known and d else "")
-        line.append(f"{adjusted[cell]:.3f}" if known else "")
+        line = [str(cell[0]), cell[1], str(len(mine)), " ".join(map(str, sorted({row["T"] for row in mine})))]
+        line.append(f"{over_seeds([row['em'] for row in mine])}")
+        line += [f"{differences[cell].interval:+}", f"{holm[cell]:.3f}"] if cell in holm else ["", ""]
         for column in (0, 2):
             there = [x for row in mine if (x := reached(row["evals"], target, column)) is not None]
             line.append(f"{np.mean(there):,.0f}" if there else "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -114,15 +114,11 @@ def _row(
     seeds = between_seeds(a, b)
     level = ["", "", ""]
     if np.isfinite(seeds.interval.low):
-        level = [_signed(seeds.interval), _p(seeds.p), f", {seeds.visible:.3f}"]
+        level = [f"{seeds.interval:+}", _p(seeds.p), f", {seeds.visible:.3f}"]
     only = f"{exact[0]}, {exact[1]}; {_p(exact[2])}" if exact else ""
     cells = [arm.name, label, f"{found.interval.n:,}", f"{over_seeds(a).mean:.3f}, {over_seeds(b).mean:.3f}"]
-    cells += [_signed(found.interval), _p(found.p), only, level[0], level[1], f"{found.visible:.3f}{level[2]}"]
+    cells += [f"{found.interval:+}", _p(found.p), only, level[0], level[1], f"{found.visible:.3f}{level[2]}"]
     return f"| {' | '.join(cells)} |"
-
-
-def _signed(x: Any) -> str:
-    return f"{x.mean:+.3f} [{x.low:+.3f}, {x.high:+.3f}]"
 
 
 def _p(p: float) -> str:

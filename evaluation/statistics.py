@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from scipy import optimize, stats
 
 Values = Sequence[float] | npt.NDArray[np.float64]
+K = TypeVar("K")
 LEVEL, POWER = 0.95, 0.8
 
 
@@ -27,8 +28,10 @@ class Interval(NamedTuple):
     se: float
     n: int
 
-    def __str__(self) -> str:
-        return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
+    def __format__(self, sign: str) -> str:
+        """As "0.512 [0.490, 0.534]"; the mean alone where the interval is infinite. `sign` "+" is for differences."""
+        level = f"{self.mean:{sign}.3f}"
+        return f"{level} [{self.low:{sign}.3f}, {self.high:{sign}.3f}]" if math.isfinite(self.low) else level
 
 
 class Difference(NamedTuple):
@@ -122,6 +125,12 @@ def holm(p: Sequence[float]) -> list[float]:
         worst = max(worst, min(1.0, (len(p) - rank) * p[k]))
         adjusted[k] = worst
     return adjusted
+
+
+def adjusted(differences: Mapping[K, Difference]) -> dict[K, float]:
+    """Returns Holm's adjusted p of those differences that have a p; the others are left out."""
+    told = [key for key, difference in differences.items() if math.isfinite(difference.p)]
+    return dict(zip(told, holm([differences[key].p for key in told]), strict=True))
 
 
 def visible(se: float, df: float) -> float:
