@@ -170,7 +170,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "world": dict(
         model=str(WORLD / "policy"), train=str(WORLD / "train.jsonl"), valid=str(WORLD / "valid.jsonl"),
         test=str(WORLD / "test.jsonl"), corpus=str(WORLD / "corpus.jsonl"), instruction=str(WORLD / "instruction.txt"),
-        optimizer_model="scripted", T=80, batch=24, mini=24, micro_tokens=4096, lr=1e-3, max_response=48,
+        optimizer_model="scripted", T=80, batch=24, mini=24, micro_tokens=1024, lr=1e-3, max_response=48,
         max_observation=100, max_prompt=480, K_p=5, K_e=10, T_e=40, D_B=48, rounds=1, buffer=960, max_instruction=120,
         eval_every=0, save_every=10, recompute=0, vllm_memory=0.05,
     ),

@@ -63,6 +63,7 @@ ARMS = {
     "guessing": Arm("the optimizer proposes at random", "--optimizer_model guessing"),
     "half": Arm("evolution ends at half its time", "--T_e {half_T_e}"),
 }
+WITH_CANARY = ("inspo", "static", "frozen")  # whose policies are also played under one good instruction, for Fig. 5
 
 
 def needs(arm: str) -> list[str]:
@@ -118,7 +119,7 @@ class Campaign(NamedTuple):
             return out
         argv = argv_of(arm, {other: str(self.run(other, seed)) for other in needs(arm)}, self.extra)
         argv += ["--seed", str(seed), "--eval_every", str(self.every), "--out", str(out)]
-        if arm not in ("grpo", "sft"):  # the canary is about searches
+        if arm in WITH_CANARY:
             argv += ["--canary", str(canary(self.runs))]
         argv += ["--resume"] if (out / "config.json").exists() else []
         launch(f"{arm}, seed {seed}", argv, out, self.threads)
