@@ -1,12 +1,13 @@
-"""Every objective on the embedded world, under one instruction and with evolution: rows as they come, table, picture.
+"""Every objective on the embedded world, under one good instruction and with evolution: rows, table, picture.
 
     make bench-objectives                                          # all of them, 3 seeds, about 3 hours of 2 cores
     python bench/objectives.py --objectives grpo gspo --seeds 0    # some of them
     python bench/objectives.py --report                            # table and picture of the rows there are
 
-Every run plays the same number of trajectories. A run's row is appended to results/objectives.jsonl when it ends, and
-runs that have one are not repeated. A step has several mini-batches, or most objectives would be GRPO: where the
-policy has not moved since it sampled, every ratio is 1.
+Within a mode every run plays the same number of trajectories; `static` trains under one good instruction, for under the
+world's first one there is little to learn. A run's row is appended to results/objectives.jsonl when it ends, and runs
+that have one are not repeated. A step has several mini-batches, or most objectives would be GRPO: where the policy has
+not moved since it sampled, every ratio is 1.
 """
 
 import argparse
@@ -21,14 +22,15 @@ sys.path.insert(0, str(HERE))
 
 import numpy as np  # noqa: E402
 
-from bench.arms import collect, launch  # noqa: E402
+from bench.arms import canary, collect, launch  # noqa: E402
 from evaluation.statistics import interval, over_seeds  # noqa: E402
 from faults import Fault, one_line  # noqa: E402
 from harness.directory import read_jsonl  # noqa: E402
 from objectives import OBJECTIVES  # noqa: E402
 
-SIZES = "--T 20 --batch 24 --mini 8 --K_p 3 --K_e 6 --T_e 18 --D_B 24 --eval_n 96 --save_every 1000 --keep 1"
-MODES = ("static", "inspo")
+SIZES = "--batch 24 --mini 8 --K_p 3 --K_e 6 --T_e 18 --D_B 24 --eval_n 96 --save_every 1000 --keep 1"
+MODES = {"static": "--mode static --T 10", "inspo": "--mode inspo --T 20"}  # static needs no evolution: half the steps
+TITLES = {"static": "static, under one good instruction", "inspo": "inspo"}
 MEASURES = {"em": "EM", "searches": "searches", "entropy": "entropy", "answered": "answered", "seconds": "seconds"}
 LAST = 5  # steps over which entropy and answered are averaged
 HONEST = (
@@ -49,7 +51,8 @@ def run(objective: str, mode: str, seed: int, args: argparse.Namespace) -> dict:
     """Returns the row of a run of inspo.py, whose directory is removed."""
     out = args.runs / f"{objective}-{mode}-seed{seed}"
     shutil.rmtree(out, ignore_errors=True)
-    flags = [*args.sizes.split(), "--objective", objective, "--mode", mode, "--seed", str(seed), "--out", str(out)]
+    flags = f"{args.sizes} {MODES[mode]} --objective {objective} --seed {seed}".split() + ["--out", str(out)]
+    flags += ["--instruction", str(canary(args.runs))] if mode == "static" else []
     began = time.time()
     launch(f"{objective}, {mode}, seed {seed}", ["inspo.py", *flags], out)
     end = json.loads((out / "summary.json").read_text())
@@ -68,20 +71,20 @@ def run(objective: str, mode: str, seed: int, args: argparse.Namespace) -> dict:
 def table(rows: list[dict]) -> str:
     """Returns the rows as Markdown: mean over seeds and half the 95 % interval of EM, one line an objective."""
     sizes = {row["sizes"] for row in rows}
-    trajectories = sorted({row["trajectories"] for row in rows})
     text = [
         "# Objectives on the embedded world", "", HONEST, "",
-        f"`make bench-objectives`, {' and '.join(map(str, trajectories))} trajectories a run"
-        f" (`{'`, `'.join(sorted(sizes))}`). EM: held-out, greedy, after the last step, under the run's best"
-        " instruction, mean ± half of the 95 % interval (Student's t over seeds). Entropy (nats) and answered: the"
-        f" rollouts of the last {LAST} steps.", "",
+        f"`make bench-objectives` (`{'`, `'.join(sorted(sizes))}`). EM: held-out, greedy, after the last step, under"
+        " the run's best instruction, mean ± half of the 95 % interval (Student's t over seeds). Entropy (nats) and"
+        f" answered: the rollouts of the last {LAST} steps.", "",
     ]  # fmt: skip
     for mode in MODES:
         some = [row for row in rows if row["mode"] == mode]
         if not some:
             continue
         start = np.mean([row["em_start"] for row in some])
-        text += [f"## {mode}, from {start:.2f}", "", "| | seeds | " + " | ".join(MEASURES.values()) + " |"]
+        n = " and ".join(sorted({f"{row['trajectories']:,}" for row in some}))
+        text += [f"## {TITLES[mode]}, from {start:.2f}; {n} trajectories", ""]
+        text += ["| | seeds | " + " | ".join(MEASURES.values()) + " |"]
         text += ["|---" * (len(MEASURES) + 2) + "|"]
         for name in OBJECTIVES:
             if mine := [row for row in some if row["objective"] == name]:
@@ -111,7 +114,9 @@ def draw(rows: list[dict], path: Path) -> None:
                 mean, half = mean_and_half(em, rows[0]["questions"])
                 ax.errorbar(mean, y, xerr=half, fmt="|", color="C3" if name == "grpo" else "C0", capsize=2)
                 ax.plot(em, [y] * len(em), ".", color="0.4", ms=4)
-        ax.set(title=mode, xlabel="held-out exact match", xlim=(0, 1), yticks=range(len(names)), yticklabels=names)
+        ax.set(
+            title=TITLES[mode], xlabel="held-out exact match", xlim=(0, 1), yticks=range(len(names)), yticklabels=names
+        )
         ax.grid(axis="x", alpha=0.3)
         ax.spines[["top", "right"]].set_visible(False)
     axes[0].invert_yaxis()
