@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from scipy import stats
+from scipy.special import stdtrit  # quantiles of Student's t; scipy.stats would take most of a second to import
 
 from population import Array, Instruction, Population, significantly_worse
 
@@ -116,7 +116,7 @@ class Paired(Population):
         if fit.df < 1 or n < 2:
             return []
         distance, se = fit.behind(self.row(ranked[0].id))
-        t = float(stats.t.isf(ALPHA / (self.looks * (self.looks + 1) * n * (n - 1)), fit.df))
+        t = -float(stdtrit(fit.df, ALPHA / (self.looks * (self.looks + 1) * n * (n - 1))))
         return [I for I in ranked[1:] if distance[k := self.row(I.id)] > t * se[k] + 1e-9]
 
     def succeed(self, parents: Sequence[Instruction], t: int) -> list[Instruction]:
@@ -251,6 +251,6 @@ def gate(r: Sequence[float], r_parent: Sequence[float], rule: str) -> tuple[floa
     if rule == "paper":
         return sum(r) / n, significantly_worse(r, r_parent)
     d = np.array(r) - np.array(r_parent)
-    margin = float(stats.t.ppf(SURE, n - 1)) * float(d.std(ddof=1)) / math.sqrt(n) if n > 1 else math.inf
+    margin = float(stdtrit(n - 1, SURE)) * float(d.std(ddof=1)) / math.sqrt(n) if n > 1 else math.inf
     bound = sum(r) / n - margin + TOLERANCE
     return bound, bound < sum(r_parent) / n
