@@ -105,10 +105,10 @@ def verdict(claim: Claim, rows: Rows) -> tuple[str, str]:
 
 def _said(low: float, high: float, told: str, visible: float | None) -> tuple[str, str]:
     if not np.isfinite(low):
-        return "cannot be told with this power", f"{told.partition(', 95')[0]}: these seeds give no interval"
+        return "cannot be told", f"{told.partition(', 95')[0]}: these seeds give no interval"
     if low > 0:
-        return "reproduces in the world", told
+        return "reproduces", told
     if high < 0:
-        return "does not: the opposite holds", told
+        return "the opposite holds", told
     least = f"; a difference of {visible:.3f} would have shown" if visible else ""
-    return "cannot be told with this power", told + least
+    return "cannot be told", told + least

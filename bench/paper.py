@@ -11,6 +11,7 @@ the command. The same commit and seed give the same row on the same machine. See
 import argparse
 import json
 import sys
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -187,12 +188,13 @@ def page(rows: Rows, pictures: list[str], published: Row) -> str:
         "",
         "## Claims",
         "",
-        "| | the paper | in the world | |",
-        "|---|---|---|---|",
     ]
-    for claim in CLAIMS:
-        said, why = verdict(claim, rows)
-        out.append(f"| {claim.where} | {claim.says} | {said} | {why} |")
+    said = [verdict(claim, rows) for claim in CLAIMS]
+    count = Counter(what for what, _ in said)
+    out += [f"Of {len(said)}: " + "; ".join(f"{n} {what}" for what, n in count.most_common()) + ".", ""]
+    out += ["| | the paper says | in the world | because |", "|---|---|---|---|"]
+    for claim, (what, why) in zip(CLAIMS, said, strict=True):
+        out.append(f"| {claim.where} | {claim.says} | {what} | {why} |")
     if rows.get("inspo"):
         cost = float(np.mean([row["overhead"] for row in rows["inspo"]]))
         out.append(f"| App. C | verification is 1.4 to 7 % of the inferences | {100 * cost:.1f} % | a ratio of sizes |")
