@@ -8,6 +8,7 @@ The directory page/ has its parts: what is read, what is concluded, and the HTML
 """
 
 import argparse
+import contextlib
 import os
 from pathlib import Path
 
@@ -24,6 +25,8 @@ def write(paths: list[Path], out: Path, limit: int = LIMIT, price: tuple[float, 
         temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, out)
     except OSError as e:
+        with contextlib.suppress(OSError):
+            temporary.unlink()  # on a disk that is full, half of it may be there
         raise Fault(f"cannot write {out} ({e.strerror}): choose another --out") from None
     return out
 

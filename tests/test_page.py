@@ -5,6 +5,7 @@ import gzip
 import hashlib
 import http.client
 import json
+import resource
 import shutil
 import threading
 from html.parser import HTMLParser
@@ -444,6 +445,17 @@ def test_a_fault_of_report_py_is_one_line(argv, says, capsys):
     with pytest.raises(SystemExit) as ended:
         report.main(argv)
     assert says in str(ended.value) and "\n" not in str(ended.value)
+
+
+def test_of_a_page_that_does_not_fit_nothing_is_left(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # the write fails half way, as on a disk that is full
+    try:
+        with pytest.raises(Fault, match="cannot write"):
+            report.write([RUN], tmp_path / "page.html")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_server_answers_this_machine_alone_and_follows_the_run(tmp_path):
