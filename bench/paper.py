@@ -25,7 +25,7 @@ from bench.claims import CLAIMS, Rows, verdict  # noqa: E402
 from config import PRESETS  # noqa: E402
 from data import load_questions  # noqa: E402
 from evaluation.statistics import adjusted, between_seeds, interval, over_seeds  # noqa: E402
-from faults import one_line  # noqa: E402
+from faults import Fault, one_line  # noqa: E402
 from harness.directory import read_jsonl  # noqa: E402
 
 UNTRAINED = ("direct", "ircot", "rag", "search_o1")  # rows of Table 1 that need no run
@@ -33,6 +33,17 @@ TABLE_1 = {  # method -> where its row comes from
     "direct": "direct", "sft": "sft", "grpo": "grpo", "ircot": "ircot", "rag": "rag", "sft_reject": "sft_reject",
     "search_o1": "search_o1", "search_r1": "static", "inspo": "inspo",
 }  # fmt: skip
+
+
+def attempt(campaign: Campaign, arm: str, seed: int) -> str:
+    """Runs an arm that has no row; returns why it failed, "" if it did not: the others go on."""
+    try:
+        row = campaign.row(arm, seed)
+    except Fault as fault:
+        print(fault, flush=True)
+        return str(fault)
+    print(f"{arm:16}seed {seed}  EM {row['em']:.3f}  {row['minutes']:.1f} minutes", flush=True)
+    return ""
 
 
 def untrained(campaign: Campaign, method: str) -> Row:
@@ -232,9 +243,9 @@ def main(argv: list[str] | None = None) -> None:
     campaign = Campaign(args.runs, args.results / "rows.jsonl", args.every, args.extra)
     trained = [arm for arm in ARMS if arm in args.arms]
     with one_line("bench/paper.py"):
+        pairs = [(arm, seed) for seed in args.seeds for arm in trained]  # whole seeds first
         with ThreadPoolExecutor(args.jobs) as pool:
-            pairs = [(arm, seed) for seed in args.seeds for arm in trained]  # whole seeds first
-            list(pool.map(lambda pair: campaign.row(*pair), pairs))
+            failed = [fault for fault in pool.map(lambda pair: attempt(campaign, *pair), pairs) if fault]
         for method in UNTRAINED:
             if method in args.arms:
                 untrained(campaign, method)
@@ -247,6 +258,8 @@ def main(argv: list[str] | None = None) -> None:
         text = page(rows, draw(rows, args.results), published)
         (args.results / "paper.md").write_text(text)
         print(text)
+        if failed:
+            raise Fault(f"{len(failed)} runs failed, the first: {failed[0]}")
 
 
 if __name__ == "__main__":

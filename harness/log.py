@@ -24,7 +24,9 @@ from reflect import Call
 from rollout import Job, Trajectory, spread
 from training.policy import Policy
 
-DOING = {"rollout": "rollouts", "verify": "verifying", "evaluate": "evaluating"}  # purpose of rollouts -> in words
+DOING = {  # purpose of rollouts -> in words
+    "rollout": "rollouts", "verify": "verifying", "evaluate": "evaluating", "reject": "sampling",
+}  # fmt: skip
 
 
 @dataclass

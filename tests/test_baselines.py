@@ -1,6 +1,10 @@
 """The methods of Table 1, turn by turn, from a scripted engine and search; supervision against cross-entropy."""
 
 import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +13,7 @@ from test_rollout import Found
 
 from baselines import METHODS, TRAINED, Agent, answer_of, config_of, direct, grpo, ircot, rag, search_o1, search_r1
 from config import PRESETS, Config, parse
-from data import Question
+from data import Question, em, load_questions
 from engines import FinishedTurn
 from engines.chat_engine import Words
 from evaluation.prompts import IN_WORLD, PROSE
@@ -17,6 +21,7 @@ from evaluation.supervised import gold_answers
 from grpo import Learner
 from tools import make_tools
 
+ROOT = Path(__file__).parent.parent
 EMMA = Question("q0", "Who wrote Emma?", ("Jane Austen",), "nq", 1)
 BORN = Question("q1", "Where was the author of Emma born?", ("Steventon",), "hotpotqa", 2)
 
@@ -205,3 +210,20 @@ def test_a_demonstration_s_gradient_is_that_of_the_cross_entropy_of_its_reply(wo
     wanted = model.model.layers[0].mlp.up_proj.weight.grad
     assert torch.allclose(found, wanted, atol=1e-6 * wanted.abs().max() + 1e-7)
     model.zero_grad()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["sft", "grpo", "sft_reject"])
+def test_a_method_that_trains_runs_to_its_end(method, tmp_path):
+    """Under the fixture's instruction the first policy answers some questions, so that there is something to keep."""
+    flags = ["--instruction", str(ROOT / "tests" / "fixture" / "instruction.txt")] if method == "sft_reject" else []
+    flags += "--T 2 --batch 6 --mini 6 --G 4 --eval_n 3".split()
+    command = [sys.executable, "baselines.py", method, *flags, "--out", str(tmp_path / "run")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    end = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert end["steps"] == 2 and 0 <= end["em_best"] <= 1
+    if method == "sft_reject":
+        kept = [json.loads(line) for line in (tmp_path / "run" / "successes.jsonl").read_text().splitlines()]
+        golds = {q.id: q.golds for q in load_questions(PRESETS["world"]["train"])}
+        assert kept and all(em(row["said"], golds[row["q"]]) for row in kept)
