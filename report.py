@@ -27,7 +27,7 @@ def write(paths: list[Path], out: Path, limit: int = LIMIT, price: tuple[float, 
     except OSError as e:
         with contextlib.suppress(OSError):
             temporary.unlink()  # on a disk that is full, half of it may be there
-        raise Fault(f"cannot write {out} ({e.strerror}): choose another --out") from None
+        raise Fault(f"cannot write {out} ({e.strerror}): make room, or choose another --out") from None
     return out
 
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 from config import HERE, PRESETS
 from faults import Fault
 from harness.directory import read_jsonl
+from harness.versions import commit
 from world.clauses import BEST, write
 
 Row = dict[str, Any]
@@ -201,17 +202,6 @@ def row_of(arm: str, seed: int, out: Path, extra: str) -> Row:
 def verifications(out: Path) -> list[Row]:
     """Returns the rounds of verification of a run, as they stand in reflections.jsonl."""
     return [row for row in read_jsonl(out / "reflections.jsonl") if "verified" in row]
-
-
-def commit() -> str:
-    """Returns the commit that runs, with "+" where tracked files differ from it."""
-    git = ["git", "-C", str(HERE)]
-    try:
-        head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
-        changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "*.py"]).returncode
-    except (OSError, subprocess.CalledProcessError):
-        return "not a git checkout"
-    return head.stdout.strip() + ("+" if changed else "")
 
 
 def machine() -> str:

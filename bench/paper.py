@@ -20,13 +20,14 @@ sys.path.insert(0, str(HERE))
 
 import numpy as np  # noqa: E402
 
-from bench.arms import ARMS, Campaign, Row, commit, machine  # noqa: E402
+from bench.arms import ARMS, Campaign, Row, machine  # noqa: E402
 from bench.claims import CLAIMS, Rows, verdict  # noqa: E402
 from config import PRESETS  # noqa: E402
 from data import load_questions  # noqa: E402
 from evaluation.statistics import adjusted, between_seeds, interval, over_seeds  # noqa: E402
 from faults import Fault, one_line  # noqa: E402
 from harness.directory import read_jsonl  # noqa: E402
+from harness.versions import commit  # noqa: E402
 
 UNTRAINED = ("direct", "ircot", "rag", "search_o1")  # rows of Table 1 that need no run
 TABLE_1 = {  # method -> where its row comes from

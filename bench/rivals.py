@@ -23,11 +23,12 @@ sys.path.insert(0, str(HERE))
 
 import numpy as np  # noqa: E402
 
-from bench.arms import collect, commit, launch, machine  # noqa: E402
+from bench.arms import collect, launch, machine  # noqa: E402
 from config import Config, parse  # noqa: E402
 from evaluation.statistics import adjusted, between_seeds, over_seeds  # noqa: E402
 from faults import Fault, one_line  # noqa: E402
 from harness.directory import read_jsonl  # noqa: E402
+from harness.versions import commit  # noqa: E402
 
 Row = dict[str, Any]
 ARMS = {

@@ -14,10 +14,11 @@ import report
 from config import Config, evolves, first_instruction, read_instruction
 from data import Question, em, f1, subset
 from faults import Fault
-from harness.directory import RunDirectory, writing
+from harness.directory import RunDirectory
 from harness.screen import Screen
 from harness.summary import added_sentences, ending, lineage, step_metrics
 from harness.tokens import piece_reader, token_data
+from harness.versions import versions
 from outside import printable
 from population import Candidate, Instruction, Population, ReplayBuffer
 from reflect import Call
@@ -328,7 +329,7 @@ class Log:
             "seconds": round(self.spent + time.time() - self.began, 1), "questions": len(self.test), "held_out": rows,
             "overhead_inference": round(self.ledger.overhead_inference(), 4), "ledger": asdict(self.ledger),
             "generations": lineage(self.P, I_star), "I_star": I_star.text,
-            "evolved": self.ledger.evolutions > self.ledger.evolutions_in_vain,
+            "evolved": self.ledger.evolutions > self.ledger.evolutions_in_vain, "versions": versions(),
         }  # fmt: skip
         run.write("summary.json", json.dumps(summary, indent=1))
         self.track({f"final/{name}/{k}": v for name, row in rows.items() for k, v in row.items()}, cfg.T)
@@ -338,8 +339,10 @@ class Log:
             n = self.ledger.evolutions
             what = f"None of {n} evolutions changed the population" if n else "No evolution took place"
             print(f"{what}: this is no result of --mode {cfg.mode} (evolved: false in summary.json).")
-        with writing(run.path):
+        try:
             print(f"see it: {report.write([run.path], run.path / 'report.html')}")
+        except Fault as e:  # the run is complete without its page
+            print(f"{e} (python report.py {run.path})")
 
 
 def tracker(name: str, path: Path, cfg: Config) -> Callable[[dict[str, float], int], None]:

@@ -142,12 +142,26 @@ def test_a_run_leaves_what_it_promises(whole):
     keys = "em_start em_best searches_start searches_end seconds overhead_inference I_star".split()
     assert not set(keys) - set(summary)
     assert summary["I_star"] == (out / "I_star.txt").read_text().strip() and summary["I_star"] in stdout
+    assert summary["versions"]["torch"] == torch.__version__
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    if not head.returncode:  # a git checkout
+        commit = summary["versions"]["inspo"].rstrip("+")
+        assert len(commit) >= 7 and head.stdout.startswith(commit)
     ledger = summary["ledger"]
     assert ledger["training_rollouts"] == 10 * 2 * 2
     verified = [r for r in read_jsonl(out / "reflections.jsonl") if "verified" in r]
     assert ledger["verification_rollouts"] == sum((1 + len(r["verified"])) * len(r["D_B"]) for r in verified)
     assert "1.4-7 %" in stdout
     assert not [p for p in out.rglob("*.tmp")]
+
+
+def test_a_run_is_complete_without_its_page(tmp_path):
+    (tmp_path / "r" / "report.html").mkdir(parents=True)  # nothing can be written there
+    flags = [*SMALL, "--T", "1", "--mode", "static"]
+    code, stdout, stderr = run_here(*flags, "--out", tmp_path / "r")
+    assert code == 0, stderr
+    assert f"cannot write {tmp_path}/r/report.html" in stdout and f"python report.py {tmp_path}/r" in stdout
+    assert (tmp_path / "r" / "summary.json").exists() and not list(tmp_path.rglob("*.tmp"))
 
 
 def trajectories(path: Path, t: int) -> list[dict]:

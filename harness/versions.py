@@ -1,0 +1,30 @@
+"""Which code ran: the commit of this checkout, and the versions of what it stands on."""
+
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+PACKAGES = ("torch", "transformers", "triton", "vllm", "flash-attn", "liger-kernel", "peft")
+
+
+def commit() -> str:
+    """Returns the commit, with "+" where tracked programs differ from it; "" outside a git checkout."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+        changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", ":/*.py"], capture_output=True).returncode
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return head.stdout.strip() + ("+" if changed else "")
+
+
+def versions() -> dict[str, str]:
+    """Returns the commit, Python's version and those of the packages that are installed."""
+    found = {"inspo": commit(), "python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
