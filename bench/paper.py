@@ -36,14 +36,16 @@ TABLE_1 = {  # method -> where its row comes from
 }  # fmt: skip
 
 
-def attempt(campaign: Campaign, arm: str, seed: int) -> str:
-    """Runs an arm that has no row; returns why it failed, "" if it did not: the others go on."""
+def attempt(campaign: Campaign, arm: str, seeds: list[int]) -> str:
+    """Runs an arm with the last of the seeds, unless it has a row; returns why it failed, or "": the others go on."""
+    if (arm, seeds[-1]) in campaign.done():
+        return ""
     try:
-        row = campaign.row(arm, seed)
+        row = transfer(campaign, seeds) if arm == "transfer" else campaign.row(arm, seeds[-1])
     except Fault as fault:
         print(fault, flush=True)
         return str(fault)
-    print(f"{arm:16}seed {seed}  EM {row['em']:.3f}  {row['minutes']:.1f} minutes", flush=True)
+    print(f"{arm:16}seed {seeds[-1]}  EM {json.dumps(row['em'])}", flush=True)
     return ""
 
 
@@ -62,24 +64,21 @@ def untrained(campaign: Campaign, method: str) -> Row:
 
 
 def transfer(campaign: Campaign, seeds: list[int]) -> Row:
-    """Returns EM of every inspo run's I_star under every inspo run's policy, every static run's and the first policy.
+    """Returns EM of the last seed's policies, inspo's and static's, under I_star of all these seeds.
 
-    `em[policy][k]`: the policy's EM under the k-th seed's I_star, on the held-out questions, greedy.
+    `em[arm][k]`: on the held-out questions, greedy, under the k-th seed's I_star.
     """
-    if found := campaign.done().get(("transfer", 0)):
+    if found := campaign.done().get(("transfer", seeds[-1])):
         return found
     from bench.player import player
 
     test = load_questions(PRESETS["world"]["test"])
     texts = [campaign.row("inspo", seed)["I_star"] for seed in seeds]
-    policies = {
-        f"{arm}-seed{seed}": campaign.run(arm, seed) / "policy" for arm in ("inspo", "static") for seed in seeds
-    }
     em = {}
-    for name, path in {"first": "", **policies}.items():
-        with player(str(path)) as play:
-            em[name] = [round(float(play([text] * len(test), test, 0.0).mean()), 4) for text in texts]
-    row = {"arm": "transfer", "seed": 0, "seeds": seeds, "commit": commit(), "machine": machine(), "em": em}
+    for arm in ("inspo", "static"):
+        with player(str(campaign.run(arm, seeds[-1]) / "policy")) as play:
+            em[arm] = [round(float(play([text] * len(test), test, 0.0).mean()), 4) for text in texts]
+    row = {"arm": "transfer", "seed": seeds[-1], "seeds": seeds, "commit": commit(), "machine": machine(), "em": em}
     return campaign.keep(row)
 
 
@@ -171,16 +170,22 @@ def at_equal(rows: Rows, column: int) -> list[str]:
     return [f"{budget:,.0f}", "; ".join(cells)]
 
 
-def transfer_table(row: Row) -> list[str]:
-    """Returns EM of I_star of each seed under policies that it did not evolve with."""
-    seeds = row["seeds"]
+def transfer_table(rows: Rows) -> list[str]:
+    """Returns EM under I_star of each seed: of the first policy, and of the policies that this seed or a later made."""
+    mine = rows["transfer"]
+    seeds = [row["seed"] for row in mine]
     lines = [f"| policy | {' | '.join(f'I_star of seed {s}' for s in seeds)} |", "|---" * (len(seeds) + 1) + "|"]
-    for name, em in row["em"].items():
-        lines.append(f"| {name} | {' | '.join(f'{x:.2f}' for x in em)} |")
-    own = [row["em"][f"inspo-seed{s}"][k] for k, s in enumerate(seeds)]
-    other = [x for k, s in enumerate(seeds) for i, x in enumerate(row["em"][f"inspo-seed{s}"]) if i != k]
+    first = {row["seed"]: row["held_out"].get("first policy, I_star") for row in rows.get("inspo", [])}
+    lines.append(f"| first | {' | '.join('' if first.get(s) is None else f'{first[s]:.2f}' for s in seeds)} |")
+    for arm in ("inspo", "static"):
+        for row in mine:
+            em = dict(zip(row["seeds"], row["em"][arm], strict=True))
+            cells = " | ".join(f"{em[s]:.2f}" if s in em else "" for s in seeds)
+            lines.append(f"| {arm}, seed {row['seed']} | {cells} |")
+    own = [row["em"]["inspo"][-1] for row in mine]
+    other = [x for row in mine for x in row["em"]["inspo"][:-1]]
     if other:
-        lines.append(f"\nUnder its own policy {np.mean(own):.3f}, under those of other seeds {np.mean(other):.3f} "
+        lines.append(f"\nUnder its own policy {np.mean(own):.3f}, under those of later seeds {np.mean(other):.3f} "
                      f"(lowest {min(other):.2f}).")  # fmt: skip
     return lines
 
@@ -222,7 +227,7 @@ def page(rows: Rows, pictures: list[str], published: Row) -> str:
             for name, column in (("steps", 0), ("rollouts, verification counted", 3), ("seconds", 4)):
                 out.append(f"| {name} | {' | '.join(at_equal(rows, column))} |")
     if rows.get("transfer"):
-        out += ["", "## Is I_star portable?", "", *transfer_table(rows["transfer"][0])]
+        out += ["", "## Is I_star portable?", "", *transfer_table(rows)]
     out += ["", *[f"![{name}]({name})" for name in pictures], ""]
     out += ["## Real models, as published", "", *published_table(published)]
     return "\n".join(out) + "\n"
@@ -242,16 +247,14 @@ def main(argv: list[str] | None = None) -> None:
     if unknown := [arm for arm in args.arms if arm not in known]:
         parser.error(f"--arms {unknown[0]}: choose from {', '.join(known)}")
     campaign = Campaign(args.runs, args.results / "rows.jsonl", args.every, args.extra)
-    trained = [arm for arm in ARMS if arm in args.arms]
+    trained = [arm for arm in (*ARMS, "transfer") if arm in args.arms]
     with one_line("bench/paper.py"):
-        pairs = [(arm, seed) for seed in args.seeds for arm in trained]  # whole seeds first
+        jobs = [(arm, args.seeds[: k + 1]) for k in range(len(args.seeds)) for arm in trained]  # whole seeds first
         with ThreadPoolExecutor(args.jobs) as pool:
-            failed = [fault for fault in pool.map(lambda pair: attempt(campaign, *pair), pairs) if fault]
+            failed = [fault for fault in pool.map(lambda job: attempt(campaign, *job), jobs) if fault]
         for method in UNTRAINED:
             if method in args.arms:
                 untrained(campaign, method)
-        if "transfer" in args.arms:
-            transfer(campaign, args.seeds)
         from bench.figures import draw
 
         rows = read(campaign.rows)

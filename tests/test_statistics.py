@@ -1,6 +1,7 @@
 """Intervals, paired tests and power against formulas worked out by hand, tables of textbooks, and simulation."""
 
 import math
+import statistics
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from scipy import stats
 from evaluation.statistics import (
     Difference,
     Interval,
+    adjusted,
     between_seeds,
     holm,
     interval,
@@ -128,3 +130,21 @@ def test_a_visible_difference_is_found_in_four_of_five_simulated_experiments(n):
 def test_visible_by_the_normal_distribution():
     assert visible(0.01, math.inf) == pytest.approx(0.0280159, abs=1e-6)
     assert visible(0.0, 4) == 0.0
+
+
+@pytest.mark.filterwarnings("error")
+def test_seeds_that_end_alike_on_one_side_have_a_test():
+    """By hand: se = sd / sqrt(3) of the other side alone, with its 2 degrees of freedom."""
+    found = between_seeds([0.9, 0.92, 0.97], [0.19, 0.19, 0.19])
+    se = statistics.stdev([0.9, 0.92, 0.97]) / math.sqrt(3)
+    assert found.interval.se == pytest.approx(se) and found.interval.mean == pytest.approx(0.74)
+    assert found.interval.high - found.interval.mean == pytest.approx(4.302653 * se, rel=1e-6)  # t of 2 at 97.5 %
+    assert 0 < found.p < 0.001
+
+
+def test_an_interval_in_words_and_holm_over_those_that_have_a_p():
+    assert f"{over_seeds([0.4, 0.6])}" == "0.500 [-0.771, 1.771]"  # 12.7062 x 0.1
+    assert f"{Interval(0.25, 0.1, 0.4, 0.05, 9):+}" == "+0.250 [+0.100, +0.400]" and f"{over_seeds([0.5])}" == "0.500"
+    parts = {"a": 0.01, "b": math.nan, "c": 0.04}
+    told = adjusted({name: Difference(Interval(0, 0, 0, 0, 2), p, 0.0) for name, p in parts.items()})
+    assert told == {"a": pytest.approx(0.02), "c": pytest.approx(0.04)}
