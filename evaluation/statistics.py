@@ -30,9 +30,12 @@ class Interval(NamedTuple):
     n: int
 
     def __format__(self, sign: str) -> str:
-        """As "0.512 [0.490, 0.534]"; the mean alone where the interval is infinite. `sign` "+" is for differences."""
-        level = f"{self.mean:{sign}.3f}"
-        return f"{level} [{self.low:{sign}.3f}, {self.high:{sign}.3f}]" if math.isfinite(self.low) else level
+        """As "0.512 [0.490, 0.534]"; `sign` "+" is for differences.
+
+        The mean alone where the interval is infinite, or where all values are alike and say nothing of how they differ.
+        """
+        level, told = f"{self.mean:{sign}.3f}", math.isfinite(self.low) and self.low < self.high
+        return f"{level} [{self.low:{sign}.3f}, {self.high:{sign}.3f}]" if told else level
 
 
 class Difference(NamedTuple):
