@@ -83,7 +83,7 @@ mutants: setup        ## mutation tests of the algorithm: is every small fault i
 	$(PY) bench/mutants.py $(ARGS)
 
 controls: setup       ## whose gain is it? inspo beside a static instruction and beside a frozen policy
-	$(PY) bench/paper.py --arms inspo static frozen --seeds 0 --runs runs/controls --results runs/controls $(ARGS)
+	$(PY) bench/paper.py --arms inspo static frozen --seeds 0 --jobs 2 --runs runs/controls --results runs/controls $(ARGS)
 
 paper: setup          ## the paper's tables, figures and claims in the world, 5 seeds: results/ (hours; resumable)
 	$(PY) bench/paper.py --jobs 2 $(ARGS)

@@ -56,6 +56,7 @@ class Log:
     ):  # fmt: skip
         """`began`: time.time() at which the process started."""
         self.cfg, self.run, self.policy, self.screen, self.began = cfg, run, policy, screen, began
+        self.versions = versions()  # now: somebody may change the code while it runs
         self.test, self.valid = subset(test, cfg.eval_n), subset(valid, cfg.eval_n)
         self.piece = piece_reader(policy.worker.tokenizer)
         self.track = tracker(cfg.tracker, run.path, cfg)
@@ -329,7 +330,7 @@ class Log:
             "seconds": round(self.spent + time.time() - self.began, 1), "questions": len(self.test), "held_out": rows,
             "overhead_inference": round(self.ledger.overhead_inference(), 4), "ledger": asdict(self.ledger),
             "generations": lineage(self.P, I_star), "I_star": I_star.text,
-            "evolved": self.ledger.evolutions > self.ledger.evolutions_in_vain, "versions": versions(),
+            "evolved": self.ledger.evolutions > self.ledger.evolutions_in_vain, "versions": self.versions,
         }  # fmt: skip
         run.write("summary.json", json.dumps(summary, indent=1))
         self.track({f"final/{name}/{k}": v for name, row in rows.items() for k, v in row.items()}, cfg.T)

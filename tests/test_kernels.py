@@ -135,7 +135,7 @@ def same(got, want, atol=1e-5, rtol=1e-5):
 
 
 def check(hidden, weight, targets, chunk=4096, **kw):
-    """Asserts that grpo_head equals eq2, logp and gradients to 1e-5, of their norm; returns its results."""
+    """Asserts that grpo_head equals eq2, logp to 1e-5 and gradients to 1e-5 of their norm; returns its results."""
     got = differentiate(grpo_head, hidden, weight, targets, chunk=chunk, **kw)
     want = differentiate(eq2, hidden.double(), weight.double(), targets, **kw)
     for k in ("logp", "entropy", "kl", "clipped"):
@@ -145,9 +145,7 @@ def check(hidden, weight, targets, chunk=4096, **kw):
     assert same(got["kl"], want["kl"], rtol=1e-4)
     assert torch.equal(got["clipped"], want["clipped"])
     assert same(got["loss"], want["loss"])
-    # dX sums over the vocabulary: a float32 product of V terms rounds by about sqrt(V) 2^-24, 2.3e-5 for Qwen's.
-    assert error(got["dX"], want["dX"]) < max(1e-5, len(weight) ** 0.5 * 2**-24)
-    assert error(got["dW"], want["dW"]) < 1e-5
+    assert error(got["dX"], want["dX"]) < 1e-5 and error(got["dW"], want["dW"]) < 1e-5
     return got
 
 

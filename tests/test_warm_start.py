@@ -1,5 +1,6 @@
 """The warm start from nothing, as `make warm-start` runs it: instructions steer the resulting policy."""
 
+import os
 import random
 import subprocess
 import sys
@@ -17,6 +18,17 @@ from training.model import load_policy
 from world.clauses import BEST, START, write
 
 ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.slow
+def test_one_seed_gives_one_policy_to_the_byte_and_another_seed_another(tmp_path):
+    made = []
+    for k, (seed, threads) in enumerate([(0, "1"), (0, "2"), (1, "2")]):
+        build = [sys.executable, "-m", "world.warm_start", "--tokens", "100000", "--seed", str(seed)]
+        env = os.environ | {"OMP_NUM_THREADS": threads}
+        subprocess.run([*build, "--out", str(tmp_path / str(k))], cwd=ROOT, env=env, check=True, capture_output=True)
+        made.append((tmp_path / str(k) / "policy" / "model.safetensors").read_bytes())
+    assert made[0] == made[1] != made[2]
 
 
 @pytest.mark.slow
