@@ -46,7 +46,8 @@ def attempt(campaign: Campaign, arm: str, seeds: list[int]) -> str:
     except Fault as fault:
         print(fault, flush=True)
         return str(fault)
-    print(f"{arm:16}seed {seeds[-1]}  EM {json.dumps(row['em'])}", flush=True)
+    em = json.dumps(row["em"]) if arm == "transfer" else f"{row['em']:.3f}"
+    print(f"{arm:16}seed {seeds[-1]}  EM {em}", flush=True)
     return ""
 
 
@@ -87,6 +88,13 @@ def read(path: Path) -> Rows:
     for row in sorted(read_jsonl(path), key=lambda row: row["seed"]):
         rows.setdefault(row["arm"], []).append(row)
     return rows
+
+
+def line_of(arm: str, mine: list[Row]) -> str:
+    """Returns an arm in one line, for the terminal."""
+    em = " ".join(f"{row['em']:.2f}" for row in mine)
+    what = ARMS[arm].what if arm in ARMS else "the first policy, untrained"
+    return f"{arm:16}EM {em:25}{np.mean([row['searches'] for row in mine]):.1f} searches   {what}"
 
 
 def table_1(rows: Rows, published: Row) -> list[str]:
@@ -210,7 +218,8 @@ def page(rows: Rows, pictures: list[str], published: Row) -> str:
     runs = sum(len(rows.get(arm, [])) for arm in ARMS)
     if runs < SEEDS * len(ARMS):
         out += [f"The campaign is not complete: {runs} of {SEEDS * len(ARMS)} runs are in.", ""]
-    out += [f"Of {len(said)}: " + "; ".join(f"{n} {what}" for what, n in count.most_common()) + ".", ""]
+    found = "; ".join(f"{what}: {n}" for what, n in count.most_common())
+    out += [f"{len(said)} claims. {found.capitalize()}.", ""]
     out += ["| | the paper says | in the world | because |", "|---|---|---|---|"]
     for claim, (what, why) in zip(CLAIMS, said, strict=True):
         out.append(f"| {claim.where} | {claim.says} | {what} | {why} |")
@@ -252,6 +261,9 @@ def main(argv: list[str] | None = None) -> None:
     trained = [arm for arm in (*ARMS, "transfer") if arm in args.arms]
     with one_line("bench/paper.py"):
         jobs = [(arm, args.seeds[: k + 1]) for k in range(len(args.seeds)) for arm in trained]  # whole seeds first
+        left = [job for job in jobs if (job[0], job[1][-1]) not in campaign.done()]
+        if left:
+            print(f"{len(left)} runs, {args.jobs} at a time, about 4 minutes each, into {args.runs}", flush=True)
         with ThreadPoolExecutor(args.jobs) as pool:
             failed = [fault for fault in pool.map(lambda job: attempt(campaign, *job), jobs) if fault]
         for method in UNTRAINED:
@@ -263,7 +275,10 @@ def main(argv: list[str] | None = None) -> None:
         published = json.loads((HERE / "results" / "paper.json").read_text())
         text = page(rows, draw(rows, args.results), published)
         (args.results / "paper.md").write_text(text)
-        print(text)
+        for arm in args.arms:
+            if rows.get(arm) and arm != "transfer":
+                print(line_of(arm, rows[arm]))
+        print(f"{args.results / 'paper.md'} has tables and claims")
         if failed:
             raise Fault(f"{len(failed)} runs failed, the first: {failed[0]}")
 
