@@ -21,7 +21,7 @@ class RowCache:
     """Keys and values of all rows, each written at its row's own positions; implements transformers' Cache."""
 
     def __init__(self) -> None:
-        self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # layer -> two of (B, capacity, heads, dim)
+        self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # layer -> two of (B, heads, capacity, dim)
         self.rows = self.positions = torch.empty(0)  # where the next `update` writes: (B, 1) and (B, T)
         self.width = 0  # columns in use
 
@@ -31,12 +31,12 @@ class RowCache:
         """Writes (B, heads, T, dim) at `positions`; returns the columns in use, (B, heads, width, dim)."""
         if layer not in self.layers:
             B, heads, _, dim = key.shape
-            shape = (B, self.width, heads, dim)
+            shape = (B, heads, self.width, dim)
             self.layers[layer] = key.new_zeros(shape), value.new_zeros(shape)
         keys, values = self.layers[layer]
-        keys[self.rows, self.positions] = key.transpose(1, 2)
-        values[self.rows, self.positions] = value.transpose(1, 2)
-        return keys[:, : self.width].transpose(1, 2), values[:, : self.width].transpose(1, 2)
+        keys[self.rows, :, self.positions] = key.transpose(1, 2)
+        values[self.rows, :, self.positions] = value.transpose(1, 2)
+        return keys[:, :, : self.width], values[:, :, : self.width]
 
     def get_seq_length(self, *args: Any) -> int:
         return 0  # the model gets positions and mask explicitly
@@ -45,7 +45,7 @@ class RowCache:
         """Pads every row to at least `capacity` columns."""
 
         def padded(t: torch.Tensor) -> torch.Tensor:
-            return F.pad(t, (0, 0, 0, 0, 0, max(0, capacity - t.shape[1])))
+            return F.pad(t, (0, 0, 0, max(0, capacity - t.shape[2])))
 
         for i, (keys, values) in self.layers.items():
             self.layers[i] = padded(keys), padded(values)
@@ -60,7 +60,7 @@ class RowCache:
         """Copies `columns` of all rows of `other` into these rows."""
         for i, pair in self.layers.items():
             for mine, theirs in zip(pair, other.layers[i], strict=True):
-                mine[rows, columns] = theirs[:, columns]
+                mine[rows, :, columns] = theirs[:, :, columns]
 
 
 class TorchEngine:
@@ -209,7 +209,10 @@ class TorchEngine:
         """Returns next tokens (B,) and their log-probabilities (B,) from hidden states (B, H)."""
         logps = F.log_softmax(self.head(h) / ((temperature or 1.0) / self.scale), dim=-1)
         if temperature:
-            tokens = torch.multinomial(logps.exp(), 1, generator=self.generator)
+            # One uniform number a row, looked up in the distribution function: multinomial draws one a word.
+            total = logps.double().exp().cumsum(-1)
+            u = torch.rand(len(h), 1, generator=self.generator, dtype=torch.float64, device=self.device) * total[:, -1:]
+            tokens = torch.searchsorted(total, u, right=True).clamp_(max=total.shape[1] - 1)
         else:
             tokens = logps.argmax(-1, keepdim=True)
         return tokens[:, 0], logps.gather(1, tokens)[:, 0]
