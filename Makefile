@@ -106,8 +106,8 @@ bench-errors: setup   ## how often prunings and the gate err, by rule, batch siz
 bench-world: setup    ## the first policy by instruction; how often verification errs
 	$(PY) bench/world.py
 
-bench-step: setup     ## rollouts, update and start-up time of the embedded default
-	$(PY) bench/step.py
+bench-step: setup     ## rollouts, update and start-up time of the embedded default, on one thread
+	OMP_NUM_THREADS=1 $(PY) bench/step.py
 
 bench-retrieval: setup ## the search server: queries/s, latency, memory (20 minutes)
 	$(PY) bench/retrieval.py $(ARGS)

@@ -261,10 +261,12 @@ class Log:
         self.run.append("reflections", row)
         if accepted:
             return
-        fault = f"all {len(rejected)} were rejected, the first: {rejected[0]['reason']}" if rejected else "none in it"
+        fault = "has no <ins_k> block"
+        if rejected:
+            fault = f"has no candidate: all {len(rejected)} were rejected, the first: {rejected[0]['reason']}"
         if call.cut:
             fault += "; it was cut off by a length limit"
-        self.note(f"step {t:3d}  no candidate in the optimizer's reply: {fault}")
+        self.note(f"step {t:3d}  the optimizer's reply {fault}")
 
     def verified(
         self, t: int, round: int, parent: Instruction, D_B: Sequence[Question], scored: Sequence[Candidate],

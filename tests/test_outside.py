@@ -156,8 +156,11 @@ def test_a_run_s_notes_move_no_cursor_and_its_limits_say_when_they_bite():
     log.proposed(15, 0, parent, call, [], [])
     log.proposed(15, 0, parent, call, [], [{"k": 1, "reason": "lost \x1b[2J"}, {"k": 2, "reason": "empty"}])
     log.proposed(15, 0, parent, call, [2], [{"k": 1, "reason": "empty"}])
-    begin, end = "step  15  no candidate in the optimizer's reply: ", "; it was cut off by a length limit"
-    assert said == [f"{begin}none in it{end}", f"{begin}all 2 were rejected, the first: lost \\x1b[2J{end}"]
+    begin, end = "step  15  the optimizer's reply has no ", "; it was cut off by a length limit"
+    assert said == [
+        f"{begin}<ins_k> block{end}",
+        f"{begin}candidate: all 2 were rejected, the first: lost \\x1b[2J{end}",
+    ]
 
 
 def test_no_control_character_reaches_a_terminal():
