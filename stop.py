@@ -22,6 +22,7 @@ class Stopped(SystemExit):
 class _State:
     requested = ""  # name of the first signal
     granted = True  # whether a request raises at once
+    over = False  # whether there is nothing left to stop
 
 
 _state = _State()
@@ -29,7 +30,7 @@ _state = _State()
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
     first, _state.requested = not _state.requested, _state.requested or signal.Signals(number).name
-    if not first:
+    if not first or _state.over:
         return
     if _state.granted:
         check()
@@ -46,7 +47,7 @@ def requested() -> bool:
 
 def check() -> None:
     """Raises Stopped if a signal has come."""
-    if _state.requested:
+    if _state.requested and not _state.over:
         raise Stopped(f"stopped by {_state.requested}")
 
 
@@ -64,16 +65,27 @@ def listen() -> dict[signal.Signals, object]:
 
 @contextlib.contextmanager
 def listening() -> Iterator[None]:
-    """Handles the signals inside, and restores the handlers from before."""
+    """Handles the signals inside, and restores the handlers from before.
+
+    A program that got to its end ignores them instead: Python takes a second to exit, and its result is complete.
+    """
     old = listen()
+    ours = _on_signal in old.values()  # not so where several runs share one process, as in tests
     try:
         check()
         yield
+        if ours:
+            old = dict.fromkeys(old, signal.SIG_IGN)
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
-        if old[signal.SIGINT] is not _on_signal:  # several runs in one process, as in tests
-            _state.requested = ""
+        if not ours:
+            _state.requested, _state.over = "", False
+
+
+def over() -> None:
+    """Lets nobody stop what is left: all that was asked for is done, and its processes are being closed."""
+    _state.over = True
 
 
 @contextlib.contextmanager

@@ -128,6 +128,7 @@ def prepare(cfg: Config, ranks: Ranks) -> Iterator[Parts]:
                 except (Outage, stop.Stopped):
                     log.rescue()
                     raise
+                stop.over()
     except ToolDown as e:
         raise Fault(
             f"\nthe search server does not answer ({e}); nothing was scored without it\n{run.how_to_resume()}"

@@ -47,6 +47,19 @@ def test_a_signal_at_the_start_is_one_line_and_leaves_nothing(tmp_path, moment, 
     assert (code, stdout, stderr) == (1, "", f"stopped by {number.name}\n") and not (tmp_path / "r").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [0.0, 0.4])  # its servers are closed; Python exits
+def test_a_run_that_has_shown_its_result_ends_well_whatever_comes(tmp_path, seconds):
+    process = start("--out", tmp_path / "r", *SMALL)
+    for line in process.stdout:
+        if line.startswith("see it: "):
+            break
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    code, stdout, stderr = finish(process)
+    assert (code, stdout) == (0, "") and "stopped" not in stderr
+
+
 def test_a_terminal_shows_what_a_run_does_before_its_first_line(tmp_path):
     terminal, side = pty.openpty()
     command = [sys.executable, "inspo.py", "--out", str(tmp_path / "r"), *SMALL]
