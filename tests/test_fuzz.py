@@ -122,6 +122,7 @@ class Says(BaseHTTPRequestHandler):
     """Answers every request with the server's `status` and `body`, and keeps the connection."""
 
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # or each answer waits 40 ms for the acknowledgement of its headers
 
     def do_POST(self):
         self.rfile.read(int(self.headers["Content-Length"]))
@@ -139,7 +140,7 @@ class Says(BaseHTTPRequestHandler):
 @pytest.fixture(scope="module")
 def server():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Says)
-    server.daemon_threads, server.disable_nagle_algorithm = True, True
+    server.daemon_threads = True
     server.url = f"http://127.0.0.1:{server.server_port}"
     Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     yield server
