@@ -69,7 +69,7 @@ test-vllm: .venv-vllm/done  ## a real vLLM on the CPU, in an environment of its 
 resolve: setup        ## check that requirements.txt, for GPUs, can be installed as a whole
 	$(PY) -m pip install -qq --dry-run --ignore-installed --disable-pip-version-check -r requirements.txt
 
-chaos: setup          ## 50 runs of the world, killed, stopped or starved, and resumed (hours; ARGS="--runs 5" is fewer)
+chaos: setup          ## 50 runs of the world, killed, stopped or starved, and resumed (25 minutes; ARGS="--runs 5" is fewer)
 	OMP_NUM_THREADS=1 $(PY) bench/chaos.py $(ARGS)
 
 lint: setup           ## style and types: ruff, mypy
