@@ -5,7 +5,7 @@ PY     := .venv/bin/python
 VLLM   := .venv-vllm/bin/python
 TRL    := .venv-trl/bin/python
 ARGS   ?=
-# `train` has two threads, of which the update makes use: 4.5 minutes, not 5.3, on two idle cores. Campaigns run two
+# `train` has two threads, of which the update makes use: a sixth less time than one on two idle cores. Campaigns run two
 # jobs of one thread each.
 # Threads that wait for each other spin only for a moment (LOG.md): as fast alone, twice as fast beside other programs.
 export GOMP_SPINCOUNT ?= 1000
