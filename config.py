@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import importlib.util
-import json
 import math
 import os
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any, NoReturn
 
 from faults import Fault
 from objectives import OBJECTIVES
+from outside import decoded
 
 # Threads that wait for each other spin only for a moment (LOG.md): as fast alone, twice as fast beside other programs.
 # libgomp reads this when torch is imported.
@@ -237,12 +237,12 @@ def read_config(run: Path) -> Config:
     if not path.is_file():
         raise Fault(f"{run} holds no run (no config.json)")
     try:
-        knobs = json.loads(path.read_text())
+        knobs = decoded(path.read_text())
         types = {f.name: f.type for f in dataclasses.fields(Config)}
         for name, value in knobs.items():
             if type(value) is not types[name] and (types[name], type(value)) != (float, int):
                 raise ValueError(f"{name} is {value!r}")
-    except (OSError, ValueError, LookupError, AttributeError, RecursionError) as e:
+    except (OSError, ValueError, LookupError, AttributeError) as e:
         raise Fault(f"{path} is damaged ({type(e).__name__}: {e}): restore it from a copy") from None
     return Config(**knobs)
 

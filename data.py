@@ -3,7 +3,6 @@
 Reads Search-R1's and verl's parquet unchanged, and JSONL with the same fields.
 """
 
-import json
 import re
 import string
 import zlib
@@ -16,6 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from faults import Fault
+from outside import decoded
 
 T = TypeVar("T")
 COLUMNS = ("id", "question", "golden_answers", "data_source", "prompt", "reward_model", "extra_info", "metadata")
@@ -102,8 +102,8 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, object]]:
             if not raw.strip():
                 continue
             try:
-                yield line, json.loads(raw)
-            except (ValueError, RecursionError) as e:
+                yield line, decoded(raw)
+            except ValueError as e:
                 what = "not UTF-8" if isinstance(e, UnicodeDecodeError) else f"invalid JSON ({getattr(e, 'msg', e)})"
                 raise Fault(f"{path}:{line}: {what}; write one JSON object a line, in UTF-8") from None
 

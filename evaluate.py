@@ -31,6 +31,7 @@ from evaluation.models import agent, subject
 from evaluation.statistics import Interval, interval, macro
 from faults import Fault, one_line
 from harness.directory import RunDirectory, read_jsonl
+from outside import decoded
 from rollout import Trajectory
 
 CHUNK = 256  # questions that are played together; a run that was stopped repeats at most so many
@@ -172,7 +173,10 @@ def resume(out: Path, setting: Row, sizes: dict[str, int]) -> list[Row]:
     """
     out.mkdir(parents=True, exist_ok=True)
     if (out / "summary.json").exists():
-        theirs = json.loads((out / "summary.json").read_text())["setting"]
+        try:
+            theirs = dict(decoded((out / "summary.json").read_text())["setting"])
+        except (ValueError, LookupError, TypeError):
+            raise Fault(f"{out / 'summary.json'} is no evaluation's, or damaged: choose another --out") from None
         if theirs != setting:
             key = next(k for k in sorted({*theirs, *setting}) if theirs.get(k) != setting.get(k))
             was, now = theirs.get(key), setting.get(key)

@@ -1,12 +1,13 @@
 """Text from outside is data: passages, questions, replies of the optimizer, error pages.
 
-`clean` takes it in, `as_data` puts it into the policy's context, `printable` puts it on a terminal; `letters` compares
-it, however it is spelled.
+`decoded` and `clean` take it in, `as_data` puts it into the policy's context, `printable` puts it on a terminal;
+`letters` compares it, however it is spelled.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import re
 import unicodedata
 from collections.abc import Collection, Iterable
@@ -22,6 +23,14 @@ LOOK_ALIKE = str.maketrans(  # lower-case letters that look like a Latin one, in
     "авекмнорстухіјѕһԁԛԝ" + "αβεζηικμνορτυχ" + "ıłøđɑɡ", "abekmhopctyxijshdqw" + "abezhikmnoptyx" + "ilodag"
 )  # fmt: skip
 JOINERS = "\u200c\u200d"  # invisible, but Persian, Hindi and emoji are written with them
+
+
+def decoded(text: str | bytes, **options: Any) -> Any:
+    """Returns what a JSON text says. Raises ValueError if it is none, also where Python gives up on its nesting."""
+    try:
+        return json.loads(text, **options)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
 
 
 def clean(value: Any, secrets: Collection[str] = ()) -> Any:

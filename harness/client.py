@@ -3,7 +3,6 @@
 import concurrent.futures
 import contextlib
 import email.utils
-import json
 import random
 import re
 import threading
@@ -17,7 +16,7 @@ import tenacity
 import urllib3
 
 from faults import Fault, Outage
-from outside import clean, secrets_of, without_password
+from outside import clean, decoded, secrets_of, without_password
 
 T = TypeVar("T")
 MAX_WAIT = 60.0  # seconds between two rounds, whatever a server asks for
@@ -148,11 +147,11 @@ class Client:
             fault = f"HTTP {answer.status}: {' '.join(text.split())[:200]}".rstrip(": ")
             raise RequestFailed(fault, answer.status == 429 or answer.status >= 500, _retry_after(answer))
         try:
-            found = json.loads(answer.body, parse_constant=_refuse)
+            found = decoded(answer.body, parse_constant=_refuse)
             if self.secrets or b"\\ud" in answer.body.lower():  # large answers of an engine need no pass in Python
                 found = clean(found, self.secrets)
             return read(found)
-        except (LookupError, TypeError, ValueError, RecursionError) as e:
+        except (LookupError, TypeError, ValueError) as e:
             why = self._without_secrets(f"{type(e).__name__}: {str(e)[:200]}")
             raise RequestFailed(f"not {self.expects} ({why})", self.retry_malformed) from None
 

@@ -20,6 +20,7 @@ import torch
 
 from config import Config, holds_a_run, read_config
 from faults import DiskFault, Fault
+from outside import decoded
 from training import checkpoint
 
 # Knobs that a resumed run may change: they affect where and how fast it runs, not what it computes.
@@ -271,8 +272,8 @@ def _lines(path: Path) -> list[str]:
 
 def _is_row(line: str) -> bool:
     try:
-        return isinstance(json.loads(line), dict)
-    except (ValueError, RecursionError):
+        return isinstance(decoded(line), dict)
+    except ValueError:
         return False
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from faults import Fault
+from outside import decoded
 
 Row = dict[str, Any]
 
@@ -95,7 +95,7 @@ def parse_lines(text: str) -> tuple[list[Row], int]:
     out, bad = [], 0
     for line in filter(str.strip, text.splitlines()):
         try:
-            row = json.loads(line)
+            row = decoded(line)
         except ValueError:
             row = None
         if isinstance(row, dict):
@@ -107,7 +107,7 @@ def parse_lines(text: str) -> tuple[list[Row], int]:
 
 def _object(run: Run, name: str, without: str) -> Row:
     try:
-        found = json.loads((run.path / name).read_text())
+        found = decoded((run.path / name).read_text())
         if isinstance(found, dict):
             return found
     except (OSError, ValueError):

@@ -25,6 +25,7 @@ from faiss.contrib.ondisk import merge_ondisk
 from tqdm import tqdm
 
 from faults import Fault
+from outside import decoded
 from retrieval.bm25 import BM25, words
 from retrieval.corpus import Corpus
 from retrieval.encoder import FAMILIES, Encoder
@@ -219,7 +220,11 @@ def _plan(args, corpus: Corpus, partial: Path, name: str, settings: dict) -> Non
     """Records the settings of the build; raises Fault if `partial` was started with different ones."""
     plan = settings | {"type": name, "passages": len(corpus), "digest": corpus.digest}
     path = partial / "build.json"
-    if path.exists() and (recorded := json.loads(path.read_text())) != plan:
+    try:
+        recorded = dict(decoded(path.read_text())) if path.exists() else plan
+    except (ValueError, TypeError):
+        raise Fault(f"{path} is damaged: remove {partial} or give another --index") from None
+    if recorded != plan:
         differences = ", ".join(f"{k} {recorded.get(k)}" for k in plan if recorded.get(k) != plan[k] and k != "digest")
         differences = differences or "other passages"
         raise Fault(f"{partial}: started as a different build ({differences}); remove it or give another --index")

@@ -220,7 +220,7 @@ def test_an_answer_without_end_is_refused(serve, monkeypatch):
     "text", ["[" * 200_000, '{"value": NaN}', '{"value": -Infinity}', '{"value": ' + "9" * 5000 + "}"]
 )
 def test_what_the_reader_of_json_cannot_take_is_malformed(serve, text):
-    with pytest.raises(RequestFailed, match=r"not JSON \((RecursionError|ValueError): ") as failed:
+    with pytest.raises(RequestFailed, match=r"not JSON \(ValueError: ") as failed:
         client(serve((200, {}, text)).url).post("/path", {}, value)
     assert len(str(failed.value)) < 400
 

@@ -245,6 +245,14 @@ def test_another_setting_in_the_same_directory_is_refused(whole):
     assert fault == f"evaluate.py: {whole[0]} was started with n 10, not 12: choose another --out"
 
 
+@pytest.mark.parametrize("text", ["{", "[" * 5000, "[]", '{"em_best": 0.9}', '{"setting": 3}'])
+def test_a_directory_that_holds_something_else_is_refused(tmp_path, text):
+    (tmp_path / "summary.json").write_text(text)
+    _, fault = run("world", "--n", 12, "--out", tmp_path)
+    assert fault == f"evaluate.py: {tmp_path / 'summary.json'} is no evaluation's, or damaged: choose another --out"
+    assert (tmp_path / "summary.json").read_text() == text
+
+
 def test_a_tokenizer_that_is_too_large_for_its_model_is_refused(tmp_path, tiny_path):
     shutil.copytree(tiny_path, tmp_path / "mixed")
     for name in ("tokenizer.json", "tokenizer_config.json"):

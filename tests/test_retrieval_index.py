@@ -536,6 +536,15 @@ def test_an_impossible_build_is_refused(folder, bert, tmp_path, more, complaint)
     assert refusal(build.main, argv).startswith(complaint)
 
 
+@pytest.mark.parametrize("text", ["{", "[" * 5000, "[1]"])
+def test_a_build_whose_settings_are_damaged_is_refused(folder, bert, tmp_path, monkeypatch, text):
+    monkeypatch.setattr(build.shutil, "disk_usage", lambda _: type("usage", (), {"free": 1000}))
+    argv = ["--corpus", str(folder / "corpus"), "--encoder", bert, "--index", str(tmp_path / "i")]
+    assert "not enough disk" in refusal(build.main, argv)  # the build has begun
+    (tmp_path / "i.partial" / "build.json").write_text(text)
+    assert refusal(build.main, argv).startswith(f"{tmp_path / 'i.partial' / 'build.json'} is damaged: remove ")
+
+
 def test_too_little_disk_or_memory_is_reported_before_encoding(folder, bert, tmp_path, monkeypatch, capsys):
     usage = type("usage", (), {"free": 1000})
     monkeypatch.setattr(build.shutil, "disk_usage", lambda _: usage)

@@ -5,7 +5,6 @@ A checkpoint may come from somebody else: what is pickled in it is read by allow
 
 import hashlib
 import io
-import json
 import pickle
 import warnings
 from pathlib import Path, PurePosixPath
@@ -20,6 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from faults import CheckpointFault, DiskFault
+from outside import decoded
 
 DIGESTS = "digests.json"
 TYPES = {  # all that torch.distributed.checkpoint pickles into .metadata
@@ -82,7 +82,7 @@ def digest(path: Path) -> str:
 def damage(path: Path, rank: int = 0, size: int = 1) -> list[str]:
     """Returns what is wrong with a checkpoint's files, of which this rank reads its share; [] if they are whole."""
     try:
-        digests = json.loads((path / DIGESTS).read_text())
+        digests = decoded((path / DIGESTS).read_text())
         names = sorted(digests)
         if not {"state.pt", ".metadata"} <= set(names) or any("/" in name for name in names):
             raise ValueError
