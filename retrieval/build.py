@@ -223,7 +223,7 @@ def _plan(args, corpus: Corpus, partial: Path, name: str, settings: dict) -> Non
     try:
         recorded = dict(decoded(path.read_text())) if path.exists() else plan
     except (ValueError, TypeError):
-        raise Fault(f"{path} is damaged: remove {partial} or give another --index") from None
+        raise Fault(f"{path}: damaged; remove {partial} or give another --index") from None
     if recorded != plan:
         differences = ", ".join(f"{k} {recorded.get(k)}" for k in plan if recorded.get(k) != plan[k] and k != "digest")
         differences = differences or "other passages"

@@ -542,7 +542,7 @@ def test_a_build_whose_settings_are_damaged_is_refused(folder, bert, tmp_path, m
     argv = ["--corpus", str(folder / "corpus"), "--encoder", bert, "--index", str(tmp_path / "i")]
     assert "not enough disk" in refusal(build.main, argv)  # the build has begun
     (tmp_path / "i.partial" / "build.json").write_text(text)
-    assert refusal(build.main, argv).startswith(f"{tmp_path / 'i.partial' / 'build.json'} is damaged: remove ")
+    assert refusal(build.main, argv).startswith(f"{tmp_path / 'i.partial' / 'build.json'}: damaged; remove ")
 
 
 def test_too_little_disk_or_memory_is_reported_before_encoding(folder, bert, tmp_path, monkeypatch, capsys):
