@@ -270,7 +270,7 @@ def test_the_wait_doubles_varies_by_half_and_has_an_upper_bound(serve, waits):
     for k in range(6):
         waited = waits[k::6]
         assert all(min(60, 4 * 2**k * 0.5) <= wait <= min(60, 4 * 2**k * 1.5) for wait in waited)
-        assert max(waited) - min(waited) > 0.05 * min(waited) or k == 5  # 64 to 192 s: a minute
+        assert max(waited) - min(waited) > 0.05 * min(waited) or k >= 4  # 32 to 96 s, 64 to 192 s: all may be a minute
     assert max(waits) == 60
 
 
