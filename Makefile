@@ -76,7 +76,7 @@ lint: setup           ## style and types: ruff, mypy
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 
-fuzz: setup           ## hostile servers and files: 10^5 answers of each server, 10^4 rows of each file (minutes)
+fuzz: setup           ## hostile servers and files: 10^5 answers of each server, 10^4 rows of each file (half an hour)
 	OMP_NUM_THREADS=1 FUZZ=$(or $(FUZZ),100000) $(PY) -m pytest tests/test_fuzz.py tests/test_fuzz_directories.py -n 2 $(ARGS)
 
 mutants: setup        ## mutation tests of the algorithm: is every small fault in it noticed? (2 minutes)
