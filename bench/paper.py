@@ -261,7 +261,7 @@ def main(argv: list[str] | None = None) -> None:
     trained = [arm for arm in (*ARMS, "transfer") if arm in args.arms]
     with one_line("bench/paper.py"):
         jobs = [(arm, args.seeds[: k + 1]) for k in range(len(args.seeds)) for arm in trained]  # whole seeds first
-        left = [job for job in jobs if (job[0], job[1][-1]) not in campaign.done()]
+        left = {(arm, seeds[-1]) for arm, seeds in jobs} - set(campaign.done())
         if left:
             print(f"{len(left)} runs, {args.jobs} at a time, about 4 minutes each, into {args.runs}", flush=True)
         with ThreadPoolExecutor(args.jobs) as pool:

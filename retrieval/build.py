@@ -25,7 +25,6 @@ from faiss.contrib.ondisk import merge_ondisk
 from tqdm import tqdm
 
 from faults import Fault
-from outside import decoded
 from retrieval.bm25 import BM25, words
 from retrieval.corpus import Corpus
 from retrieval.encoder import FAMILIES, Encoder
@@ -221,8 +220,8 @@ def _plan(args, corpus: Corpus, partial: Path, name: str, settings: dict) -> Non
     plan = settings | {"type": name, "passages": len(corpus), "digest": corpus.digest}
     path = partial / "build.json"
     try:
-        recorded = dict(decoded(path.read_text())) if path.exists() else plan
-    except (ValueError, TypeError):
+        recorded = dict(json.loads(path.read_text())) if path.exists() else plan
+    except (ValueError, TypeError, RecursionError):
         raise Fault(f"{path}: damaged; remove {partial} or give another --index") from None
     if recorded != plan:
         differences = ", ".join(f"{k} {recorded.get(k)}" for k in plan if recorded.get(k) != plan[k] and k != "digest")

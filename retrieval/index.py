@@ -1,12 +1,12 @@
 """Queries -> rows of the corpus: BM25, vectors under FAISS, or both, from an index directory or a FAISS file."""
 
 import hashlib
+import json
 from pathlib import Path
 
 import numpy as np
 
 from faults import Fault
-from outside import decoded
 from retrieval.bm25 import BM25, Hits
 from retrieval.corpus import Corpus
 
@@ -114,7 +114,7 @@ def open_index(
         folder = folder.parent
     else:
         try:
-            meta = decoded((folder / "index.json").read_text())
+            meta = json.loads((folder / "index.json").read_text())
             passages, digest, _ = meta["passages"], meta["digest"], meta["encoder"]
             for name, written in meta["files"].items():
                 file, size = folder / name, written["size"]
@@ -122,7 +122,7 @@ def open_index(
                     raise Fault(f"{file}: incomplete, `build` wrote {size:,} bytes; copy it again")
                 if sampled(file) != written["sampled"] or (verify and whole(file) != written["sha256"]):
                     raise Fault(f"{file}: not the bytes that `build` wrote; copy it again, or build the index again")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
             where = getattr(e, "filename", None) or folder / "index.json"
             raise Fault(f"{where}: {getattr(e, 'strerror', None) or 'not what `build` wrote'}; {todo}") from None
         if passages != len(corpus):

@@ -263,14 +263,14 @@ def test_a_key_that_no_header_can_hold_is_not_shown(serve):
 
 def test_the_wait_doubles_varies_by_half_and_has_an_upper_bound(serve, waits):
     server = serve(BUSY)
-    for _ in range(8):
+    for _ in range(32):  # of 8, all that are 32 to 96 s were cut to a minute once in a hundred times
         with pytest.raises(RequestFailed):
             client(server.url, retries=6, backoff=4.0).post("/path", {}, value)
-    assert len(waits) == 8 * 6
+    assert len(waits) == 32 * 6
     for k in range(6):
         waited = waits[k::6]
         assert all(min(60, 4 * 2**k * 0.5) <= wait <= min(60, 4 * 2**k * 1.5) for wait in waited)
-        assert max(waited) - min(waited) > 0.05 * min(waited) or k >= 4  # 32 to 96 s, 64 to 192 s: all may be a minute
+        assert max(waited) - min(waited) > 0.05 * min(waited) or k == 5  # 64 to 192 s: a minute
     assert max(waits) == 60
 
 

@@ -222,7 +222,7 @@ def test_kernels_retrieval_and_world_stand_alone():
     for path in of_wing("kernels"):
         assert own(path) <= {name for name in MODULES if name.startswith("kernels")}, path
     for path in of_wing("retrieval"):
-        assert own(path) <= {name for name in MODULES if name.startswith("retrieval.")} | {"faults", "outside"}, path
+        assert own(path) <= {name for name in MODULES if name.startswith("retrieval.")} | {"faults"}, path
     for path in of_wing("world"):
         assert not own(path) & {"population", "reflect", "objectives", "grpo", "report"}, path
 

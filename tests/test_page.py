@@ -77,13 +77,20 @@ def test_a_directory_without_a_run_is_a_fault(tmp_path):
 
 def test_lines_cut_short_and_damaged_are_counted_and_left_out(tmp_path):
     write(tmp_path, "config.json", {"T": 5})
-    rows = ['{"t": 1, "reward": 0.5}', "[" * 5000, '{"reward": 1}', "[1]", '{"t": 1, "reward": 0.75}', '{"t": 2, "rew']
+    rows = ['{"t": 1, "reward": 0.5}', "not json", '{"reward": 1}', "[1]", '{"t": 1, "reward": 0.75}', '{"t": 2, "rew']
     (tmp_path / "metrics.jsonl").write_text("\n".join(rows))
     run = read_run(tmp_path)
     assert run.steps == [{"t": 1, "reward": 0.75}] and (run.t, run.T) == (1, 5)  # of two rows of a step the later one
     said = " ".join(run.missing)
     assert "metrics.jsonl: 4 lines are cut short or damaged" in said
     assert "population.jsonl is missing: there is no family tree" in said and "reflections.jsonl is missing" in said
+
+
+def test_a_line_nested_too_deep_is_a_damaged_one(tmp_path):
+    write(tmp_path, "config.json", {"T": 5})
+    (tmp_path / "metrics.jsonl").write_text('{"t": 1, "reward": 0.5}\n' + "[" * 5000)
+    run = read_run(tmp_path)
+    assert run.steps == [{"t": 1, "reward": 0.5}] and "metrics.jsonl: 1 line is cut short" in " ".join(run.missing)
 
 
 @pytest.mark.parametrize("gone", [[p.name] for p in RUN.iterdir()] + [["config.json", "reflections.jsonl"]])
