@@ -66,6 +66,9 @@ test-ranks: setup     ## several processes: FSDP2 over gloo with 2, 3 and 4; who
 test-vllm: .venv-vllm/done  ## a real vLLM on the CPU, in an environment of its own
 	$(VLLM) -m pytest tests/test_vllm.py tests/test_vllm_runs.py $(ARGS)
 
+test-trl: .venv-trl/done  ## objectives beside TRL's, in an environment of its own
+	$(TRL) -m pytest tests/test_objectives.py -k trl $(ARGS)
+
 resolve: setup        ## check that requirements.txt, for GPUs, can be installed as a whole
 	$(PY) -m pip install -qq --dry-run --ignore-installed --disable-pip-version-check -r requirements.txt
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import variants
-from config import Config, validate
+from config import PRESETS, Config, validate
 from data import Question
 from kernels import rows_torch
 from objectives import OBJECTIVES, Batch, group_advantages, objective_of, set_advantages
@@ -663,26 +663,68 @@ LIGER = {
 }
 
 
+def padded(case, plan):
+    """Returns what is sampled, what of it is kept, log-probs and old ones, each (trajectories, longest)."""
+    mask = torch.zeros(len(case.rows), max(row["L"] for row in case.rows), dtype=torch.bool)
+    for k, row in enumerate(case.rows):
+        mask[k, : row["L"]] = True
+    logp, old = torch.full(mask.shape, -1.0), torch.full(mask.shape, -1.0)
+    logp[mask], old[mask] = (torch.tensor(case.columns[x], dtype=torch.float32) for x in ("now", "old"))
+    kept = mask.clone()
+    kept[mask] = torch.tensor(plan.w != 0)
+    return mask, kept, logp, old
+
+
 @pytest.mark.parametrize("name", LIGER)
 def test_liger_computes_the_same_gradient(name):
     """Its hidden states are two logits a token, log p and log(1 - p), its head the identity; advantages are ours."""
     grpo_loss = pytest.importorskip("liger_kernel.chunked_loss.grpo_loss", reason="liger-kernel is not installed")
     case = Case(rows=[row for row in drawn(3) if row["L"]], seed=3)
-    got, taus, _ = ours(name, case)
-    T = max(row["L"] for row in case.rows)
-    mask = torch.zeros(len(taus), T)
-    for k, row in enumerate(case.rows):
-        mask[k, : row["L"]] = 1
-    logp, old = torch.full((len(taus), T), -1.0), torch.full((len(taus), T), -1.0)
-    logp[mask.bool()], old[mask.bool()] = (torch.tensor(case.columns[x], dtype=torch.float32) for x in ("now", "old"))
+    got, taus, plan = ours(name, case)
+    mask, _, logp, old = padded(case, plan)
     X = torch.stack([logp, torch.log1p(-logp.exp())], -1).requires_grad_()
     liger = grpo_loss.LigerFusedLinearGRPOLoss(**LIGER[name], beta=0.0, use_ref_model=False, compiled=False)
     A = torch.tensor([tau.advantage for tau in taus], dtype=torch.float32)
-    targets = torch.zeros(len(taus), T, dtype=torch.long)
-    loss, _ = liger(X, torch.eye(2), targets, mask, A, old_per_token_logps=old)
+    targets = torch.zeros(mask.shape, dtype=torch.long)
+    loss, _ = liger(X, torch.eye(2), targets, mask.float(), A, old_per_token_logps=old)
     loss.backward()
-    theirs = (X.grad[..., 0] / (1 - logp.exp()))[mask.bool()].double()
+    theirs = (X.grad[..., 0] / (1 - logp.exp()))[mask].double()
     assert error(got, theirs) < 1e-4
+
+
+TRL = {  # flags of its GRPOConfig; the rest is its default
+    "grpo": dict(loss_type="grpo"),
+    "dr_grpo": dict(loss_type="dr_grpo", max_completion_length=LIMIT),
+    "dapo": dict(loss_type="dapo", epsilon_high=0.28),
+    "gspo": dict(loss_type="grpo", importance_sampling_level="sequence", epsilon=3e-4, epsilon_high=4e-4),
+    "cispo_cap": dict(loss_type="cispo", epsilon_high=5.0),
+    "sapo": dict(loss_type="sapo"),
+    "vespo": dict(loss_type="vespo"),
+}
+
+
+@pytest.mark.parametrize("name", TRL)
+def test_trl_computes_the_same_gradient(name, tmp_path):
+    """A GRPOTrainer whose model is asked for nothing but log-probs, which are the case's; advantages are ours."""
+    trl = pytest.importorskip("trl", reason="TRL is not installed: make test-trl")
+    from datasets import Dataset
+
+    case = Case(rows=[row for row in drawn(3) if row["L"]], seed=3)
+    got, taus, plan = ours(name, case)
+    mask, kept, logp, old = padded(case, plan)
+    flags = dict(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", beta=0.0)
+    trainer = trl.GRPOTrainer(
+        PRESETS["world"]["model"], lambda completions, **_: [0.0] * len(completions),
+        args=trl.GRPOConfig(**flags | TRL[name]), train_dataset=Dataset.from_list([{"prompt": "Who?"}]),
+    )  # fmt: skip
+    trainer.current_gradient_accumulation_steps = 1
+    logp.requires_grad_()
+    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (logp, torch.zeros_like(logp), None)
+    batch = {"prompt_ids": torch.zeros(len(taus), 1), "prompt_mask": torch.ones(len(taus), 1)}
+    batch |= {"completion_ids": torch.zeros(mask.shape), "completion_mask": kept.float(), "old_per_token_logps": old}
+    batch |= {"advantages": torch.tensor([tau.advantage for tau in taus], dtype=torch.float32)}
+    trainer.compute_loss(trainer.model.train(), batch | {"num_items_in_batch": kept.sum()}).backward()
+    assert error(got, logp.grad[mask].double()) < 1e-4
 
 
 # ---- what holds for all of them
