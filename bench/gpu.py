@@ -150,7 +150,7 @@ PARTS = [
         [*TESTS, "equals_rows_torch or (test_settings and beta) or packed_attention"], read_tests,
     ),
     Part(
-        "world", 110, RUN, WORLD("cuda", "torch", 6, 3).split(), WORLD("cpu", "torch", 3, 1).split(), read_world,
+        "world", 110, RUN, WORLD("cuda", "torch", 6, 3).split(), WORLD("cpu", "torch", 3, 2).split(), read_world,
     ),
     Part(
         "update", 130, "torch transformers triton numpy psutil requests tenacity simpleeval", ["bench/update.py"],

@@ -68,6 +68,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--kill_at", type=int, default=3, help="the step after which it is killed; 0: none")
     args = parser.parse_args()
+    if args.kill_at == 1:
+        raise Fault("--kill_at 1: a step's checkpoint follows its line of metrics, so none is there yet; from 2 on")
 
     with tempfile.TemporaryDirectory() as tmp:
         run, instruction = Path(tmp, "run"), Path(tmp, "instruction.txt")
