@@ -210,10 +210,8 @@ class Learner:
         sampled = torch.tensor(
             [lp for tau in batch for lp, m in zip(tau.logps, tau.mask, strict=True) if m], device=self.device
         )  # (N,)
-        ref_logp = None
-        if (
-            self.reference is not None
-        ):  # the head averages the k3 estimate of the KL as it does the surrogate. CHOICE-23
+        ref_logp = None  # the head averages the k3 estimate of the KL as it does the surrogate
+        if self.reference is not None:  # CHOICE-23
             with torch.no_grad(), lora.off(self.reference):
                 ref_logp, _ = score(self.reference, *packed, self.cfg.temperature)
         loss, extras = score(

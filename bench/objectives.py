@@ -22,10 +22,11 @@ sys.path.insert(0, str(HERE))
 
 import numpy as np  # noqa: E402
 
-from bench.arms import canary, collect, launch  # noqa: E402
+from bench.arms import canary, collect, launch, machine  # noqa: E402
 from evaluation.statistics import interval, over_seeds  # noqa: E402
 from faults import Fault, one_line  # noqa: E402
 from harness.directory import read_jsonl  # noqa: E402
+from harness.versions import commit  # noqa: E402
 from objectives import OBJECTIVES  # noqa: E402
 
 SIZES = "--batch 24 --mini 8 --K_p 3 --K_e 6 --T_e 18 --D_B 24 --eval_n 96 --save_every 1000 --keep 1"
@@ -65,6 +66,7 @@ def run(objective: str, mode: str, seed: int, args: argparse.Namespace) -> dict:
         **{name: round(x, 4) for name, x in last.items()},
         "largest_grad_norm": round(max(row["grad_norm"] for row in steps), 3),
         "trajectories": end["ledger"]["training_rollouts"], "seconds": round(time.time() - began, 1),
+        "commit": commit(), "machine": machine(), "date": time.strftime("%Y-%m-%d"),
     }  # fmt: skip
 
 
