@@ -1,6 +1,7 @@
 """Fused layers: the families' values and gradients, which modules change, and what stays alone."""
 
 import copy
+import gc
 import sys
 from types import SimpleNamespace
 
@@ -8,11 +9,13 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from ranks_fit import Live
 from test_model import SHAPES, make_family
 
 from config import Config
+from training.fit import activations
 from training.layers import FAMILIES, fuse
-from training.model import load_model, score, skeleton
+from training.model import empty, load_model, score, skeleton
 from training.worker import Worker
 
 triton = pytest.importorskip("triton", reason="Triton has no wheel for this platform")
@@ -90,6 +93,33 @@ def test_fused_layers_compute_as_transformers_in_float64(name, recompute, tiny_p
     assert list(gradients) == list(wanted)
     for key in wanted:
         assert error(gradients[key], wanted[key]) < 3 * error(rounded[key], wanted[key]) + 1e-5, key
+
+
+@pytest.mark.parametrize("name", ["Qwen2", "Qwen3"])
+@pytest.mark.parametrize("recompute", [0, 1])
+def test_the_estimate_counts_what_liger_keeps(name, recompute):
+    """Bytes that are alive after the forward pass, and at most until the end of the backward pass."""
+    T, H, I = 24, SHAPES["hidden_size"], 256
+    config = getattr(transformers, f"{name}Config")(**SHAPES | dict(intermediate_size=I))
+    model = empty(config, torch.float32, "cpu").train()
+    fuse(model)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.02)
+        p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))  # FSDP2 frees them, too
+    if recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    kept, again = activations(skeleton(copy.deepcopy(config)), T, recompute, fused=1)
+    with Live([*model.parameters(), *model.buffers()]) as live:
+        ids, places = torch.zeros(1, T, dtype=torch.long), torch.arange(T)[None]
+        hidden = model.base_model(input_ids=ids, position_ids=places, use_cache=False, lengths=[T]).last_hidden_state
+        if not recompute:
+            gc.collect()  # the interpreter holds on to the last kernel's arguments
+            assert kept + hidden.nbytes == pytest.approx(live.now(), rel=1e-3)
+        loss = hidden.sum()
+        del hidden
+        loss.backward()
+    gradient = 4 * H * I  # of one matrix, which `activations` leaves to others
+    assert kept + again + gradient == pytest.approx(live.most, rel=0.01)
 
 
 def test_adapters_on_the_projections_are_computed(tiny_path):

@@ -13,6 +13,7 @@ import torch
 from config import Config
 from engines.vllm_engine import MAX_BATCHED_TOKENS, MAX_SEQS
 from training import lora
+from training.layers import fuse_shapes
 from training.model import blocks, load_config, skeleton
 
 RESERVE = 0.06  # share of a GPU that shapes cannot predict: CUDA context, NCCL buffers, fragmentation
@@ -132,7 +133,7 @@ def estimate(cfg: Config, config: Any, engine: str, gpus: int, gpu_mem: float) -
     # alone.
     longest = cfg.max_prompt + cfg.max_response + cfg.max_observation
     tokens = max(cfg.micro_tokens, longest)
-    kept, again = activations(model.bfloat16(), tokens, cfg.recompute)
+    kept, again = activations(model.bfloat16(), tokens, cfg.recompute, cfg.fused_layers)
 
     # Candidates for the peak of the update, with the bytes of: gathered weights, gradients being reduced, activations,
     # activations of one block, the head. bfloat16 has 2 bytes, float32 4. FSDP2 reduces in float32; it has one block
@@ -220,12 +221,15 @@ def estimate(cfg: Config, config: Any, engine: str, gpus: int, gpu_mem: float) -
     return Fit(title, parts, (1 - RESERVE) * gpu_mem * 1e9, notes, starved, kv_tokens)
 
 
-def activations(model: Any, tokens: int, recompute: int) -> tuple[float, float]:
+def activations(model: Any, tokens: int, recompute: int, fused: int) -> tuple[float, float]:
     """Returns two numbers of bytes: what the forward pass keeps, and what a block's backward pass needs besides.
 
-    Runs the model on the meta device and adds up the tensors that autograd would save.
+    Runs the model on the meta device, with the shapes of Liger's layers if `fused`, and adds up the tensors that
+    autograd would save.
     """
     from transformers import AttentionInterface
+
+    in_place = "SwiGLU" in fuse_shapes(model) if fused else False
 
     AttentionInterface.register("shapes", attention_of_shapes)
     model.set_attn_implementation("shapes")
@@ -244,7 +248,8 @@ def activations(model: Any, tokens: int, recompute: int) -> tuple[float, float]:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         stream = model.train().base_model(input_ids=ids, position_ids=ids, use_cache=False).last_hidden_state
     total, of_block = sum(saved.values()), max(b - a for a, b in zip(ends, ends[1:], strict=False))
-    gradients = stream.nbytes + 2 * max(saved.values())  # of the block's output and of, say, gate and up projection
+    # Of the block's output and of, say, gate and up projection; Liger's go where gate and up are, from their product's.
+    gradients = stream.nbytes + (1 if in_place else 2) * max(saved.values())
     if recompute:
         return len(blocks(model)) * stream.nbytes + total - ends[-1], of_block + gradients
     return total, gradients

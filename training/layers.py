@@ -33,30 +33,38 @@ FAMILIES = {  # config.model_type -> Family; the tests compare each with transfo
 
 def fuse(model: Any) -> str:
     """Replaces the layers of `model` that Liger computes alike; returns which, or why none, for the start-up text."""
-    config = model.config
-    family = FAMILIES.get(config.model_type)
-    if family is None:
-        return f"none ({config.model_type} is not among {', '.join(FAMILIES)})"
     try:
         from liger_kernel.ops.rms_norm import LigerRMSNormFunction
         from liger_kernel.ops.rope import LigerRopeFunction
         from liger_kernel.ops.swiglu import LigerSiLUMulFunction
     except ImportError:
         return "none (liger-kernel is not installed)"
+    return replace(model, LigerRMSNormFunction, LigerSiLUMulFunction, LigerRopeFunction)
+
+
+def fuse_shapes(model: Any) -> str:
+    """The same for a model on the meta device, to estimate by: its layers keep and move what Liger's do."""
+    return replace(model, NormShapes, SiLUMulShapes, RopeShapes)
+
+
+def replace(model: Any, RMSNorm: Any, SiLUMul: Any, Rope: Any) -> str:
+    """Puts these functions of autograd in place of the model's layers; returns which they replaced, or why none."""
+    config = model.config
+    family = FAMILIES.get(config.model_type)
+    if family is None:
+        return f"none ({config.model_type} is not among {', '.join(FAMILIES)})"
 
     def norm(self: Any, x: torch.Tensor) -> torch.Tensor:
         eps = self.eps if hasattr(self, "eps") else self.variance_epsilon
-        out: torch.Tensor = LigerRMSNormFunction.apply(
-            x, self.weight, eps, family.offset, family.casting, family.own_gradient
-        )
+        out: torch.Tensor = RMSNorm.apply(x, self.weight, eps, family.offset, family.casting, family.own_gradient)
         return out
 
     def mlp(self: Any, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.down_proj(LigerSiLUMulFunction.apply(self.gate_proj(x), self.up_proj(x)))
+        out: torch.Tensor = self.down_proj(SiLUMul.apply(self.gate_proj(x), self.up_proj(x)))
         return out
 
     def rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
-        return LigerRopeFunction.apply(q, k, cos, sin)  # in place: q and k are a projection's output, or a norm's
+        return Rope.apply(q, k, cos, sin)  # in place: q and k are a projection's output, or a norm's
 
     found = {}
     for module in model.modules():
@@ -79,3 +87,42 @@ def _with_global(function: Any, name: str, value: Any) -> FunctionType:
     )  # fmt: skip
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
+
+
+# ---- what Liger's functions keep for the backward pass, and how many bytes they read and write: values mean nothing
+
+
+class NormShapes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, *_: Any) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        x, weight, _ = ctx.saved_tensors
+        return dy * x, torch.empty_like(weight), None, None, None, None
+
+
+class SiLUMulShapes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gate, up)
+        return gate * up
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        gate, up = ctx.saved_tensors
+        return dy * gate, -up  # one pass reads all three and writes both, in the memory of gate and up
+
+
+class RopeShapes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        ctx.save_for_backward(cos, sin)
+        return q * cos.unsqueeze(1), k * sin.unsqueeze(1)
+
+    @staticmethod
+    def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor) -> Any:
+        cos, sin = ctx.saved_tensors
+        return dq * cos.unsqueeze(1), dk * sin.unsqueeze(1), None, None

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from config import Config
 from engines.vllm_engine import MAX_SEQS
 from training.fit import kv_bytes
+from training.layers import fuse_shapes
 from training.model import blocks, skeleton
 
 
@@ -65,9 +66,11 @@ class Shape:
     backward: float  # the same of their backward pass
 
 
-def shape_of(config: Any, dtype: torch.dtype = torch.bfloat16) -> Shape:
-    """Returns the Shape of a Hugging Face config, trained in `dtype`."""
+def shape_of(config: Any, dtype: torch.dtype = torch.bfloat16, fused: int = 0) -> Shape:
+    """Returns the Shape of a Hugging Face config, trained in `dtype`, with Liger's layers if `fused`."""
     model, text = skeleton(copy.deepcopy(config), dtype), config.get_text_config()
+    if fused:
+        fuse_shapes(model)
     forward, backward = moved(model)
     dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return Shape(
@@ -307,7 +310,7 @@ def step_seconds(
 
 def table(cfg: Config, config: Any, kv_tokens: float) -> str:
     """Returns the seconds of a step on --gpus of --card as text of at most 100 columns."""
-    shape, card, assumed = shape_of(config), CARDS[cfg.card], Assumed()
+    shape, card, assumed = shape_of(config, fused=cfg.fused_layers), CARDS[cfg.card], Assumed()
     columns = [typical(cfg), most(cfg)]
     mfu = update_mfu(cfg, shape, card, columns[0], assumed)
     found = [step_seconds(cfg, shape, card, cfg.gpus, kv_tokens, lengths, assumed) for lengths in columns]
