@@ -1,6 +1,6 @@
 """The figures of results/: the paper's Fig. 2, 3, 5 and 6 with the world's runs, drawn from the committed rows."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ def draw(rows: Rows, folder: Path) -> list[str]:
     folder.mkdir(parents=True, exist_ok=True)
     made = []
     pair = [arm for arm in COLORS if rows.get(arm)]
+    if len(pair) == len(COLORS):
+        made.append(learning(rows, folder / "learning.png"))
     if {"inspo", "static"} <= {*pair}:
         fig, axes = plt.subplots(1, 4, figsize=(14, 3.2))
         for ax, (name, title) in zip(axes, PANELS.items(), strict=True):
@@ -67,6 +69,46 @@ def draw(rows: Rows, folder: Path) -> list[str]:
             ax.legend(frameon=False, fontsize=8)
         made.append(save(fig, None, folder / "fig6.png"))
     return made
+
+
+def learning(rows: Rows, path: Path) -> str:
+    """Draws INSPO and its two controls, every seed as a thin line and their mean; returns the file's name."""
+    fig, axes = plt.subplots(1, 4, figsize=(13, 3.3))
+    panels: list[tuple[str, Callable[[Row], list[tuple[int, float]]]]] = [
+        ("reward of a step's rollouts\n(temperature 1, mean of 5 steps)", lambda row: steps_of(row, "reward")),
+        ("searches a question\n(mean of 5 steps)", lambda row: steps_of(row, "searches")),
+        ("held-out exact match, greedy,\nunder the run's best instruction", lambda row: evals_of(row, 1)),
+        ("the same policies under one good\ninstruction, never the run's own", lambda row: evals_of(row, 2)),
+    ]
+    for ax, (title, points) in zip(axes, panels, strict=True):
+        for arm, color in COLORS.items():
+            seeds = [points(row) for row in rows[arm] if points(row)]
+            for seed in seeds:
+                ax.plot(*zip(*seed, strict=True), color=color, lw=1, alpha=0.35)
+            steps = sorted(set.intersection(*({t for t, _ in seed} for seed in seeds))) if seeds else []
+            means = [np.mean([dict(seed)[t] for seed in seeds]) for t in steps]
+            ax.plot(steps, means, color=color, lw=2.2, label=f"{arm}: {ARMS[arm].what}")
+        ax.set_title(title, fontsize=9, loc="left")
+        ax.set(xlabel="step t", xlim=(0, None))
+        ax.grid(axis="y", alpha=0.3)
+        ax.spines[["top", "right"]].set_visible(False)
+        if "searches" not in title:
+            ax.set_ylim(0, 1)
+    fig.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncol=3, frameon=False, fontsize=8)
+    fig.tight_layout(rect=(0, 0.08, 1, 1))
+    fig.savefig(path, dpi=130)
+    plt.close(fig)
+    return path.name
+
+
+def steps_of(row: Row, name: str) -> list[tuple[int, float]]:
+    """Returns (step, value) of a run's curve, each the mean of 5 steps."""
+    return list(enumerate(smooth(row["curves"][name]), 1))
+
+
+def evals_of(row: Row, column: int) -> list[tuple[int, float]]:
+    """Returns (step, EM) of a run's evaluations: 1 under its best instruction, 2 under the canary, if played."""
+    return [(e[0], e[column]) for e in row["evals"] if e[column] is not None]
 
 
 def smooth(y: Sequence[float], n: int = 5) -> list[float]:

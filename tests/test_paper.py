@@ -237,6 +237,11 @@ def test_the_figures_for_which_there_are_rows_are_drawn(tmp_path):
     assert draw(ROWS, tmp_path) == ["fig2.png", "fig3.png", "fig5.png"]
     assert all((tmp_path / name).stat().st_size > 5000 for name in ("fig2.png", "fig3.png", "fig5.png"))
     assert draw({"static": ROWS["static"]}, tmp_path / "one") == ["fig5.png"]
+    frozen = [fabricated("frozen", k, 0.19) for k in range(5)]
+    frozen[0]["evals"] = [[0, 0.02, None, 0, 0.0], [20, 0.19, None, 20, 50.0]]  # it never met the other instruction
+    three = {"inspo": ROWS["inspo"], "static": ROWS["static"], "frozen": frozen}
+    assert draw(three, tmp_path / "three")[0] == "learning.png"
+    assert (tmp_path / "three" / "learning.png").stat().st_size > 20000
 
 
 def test_the_published_averages_are_the_means_of_their_rows():
