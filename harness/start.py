@@ -1,6 +1,7 @@
 """Setting up a run on rank 0: its questions, directory, servers, policy, optimizer and log."""
 
 import contextlib
+import dataclasses
 import os
 import time
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from outside import without_password
 from reflect import Optimizer, paid_calls, token_counter
 from rollout import prompt_ids
 from tools import Search
+from training import layers
 from training.fit import estimate, shapes
 from training.model import load_config, load_tokenizer
 from training.policy import Policy
@@ -84,7 +86,8 @@ def prepare(cfg: Config, ranks: Ranks) -> Iterator[Parts]:
     engine, why = choose_engine(cfg, ranks.device)
     if ranks.device == "cuda":
         memory = torch.cuda.get_device_properties(0).total_memory / 1e9
-        if fault := estimate(cfg, shapes(cfg.model), engine, ranks.size, memory).fault():
+        used = cfg if layers.installed() else dataclasses.replace(cfg, fused_layers=0)  # torch's layers keep more
+        if fault := estimate(used, shapes(cfg.model), engine, ranks.size, memory).fault():
             raise Fault(fault)
     longest = getattr(load_config(cfg.model), "max_position_embeddings", None)
     if longest and cfg.max_prompt + cfg.max_response > longest:
@@ -107,13 +110,13 @@ def prepare(cfg: Config, ranks: Ranks) -> Iterator[Parts]:
             screen = stack.enter_context(Screen(cfg.T))
             log = Log(cfg, run, policy, test, valid, screen, began=psutil.Process().create_time())
             n = policy.worker.parameters()
-            layers = f"fused layers: {policy.worker.layers}\n" if policy.worker.layers else ""
+            fused = f"fused layers: {policy.worker.layers}\n" if policy.worker.layers else ""
             lora = f", {policy.worker.parameters(trained=True) / 1e6:,.2f}M of LoRA trained" if cfg.lora_rank else ""
             device = ranks.device if ranks.size == 1 else f"{ranks.size} x {ranks.device}"
             log.note(
                 f"INSPO, mode {cfg.mode}: {name} ({n / 1e6:,.2f}M parameters{lora}, {device}, {engine} engine: {why}) "
                 f"on {len(train)} questions, {len(test)} held out\n"
-                f"{layers}"
+                f"{fused}"
                 f"search: {describe_search(cfg, search, answers)}\n"
                 f"optimizer: {describe(optimizer)}\n"
                 f"{cfg.T} steps of {cfg.batch} questions x {cfg.G}, seed {cfg.seed}; everything goes to {run.path}"

@@ -6,6 +6,7 @@ called, with whatever adapters they carry. For batches of one row, as `training.
 one token a row, as generation has, Liger 0.8.5 can rotate the wrong row (Gemma 3).
 """
 
+import importlib.util
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -31,6 +32,11 @@ FAMILIES = {  # config.model_type -> Family; the tests compare each with transfo
 }
 
 
+def installed() -> bool:
+    """Returns whether there is a Liger for `fuse` to take the layers from."""
+    return importlib.util.find_spec("liger_kernel") is not None
+
+
 def fuse(model: Any) -> str:
     """Replaces the layers of `model` that Liger computes alike; returns which, or why none, for the start-up text."""
     try:
@@ -39,15 +45,15 @@ def fuse(model: Any) -> str:
         from liger_kernel.ops.swiglu import LigerSiLUMulFunction
     except ImportError:
         return "none (liger-kernel is not installed)"
-    return replace(model, LigerRMSNormFunction, LigerSiLUMulFunction, LigerRopeFunction)
+    return replace_layers(model, LigerRMSNormFunction, LigerSiLUMulFunction, LigerRopeFunction)
 
 
 def fuse_shapes(model: Any) -> str:
     """The same for a model on the meta device, to estimate by: its layers keep and move what Liger's do."""
-    return replace(model, NormShapes, SiLUMulShapes, RopeShapes)
+    return replace_layers(model, NormShapes, SiLUMulShapes, RopeShapes)
 
 
-def replace(model: Any, RMSNorm: Any, SiLUMul: Any, Rope: Any) -> str:
+def replace_layers(model: Any, RMSNorm: Any, SiLUMul: Any, Rope: Any) -> str:
     """Puts these functions of autograd in place of the model's layers; returns which they replaced, or why none."""
     config = model.config
     family = FAMILIES.get(config.model_type)
