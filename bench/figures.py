@@ -51,10 +51,10 @@ def draw(rows: Rows, folder: Path) -> list[str]:
             (axes[1], 2, "under one good fixed instruction"),
         ):
             for arm in pair:
-                points = [[e for e in row["evals"] if e[column] is not None] for row in rows[arm]]
+                points = [evals_of(row, column) for row in rows[arm]]
                 if points[0]:
-                    steps = [e[0] for e in points[0]]
-                    band(ax, [[e[column] for e in seed] for seed in points], COLORS[arm], arm, steps)
+                    steps = [t for t, _ in points[0]]
+                    band(ax, [[em for _, em in seed] for seed in points], COLORS[arm], arm, steps)
             ax.set(title=title, xlabel="step t", ylim=(0, 1.02))
         made.append(save(fig, axes[0], folder / "fig5.png"))
     sweeps = {"(a) N_parent": {"inspo": "1", "parents-2": "2", "parents-3": "3", "static": "Search-R1"},
@@ -91,14 +91,10 @@ def learning(rows: Rows, path: Path) -> str:
         ax.set_title(title, fontsize=9, loc="left")
         ax.set(xlabel="step t", xlim=(0, None))
         ax.grid(axis="y", alpha=0.3)
-        ax.spines[["top", "right"]].set_visible(False)
         if "searches" not in title:
             ax.set_ylim(0, 1)
     fig.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncol=3, frameon=False, fontsize=8)
-    fig.tight_layout(rect=(0, 0.08, 1, 1))
-    fig.savefig(path, dpi=130)
-    plt.close(fig)
-    return path.name
+    return save(fig, None, path, bottom=0.08)
 
 
 def steps_of(row: Row, name: str) -> list[tuple[int, float]]:
@@ -132,12 +128,12 @@ def band(ax: Any, curves: Sequence[Sequence[float]], color: str, label: str, ste
     ax.fill_between(x, mean - half, mean + half, color=color, alpha=0.2, lw=0)
 
 
-def save(fig: Any, legend: Any, path: Path) -> str:
+def save(fig: Any, legend: Any, path: Path, bottom: float = 0.0) -> str:
     for ax in fig.axes:
         ax.spines[["top", "right"]].set_visible(False)
     if legend is not None:
         legend.legend(frameon=False, fontsize=8)
-    fig.tight_layout()
+    fig.tight_layout(rect=(0, bottom, 1, 1))
     fig.savefig(path, dpi=130)
     plt.close(fig)
     return path.name
