@@ -422,4 +422,6 @@ def warnings(cfg: Config) -> list[str]:
     out = []
     if cfg.mode in ("inspo", "prompt") and cfg.K_e % cfg.K_p:
         out.append(f"K_e {cfg.K_e} is not a multiple of K_p {cfg.K_p}: pruning and evolution drift against each other")
+    if cfg.objective == "consistent" and cfg.rank != "paired" and cfg.mode != "espl":
+        out.append("--objective consistent is grpo here: no question has several instructions; --rank paired asks so")
     return out

@@ -6,7 +6,8 @@ function of a `Batch`, the trajectories as columns; those of the variants are in
     set_advantages  a step's trajectories, on rank 0:  reward -> advantage -> credit over turns
     Objective.plan  a mini-batch's, on every rank:     selection -> weights -> tokens -> clip bounds -> ratio
 
-What `plan` returns are the arrays that the GRPO head takes (kernels/head.py). Nothing else knows an objective's name.
+What `plan` returns are the arrays that the GRPO head takes (kernels/head.py). Neither it nor the trainer
+knows an objective's name.
 """
 
 from __future__ import annotations

@@ -191,8 +191,7 @@ def row_of(arm: str, seed: int, out: Path, extra: str) -> Row:
     curves = ("reward", "searches", "prompt_tokens", "response_tokens")
     return {
         "arm": arm, "seed": seed, "flags": f"{extra} {ARMS[arm].flags}".strip(), "program": ARMS[arm].program,
-        "commit": commit(), "machine": machine(), "date": time.strftime("%Y-%m-%d"),
-        "minutes": round(end["seconds"] / 60, 2), "em": end["em_best"], "questions": end["questions"],
+        **origin(), "minutes": round(end["seconds"] / 60, 2), "em": end["em_best"], "questions": end["questions"],
         "searches": round(end["searches_end"], 3), "overhead": end["overhead_inference"], "I_star": end["I_star"],
         "held_out": {name: round(scores["em"], 4) for name, scores in end["held_out"].items()}, "evals": evals,
         "curves": {name: [round(row.get(name, 0.0), 3) for row in steps] for name in curves},
@@ -202,6 +201,11 @@ def row_of(arm: str, seed: int, out: Path, extra: str) -> Row:
 def verifications(out: Path) -> list[Row]:
     """Returns the rounds of verification of a run, as they stand in reflections.jsonl."""
     return [row for row in read_jsonl(out / "reflections.jsonl") if "verified" in row]
+
+
+def origin() -> Row:
+    """Returns what each row says of where it is from: commit, machine, date."""
+    return {"commit": commit(), "machine": machine(), "date": time.strftime("%Y-%m-%d")}
 
 
 def machine() -> str:

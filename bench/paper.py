@@ -20,14 +20,13 @@ sys.path.insert(0, str(HERE))
 
 import numpy as np  # noqa: E402
 
-from bench.arms import ARMS, Campaign, Row, machine  # noqa: E402
+from bench.arms import ARMS, Campaign, Row, origin  # noqa: E402
 from bench.claims import CLAIMS, Rows, verdict  # noqa: E402
 from config import PRESETS  # noqa: E402
 from data import load_questions  # noqa: E402
 from evaluation.statistics import adjusted, between_seeds, interval, over_seeds  # noqa: E402
 from faults import Fault, one_line  # noqa: E402
 from harness.directory import read_jsonl  # noqa: E402
-from harness.versions import commit  # noqa: E402
 
 SEEDS = 5
 UNTRAINED = ("direct", "ircot", "rag", "search_o1")  # rows of Table 1 that need no run
@@ -60,7 +59,7 @@ def untrained(campaign: Campaign, method: str) -> Row:
     out = campaign.runs / f"evaluation-{method}"
     evaluate(["world", "--method", method, "--data", "world", "--out", str(out)])
     part = json.loads((out / "summary.json").read_text())["benchmarks"]["world"]
-    row = {"arm": method, "seed": 0, "commit": commit(), "machine": machine(), "em": part["em"]["mean"]}
+    row = {"arm": method, "seed": 0, **origin(), "em": part["em"]["mean"]}
     row |= {"questions": part["questions"], "searches": part["searches"], "gold_recall": part["gold_recall"]}
     return campaign.keep(row)
 
@@ -78,7 +77,7 @@ def transfer(campaign: Campaign, seeds: list[int]) -> Row:
     for arm in ("inspo", "static"):
         with player(str(campaign.run(arm, seeds[-1]) / "policy")) as play:
             em[arm] = [round(float(play([text] * len(test), test, 0.0).mean()), 4) for text in texts]
-    row = {"arm": "transfer", "seed": seeds[-1], "seeds": seeds, "commit": commit(), "machine": machine(), "em": em}
+    row = {"arm": "transfer", "seed": seeds[-1], "seeds": seeds, **origin(), "em": em}
     return campaign.keep(row)
 
 

@@ -14,7 +14,6 @@ import argparse
 import json
 import shutil
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,11 @@ sys.path.insert(0, str(HERE))
 
 import numpy as np  # noqa: E402
 
-from bench.arms import collect, launch, machine  # noqa: E402
+from bench.arms import collect, launch, origin  # noqa: E402
 from config import Config, parse  # noqa: E402
 from evaluation.statistics import adjusted, between_seeds, over_seeds  # noqa: E402
 from faults import Fault, one_line  # noqa: E402
 from harness.directory import read_jsonl  # noqa: E402
-from harness.versions import commit  # noqa: E402
 
 Row = dict[str, Any]
 ARMS = {
@@ -103,7 +101,7 @@ def row_of(out: Path) -> Row:
         "calls": ledger["optimizer_calls"], "evolutions": ledger["evolutions"] - ledger["evolutions_in_vain"],
         "prunings": sum(e["event"] == "prune" for e in events),
         "undecided": sum(len(e.get("undecided", [])) for e in events if e["event"] == "prune"),
-        "seconds": end["seconds"], "commit": commit(), "machine": machine(), "date": time.strftime("%Y-%m-%d"),
+        "seconds": end["seconds"], **origin(),
     }  # fmt: skip
 
 

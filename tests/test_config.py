@@ -426,6 +426,9 @@ def test_periods_that_drift_against_each_other_are_only_a_warning():
     (line,) = warnings(parse(["--K_p", "4", "--K_e", "15"]))
     assert "K_e 15" in line and "K_p 4" in line
     assert warnings(parse(["--K_p", "4", "--K_e", "15", "--mode", "static"])) == []
+    (line,) = warnings(parse(["--objective", "consistent"]))  # every question has one instruction
+    assert "is grpo here" in line and "--rank paired" in line
+    assert warnings(parse(["--objective", "consistent", "--rank", "paired"])) == []
 
 
 # --- torchrun -----------------------------------------------------------------------------------------------------
