@@ -23,12 +23,14 @@ sys.path.insert(0, str(HERE))
 import numpy as np  # noqa: E402
 
 from bench.arms import collect, launch, origin  # noqa: E402
+from bench.figures import plt, save  # noqa: E402
 from config import Config, parse  # noqa: E402
-from evaluation.statistics import adjusted, between_seeds, over_seeds  # noqa: E402
+from evaluation.statistics import Difference, adjusted, between_seeds, over_seeds  # noqa: E402
 from faults import Fault, one_line  # noqa: E402
 from harness.directory import read_jsonl  # noqa: E402
 
 Row = dict[str, Any]
+Cell = tuple[int, str]  # batch size, arm
 ARMS = {
     "paper": "",
     "paired": "--rank paired",
@@ -116,35 +118,35 @@ def reached(evals: list[list[float]], em: float, column: int) -> float | None:
 
 def table(rows: list[Row], target: float) -> str:
     """Returns the page: an arm a line, by batch; intervals over seeds, Holm's p against `paper` over all of them."""
-    text = ["# Rules of choosing instructions in the world", "", HONEST, ""]
-    text += [
-        "`make bench-selection`, rows in selection.jsonl. EM: held-out, greedy, after the last step, under the run's"
-        " own I_star; mean over seeds with the 95 % interval of Student's t. Difference from `paper`: Welch's t, Holm's"
-        " p over all arms and batches. To "
-        f"EM {target:g}: mean over the runs that get there, read between evaluations, verification counted.", "",
-    ]  # fmt: skip
     cells = sorted({(row["batch"], row["arm"]) for row in rows}, key=lambda x: (x[0], list(ARMS).index(x[1])))
     of = {cell: [row for row in rows if (row["batch"], row["arm"]) == cell] for cell in cells}
-    differences = {
-        cell: between_seeds([row["em"] for row in of[cell]], [row["em"] for row in of[cell[0], "paper"]])
-        for cell in cells
-        if cell[1] != "paper" and (cell[0], "paper") in of
-    }
-    holm = adjusted(differences)
-    text.append(
-        "| batch | arm | seeds | T | EM, 95 % | difference, 95 % | Holm's p | steps to it | trajectories to it |"
-        " reach it | trajectories | of them verification | calls | undecided a pruning | minutes |"
+    em = {cell: [row["em"] for row in of[cell]] for cell in cells}
+    steps, price = (
+        {cell: [x for row in of[cell] if (x := reached(row["evals"], target, column)) is not None] for cell in cells}
+        for column in (0, 2)
     )
-    text.append("|---" * 15 + "|")
+    # Of an arm that does not always get there, the runs that do would flatter it: it is not compared.
+    always = {cell: x for cell, x in price.items() if len(x) == len(of[cell])}
+    found = {("em", *cell): x for cell, x in from_paper(em).items()}
+    found |= {("price", *cell): x for cell, x in from_paper(always).items()}
+    holm = adjusted(found)
+
+    def differs(name: str, cell: Cell, style: str) -> list[str]:
+        key = (name, *cell)
+        return [f"{found[key].interval:{style}}", f"{holm[key]:.3f}"] if key in holm else ["", ""]
+
+    text = [
+        "# Rules of choosing instructions in the world", "", HONEST, "",
+        "`make bench-selection`, rows in selection.jsonl. Means over seeds with the 95 % interval of Student's t;"
+        f" differences from `paper` by Welch's t, with Holm's p over all {len(holm)} of this page.", "",
+        "EM: held-out, greedy, after the last step, under the run's own I_star.", "",
+        "| batch | arm | seeds | T | EM | difference | Holm's p | trajectories | of them verification | calls |"
+        " undecided a pruning | minutes |", "|---" * 12 + "|",
+    ]  # fmt: skip
     for cell in cells:
         mine = of[cell]
         line = [str(cell[0]), cell[1], str(len(mine)), " ".join(map(str, sorted({row["T"] for row in mine})))]
-        line.append(f"{over_seeds([row['em'] for row in mine])}")
-        line += [f"{differences[cell].interval:+}", f"{holm[cell]:.3f}"] if cell in holm else ["", ""]
-        for column in (0, 2):
-            there = [x for row in mine if (x := reached(row["evals"], target, column)) is not None]
-            line.append(f"{np.mean(there):,.0f}" if there else "")
-        line.append(f"{len(there)} of {len(mine)}")
+        line += [f"{over_seeds(em[cell])}", *differs("em", cell, "+")]
         total = [row["training"] + row["verification"] for row in mine]
         line += [f"{np.mean(total):,.0f}", f"{100 * sum(row['verification'] for row in mine) / sum(total):.0f} %"]
         line.append(f"{np.mean([row['calls'] for row in mine]):.0f}")
@@ -152,7 +154,42 @@ def table(rows: list[Row], target: float) -> str:
         line.append(f"{sum(row['undecided'] for row in mine) / prunings:.1f}" if prunings else "")
         line.append(f"{np.mean([row['seconds'] for row in mine]) / 60:.1f}")
         text.append(f"| {' | '.join(line)} |")
+    text += [
+        "", f"To EM {target:g}, of the runs that get there; read between evaluations, verification counted.", "",
+        "| batch | arm | get there | steps | trajectories | difference | Holm's p |", "|---" * 7 + "|",
+    ]  # fmt: skip
+    for cell in cells:
+        line = [str(cell[0]), cell[1], f"{len(price[cell])} of {len(of[cell])}"]
+        line += [f"{over_seeds(x):,.0f}" if x else "" for x in (steps[cell], price[cell])]
+        text.append(f"| {' | '.join([*line, *differs('price', cell, '+,.0f')])} |")
     return "\n".join([*text, ""])
+
+
+def from_paper(values: dict[Cell, list[float]]) -> dict[Cell, Difference]:
+    """Returns how much higher each arm's values are than those of `paper` at its batch size, where both are."""
+    return {
+        (batch, arm): between_seeds(x, values[batch, "paper"])
+        for (batch, arm), x in values.items()
+        if arm != "paper" and (batch, "paper") in values
+    }
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """Draws EM by trajectories, a panel a batch size: seeds as thin lines, their mean."""
+    batches = sorted({row["batch"] for row in rows})
+    fig, axes = plt.subplots(1, len(batches), figsize=(5 * len(batches), 3.4), sharey=True, squeeze=False)
+    for ax, batch in zip(axes[0], batches, strict=True):
+        for k, arm in enumerate(ARMS):
+            curves = [np.array(row["evals"]) for row in rows if (row["batch"], row["arm"]) == (batch, arm)]
+            for curve in curves:
+                ax.plot(curve[:, 2] / 1000, curve[:, 1], color=f"C{k}", lw=0.8, alpha=0.35)
+            if curves:  # an arm's evaluations are at the same steps
+                mean = np.mean(curves, 0)
+                ax.plot(mean[:, 2] / 1000, mean[:, 1], color=f"C{k}", lw=2, label=arm)
+        ax.set(title=f"batch {batch}", xlabel="trajectories, verification included, thousands", ylim=(0, 1))
+        ax.grid(axis="y", alpha=0.3)
+    axes[0, 0].set_ylabel("held-out EM, greedy")
+    save(fig, axes[0, -1], path)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -183,6 +220,7 @@ def main(argv: list[str] | None = None) -> None:
     failed = collect(wanted, lambda job: run(*job, args), path, args.jobs, says)
     if rows := read_jsonl(path):
         (args.results / "selection.md").write_text(table(rows, args.target))
+        draw(rows, args.results / "selection.png")
         print(table(rows, args.target))
     if failed:
         raise Fault(f"{len(failed)} runs failed, the first: {failed[0]}")

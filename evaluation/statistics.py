@@ -29,13 +29,14 @@ class Interval(NamedTuple):
     se: float
     n: int
 
-    def __format__(self, sign: str) -> str:
-        """As "0.512 [0.490, 0.534]"; `sign` "+" is for differences.
+    def __format__(self, style: str) -> str:
+        """As "0.512 [0.490, 0.534]", or with another `style` of its numbers: "+" is for differences, ",.0f" for counts.
 
         The mean alone where the interval is infinite, or where all values are alike and say nothing of how they differ.
         """
-        level, told = f"{self.mean:{sign}.3f}", math.isfinite(self.low) and self.low < self.high
-        return f"{level} [{self.low:{sign}.3f}, {self.high:{sign}.3f}]" if told else level
+        style = style if style.endswith("f") else style + ".3f"
+        told = math.isfinite(self.low) and self.low < self.high
+        return f"{self.mean:{style}} [{self.low:{style}}, {self.high:{style}}]" if told else f"{self.mean:{style}}"
 
 
 class Difference(NamedTuple):

@@ -84,19 +84,37 @@ def test_when_an_em_was_reached_is_read_between_evaluations():
     assert selection.reached(evals, 0.05, 0) == 0 and selection.reached(evals, 0.8, 0) is None
 
 
-def test_the_rivals_page_has_a_line_an_arm_and_counts_verification():
-    def rival(arm, seed, em, undecided):
-        evals = [[0, 0.0, 0], [10, em, 1100]]
-        return {
-            "arm": arm, "batch": 24, "seed": seed, "T": 10, "em": em, "evals": evals, "training": 1000,
-            "verification": 100, "calls": 3, "prunings": 2, "undecided": undecided, "seconds": 120.0,
-        }  # fmt: skip
+def rival(arm, seed, em, undecided=0):
+    evals = [[0, 0.0, 0], [10, em, 1100]]
+    return {
+        "arm": arm, "batch": 24, "seed": seed, "T": 10, "em": em, "evals": evals, "training": 1000,
+        "verification": 100, "calls": 3, "prunings": 2, "undecided": undecided, "seconds": 120.0,
+    }  # fmt: skip
 
-    rows = [rival("paper", s, x, 0) for s, x in enumerate((0.2, 0.3, 0.4))]
+
+def test_the_rivals_page_has_a_line_an_arm_and_counts_verification(tmp_path):
+    rows = [rival("paper", s, x) for s, x in enumerate((0.2, 0.3, 0.4))]
     rows += [rival("paired", s, x, 3) for s, x in enumerate((0.5, 0.6, 0.7))]
-    paper, paired = selection.table(rows, 0.5).splitlines()[-2:]
-    assert paper == "| 24 | paper | 3 | 10 | 0.300 [0.052, 0.548] |  |  |  |  | 0 of 3 | 1,100 | 9 % | 3 | 0.0 | 2.0 |"
-    assert paired.startswith(
-        "| 24 | paired | 3 | 10 | 0.600 [0.352, 0.848] | +0.300 [+0.073, +0.527] | 0.021 | 8 | 934 |"
-    )
-    assert paired.endswith("| 3 of 3 | 1,100 | 9 % | 3 | 1.5 | 2.0 |")
+    page = selection.table(rows, 0.5)
+    assert "| 24 | paper | 3 | 10 | 0.300 [0.052, 0.548] |  |  | 1,100 | 9 % | 3 | 0.0 | 2.0 |" in page
+    assert "| 24 | paired | 3 | 10 | 0.600 [0.352, 0.848] | +0.300 [+0.073, +0.527] | 0.021 | 1,100 | 9 % |" in page
+    assert "| 9 % | 3 | 1.5 | 2.0 |" in page
+    paper, paired = page.splitlines()[-2:]
+    assert paper == "| 24 | paper | 0 of 3 |  |  |  |  |"
+    # By hand: all, 5/6 and 5/7 of 1,100 have mean 934 and sd 157.9; half is 4.303 x 157.9 / sqrt(3) = 392.
+    assert paired == "| 24 | paired | 3 of 3 | 8 [5, 12] | 934 [542, 1,326] |  |  |"
+    selection.draw(rows, tmp_path / "page.png")
+    assert (tmp_path / "page.png").stat().st_size > 10_000
+
+
+def test_what_an_em_costs_is_compared_only_with_an_arm_that_always_gets_there():
+    em = {"paper": (0.5, 0.6, 0.7), "paired": (0.8, 0.9, 1.0), "espl": (0.4, 0.9, 1.0)}
+    page = selection.table([rival(arm, s, x) for arm in em for s, x in enumerate(em[arm])], 0.5)
+    costs = {arm: [1100 * 0.5 / x for x in em[arm] if x >= 0.5] for arm in em}
+    test = stats.ttest_ind(costs["paired"], costs["paper"], equal_var=False)
+    low, high = test.confidence_interval(0.95)
+    mean = np.mean(costs["paired"]) - np.mean(costs["paper"])
+    paired, espl = page.splitlines()[-2:]
+    p = 2 * test.pvalue  # the second smallest of three is doubled; paired's difference of EM is the smallest
+    assert paired.endswith(f"| {mean:+,.0f} [{low:+,.0f}, {high:+,.0f}] | {p:.3f} |")
+    assert espl.startswith("| 24 | espl | 2 of 3 | 5 ") and espl.endswith(" |  |  |")

@@ -145,6 +145,7 @@ def test_seeds_that_end_alike_on_one_side_have_a_test():
 def test_an_interval_in_words_and_holm_over_those_that_have_a_p():
     assert f"{over_seeds([0.4, 0.6])}" == "0.500 [-0.771, 1.771]"  # 12.7062 x 0.1
     assert f"{Interval(0.25, 0.1, 0.4, 0.05, 9):+}" == "+0.250 [+0.100, +0.400]" and f"{over_seeds([0.5])}" == "0.500"
+    assert f"{Interval(2500, 1000, 4000.4, 5, 9):+,.0f}" == "+2,500 [+1,000, +4,000]"
     parts = {"a": 0.01, "b": math.nan, "c": 0.04}
     told = adjusted({name: Difference(Interval(0, 0, 0, 0, 2), p, 0.0) for name, p in parts.items()})
     assert told == {"a": pytest.approx(0.02), "c": pytest.approx(0.04)}
