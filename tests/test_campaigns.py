@@ -99,6 +99,7 @@ def test_the_rivals_page_has_a_line_an_arm_and_counts_verification(tmp_path):
     assert "| 24 | paper | 3 | 10 | 0.300 [0.052, 0.548] |  |  | 1,100 | 9 % | 3 | 0.0 | 2.0 |" in page
     assert "| 24 | paired | 3 | 10 | 0.600 [0.352, 0.848] | +0.300 [+0.073, +0.527] | 0.021 | 1,100 | 9 % |" in page
     assert "| 9 % | 3 | 1.5 | 2.0 |" in page
+    assert "over all 1 of this page, 1 of which are below 0.05" in page
     paper, paired = page.splitlines()[-2:]
     assert paper == "| 24 | paper | 0 of 3 |  |  |  |  |"
     # By hand: all, 5/6 and 5/7 of 1,100 have mean 934 and sd 157.9; half is 4.303 x 157.9 / sqrt(3) = 392.
