@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from bench import objectives
-from bench import rivals as selection
+from bench import objectives, rivals
+from config import parse
 
 
 def row(objective, mode, seed, em):
@@ -71,17 +71,27 @@ def test_a_single_seed_has_no_test_and_its_interval_is_of_its_questions():
 def test_no_rival_is_given_more_trajectories_than_the_paper_s_rule_and_none_could_have_had_a_step_more(
     arm, T, training, verified
 ):
-    sizes, budget = selection.SIZES[24], 80 * 120 + 3 * 7 * 48
-    assert selection.steps_of(arm, sizes) == T
-    cfg = selection.parse([*sizes.split(), *selection.ARMS[arm].split()])
-    assert selection.spent(cfg, T) == training + verified <= budget < selection.spent(cfg, T + 1)
+    sizes, budget = rivals.SIZES[24], 80 * 120 + 3 * 7 * 48
+    assert rivals.steps_of(arm, sizes) == T
+    cfg = rivals.parse([*sizes.split(), *rivals.ARMS[arm].split()])
+    assert rivals.spent(cfg, T) == training + verified <= budget < rivals.spent(cfg, T + 1)
+
+
+def test_every_arm_stays_within_the_paper_s_budget_and_a_step_more_would_not():
+    for sizes in rivals.SIZES.values():
+        budget = rivals.spent(parse(sizes.split()), parse(sizes.split()).T)
+        for arm, flags in rivals.ARMS.items():
+            T, cfg = rivals.steps_of(arm, sizes), parse([*sizes.split(), *flags.split()])
+            assert rivals.spent(cfg, T) <= budget < rivals.spent(cfg, T + 1)
+            assert budget - rivals.spent(cfg, T) < 0.05 * budget
 
 
 def test_when_an_em_was_reached_is_read_between_evaluations():
     evals = [[0, 0.1, 0], [10, 0.3, 1000], [20, 0.7, 3000], [30, 0.4, 4000]]
-    assert selection.reached(evals, 0.5, 0) == pytest.approx(15)
-    assert selection.reached(evals, 0.5, 2) == pytest.approx(2000)
-    assert selection.reached(evals, 0.05, 0) == 0 and selection.reached(evals, 0.8, 0) is None
+    assert rivals.reached(evals, 0.5, 0) == pytest.approx(15)
+    assert rivals.reached(evals, 0.5, 2) == pytest.approx(2000)
+    assert rivals.reached(evals, 0.05, 0) == 0 and rivals.reached(evals, 0.8, 0) is None
+    assert rivals.reached([[0, 0.6, 0]], 0.5, 0) == 0
 
 
 def rival(arm, seed, em, undecided=0):
@@ -94,23 +104,24 @@ def rival(arm, seed, em, undecided=0):
 
 def test_the_rivals_page_has_a_line_an_arm_and_counts_verification(tmp_path):
     rows = [rival("paper", s, x) for s, x in enumerate((0.2, 0.3, 0.4))]
-    rows += [rival("paired", s, x, 3) for s, x in enumerate((0.5, 0.6, 0.7))]
-    page = selection.table(rows, 0.5)
+    rows += [rival("paired", s, x, 3) for s, x in enumerate((0.5, 0.6, 0.7))] + [rival("fst", 0, 0.4)]
+    page = rivals.table(rows, 0.5)
     assert "| 24 | paper | 3 | 10 | 0.300 [0.052, 0.548] |  |  | 1,100 | 9 % | 3 | 0.0 | 2.0 |" in page
     assert "| 24 | paired | 3 | 10 | 0.600 [0.352, 0.848] | +0.300 [+0.073, +0.527] | 0.021 | 1,100 | 9 % |" in page
     assert "| 9 % | 3 | 1.5 | 2.0 |" in page
     assert "over all 1 of this page, 1 of which are below 0.05" in page
-    paper, paired = page.splitlines()[-2:]
-    assert paper == "| 24 | paper | 0 of 3 |  |  |  |  |"
+    assert "| 24 | fst | 1 | 10 | 0.400 |  |  | 1,100 |" in page
+    paper, paired, fst = page.splitlines()[-3:]
+    assert fst == "| 24 | fst | 0 of 1 |  |  |  |  |" and paper == "| 24 | paper | 0 of 3 |  |  |  |  |"
     # By hand: all, 5/6 and 5/7 of 1,100 have mean 934 and sd 157.9; half is 4.303 x 157.9 / sqrt(3) = 392.
     assert paired == "| 24 | paired | 3 of 3 | 8 [5, 12] | 934 [542, 1,326] |  |  |"
-    selection.draw(rows, tmp_path / "page.png")
+    rivals.draw(rows, tmp_path / "page.png")
     assert (tmp_path / "page.png").stat().st_size > 10_000
 
 
 def test_what_an_em_costs_is_compared_only_with_an_arm_that_always_gets_there():
     em = {"paper": (0.5, 0.6, 0.7), "paired": (0.8, 0.9, 1.0), "espl": (0.4, 0.9, 1.0)}
-    page = selection.table([rival(arm, s, x) for arm in em for s, x in enumerate(em[arm])], 0.5)
+    page = rivals.table([rival(arm, s, x) for arm in em for s, x in enumerate(em[arm])], 0.5)
     costs = {arm: [1100 * 0.5 / x for x in em[arm] if x >= 0.5] for arm in em}
     test = stats.ttest_ind(costs["paired"], costs["paper"], equal_var=False)
     low, high = test.confidence_interval(0.95)

@@ -6,9 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from bench import rivals
 from bench.selection import choosing_errors, front_errors, joining_errors
-from config import PRESETS, Config, parse
+from config import PRESETS, Config
 
 CFG = Config(**PRESETS["world"] | {"N_P": 4, "tau_s": 1e6})  # draws instructions evenly
 
@@ -104,38 +103,3 @@ def test_more_rollouts_and_a_lower_bound_keep_more_of_the_worse_out():
         for gate, samples in (("paper", 1), ("paper", 4), ("lower_bound", 1))
     ]
     assert rates[0] > rates[1] and rates[0] > rates[2]
-
-
-# ---- the campaign
-
-
-def test_every_arm_stays_within_the_paper_s_budget_and_a_step_more_would_not():
-    for sizes in rivals.SIZES.values():
-        budget = rivals.spent(parse(sizes.split()), parse(sizes.split()).T)
-        for arm, flags in rivals.ARMS.items():
-            T, cfg = rivals.steps_of(arm, sizes), parse([*sizes.split(), *flags.split()])
-            assert (
-                rivals.spent(cfg, T) <= budget < rivals.spent(cfg, T + 1)
-                and budget - rivals.spent(cfg, T) < 0.05 * budget
-            )
-    assert rivals.steps_of("paper", rivals.SIZES[24]) == 80 == rivals.steps_of("paired", rivals.SIZES[24])
-    assert rivals.spent(parse([]), 80) == 80 * 24 * 5 + 3 * 7 * 48  # evolutions at 10, 20 and 30
-
-
-def fabricated(arm, seed, em):
-    evals = [[0, 0.1, 0], [10, 0.3, 1000], [20, em, 2000]]
-    return {
-        "arm": arm, "batch": 24, "seed": seed, "sizes": "s", "T": 20, "em": em, "em_start": 0.1, "evals": evals,
-        "training": 1800, "verification": 200, "calls": 3, "prunings": 4, "undecided": 6, "seconds": 120.0,
-    }  # fmt: skip
-
-
-def test_the_campaign_s_table_has_intervals_and_the_price_of_an_em():
-    assert rivals.reached([[0, 0.1, 0], [10, 0.3, 1000], [20, 0.7, 3000]], 0.5, 2) == pytest.approx(2000)
-    assert rivals.reached([[0, 0.1, 0], [10, 0.3, 1000]], 0.5, 0) is None and rivals.reached([[0, 0.6, 0]], 0.5, 0) == 0
-    rows = [fabricated("paper", k, em) for k, em in enumerate((0.7, 0.72, 0.74))]
-    rows += [fabricated("paired", k, em) for k, em in enumerate((0.9, 0.91, 0.89))] + [fabricated("fst", 0, 0.4)]
-    paper, paired, fst = [line for line in rivals.table(rows, 0.5).splitlines() if line.startswith("| 24 ")]
-    assert paper.startswith("| 24 | paper | 3 | 20 | 0.720 [0.670, 0.770] |  |  | 1")
-    assert "| 0.900 [0.875, 0.925] | +0.180 [+0.13" in paired and "| 3 of 3 | 2,000 | 10 % | 3 | 1.5 | 2.0 |" in paired
-    assert fst.startswith("| 24 | fst | 1 | 20 | 0.400 |  |  |  |  | 0 of 1 |")
