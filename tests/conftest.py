@@ -1,6 +1,7 @@
 """Shared by all tests: no downloads, two threads, and two policies, the world's and a tiny one with a BPE tokenizer."""
 
 import os
+import signal
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 
@@ -14,6 +15,8 @@ from config import WORLD
 from training.model import load_policy
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))  # one in each of two parallel workers
+# A script's background job ignores Ctrl-C, and so would the programs that the tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def load(path):
