@@ -23,7 +23,8 @@ sys.path.insert(0, str(HERE))
 import numpy as np  # noqa: E402
 
 from bench.arms import canary, collect, launch, origin  # noqa: E402
-from evaluation.statistics import Difference, adjusted, between_seeds, interval, over_seeds  # noqa: E402
+from bench.figures import plt, save  # noqa: E402
+from evaluation.statistics import Difference, adjusted, against, interval, over_seeds  # noqa: E402
 from faults import Fault, one_line  # noqa: E402
 from harness.directory import read_jsonl  # noqa: E402
 from objectives import OBJECTIVES  # noqa: E402
@@ -78,16 +79,6 @@ def cells(rows: list[dict]) -> dict[Cell, list[dict]]:
     return of
 
 
-def differences(of: dict[Cell, list[dict]]) -> dict[Cell, Difference]:
-    """Returns how much higher EM is than grpo's, where both have rows."""
-    em = {cell: [row["em"] for row in mine] for cell, mine in of.items()}
-    return {
-        (mode, name): between_seeds(mine, em[mode, "grpo"])
-        for (mode, name), mine in em.items()
-        if name != "grpo" and (mode, "grpo") in em
-    }
-
-
 def told_apart(found: dict[Cell, Difference], holm: dict[Cell, float]) -> str:
     """Returns a sentence: which objectives differ from grpo when all of them are compared at once."""
     names = [
@@ -118,7 +109,7 @@ def table(rows: list[dict]) -> str:
     """Returns the rows as Markdown, a line an objective: EM over seeds, its difference from grpo, what it cost."""
     sizes = {row["sizes"] for row in rows}
     of = cells(rows)
-    found = differences(of)
+    found = against("grpo", {cell: [row["em"] for row in mine] for cell, mine in of.items()})
     holm = adjusted(found)
     text = [
         "# Objectives on the embedded world", "", HONEST, "",
@@ -153,11 +144,6 @@ def table(rows: list[dict]) -> str:
 
 def draw(rows: list[dict], path: Path) -> None:
     """Draws EM of every objective: seeds as dots, mean and 95 % interval as a bar, one panel a mode."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     names = [name for name in OBJECTIVES if any(row["objective"] == name for row in rows)]
     fig, axes = plt.subplots(1, len(MODES), figsize=(10, 1 + 0.22 * len(names)), sharey=True)
     for ax, mode in zip(axes, MODES, strict=True):
@@ -171,10 +157,8 @@ def draw(rows: list[dict], path: Path) -> None:
             title=TITLES[mode], xlabel="held-out exact match", xlim=(0, 1), yticks=range(len(names)), yticklabels=names
         )
         ax.grid(axis="x", alpha=0.3)
-        ax.spines[["top", "right"]].set_visible(False)
     axes[0].invert_yaxis()
-    fig.tight_layout()
-    fig.savefig(path, dpi=130)
+    save(fig, None, path)
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ import numpy as np  # noqa: E402
 from bench.arms import collect, launch, origin  # noqa: E402
 from bench.figures import plt, save  # noqa: E402
 from config import Config, parse  # noqa: E402
-from evaluation.statistics import Difference, adjusted, between_seeds, over_seeds  # noqa: E402
+from evaluation.statistics import adjusted, against, over_seeds  # noqa: E402
 from faults import Fault, one_line  # noqa: E402
 from harness.directory import read_jsonl  # noqa: E402
 
@@ -127,8 +127,8 @@ def table(rows: list[Row], target: float) -> str:
     )
     # Of an arm that does not always get there, the runs that do would flatter it: it is not compared.
     always = {cell: x for cell, x in price.items() if len(x) == len(of[cell])}
-    found = {("em", *cell): x for cell, x in from_paper(em).items()}
-    found |= {("price", *cell): x for cell, x in from_paper(always).items()}
+    found = {("em", *cell): x for cell, x in against("paper", em).items()}
+    found |= {("price", *cell): x for cell, x in against("paper", always).items()}
     holm = adjusted(found)
 
     def differs(name: str, cell: Cell, style: str) -> list[str]:
@@ -164,15 +164,6 @@ def table(rows: list[Row], target: float) -> str:
         line += [f"{over_seeds(x):,.0f}" if x else "" for x in (steps[cell], price[cell])]
         text.append(f"| {' | '.join([*line, *differs('price', cell, '+,.0f')])} |")
     return "\n".join([*text, ""])
-
-
-def from_paper(values: dict[Cell, list[float]]) -> dict[Cell, Difference]:
-    """Returns how much higher each arm's values are than those of `paper` at its batch size, where both are."""
-    return {
-        (batch, arm): between_seeds(x, values[batch, "paper"])
-        for (batch, arm), x in values.items()
-        if arm != "paper" and (batch, "paper") in values
-    }
 
 
 def draw(rows: list[Row], path: Path) -> None:

@@ -17,6 +17,7 @@ from scipy import optimize, stats
 
 Values = Sequence[float] | npt.NDArray[np.float64]
 K = TypeVar("K")
+G = TypeVar("G")
 LEVEL, POWER = 0.95, 0.8
 
 
@@ -132,6 +133,15 @@ def holm(p: Sequence[float]) -> list[float]:
         worst = max(worst, min(1.0, (len(p) - rank) * p[k]))
         adjusted[k] = worst
     return adjusted
+
+
+def against(baseline: str, values: Mapping[tuple[G, str], Values]) -> dict[tuple[G, str], Difference]:
+    """Returns how much higher the values of each (group, name) are than the baseline's in its group, if it is there."""
+    return {
+        (group, name): between_seeds(x, values[group, baseline])
+        for (group, name), x in values.items()
+        if name != baseline and (group, baseline) in values
+    }
 
 
 def adjusted(differences: Mapping[K, Difference]) -> dict[K, float]:
