@@ -73,7 +73,7 @@ def test_no_rival_is_given_more_trajectories_than_the_paper_s_rule_and_none_coul
 ):
     sizes, budget = rivals.SIZES[24], 80 * 120 + 3 * 7 * 48
     assert rivals.steps_of(arm, sizes) == T
-    cfg = rivals.parse([*sizes.split(), *rivals.ARMS[arm].split()])
+    cfg = parse([*sizes.split(), *rivals.ARMS[arm].split()])
     assert rivals.spent(cfg, T) == training + verified <= budget < rivals.spent(cfg, T + 1)
 
 
@@ -84,6 +84,7 @@ def test_every_arm_stays_within_the_paper_s_budget_and_a_step_more_would_not():
             T, cfg = rivals.steps_of(arm, sizes), parse([*sizes.split(), *flags.split()])
             assert rivals.spent(cfg, T) <= budget < rivals.spent(cfg, T + 1)
             assert budget - rivals.spent(cfg, T) < 0.05 * budget
+    assert rivals.spent(parse([]), 80) == 80 * 24 * 5 + 3 * 7 * 48  # evolutions at 10, 20 and 30
 
 
 def test_when_an_em_was_reached_is_read_between_evaluations():

@@ -429,6 +429,7 @@ def test_periods_that_drift_against_each_other_are_only_a_warning():
     (line,) = warnings(parse(["--objective", "consistent"]))  # every question has one instruction
     assert "is grpo here" in line and "--rank paired" in line
     assert warnings(parse(["--objective", "consistent", "--rank", "paired"])) == []
+    assert warnings(parse(["--objective", "consistent", "--mode", "espl"])) == []  # its programs play the same problems
 
 
 # --- torchrun -----------------------------------------------------------------------------------------------------

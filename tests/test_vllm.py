@@ -388,13 +388,14 @@ def test_two_servers_are_one_engine(server, tiny):
 def test_new_turns_begin_while_servers_work(server, tiny):
     contexts = contexts_of(tiny[1])
     server.begin(0)
-    ended = list(server.generate({0: contexts[0]}, MAX_LEN - len(contexts[0]), 0.0))  # the longest turn there is
+    longest = MAX_LEN - len(contexts[0])
+    ended = list(server.generate({0: contexts[0]}, longest, 0.0))
     ended += server.generate({key: contexts[key] for key in contexts if key}, 1, 0.0)
     while len(ended) < len(contexts):
         ended += server.generate({}, 1, 0.0)
     order = [key for key, _, _ in ended]
     before = order[: order.index(0)]
-    assert sorted(order) == sorted(contexts)
+    assert sorted(order) == sorted(contexts) and len(ended[order.index(0)].ids) == longest
     assert any(key % len(server.urls) == 0 for key in before)  # begun later, at the same server
 
 
