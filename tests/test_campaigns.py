@@ -49,7 +49,7 @@ def test_an_objective_whose_runs_are_grpo_s_is_named():
     [tis] = [r for r in rows if (r["objective"], r["mode"], r["seed"]) == ("tis", "inspo", 1)]
     tis["entropy"] = 0.26
     assert "their runs are `grpo`'s: in static `spo`, `tis`; in inspo `spo`." in objectives.table(rows)
-    fewer = [r for r in rows if (r["objective"], r["seed"]) != ("spo", 1)]  # the seeds there are count, not grpo's others
+    fewer = [r for r in rows if (r["objective"], r["seed"]) != ("spo", 1)]  # grpo may have other seeds besides
     assert "their runs are `grpo`'s: in static `spo`, `tis`; in inspo `spo`." in objectives.table(fewer)
     assert "`spo`" not in objectives.table([r for r in rows if (r["objective"], r["seed"]) != ("grpo", 1)])
     only = [r for r in rows if r["objective"] != "spo" and r["mode"] == "inspo"]
