@@ -9,15 +9,15 @@ import random
 import tempfile
 from pathlib import Path
 
-import stop
+from plumbing import stop
 from config import HERE, read_config
-from data import Question, load_questions
-from faults import Fault, one_line
-from harness.servers import Child
-from harness.status import status
-from outside import clean, printable
+from tasks.questions import Question, load_questions
+from plumbing.faults import Fault, one_line
+from plumbing.servers import Child
+from plumbing.status import status
+from plumbing.outside import clean, printable
 from rollout import Job, Trajectory, rollout
-from tools import Search, make_tools, stop_strings
+from tasks.tools import Search, make_tools, stop_strings
 
 
 def newest_run() -> Path:
@@ -57,7 +57,7 @@ def ask(args: argparse.Namespace) -> None:
     import torch
 
     from engines.torch_engine import TorchEngine
-    from training.model import load_policy
+    from models.model import load_policy
 
     instruction = (run / "I_star.txt").read_text().strip()
     device = cfg.device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -22,16 +22,16 @@ from typing import Any
 
 from tqdm import tqdm
 
-from baselines import METHODS, Agent
+from extras.baselines import METHODS, Agent
 from config import Config
-from data import Question, em, f1, normalize, rng, subset
+from tasks.questions import Question, em, f1, normalize, rng, subset
 from evaluation.benchmarks import SIZES, load, size_note
 from evaluation.compare import compare
 from evaluation.models import agent, subject
 from evaluation.statistics import Interval, interval, macro
-from faults import Fault, one_line
-from harness.directory import RunDirectory, read_jsonl
-from outside import decoded
+from plumbing.faults import Fault, one_line
+from journal.directory import RunDirectory, read_jsonl
+from plumbing.outside import decoded
 from rollout import Trajectory
 
 CHUNK = 256  # questions that are played together; a run that was stopped repeats at most so many

@@ -9,9 +9,9 @@ vllm serve runs/NAME/step-000100            # the directory loads in vLLM and in
 import argparse
 from pathlib import Path
 
-import stop
+from plumbing import stop
 from config import read_config
-from faults import Fault, one_line
+from plumbing.faults import Fault, one_line
 from population import Population
 
 
@@ -34,9 +34,10 @@ def export_checkpoint(path: Path, step: int | None, best: bool, adapters: bool, 
         raise Fault(f"--adapters: {path} has none, it trained all weights (--lora_rank 0)")
     import torch
 
-    from harness.directory import RunDirectory, step_of
-    from training import checkpoint, lora
-    from training.model import empty, export, load_config, load_model, load_tokenizer, weights
+    from journal.directory import RunDirectory, step_of
+    from training import checkpoint
+    from models import lora
+    from models.model import empty, export, load_config, load_model, load_tokenizer, weights
 
     run = RunDirectory(path)
     saved = run.checkpoints()

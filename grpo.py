@@ -1,8 +1,9 @@
-"""Trajectories -> new policy: packing by length, the masked token-level loss, the update (§2.2, Eq. 2)."""
+"""Trajectories -> new policy: advantages, packing by length, the token-level loss, the update (§2.2, Eq. 2 and 3)."""
 
 import heapq
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -11,18 +12,23 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
-from config import Config
-from faults import EngineFault
-from objectives import Batch, Plan, objective_of
-from rollout import Trajectory
-from training import lora
-from training.model import score
+from config import GRPOKnobs
+from models import lora
+from plumbing.faults import EngineFault
+from tasks import Trajectory
 
-Scores = npt.NDArray[np.float64]  # (2, N)
+Array = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.int64]
+Terms = dict[str, Any]  # arguments of kernels.grpo_head by name: arrays (N,) over action tokens, numbers, or None
 
 
-def minibatches(taus: list[Trajectory], cfg: Config) -> list[list[Trajectory]]:
+def group_advantages(r: Array) -> Array:
+    """Returns A-hat (G,) of a group's rewards (G,): their distance to the mean in units of the standard deviation."""
+    A: Array = (r - r.mean()) / (r.std(ddof=1) + 1e-6)  # Eq.3 CHOICE-19
+    return A
+
+
+def minibatches(taus: list[Trajectory], cfg: GRPOKnobs) -> list[list[Trajectory]]:
     """Returns the trajectories of a step in parts, one for each optimizer update: `cfg.mini` questions each."""
     n = cfg.mini * cfg.G  # CHOICE-10
     return [taus[k : k + n] for k in range(0, len(taus), n)]
@@ -55,7 +61,7 @@ def rows_of(lengths: list[int], places: list[int]) -> Rows:
     return np.concatenate([np.arange(ends[k] - lengths[k], ends[k]) for k in places] or [np.arange(0)])
 
 
-def lr_at(t: int, cfg: Config) -> float:
+def lr_at(t: int, cfg: GRPOKnobs) -> float:
     """Returns the learning rate of step t in 1..T: a linear rise over `warmup` of T, then a cosine to 0 (App. B)."""
     rise = max(1, round(cfg.warmup * cfg.T))
     if t <= rise:
@@ -63,7 +69,7 @@ def lr_at(t: int, cfg: Config) -> float:
     return cfg.lr * 0.5 * (1 + math.cos(math.pi * (t - rise) / (cfg.T - rise + 1)))
 
 
-def note_tokens(batch: list[Trajectory], plan: Plan, extras: dict[str, torch.Tensor]) -> None:
+def note_tokens(batch: list[Trajectory], terms: Terms, extras: dict[str, torch.Tensor]) -> None:
     """Sets `tokens` of the watched trajectories of a micro-batch: what the update saw of each action token.
 
     logp: under pi_old; ratio: rho of Eq. 3; entropy (nats), kl and clipped (0 or 1) as the loss had them.
@@ -71,7 +77,7 @@ def note_tokens(batch: list[Trajectory], plan: Plan, extras: dict[str, torch.Ten
     if not any(tau.watched for tau in batch):
         return
     now = extras["logp"].detach().double().cpu()
-    old, compared = (now if x is None else torch.from_numpy(x) for x in (plan.pi_old, plan.old_logp))
+    old, compared = (now if (x := terms[name]) is None else torch.from_numpy(x) for name in ("pi_old", "old_logp"))
     seen = {"logp": old, "ratio": (now - compared).exp(), **{k: extras[k] for k in ("entropy", "kl", "clipped")}}
     counts = [sum(tau.mask) for tau in batch]
     columns = {name: values.detach().float().split(counts) for name, values in seen.items()}
@@ -85,14 +91,16 @@ class Learner:
 
     With LoRA pi_ref is the policy with its adapters off, and no other model is needed.
 
-    A model that `training.model.shard` has cut over the ranks is trained by all ranks together: each calls `update`
+    A model that `models.model.shard` has cut over the ranks is trained by all ranks together: each calls `update`
     with the same trajectories and computes its share of the micro-batches. The result equals that of one process.
     """
 
-    def __init__(self, model: Any, reference: Any, cfg: Config, max_gap: float = math.inf):
+    MAX_GAP: ClassVar[dict[str, float]] = {"cpu": 1e-3, "cuda": 0.1}  # mean nat a token, engine to trainer: fp32, bf16
+
+    def __init__(self, model: Any, reference: Any, cfg: GRPOKnobs, max_gap: float = math.inf):
         """`max_gap`: mean nat a token by which engine and trainer may differ."""
         self.model, self.cfg, self.max_gap = model, cfg, max_gap
-        self.objective = objective_of(cfg)
+        self.memory: dict[str, Any] = {}  # what a subclass remembers from step to step on rank 0: plain data
         first = next(model.parameters())
         self.device, self.sharded = first.device, isinstance(first, DTensor)
         self.rank: int = dist.get_rank() if self.sharded else 0
@@ -104,6 +112,39 @@ class Learner:
             [p for p in model.parameters() if p.requires_grad], lr=cfg.lr, betas=(cfg.adam_beta1, cfg.adam_beta2),
             eps=cfg.adam_eps, weight_decay=cfg.weight_decay, fused=True,
         )  # fmt: skip
+
+    def set_advantages(self, taus: Sequence[Trajectory]) -> None:
+        """Sets A-hat of a step's trajectories from their rewards, on rank 0. Whoever is alone in a group has 0."""
+        groups: dict[int, list[Trajectory]] = {}
+        for tau in taus:
+            groups.setdefault(tau.group, []).append(tau)
+        for group in groups.values():
+            A = group_advantages(np.array([tau.reward for tau in group])) if len(group) > 1 else np.zeros(1)
+            for tau, a in zip(group, A.tolist(), strict=True):
+                tau.advantage = a
+
+    def terms(self, part: list[Trajectory], share: list[list[int]], k: int, old: Array | None) -> Terms:
+        """Returns what Eq. 2 needs to know of the N action tokens of the step's k-th mini-batch.
+
+        `old` (2, N): their log-probs and entropies under pi_old; None where that is the policy in training, so that
+        rho = 1. "pi_old" is for the comparison with the engine, which samples from it.
+        """
+        tokens = np.array([sum(tau.mask) for tau in part])
+        average = 1 / (np.maximum(1, tokens) * len(part))  # Eq.2 CHOICE-9: 1/G sum 1/|tau| sum
+        logp = None if old is None else old[0]
+        return {
+            "adv": np.repeat([tau.advantage for tau in part], tokens),
+            "w": np.repeat(average, tokens),
+            "old_logp": logp, "pi_old": logp,
+            "eps_low": self.cfg.eps, "eps_high": self.cfg.eps,
+        }  # fmt: skip
+
+    def pi_old(self, part: list[Trajectory], share: list[list[int]], k: int) -> Array | None:
+        """Returns log-probs and entropies (2, N) of the k-th mini-batch under the policy before the step's updates.
+
+        None for the first one: there it is the policy in training.
+        """
+        return self.score(part, share) if k > 0 else None
 
     def update(self, t: int, minibatches: list[list[Trajectory]]) -> dict[str, float]:
         """Takes one optimizer step a mini-batch; returns the metrics of step t.
@@ -118,24 +159,19 @@ class Learner:
         shares = [
             micro_batches(part, self.cfg.micro_tokens, self.ranks)[self.rank :: self.ranks] for part in minibatches
         ]
-        # pi_old is the policy before the step's first update: for the first mini-batch the policy in training itself.
-        olds = [
-            self.score(part, share) if k > 0 or "old" in self.objective.reads else None
-            for k, (part, share) in enumerate(zip(minibatches, shares, strict=True))
-        ]
+        parts = list(zip(minibatches, shares, strict=True))
+        olds = [self.pi_old(part, share, k) for k, (part, share) in enumerate(parts)]
         total = dict.fromkeys(("loss", "kl", "entropy", "clipped", "gap", "tokens"), 0.0)
         norm = 0.0
         self.model.train()
-        for k, (part, share, old) in enumerate(zip(minibatches, shares, olds, strict=True)):
-            now = None
-            if "now" in self.objective.reads:
-                now = self.score(part, share) if k > 0 else old
-            plan, lengths = self.plan(part, old, now), [sum(tau.mask) for tau in part]
+        for k, (part, share) in enumerate(parts):
+            terms, lengths = self.terms(part, share, k, olds[k]), [sum(tau.mask) for tau in part]
             for batch in share:
-                taus, rows = [part[place] for place in batch], plan.rows(rows_of(lengths, batch))
-                loss, extras = self.loss(taus, rows)
+                taus, rows = [part[place] for place in batch], rows_of(lengths, batch)
+                some = {name: x[rows] if isinstance(x, np.ndarray) else x for name, x in terms.items()}
+                loss, extras = self.loss(taus, some)
                 loss.backward()
-                note_tokens(taus, rows, extras)
+                note_tokens(taus, some, extras)
                 total["loss"] += loss.item() / len(minibatches)
                 for name in ("kl", "entropy", "clipped", "gap"):
                     total[name] += extras[name].float().sum().item()
@@ -176,10 +212,10 @@ class Learner:
         dist.all_reduce(values)
         return dict(zip(total, values.tolist(), strict=True))
 
-    def score(self, part: list[Trajectory], share: list[list[int]]) -> Scores:
+    def score(self, part: list[Trajectory], share: list[list[int]]) -> Array:
         """Returns log-probs and entropies (2, N) of a mini-batch's action tokens under the present policy.
 
-        Every rank scores its share and gets the others' from them: an objective sees the whole mini-batch.
+        Every rank scores its share and gets the others' from them: `terms` sees the whole mini-batch.
         """
         lengths = [sum(tau.mask) for tau in part]
         found = torch.zeros(2, sum(lengths), dtype=torch.float64, device=self.device)
@@ -187,24 +223,22 @@ class Learner:
             found[:, rows_of(lengths, batch)] = torch.stack(self.scores([part[place] for place in batch])).double()
         if self.sharded:
             dist.all_reduce(found)  # adds the ranks' tokens to zeros
-        out: Scores = found.cpu().numpy()
+        out: Array = found.cpu().numpy()
         return out
 
-    def plan(self, part: list[Trajectory], old: Scores | None = None, now: Scores | None = None) -> Plan:
-        """Returns what the head takes for a mini-batch's tokens, all of them; `old`, `now`: what `score` returned."""
-        columns = dict(old=None if old is None else old[0], entropy=None if old is None else old[1])
-        batch = Batch(part, self.objective.limit, **columns, now=None if now is None else now[0])
-        return self.objective.plan(batch)
+    def loss(self, batch: list[Trajectory], terms: Terms) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Returns (loss, extras) of a micro-batch, whose N action tokens have a row each in `terms`.
 
-    def loss(self, batch: list[Trajectory], plan: Plan) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Returns (loss, extras) of a micro-batch, whose N action tokens have a row each in `plan`.
+        Eq. 2 is computed from the hidden states on, by `score` with kernels/head.py, together with its gradient:
+
+            loss = - sum_n w_n (min(rho_n A_n, clip(rho_n, 1 - eps, 1 + eps) A_n) - beta KL_n),
+            rho_n = pi(y_n) / pi_old(y_n),   KL_n = exp(d) - d - 1 with d = log pi_ref(y_n) - log pi(y_n)
 
         extras["gap"] (N,): the distance of pi_old's log-probs to the engine's.
         """
         packed = self.pack(batch)
         arrays = {
-            name: torch.from_numpy(x).to(self.device) if isinstance(x, np.ndarray) else x
-            for name, x in vars(plan).items()
+            name: torch.from_numpy(x).to(self.device) if isinstance(x, np.ndarray) else x for name, x in terms.items()
         }
         pi_old = arrays.pop("pi_old")
         sampled = torch.tensor(
@@ -213,9 +247,9 @@ class Learner:
         ref_logp = None  # the head averages the k3 estimate of the KL as it does the surrogate
         if self.reference is not None:  # CHOICE-23
             with torch.no_grad(), lora.off(self.reference):
-                ref_logp, _ = score(self.reference, *packed, self.cfg.temperature)
-        loss, extras = score(
-            self.model, *packed, self.cfg.temperature, ref_logp=ref_logp, beta=self.cfg.beta, **arrays
+                ref_logp, _ = self.reference.score(*packed, self.cfg.temperature)
+        loss, extras = self.model.score(
+            *packed, self.cfg.temperature, ref_logp=ref_logp, beta=self.cfg.beta, **arrays
         )  # Eq.2
         gap = (extras["logp"] if pi_old is None else pi_old.to(extras["logp"].dtype)) - sampled
         return loss, extras | {"gap": gap.abs()}
@@ -223,7 +257,7 @@ class Learner:
     @torch.no_grad()
     def scores(self, batch: list[Trajectory]) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns log-probs and entropies (N,) of the batch's action tokens under the present policy."""
-        logp, entropy = score(self.model, *self.pack(batch), self.cfg.temperature)
+        logp, entropy = self.model.score(*self.pack(batch), self.cfg.temperature)
         return logp, entropy
 
     def logprobs(self, batch: list[Trajectory]) -> torch.Tensor:

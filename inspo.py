@@ -10,81 +10,91 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import stop  # first: from here on a Ctrl-C is one line
-from config import Config, first_instruction, parse
-from data import Question, draw, em, rng
-from faults import Fault, OptimizerDown, one_line
-from harness.status import status
-from objectives import objective_of, set_advantages
+from plumbing import stop  # isort: skip  (first: from here on a Ctrl-C is one line)
+from config import Config, parse, read_instruction, warnings
+from plumbing.faults import Fault, OptimizerDown, one_line
+from plumbing.servers import Servers
+from plumbing.status import status
 from population import Candidate, Experience, Instruction, Population, ReplayBuffer
-from reflect import Optimizer, candidates, history_prompt, normalized, paraphrase_prompt, reflection_prompt
-from rollout import Job, Trajectory
-from selection import gate, population_of
+from reflect import (
+    Optimizer,
+    candidates,
+    connect,
+    describe,
+    history_prompt,
+    normalized,
+    paraphrase_prompt,
+    reflection_prompt,
+)
+from tasks import Job, Question, Task, draw, load_task, reward, rng_of
 
 if TYPE_CHECKING:  # torch takes seconds to import; --help does not wait for it
-    from harness.log import Log
+    from grpo import Learner
+    from journal.log import Log
     from training.policy import Policy
 
 
-def reward(tau: Trajectory) -> float:
-    """Returns r(tau): exact match of the last answer, 1 or 0 (§2.1)."""
-    return em(tau.prediction, tau.question.golds)
-
-
 def inspo(
-    cfg: Config, policy: Policy, optimizer: Optimizer | None, D: dict[str, Question], log: Log
+    cfg: Config, task: Task, policy: Policy, optimizer: Optimizer | None, P: Population, log: Log
 ) -> tuple[Policy, Instruction]:  # Alg.1 L1
-    """Trains `policy` on the questions D while its instructions evolve; returns it with the best instruction."""
-    P = population_of(cfg)
-    P, B = log.restore(P) or (first_population(cfg, P, optimizer, log), ReplayBuffer(cfg.buffer))  # Alg.1 L2
-    if log.phase == "evolve" and optimizer:  # the run was stopped inside this evolution: repeat it from its start
-        evolve(cfg, log.t, P, B, policy, optimizer, D, log)
-    for t in log.steps(P, B):  # Alg.1 L3
-        # Policy optimization with dynamic instructions                                          # Alg.1 L4
-        questions = draw(D, cfg.batch, cfg.seed, t)
-        n = cfg.G if cfg.groups == "question" else 1  # instructions of a group; Algorithm 1 has one
-        drawn = P.draw(rng(cfg.seed, t, "instructions"), questions, n)  # Alg.1 L5
-        taus = policy.rollout(t, "rollout", jobs_of(drawn, n, cfg.G))  # Alg.1 L6
-        for tau in taus:
-            tau.reward = reward(tau)  # Alg.1 L7 Eq.1
-        set_advantages(taus, objective_of(cfg), policy.memory)
-        update = policy.update(t, taus)  # Alg.1 L8 Eq.5
-        P.attribute(taus)  # Alg.1 L9
-        log.step(t, taus, P, update)
+    """Trains `policy` on a task while its instructions, P, evolve; returns it with the best instruction."""
+    D = {q.id: q for q in task.questions("train")}
+    B = ReplayBuffer(cfg.buffer)
+    first, stopped = log.restore(P, B)  # step 1; or the step to resume, and in which phase of it the run was stopped
+    if not P.family:
+        first_population(cfg, P, task, optimizer, log)  # Alg.1 L2
+    log.begin()
+    for t in range(first, cfg.T + 1):  # Alg.1 L3
+        if not stopped:
+            # Policy optimization with dynamic instructions                                      # Alg.1 L4
+            log.begin_step(t)
+            questions = draw(D, cfg.batch, cfg.seed, t)
+            jobs = P.draw(rng_of(cfg.seed, t, "instructions"), questions, cfg.G)  # Alg.1 L5
+            taus = policy.rollout(t, "rollout", jobs)  # Alg.1 L6
+            reward(task, taus)  # Alg.1 L7
+            policy.learner.set_advantages(taus)
+            update = policy.update(t, taus)  # Alg.1 L8 Eq.5
+            P.attribute(taus)  # Alg.1 L9
+            log.step(t, taus, P, update)
+            if t % cfg.K_p == 0 and len(P) > cfg.N_parent:  # Alg.1 L10 CHOICE-4 CHOICE-5
+                ranked = P.ranked()  # Alg.1 L11 CHOICE-16
+                pruned = P.prune(ranked, cfg.N_parent, t)  # Alg.1 L12
+                log.pruned(t, P, pruned)
+            # Experience-driven instruction generation                                           # Alg.1 L14
+            B.add(t, taus, task.shown)  # Alg.1 L15
+        if stopped != "evaluate" and t % cfg.K_e == 0 and t < cfg.T_e and optimizer:  # Alg.1 L16 CHOICE-2
+            evolve(cfg, t, P, B, task, policy, optimizer, D, log)
 
-        if t % cfg.K_p == 0 and len(P) > cfg.N_parent:  # Alg.1 L10 CHOICE-4 CHOICE-5
-            ranked = P.ranked()  # Alg.1 L11 CHOICE-16
-            pruned = P.prune(ranked, cfg.N_parent, t)  # Alg.1 L12
-            log.pruned(t, P, pruned)
-
-        # Experience-driven instruction generation                                               # Alg.1 L14
-        B.add(t, taus)  # Alg.1 L15
-        if t % cfg.K_e == 0 and t < cfg.T_e and optimizer:  # Alg.1 L16 CHOICE-2
-            evolve(cfg, t, P, B, policy, optimizer, D, log)
+        stopped = ""
+        if evaluated := cfg.eval_every > 0 and t % cfg.eval_every == 0 and t < cfg.T:
+            log.evaluate_step(t, P.best())
+        log.end_step(t)
+        if evaluated or t % cfg.save_every == 0 or t == cfg.T:
+            log.save(t)
     return policy, P.best()  # Alg.1 L26
 
 
 def evolve(
-    cfg: Config, t: int, P: Population, B: ReplayBuffer, policy: Policy, optimizer: Optimizer,
+    cfg: Config, t: int, P: Population, B: ReplayBuffer, task: Task, policy: Policy, optimizer: Optimizer,
     D: dict[str, Question], log: Log,
 ) -> None:  # fmt: skip
     """Replaces P by its parents and verified revisions of them; without a revision P and W stay as they are."""
     P_parent = P.ranked()[: cfg.N_parent]  # Alg.1 L17
     P_new: list[Candidate] = []
-    spare: list[Candidate] = []
     used = {normalized(I.text) for I in P_parent}
     shortfall = "too few candidates"
     for round in range(cfg.rounds):
         room = cfg.N_P - len(P_parent) - len(P_new)
-        if room == 0:  # Alg.1 L18
+        if room == 0:  # Alg.1 L18 CHOICE-6
             break
-        dice = rng(cfg.seed, t, f"evolve {round}")
-        I_parent = P_parent[dice.integers(len(P_parent))]  # Alg.1 L19
-        tau_fail = B.failures(dice, cfg.failures, I_parent.id)
-        D_B = [D[q] for q in B.questions(dice, cfg.D_B, tau_fail)]
+        rng = rng_of(cfg.seed, t, f"evolve {round}")
+        I_parent = P_parent[rng.integers(len(P_parent))]  # Alg.1 L19
+        tau_fail = B.failures(rng, cfg.failures, I_parent.id)
+        D_B = [D[q] for q in B.questions(rng, cfg.D_B, tau_fail)]
         if not tau_fail or (cfg.D_B and not D_B):
             shortfall = "no failure to learn from" if not tau_fail else "no question left to verify on"
             break
@@ -92,64 +102,52 @@ def evolve(
             shortfall = limit
             break
         try:
-            I_new = propose(cfg, t, round, P, I_parent, tau_fail, used, optimizer, log)  # Alg.1 L20
+            I_new = propose(cfg, t, round, P, I_parent, tau_fail, used, task, optimizer, log)  # Alg.1 L20
         except OptimizerDown as e:
             shortfall = f"the optimizer gave no reply ({e})"
             break
         if not I_new:
             continue
-        scored = verify(cfg, t, round, policy, I_parent, I_new, D_B, log)  # Alg.1 L21
-        joining = [c for c in scored if c.bound >= c.r_parent][: min(room, cfg.top_n)]  # CHOICE-12
+        verified = verify(cfg, t, round, task, policy, I_parent, I_new, D_B, log)  # Alg.1 L21
+        joining = P.admit(verified, min(room, cfg.top_n))
         P_new += joining
-        spare += [c for c in scored if c not in joining and not c.worse]
-        log.verified(t, round, I_parent, D_B, scored, joining)
-
-    spare.sort(key=lambda c: c.r_parent - c.r)  # CHOICE-15
-    P_new += spare[: cfg.N_P - len(P_parent) - len(P_new)]  # CHOICE-6
-    if not P_new:  # CHOICE-26
-        return log.not_evolved(t, P, shortfall)
-    P.succeed(P_parent, t)
-    joined = [P.join(c.text, c.parent, t, c.r) for c in P_new]  # Alg.1 L23
+        log.verified(t, round, I_parent, D_B, verified, joining)
+    joined = P.succeed(P_parent, P_new, t)  # Alg.1 L23
     log.evolved(t, P, P_parent, joined, shortfall)
 
 
-def jobs_of(drawn: list[tuple[Question, Instruction]], n: int, G: int) -> list[Job]:
-    """Returns G jobs for every `n` of the draws, a group of Eq. 3 each, in which those take turns."""
-    turns = [(group, *drawn[n * group + g % n]) for group in range(len(drawn) // n) for g in range(G)]
-    return [Job(I.id, I.text, q, group) for group, q, I in turns]
-
-
-def first_population(cfg: Config, P: Population, optimizer: Optimizer | None, log: Log) -> Population:
-    """Fills P and returns it as P_0: the first instruction, up to N_P - 1 paraphrases from one call to the optimizer.
+def first_population(cfg: Config, P: Population, task: Task, optimizer: Optimizer | None, log: Log) -> None:
+    """Fills P with P_0: the first instruction, up to N_P - 1 paraphrases of it from one call to the optimizer.
 
     An optimizer that does not even answer that one is a Fault: the run would be the static baseline.
     """
-    I_0 = P.join(first_instruction(cfg), None, 0)
+    I_0 = P.join(log.first, None, 0)
     if optimizer and cfg.N_P > 1:
         try:
-            paraphrases = propose(cfg, 0, 0, P, I_0, [], {normalized(I_0.text)}, optimizer, log)  # CHOICE-22
+            # CHOICE-22
+            paraphrases = propose(cfg, 0, 0, P, I_0, [], {normalized(I_0.text)}, task, optimizer, log)
             for text in paraphrases[: cfg.N_P - 1]:
                 P.join(text, I_0.id, 0)
         except OptimizerDown as e:
             remedy = "check OPENAI_BASE_URL, OPENAI_API_KEY and --optimizer_model, or choose --mode static"
             raise Fault(f"the optimizer gave no reply to its first call: {e}; {remedy}") from None
     log.started(P)
-    return P
 
 
 def propose(
     cfg: Config, t: int, round: int, P: Population, I_parent: Instruction, tau_fail: list[Experience], used: set[str],
-    optimizer: Optimizer, log: Log,
+    task: Task, optimizer: Optimizer, log: Log,
 ) -> list[str]:  # fmt: skip
     """Returns well-formed revisions of a parent by the optimizer, and adds them to `used`. Raises OptimizerDown."""
-    n = cfg.N_P - cfg.N_parent  # as many as `prompt_of` asks for
+    n = cfg.N_P - cfg.N_parent  # CHOICE-24
     golds = [gold for e in tau_fail for gold in e.golds]
-    return ask(cfg, t, round, prompt_of(cfg, P, I_parent, tau_fail), n, I_parent, golds, used, optimizer, log)
+    prompt = prompt_of(cfg, P, I_parent, tau_fail, n, task)
+    return ask(cfg, t, round, prompt, n, I_parent, golds, used, task, optimizer, log)
 
 
 def ask(
     cfg: Config, t: int, round: int, prompt: str, n: int, I_parent: Instruction, golds: list[str], used: set[str],
-    optimizer: Optimizer, log: Log,
+    task: Task, optimizer: Optimizer, log: Log,
 ) -> list[str]:  # fmt: skip
     """Returns at most `n` well-formed instructions of the optimizer's reply to a prompt that shows these golds."""
     call = optimizer.ask(prompt, f"t{t} r{round}")
@@ -159,64 +157,85 @@ def ask(
     return list(accepted.values())
 
 
-def prompt_of(cfg: Config, P: Population, I_parent: Instruction, tau_fail: list[Experience]) -> str:
+def prompt_of(
+    cfg: Config, P: Population, I_parent: Instruction, tau_fail: list[Experience], n: int, task: Task
+) -> str:
     """Returns the prompt of the proposer (App. E): reflection on failures, or one of the paper's two ablations."""
-    n = cfg.N_P - cfg.N_parent  # CHOICE-24
     if cfg.proposer == "history" and tau_fail:
-        scored = [(I.text, I.w) for I in P.family if I.rewards]
-        return history_prompt(sorted(scored, key=lambda pair: pair[1]), n)
+        tried = [(I.text, I.w) for I in P.family if I.rewards]
+        return history_prompt(sorted(tried, key=lambda pair: pair[1]), n)
     if cfg.proposer == "reflection" and tau_fail:
-        return reflection_prompt(I_parent.text, [(e.text, e.golds) for e in tau_fail], n, cfg.prompt_budget)
+        failures, observations = [(e.text, e.golds) for e in tau_fail], [tool.result_tag for tool in task.tools]
+        return reflection_prompt(I_parent.text, failures, n, cfg.prompt_budget, observations)
     return paraphrase_prompt(I_parent.text, n)
 
 
 def verify(
-    cfg: Config, t: int, round: int, policy: Policy, I_parent: Instruction, I_new: list[str], D_B: list[Question],
-    log: Log,
+    cfg: Config, t: int, round: int, task: Task, policy: Policy, I_parent: Instruction, I_new: list[str],
+    D_B: list[Question], log: Log,
 ) -> list[Candidate]:  # fmt: skip
-    """Returns the revisions by falling mean reward on D_B, each compared with its parent on the same questions."""
+    """Returns the revisions by falling mean reward on D_B, each beside its parent on the same questions."""
     texts, m = [I_parent.text, *I_new], cfg.gate_samples
-    plays = [(k, text, q, k * len(D_B) + i) for k, text in enumerate(texts) for i, q in enumerate(D_B)]
-    taus = policy.rollout(t, f"verify {round}", [Job(*play) for play in plays for _ in range(m)])  # CHOICE-13
-    for tau in taus:
-        tau.reward = reward(tau)
+    plays = [(I_parent.id if k == 0 else None, text, q) for k, text in enumerate(texts) for q in D_B]
+    jobs = [Job(*play, group) for group, play in enumerate(plays) for _ in range(m)]  # CHOICE-13
+    taus = policy.rollout(t, f"verify {round}", jobs)
+    reward(task, taus)
     log.played(t, round, I_parent, taus)
-    n = max(1, len(D_B))  # --D_B 0 asks nothing: every candidate joins, in the optimizer's order
     means = [sum(tau.reward for tau in taus[i : i + m]) / m for i in range(0, len(taus), m)]  # by text, by question
     r_parent, *r_new = (means[k * len(D_B) : (k + 1) * len(D_B)] for k in range(len(texts)))
-    scored = [
-        Candidate(text, I_parent.id, sum(r) / n, sum(r_parent) / n, *gate(r, r_parent, cfg.gate))
-        for text, r in zip(I_new, r_new, strict=True)
-    ]
-    return sorted(scored, key=lambda c: -c.r)
+    verified = [Candidate(I, I_parent.id, r, r_parent) for I, r in zip(I_new, r_new, strict=True)]
+    return sorted(verified, key=lambda c: -c.r)  # --D_B 0 asks nothing: all join, in the optimizer's order
+
+
+def population_of(cfg: Config) -> Population:
+    """Returns an empty population that follows Eq. 4 and 6."""
+    return Population(cfg.tau_s, cfg.window)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Trains with INSPO, or with a relative of it, as the flags say."""
-    cfg = parse(argv)
-    if cfg.mode not in ("espl", "fst"):
-        return train(cfg, inspo)
-    import rivals
-
-    train(cfg, {"espl": rivals.espl, "fst": rivals.fst}[cfg.mode])
+    train(parse(argv))
 
 
-def train(cfg: Config, algorithm: Callable[..., tuple[Policy, Instruction]]) -> None:
-    """Runs `inspo`, or a baseline of its signature, on rank 0; other ranks do what its `policy` asks of them."""
+def train(
+    cfg: Config,
+    algorithm: Callable[..., tuple[Policy, Instruction]] = inspo,
+    population: Callable[..., Population] = population_of,
+    learner: type[Learner] | None = None,
+) -> None:
+    """Starts what a run needs and trains with `algorithm` on rank 0; other ranks do what its policy asks of them."""
     with one_line(), stop.listening():
+        task = load_task(cfg)
+        first = read_instruction("instruction", cfg.instruction) if cfg.instruction else task.instruction
         status("importing torch")
-        from harness.start import device_of, prepare, print_memory
+        from grpo import Learner
+        from journal.directory import RunDirectory
+        from journal.log import Log
+        from journal.screen import Screen
+        from training.checks import check, device_of, print_memory
+        from training.policy import Policy, worker_loop
         from training.ranks import Ranks
-        from training.worker import worker_loop
 
+        learner = learner or Learner
         if cfg.dry_run:
             return print_memory(cfg)
         ranks = Ranks(device_of(cfg), cfg.patience)
-        with ranks.fail_at_once():
+        with ranks.fail_at_once(), contextlib.ExitStack() as stack:
             if ranks.rank:
-                return worker_loop(cfg, ranks)
-            with prepare(cfg, ranks) as (policy, optimizer, D, log):
-                policy, I_star = algorithm(cfg, policy, optimizer, D, log)
+                return worker_loop(cfg, ranks, learner)
+            status("reading the questions")
+            engine, why = check(cfg, ranks, task, first)
+            run = stack.enter_context(RunDirectory.opened(cfg))
+            serve = stack.enter_context(Servers(run.path / "servers.log"))
+            status("starting servers")
+            tools = task.start(serve)
+            optimizer = connect(cfg, serve, run.rows("reflections"))
+            status("loading the policy")
+            policy = stack.enter_context(contextlib.closing(Policy(cfg, ranks, engine, task, learner)))
+            screen = stack.enter_context(Screen(cfg.T, [tool.plural for tool in task.tools]))
+            log = Log(cfg, run, policy, task, first, screen)
+            log.introduce(f"{engine} engine: {why}", tools, describe(optimizer), warnings(cfg))
+            with log.rescued():
+                policy, I_star = algorithm(cfg, task, policy, optimizer, population(cfg), log)
                 log.finish(I_star)
 
 

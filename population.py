@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-if TYPE_CHECKING:
-    from rollout import Trajectory
+from tasks import Job, Question, Trajectory
 
 Array = npt.NDArray[np.float64]
-Q = TypeVar("Q")
 
 
 @dataclass
@@ -28,8 +25,7 @@ class Instruction:
     verified: float | None = None  # its mean reward on D_B when it joined
     left: int | None = None  # step at which it was pruned or replaced
     rewards: list[float] = field(default_factory=list)  # r_bar of the last `window` steps that sampled it
-    other: int | None = None  # id of a second parent, of a crossover
-    rating: list[float] | None = None  # (estimate, standard error) of rules that have one
+    notes: dict[str, Any] = field(default_factory=dict)  # what a subclass of Population keeps of it: plain data
 
     @property
     def w(self) -> float:
@@ -44,7 +40,6 @@ class Population:
         self.tau_s, self.window = tau_s, window
         self.family: list[Instruction] = []  # by id
         self.ids: list[int] = []  # the active ones: parents first, then in order of joining
-        self.undecided: list[int] = []  # those that the last pruning kept because nothing could be said of them
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -72,9 +67,10 @@ class Population:
         active = self.active
         return [active[k] for k in rng.choice(len(active), size=n, p=self.probabilities())]
 
-    def draw(self, rng: np.random.Generator, questions: Sequence[Q], n: int = 1) -> list[tuple[Q, Instruction]]:
-        """Returns `n` (question, instruction) pairs for each question."""
-        return list(zip((q for q in questions for _ in range(n)), self.sample(rng, n * len(questions)), strict=True))
+    def draw(self, rng: np.random.Generator, questions: Sequence[Question], G: int) -> list[Job]:
+        """Returns G jobs for each question, a group of Eq. 3, all under one instruction that is drawn for it."""
+        drawn = list(zip(questions, self.sample(rng, len(questions)), strict=True))
+        return [Job(I.id, I.text, q, group) for group, (q, I) in enumerate(drawn) for _ in range(G)]
 
     def attribute(self, taus: Iterable[Trajectory]) -> None:
         """Credits every instruction with the mean reward of its trajectories in this step."""  # CHOICE-8
@@ -91,13 +87,19 @@ class Population:
         keep = max(N_parent, len(ranked) - len(ranked) // 2)  # CHOICE-3
         return self._drop(ranked[keep:], t)
 
-    def succeed(self, parents: Sequence[Instruction], t: int) -> list[Instruction]:
-        """Leaves the parents alone in P, with weight 0; returns the dropped ones (Alg.1 line 17)."""
-        dropped = self._drop([I for I in self.active if I not in parents], t)
+    def admit(self, verified: Sequence[Candidate], room: int) -> list[Candidate]:
+        """Returns which of a round's candidates, best first, join: at most `room`, none below its parent."""
+        return [c for c in verified if c.r >= c.r_parent][:room]  # CHOICE-12
+
+    def succeed(self, parents: Sequence[Instruction], new: Sequence[Candidate], t: int) -> list[Instruction]:
+        """Replaces P by the parents, with weight 0, and the new ones; returns those. Without any P and W stay."""
+        if not new:  # CHOICE-26
+            return []
+        self._drop([I for I in self.active if I not in parents], t)
         self.ids = [I.id for I in parents]
         for I in parents:
             I.rewards = []
-        return dropped
+        return [self.join(c.text, c.parent, t, c.r) for c in new]
 
     def _drop(self, dropped: Sequence[Instruction], t: int) -> list[Instruction]:
         for I in dropped:
@@ -108,6 +110,10 @@ class Population:
     def best(self) -> Instruction:
         """Returns argmax w; right after an evolution, with all weights 0, that is the first parent."""
         return self.ranked()[0]
+
+    def noted(self) -> dict[str, Any]:
+        """Returns columns that a subclass adds to the rows of metrics.jsonl and population.jsonl; "says": words."""
+        return {}
 
     def state_dict(self) -> dict[str, Any]:
         return {"family": [asdict(I) for I in self.family], "active": list(self.ids)}
@@ -121,29 +127,29 @@ def mean_rewards(taus: Iterable[Trajectory]) -> dict[int, float]:
     """Returns r_bar by instruction id, over all trajectories of that instruction."""
     rewards: dict[int, list[float]] = {}
     for tau in taus:
-        rewards.setdefault(tau.instruction, []).append(tau.reward)
+        if tau.instruction is not None:
+            rewards.setdefault(tau.instruction, []).append(tau.reward)
     return {j: sum(r) / len(r) for j, r in rewards.items()}
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A revision of an instruction that was verified on D_B."""
+    """A revision of an instruction, verified on D_B: rewards (|D_B|,) of both on the same questions."""
 
     text: str
     parent: int  # id of the instruction it revises
-    r: float  # its mean reward on D_B
-    r_parent: float  # its parent's on the same questions
-    bound: float  # what has to reach r_parent
-    worse: bool  # too far below its parent to fill a place that is left
+    rewards: list[float]
+    parent_rewards: list[float]
+    why: str = ""  # why it did not join, where a subclass of Population has a reason of its own
 
+    @property
+    def r(self) -> float:
+        """Its mean reward; 0 where nothing was asked."""
+        return sum(self.rewards) / max(1, len(self.rewards))
 
-def significantly_worse(r: Sequence[float], r_parent: Sequence[float]) -> bool:
-    """Returns whether r (n,) is below r_parent (n,) on the same n questions: exact sign test, one-sided, 5 %."""
-    wins: int = sum(a > b for a, b in zip(r, r_parent, strict=True))
-    losses = sum(a < b for a, b in zip(r, r_parent, strict=True))
-    n = wins + losses  # ties say nothing
-    p: float = sum(math.comb(n, k) for k in range(wins + 1)) / 2**n
-    return p < 0.05
+    @property
+    def r_parent(self) -> float:
+        return sum(self.parent_rewards) / max(1, len(self.parent_rewards))
 
 
 @dataclass(frozen=True)
@@ -156,6 +162,7 @@ class Experience:
     text: str  # question and response
     golds: tuple[str, ...]
     reward: float
+    failed: bool
 
 
 class ReplayBuffer:
@@ -165,15 +172,16 @@ class ReplayBuffer:
         self.capacity = capacity
         self.items: list[Experience] = []
 
-    def add(self, t: int, taus: Iterable[Trajectory]) -> None:
-        """Adds the trajectories of step t; the oldest leave."""
+    def add(self, t: int, taus: Iterable[Trajectory], shown: Callable[[Trajectory], str]) -> None:
+        """Adds the trajectories of step t, as `shown` puts them into words; the oldest leave."""
         for tau in taus:
-            q, text = tau.question, f"Question: {tau.question.text}\n{tau.response.strip()}"
-            self.items.append(Experience(t, tau.instruction, q.id, text, q.golds, tau.reward))
+            q = tau.question
+            assert tau.instruction is not None
+            self.items.append(Experience(t, tau.instruction, q.id, shown(tau), q.golds, tau.reward, tau.failed))
         self.items = self.items[-self.capacity :]
 
     def failures(self, rng: np.random.Generator, n: int, parent: int) -> list[Experience]:
-        """Returns up to `n` failures (reward < 1) of as many questions, for the optimizer to learn from.
+        """Returns up to `n` failures of as many questions, for the optimizer to learn from.
 
         Those under the parent come first, since it is what the optimizer is asked to revise; within both halves the
         latest step and the lowest reward come first.
@@ -182,7 +190,7 @@ class ReplayBuffer:
         by_need = sorted((self.items[k] for k in order), key=lambda e: (e.instruction != parent, -e.t, e.reward))
         chosen: dict[str, Experience] = {}
         for e in by_need:
-            if e.reward < 1 and len(chosen) < n:
+            if e.failed and len(chosen) < n:
                 chosen.setdefault(e.question, e)
         return list(chosen.values())
 

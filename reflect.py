@@ -7,16 +7,18 @@ most as many as were asked for, and every candidate has to pass `check`.
 import functools
 import hashlib
 import math
+import os
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from faults import OptimizerDown
-from harness.client import Client, RequestFailed
-from outside import clean, letters, plain, printable
-from stop import may_stop
+from config import Config, evolves, scripted
+from plumbing.client import Client, RequestFailed
+from plumbing.faults import OptimizerDown
+from plumbing.outside import clean, letters, plain, printable, without_password
+from plumbing.stop import may_stop
 
 MAX_REPLY = 200_000  # characters of a reply that are read and kept
 CONTROL = re.compile(r"<[|｜][^<>]{1,64}[|｜]>|</?s>|<(?:bos|eos|pad|unk|(?:start|end)_of_turn)>|\[/?INST\]")
@@ -59,61 +61,8 @@ Make sure you include the same XML tags <>...</> as the original prompt in your 
 For each XML tag, include both the beginning and ending tags, such as <answer>...</answer>.
 List the instruction candidates in <ins_1>...</ins_1> to <ins_{n}>...</ins_{n}> tags."""
 
-# The prompts of the other modes (rivals.py), in words of our own; an example has the form of App. E's.
-ONE = """Keep every XML tag <...> of the instruction, each with its </...>, and name no question or answer of these.
-Put the new instruction into <ins_1>...</ins_1>."""
-
-MUTATION = """An agent works by this instruction:
-
-<ins_0>
-{instruction}
-</ins_0>
-
-It tried the questions below several times each, and was sometimes right and sometimes wrong. Here are a right and a
-wrong attempt at each:
-
-{attempts}
-
-What did the right attempts do that the wrong ones left out? Change the instruction in at most two places so that it
-says so: mend a sentence or add one, of at most 32 words, that holds for other questions too.
-{one}"""
-
-CROSSOVER = """An agent was tried under two instructions on the same questions. The first did better on the whole:
-
-<ins_0>
-{instruction}
-</ins_0>
-
-It alone was right on:
-{first}
-
-The other one:
-
-<other>
-{other}
-</other>
-
-It alone was right on:
-{second}
-
-What does each of them do for its own questions? Write one instruction that keeps what the first does well and takes
-over from the other what the first lacks.
-{one}"""
-
-FEEDBACK = """I gave an agent this instruction:
-
-<ins_0>
-{instruction}
-</ins_0>
-
-These are attempts of its that went wrong, with the answers that were wanted:
-
-{examples}
-
-Work out what it did and what it should have done, and write a new instruction for the same task that tells it.
-{one}"""
-
 EXAMPLE = "<example>\nResponse: {response}\nCorrect answer: {gold}\n</example>"
+WITHOUT_GOLD = "<example>\nResponse: {response}\n</example>"  # of a task without right answers
 
 
 @functools.cache
@@ -143,52 +92,46 @@ def history_prompt(scored: Sequence[tuple[str, float]], n: int) -> str:
     return HISTORY.format(history="\n".join(lines), n=n)
 
 
-def reflection_prompt(instruction: str, failures: Sequence[tuple[str, tuple[str, ...]]], n: int, budget: int) -> str:
+def reflection_prompt(
+    instruction: str, failures: Sequence[tuple[str, tuple[str, ...]]], n: int, budget: int,
+    observations: Sequence[str] = ("information",),
+) -> str:  # fmt: skip
     """Returns the prompt that asks for `n` candidates after `failures`: pairs of (question and response, golds).
 
-    Each failure is cut to an equal share of `budget` tokens.
+    Each failure is cut to an equal share of `budget` tokens; `observations`: tags of what can be cut first.
     """
-    return REFLECTION.format(instruction=instruction, examples="\n".join(examples(failures, budget)), n=n)
+    shown = "\n".join(examples(failures, budget, observations))
+    return REFLECTION.format(instruction=instruction, examples=shown, n=n)
 
 
-def examples(failures: Sequence[tuple[str, tuple[str, ...]]], budget: int) -> list[str]:
+def examples(
+    failures: Sequence[tuple[str, tuple[str, ...]]], budget: int, observations: Sequence[str] = ("information",)
+) -> list[str]:
     """Returns failures, (question and response, golds), as they stand in a prompt, in `budget` tokens together."""
     count, _ = token_counter()
     share = budget // max(1, len(failures))
-    return [EXAMPLE.format(response=shorten(text, share, count), gold=" or ".join(g)) for text, g in failures]
+    return [
+        (EXAMPLE if golds else WITHOUT_GOLD).format(
+            response=shorten(text, share, count, observations), gold=" or ".join(golds)
+        )
+        for text, golds in failures
+    ]
 
 
-def mutation_prompt(instruction: str, tried: Sequence[tuple[str, str, tuple[str, ...]]], budget: int) -> str:
-    """Returns the prompt that asks for a small change after questions `tried`: (right attempt, wrong one, golds)."""
-    count, _ = token_counter()
-    wrong = examples([(text, golds) for _, text, golds in tried], budget // 2)
-    right = [f"<right>\n{shorten(text, budget // 2 // len(tried), count)}\n</right>" for text, _, _ in tried]
-    attempts = [f"{a}\n{b}" for a, b in zip(right, wrong, strict=True)]
-    return MUTATION.format(instruction=instruction, attempts="\n".join(attempts), one=ONE)
-
-
-def crossover_prompt(instruction: str, other: str, first: Sequence[str], second: Sequence[str]) -> str:
-    """Returns the prompt that asks for a child of two instructions, with the questions that each alone got right."""
-    names = {"first": "\n".join(first), "second": "\n".join(second)}
-    return CROSSOVER.format(instruction=instruction, other=other, one=ONE, **names)
-
-
-def feedback_prompt(instruction: str, failures: Sequence[tuple[str, tuple[str, ...]]], budget: int) -> str:
-    """Returns the prompt that asks for one new instruction after `failures`."""
-    return FEEDBACK.format(instruction=instruction, examples="\n".join(examples(failures, budget)), one=ONE)
-
-
-def shorten(text: str, budget: int, count: Callable[[str], int]) -> str:
+def shorten(
+    text: str, budget: int, count: Callable[[str], int], observations: Sequence[str] = ("information",)
+) -> str:
     """Returns a failure cut to about `budget` tokens, by `count`.
 
-    It cuts the middle of each observation first, then the middle of the text: the question, the actions and the end of
-    the trajectory stay as long as possible.
+    It cuts the middle of each observation first, whose tags are named, then the middle of the text: the question, the
+    actions and the end of the trajectory stay as long as possible.
     """
-    for keep in (2000, 1000, 500, 250, 100, 40, 0):
+    tags = "|".join(map(re.escape, observations))
+    for keep in (2000, 1000, 500, 250, 100, 40, 0) if tags else ():
         if count(text) <= budget:
             return text
-        cut = lambda m, keep=keep: f"<information>{_middle_out(m.group(1), keep)}</information>"  # noqa: E731
-        text = re.sub(r"<information>(.*?)</information>", cut, text, flags=re.S)
+        cut = lambda m, keep=keep: f"<{m[1]}>{_middle_out(m[2], keep)}</{m[1]}>"  # noqa: E731
+        text = re.sub(rf"<({tags})>(.*?)</\1>", cut, text, flags=re.S)
     while count(text) > budget and len(text) > 80:
         text = _middle_out(text, len(text) * 3 // 4)
     return text
@@ -306,7 +249,7 @@ class Call:
 
 
 class Optimizer:
-    """Client of an OpenAI-compatible chat endpoint; harness/client.py says what it retries.
+    """Client of an OpenAI-compatible chat endpoint; plumbing/client.py says what it retries.
 
     `url` is the base, as in OPENAI_BASE_URL. `paid` maps keys to the calls that an earlier process of this run has
     logged (`paid_calls`): they are not paid for again.
@@ -328,7 +271,7 @@ class Optimizer:
         key = f"{when} " + hashlib.sha256(f"{self.model}\n{prompt}".encode()).hexdigest()[:16]
         if key in self.paid:
             return replace(self.paid[key], prompt=prompt, paid_before=True)
-        start = time.time()
+        start = time.perf_counter()
         body = {"model": self.model, "messages": [{"role": "user", "content": prompt}]}
         try:
             with may_stop():
@@ -341,7 +284,7 @@ class Optimizer:
             reply=reply[:MAX_REPLY],
             prompt_tokens=_tokens(usage.get("prompt_tokens"), prompt),
             completion_tokens=_tokens(usage.get("completion_tokens"), reply),
-            seconds=round(time.time() - start, 3),
+            seconds=round(time.perf_counter() - start, 3),
             paid_before=False,
             cut=cut or len(reply) > MAX_REPLY,
         )
@@ -382,3 +325,31 @@ def paid_calls(rows: Iterable[Any]) -> dict[str, Call]:
             cut=call.get("cut") is True,
         )
     return paid
+
+
+def connect(
+    cfg: Config, serve: Callable[..., str], rows: Iterable[Any]
+) -> Optimizer | None:
+    """Returns the client of OPENAI_BASE_URL, or of the world's scripted optimizer; None in mode static.
+
+    `serve` runs a program as a server; `rows`: of reflections.jsonl, whose calls have been paid for.
+    """
+    if not evolves(cfg):
+        return None
+    paid = paid_calls(rows)
+    if scripted(cfg):
+        guess = ["--guess"] if cfg.optimizer_model == "guessing" else []
+
+        def own() -> str:
+            return serve("-m", "world.optimizer", "--seed", str(cfg.seed), *guess) + "/v1"
+
+        return Optimizer(own(), cfg.optimizer_model, retries=cfg.optimizer_retries, paid=paid, revive=own)
+    url, key = os.environ["OPENAI_BASE_URL"], os.environ.get("OPENAI_API_KEY", "").strip()
+    return Optimizer(url, cfg.optimizer_model, key, retries=cfg.optimizer_retries, paid=paid)
+
+
+def describe(optimizer: Optimizer | None) -> str:
+    """Returns the optimizer in words."""
+    if not optimizer:
+        return "none"
+    return f"{optimizer.model} at {without_password(optimizer.url)} (tokens: {token_counter()[1]})"

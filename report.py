@@ -8,27 +8,11 @@ The directory page/ has its parts: what is read, what is concluded, and the HTML
 """
 
 import argparse
-import contextlib
-import os
 from pathlib import Path
 
-from faults import Fault, one_line
-from page.html import LIMIT, build
+from page.html import LIMIT, write
 from page.serve import serve
-
-
-def write(paths: list[Path], out: Path, limit: int = LIMIT, price: tuple[float, float] | None = None) -> Path:
-    """Writes the page of these runs into a file, atomically, and returns its path."""
-    text = build(paths, limit=limit, price=price)
-    temporary = out.with_name(f".{out.name}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, out)
-    except OSError as e:
-        with contextlib.suppress(OSError):
-            temporary.unlink()  # on a disk that is full, half of it may be there
-        raise Fault(f"cannot write {out} ({e.strerror}): make room, or choose another --out") from None
-    return out
+from plumbing.faults import Fault, one_line
 
 
 def prices(text: str) -> tuple[float, float]:
@@ -54,7 +38,7 @@ def main(argv: list[str] | None = None) -> None:
         if args.serve:
             return serve(args.runs, args.port, limit=args.trajectories, price=args.price)
         out = args.out or (args.runs[0] if len(args.runs) == 1 else Path()) / "report.html"
-        write(args.runs, out, args.trajectories, args.price)
+        write(args.runs, out, limit=args.trajectories, price=args.price)
         print(f"{out} ({out.stat().st_size / 1e6:.1f} MB): open it in a browser")
 
 

@@ -35,9 +35,9 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from pydantic import BaseModel, Field
 
-from faults import one_line
-from harness.servers import listen, serve
-from outside import printable
+from plumbing.faults import one_line
+from plumbing.servers import listen, serve
+from plumbing.outside import printable
 from retrieval.bm25 import BM25
 from retrieval.corpus import Corpus
 from retrieval.index import Fused, open_index

@@ -11,98 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
-from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from config import Config
-from data import Question, last_answer
+from config import RolloutKnobs
 from engines import Engine
-from outside import as_data, control
-from tools import Tool, find_call, invalid_action, tags_of
+from plumbing.outside import as_data, control
+from tasks import Job, Message, Question, Task, Trajectory, Turn
+from tasks.tools import Tool, find_call, invalid_action, last_answer, tags_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 TOKEN_CHARACTERS = 128  # no text that is worth reading has longer tokens; the rest need not be tokenized to be cut
-
-
-@dataclass(frozen=True)
-class Job:
-    """One rollout to play: a question asked under an instruction."""
-
-    instruction: int  # its id in the population
-    text: str  # the instruction itself
-    question: Question
-    group: int  # the draw it belongs to; trajectories of one group are compared (Eq. 3)
-
-
-@dataclass
-class Turn:
-    """One action a_k and its observation o_k, as text."""
-
-    text: str
-    tool: str = ""  # tag of the tool it called; "" if it called none
-    argument: str = ""
-    result: list[str] | None = None  # None if nothing was returned: a call in the last turn is not served
-
-
-@dataclass
-class Trajectory:
-    """One rollout tau = (I, q, a_0, o_0, ..., a_k) (§2.1). The lists ids, mask and logps have one length."""
-
-    instruction: int
-    question: Question
-    group: int
-    ids: list[int]  # prompt, actions and observations
-    prompt_tokens: int
-    mask: list[int] = field(default_factory=list)  # I_{i,t} of Eq. 2: 1 on the tokens that the policy sampled
-    logps: list[float] = field(default_factory=list)  # the engine's log-probabilities; 0 where mask is 0
-    acted: list[int] = field(default_factory=list)  # how many tokens each turn sampled
-    turns: list[Turn] = field(default_factory=list)
-    stop: str = ""  # why it ended: "answer", "turns" (none left), "length" (context full)
-    response: str = ""  # everything after the prompt
-    prediction: str | None = None
-    reward: float = 0.0  # r(tau)
-    advantage: float = 0.0  # A-hat
-    credit: list[float] = field(default_factory=list)  # A-hat of each turn, where an objective tells turns apart
-    watched: bool = False  # the update notes what it sees of its action tokens
-    tokens: dict[str, list[float]] = field(default_factory=dict)  # that, by name: see grpo.note_tokens
-
-    def act(self, ids: list[int], logps: list[float]) -> None:
-        self.ids += ids
-        self.mask += [1] * len(ids)
-        self.logps += logps
-        self.acted.append(len(ids))
-
-    def observe(self, ids: list[int]) -> None:
-        self.ids += ids
-        self.mask += [0] * len(ids)
-        self.logps += [0.0] * len(ids)
-
-    def served(self, tool: str) -> int:
-        """Returns how many calls of this tool were answered."""
-        return sum(turn.tool == tool and turn.result is not None for turn in self.turns)
-
-    @property
-    def invalid(self) -> int:
-        """Turns that neither called a tool nor answered."""
-        return sum(not turn.tool for turn in self.turns) - (self.stop == "answer")
-
-    def outcome(self) -> Trajectory:
-        """Returns a copy for scores alone: without tokens, texts and passages."""
-        turns = [Turn("", turn.tool, "", turn.result and []) for turn in self.turns]
-        return replace(self, ids=[], mask=[], logps=[], acted=[], turns=turns, response="")
-
-    def record(self) -> dict[str, Any]:
-        """Returns a row for `trajectories/`: everything but the token arrays."""
-        return {
-            "instruction": self.instruction, "question": self.question.id, "question_text": self.question.text,
-            "source": self.question.source, "group": self.group, "stop": self.stop,
-            "reward": self.reward, "advantage": self.advantage, "credit": self.credit, "prediction": self.prediction,
-            "golds": self.question.golds, "invalid": self.invalid, "prompt_tokens": self.prompt_tokens,
-            "action_tokens": sum(self.mask), "tokens": len(self.ids), "turns": [asdict(turn) for turn in self.turns],
-            "response": self.response,
-        }  # fmt: skip
 
 
 def spread(n: int, k: int) -> list[int]:
@@ -116,15 +37,21 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
     return ids
 
 
-def prompt_ids(tokenizer: Tokenizer, instruction: str, question: str, tags: tuple[str, ...] = ()) -> list[int]:
-    """Returns the ids of the chat template with instruction and question (§3 of Search-R1, App. F).
+def prompt_ids(tokenizer: Tokenizer, task: Task, instruction: str, question: Question) -> list[int]:
+    """Returns the ids of the task's prompt in the chat template.
 
-    Both are data: no control token comes of them, and no tag of `tags` of the question.
+    Instruction and question are data: no control token comes of them, and none of the agent's tags of the question.
     """
     instruction = as_data(instruction, control(tokenizer, simple=True))  # it names the agent's tags
-    question = as_data(question, control(tokenizer, tags))
-    message = {"role": "user", "content": f"{instruction}\n\nQuestion: {question}\n"}
-    return encode(tokenizer, tokenizer.apply_chat_template([message], add_generation_prompt=True, tokenize=False))
+    text = as_data(question.text, control(tokenizer, tags_of(task.tools)))
+    return conversation_ids(tokenizer, task.prompt(instruction, replace(question, text=text)))
+
+
+def conversation_ids(tokenizer: Tokenizer, messages: list[Message]) -> list[int]:
+    """Returns the ids of messages in the chat template, up to where the policy's turn begins; their texts are data."""
+    pattern = control(tokenizer, simple=True)
+    messages = [message | {"content": as_data(message["content"], pattern)} for message in messages]
+    return encode(tokenizer, str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)))
 
 
 def observation_ids(
@@ -144,9 +71,9 @@ def observation_ids(
 def rollout(
     engine: Engine,
     tokenizer: Tokenizer,
-    tools: Sequence[Tool],
+    task: Task,
     jobs: Sequence[Job],
-    cfg: Config,
+    cfg: RolloutKnobs,
     *,
     temperature: float,
     seed: int,
@@ -161,7 +88,7 @@ def rollout(
     for first in range(0, len(jobs), engine.max_rows):
         some = jobs[first : first + engine.max_rows]
         count = lambda ended, first=first: progress(first + ended)  # noqa: E731
-        played = play(engine, tokenizer, tools, some, cfg, _at_once(len(some)), temperature, seed + first, count)
+        played = play(engine, tokenizer, task, some, cfg, _at_once(len(some)), temperature, seed + first, count)
         taus += [played[k] for k in range(len(some))]
     return taus
 
@@ -175,9 +102,9 @@ def _at_once(n: int) -> Callable[[int], Sequence[int]]:
 def play(
     engine: Engine,
     tokenizer: Tokenizer,
-    tools: Sequence[Tool],
+    task: Task,
     jobs: Sequence[Job],
-    cfg: Config,
+    cfg: RolloutKnobs,
     deal: Callable[[int], Sequence[int]],
     temperature: float,
     seed: int,
@@ -187,10 +114,11 @@ def play(
 
     `deal` is asked again and again: it is told how many rows are in play and returns the places of jobs to start.
     """
-    by_tag, tags = {tool.tag: tool for tool in tools}, tags_of(tools)
-    max_turns = cfg.max_turns if tools else 0  # without tools there is the turn to answer alone
-    invalid = encode(tokenizer, invalid_action(tools))
-    prompts: dict[tuple[str, str], list[int]] = {}
+    max_turns = cfg.max_turns if task.tools else 0  # without tools there is the turn to answer alone
+    invalid = encode(tokenizer, invalid_action(task.tools))
+    tags = tags_of(task.tools)
+    prompts: dict[tuple[str, Question], list[int]] = {}
+    tools: dict[int, Sequence[Tool]] = {}  # of each row's episode
     taus: dict[int, Trajectory] = {}
 
     engine.begin(seed)
@@ -200,11 +128,12 @@ def play(
     while True:
         for k in deal(len(ready) + generating + len(waiting)):
             job = jobs[k]
-            if (job.text, job.question.text) not in prompts:
-                prompts[job.text, job.question.text] = prompt_ids(tokenizer, job.text, job.question.text, tags)
+            if (job.text, job.question) not in prompts:
+                prompts[job.text, job.question] = prompt_ids(tokenizer, task, job.text, job.question)
             taus[k] = Trajectory(job.instruction, job.question, job.group, [], 0)
-            taus[k].observe(prompts[job.text, job.question.text])
+            taus[k].observe(prompts[job.text, job.question])
             taus[k].prompt_tokens = len(taus[k].ids)
+            tools[k] = task.reset(job.question)
             ready.append(k)
         if not (ready or generating or waiting):
             break
@@ -222,7 +151,7 @@ def play(
             turn = Turn(tokenizer.decode(ids, skip_special_tokens=False))
             tau.turns.append(turn)
             tau.prediction = last_answer(turn.text)
-            call = find_call(turn.text, tools)
+            call = find_call(turn.text, tools[k])
             if tau.prediction is not None:
                 tau.stop = "answer"
             elif call:
@@ -233,21 +162,28 @@ def play(
                 ended += 1
                 progress(ended)
             else:
-                waiting[k] = by_tag[turn.tool].submit(turn.argument) if turn.tool else None
+                waiting[k] = call[0].submit(turn.argument) if call else None
 
-        ready = _returned(waiting, everyone=engine.lockstep, idle=not generating)
-        for k in ready:
+        ready = []
+        for k in _returned(waiting, everyone=engine.lockstep, idle=not generating):
             tau, result = taus[k], waiting.pop(k)
             if result is None:
                 tau.observe(invalid)
             else:
                 turn = tau.turns[-1]
                 turn.result = result.result()
-                ids = observation_ids(tokenizer, by_tag[turn.tool], turn.result, cfg.max_observation, tags)
-                tau.observe(ids)
+                tool = next(tool for tool in tools[k] if tool.tag == turn.tool)
+                tau.observe(observation_ids(tokenizer, tool, turn.result, cfg.max_observation, tags))
+                if tool.over:
+                    tau.stop = "over"
+                    ended += 1
+                    progress(ended)
+                    continue
+            ready.append(k)
 
-    for tau in taus.values():
+    for k, tau in taus.items():
         tau.response = tokenizer.decode(tau.ids[tau.prompt_tokens :], skip_special_tokens=False)
+        task.ended(tau, tools[k])
     return taus
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 HERE = Path(__file__).parent.parent
 sys.path.insert(0, str(HERE))
 
-from faults import Fault, one_line  # noqa: E402
+from plumbing.faults import Fault, one_line  # noqa: E402
 
 INSTRUCTION = HERE / "tests" / "fixture" / "instruction.txt"  # under it the first policy scores, so there are gradients
 FLAGS = f"--instruction {INSTRUCTION} --seed 6 --batch 2 --mini 2 --G 2 --K_p 1 --K_e 3 --D_B 4 --rounds 2 --eval_n 3"

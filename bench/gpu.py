@@ -31,7 +31,7 @@ from pathlib import Path
 HERE = Path(__file__).parent.parent
 sys.path.insert(0, str(HERE))
 
-from faults import Fault, one_line  # noqa: E402
+from plumbing.faults import Fault, one_line  # noqa: E402
 
 OFFLINE = {
     "HF_HUB_OFFLINE": "1",

@@ -23,7 +23,7 @@ sys.path.insert(0, str(HERE))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from bench.step import BEST  # noqa: E402
-from faults import Fault, one_line  # noqa: E402
+from plumbing.faults import Fault, one_line  # noqa: E402
 
 FLAGS = "--batch 8 --mini 4 --G 5 --K_p 1 --K_e 2 --T_e 5 --D_B 4 --eval_n 8 --save_every 1".split()
 

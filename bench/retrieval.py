@@ -24,7 +24,7 @@ import numpy as np
 HERE = Path(__file__).parent.parent
 sys.path.insert(0, str(HERE))
 
-from faults import Fault, one_line  # noqa: E402
+from plumbing.faults import Fault, one_line  # noqa: E402
 
 SYLLABLES = "ka lo mi ra ten vor sel dun bri cha pol ves nor gat il um en ost ar bel".split()
 WORDS = "the of a in and was is by born released located directed written north old first year for".split()
@@ -80,7 +80,7 @@ def plain(corpus: str, index: str, encoder: str) -> None:
     def health():
         return {"status": "ok"}
 
-    from harness.servers import listen
+    from plumbing.servers import listen
 
     sock = listen("127.0.0.1", 0)
     print(f"listening on http://127.0.0.1:{sock.getsockname()[1]}", flush=True)

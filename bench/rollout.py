@@ -27,8 +27,8 @@ sys.path[:0] = [str(HERE), str(HERE / "tests")]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from bench.step import BEST  # noqa: E402
-from faults import one_line  # noqa: E402
-from tools import Search  # noqa: E402
+from plumbing.faults import one_line  # noqa: E402
+from tasks.tools import Search  # noqa: E402
 
 LONGEST = 400  # tokens per turn
 
@@ -112,11 +112,11 @@ def main() -> None:
 
     import engines.vllm_engine as vllm_engine
     from config import PRESETS, Config
-    from data import load_questions
+    from tasks.questions import load_questions
     from engines.vllm_engine import VllmEngine, sampling
-    from harness.servers import Child
+    from plumbing.servers import Child
     from rollout import Job, rollout
-    from training.model import load_policy, weights
+    from models.model import load_policy, weights
 
     class Planned(VllmEngine):
         """Ends each turn at the length in its row's plan, with a search, or with an answer at the end of the plan.

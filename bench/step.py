@@ -23,8 +23,8 @@ from typing import Any
 HERE = Path(__file__).parent.parent
 sys.path.insert(0, str(HERE))
 
-from faults import one_line  # noqa: E402
-from training.model import blocks  # noqa: E402
+from plumbing.faults import one_line  # noqa: E402
+from models.model import blocks  # noqa: E402
 from training.speed import Assumed, Card, Lengths, shape_of, update_flops, update_seconds  # noqa: E402
 
 BEST = (
@@ -90,14 +90,14 @@ def main() -> None:
     import torch
 
     from config import PRESETS, Config
-    from data import em, load_questions
+    from tasks.questions import em, load_questions
     from engines.torch_engine import TorchEngine
     from grpo import Learner, micro_batches
-    from harness.servers import Child
-    from objectives import set_advantages
+    from plumbing.servers import Child
+    from extras.objectives import set_advantages
     from rollout import Job, rollout
-    from tools import Search, stop_strings
-    from training.model import load_policy
+    from tasks.tools import Search, stop_strings
+    from models.model import load_policy
 
     cfg = Config(**PRESETS["world"])
     questions = load_questions(cfg.train)[: cfg.batch]

@@ -22,7 +22,7 @@ HERE = Path(__file__).parent.parent
 sys.path[0] = str(HERE)  # not this folder, where this file has TRL's name
 
 from config import PRESETS, Config, first_instruction  # noqa: E402
-from data import Question, em, last_answer, load_questions  # noqa: E402
+from tasks.questions import Question, em, last_answer, load_questions  # noqa: E402
 from rollout import Job, Trajectory, rollout  # noqa: E402
 
 CFG = Config(**PRESETS["world"] | {"max_turns": 0, "lr": 0.0})  # no tool, one turn
@@ -36,8 +36,8 @@ class Ours:
 
         from engines.torch_engine import TorchEngine
         from grpo import Learner
-        from tools import stop_strings
-        from training.model import load_policy
+        from tasks.tools import stop_strings
+        from models.model import load_policy
 
         self.stop = stop_strings([])
         model, self.tokenizer = load_policy(CFG.model, "cpu", self.stop)
@@ -51,7 +51,7 @@ class Ours:
 
     def update(self, taus: list[Trajectory]) -> None:
         from grpo import minibatches
-        from objectives import set_advantages
+        from extras.objectives import set_advantages
 
         for tau in taus:
             tau.reward = em(tau.prediction, tau.question.golds)

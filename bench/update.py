@@ -33,12 +33,12 @@ import torch.distributed as dist  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 
 from config import Config  # noqa: E402
-from data import Question  # noqa: E402
-from faults import Fault, one_line  # noqa: E402
+from tasks.questions import Question  # noqa: E402
+from plumbing.faults import Fault, one_line  # noqa: E402
 from grpo import Learner, micro_batches, minibatches  # noqa: E402
 from rollout import Trajectory  # noqa: E402
 from training.fit import KNOWN, RESERVE, estimate  # noqa: E402
-from training.model import blocks, shard, skeleton, weights  # noqa: E402
+from models.model import blocks, shard, skeleton, weights  # noqa: E402
 from training.ranks import Ranks  # noqa: E402
 from training.speed import CARDS  # noqa: E402
 from training.worker import MAX_LOGP_GAP  # noqa: E402

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from engines import FinishedTurn
 from engines.remote import RemoteTurns
-from faults import EngineFault, Fault
-from harness.client import Client, RequestFailed
+from plumbing.client import Client, RequestFailed
+from plumbing.faults import EngineFault, Fault
 
 if TYPE_CHECKING:
     import torch

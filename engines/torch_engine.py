@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from engines import FinishedTurn
 from kernels import head_logits
-from training.model import logit_scale
+from models.model import logit_scale
 
 
 class RowCache:

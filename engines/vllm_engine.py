@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from engines import FinishedTurn
-from faults import EngineFault, Fault
-from training.model import load_config, logit_scale
+from models.model import load_config, logit_scale
+from plumbing.faults import EngineFault, Fault
 
 VERSION = "0.32"  # this file relies on internals: reloading, packed weights, weight transfer
 MAX_SEQS = 512  # rows that vLLM runs at once on a GPU; its default of 128 would queue a rank's 320 in 2.5 waves

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from engines import FinishedTurn
 from engines.remote import RemoteTurns
 from engines.vllm_engine import VERSION, StaleWeights, check_vllm, sampling
-from faults import EngineFault, Fault
-from harness.client import Client, RequestFailed
-from training.model import load_config, skeleton
+from models.model import load_config, skeleton
+from plumbing.client import Client, RequestFailed
+from plumbing.faults import EngineFault, Fault
 
 
 class EngineDown(EngineFault):

@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from config import PRESETS
-from data import HOPS, Question, load_questions
-from faults import Fault
+from tasks.questions import HOPS, Question, load_questions
+from plumbing.faults import Fault
 
 HUB = "RUC-NLPIR/FlashRAG_datasets"
 SIZES = {  # questions of the split that is evaluated: test if there is one, else dev

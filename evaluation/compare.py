@@ -17,8 +17,8 @@ from evaluation.statistics import (
     over_seeds,
     paired,
 )
-from faults import Fault
-from harness.directory import read_jsonl
+from plumbing.faults import Fault
+from journal.directory import read_jsonl
 
 Scores = dict[str, dict[str, float]]  # benchmark -> question -> EM, the mean over its samples
 

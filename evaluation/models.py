@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from baselines import METHODS, Agent
+from extras.baselines import METHODS, Agent
 from config import HERE, PRESETS, Config, first_instruction, read_config, read_instruction
 from engines import Engine
-from evaluation.prompts import wording
-from faults import CheckpointFault, Fault
-from harness.directory import RunDirectory, step_of
-from harness.servers import Child
-from tools import Search
+from extras.prompts import wording
+from plumbing.faults import CheckpointFault, Fault
+from journal.directory import RunDirectory, step_of
+from plumbing.servers import Child
+from tasks.tools import Search
 
 WITHOUT_SEARCH = ("direct", "sft", "grpo")
 OF_RUN = {"supervised": "sft_reject", "static": "search_r1"}  # a run's mode -> its method; others are played as inspo
@@ -134,7 +134,7 @@ def _engine(model: str, cfg: Config, stop: tuple[str, ...], device: str, served:
         words = Words()
         return ChatEngine(model, served, words, stop, api_key=os.environ.get("OPENAI_API_KEY", "")), words
     from engines.torch_engine import TorchEngine
-    from training.model import load_model, load_tokenizer, weights
+    from models.model import load_model, load_tokenizer, weights
     from training.worker import choose_engine
 
     tokenizer, loaded = load_tokenizer(model, stop), load_model(model)

@@ -12,13 +12,14 @@ ASIDE |= {"card", "dry_run", "patience", "micro_tokens", "max_rows", "token_rows
 def curves(run: Run) -> Row:
     """Returns {"t": [...], "series": {name: [...]}} with None where a step has no such number.
 
-    The score at the run's end, which is in summary.json alone, is that of the last step.
+    The scores at the run's end, which are in summary.json alone, are those of the last step.
     """
-    final = run.held_out.get("trained policy, I_star") or run.held_out.get("trained policy, first instruction")
+    final = run.held_out.get("trained policy, I_star") or run.held_out.get("trained policy, first instruction") or {}
     names = sorted({name for row in run.steps for name, value in row.items() if number(value) is not None} - {"t"})
     series = {name: [number(row.get(name)) for row in run.steps] for name in names}
-    if final and "test/em" in series:
-        series["test/em"][-1] = final["em"]
+    for name, value in final.items():
+        if f"test/{name}" in series:
+            series[f"test/{name}"][-1] = number(value)
     return {"t": [row["t"] for row in run.steps], "series": series}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from page.read import Row, Run, number
 
-EXAMPLE = re.compile(r"<example>\nResponse: (.*?)\nCorrect answer: (.*?)\n</example>", re.S)
+EXAMPLE = re.compile(r"<example>\n(?:Response: )?(.*?)(?:\nCorrect answer: (.*?))?\n</example>", re.S)
 BLOCKS = re.compile(r"<ins_\d+>.*?(?:</ins_\d+>|\Z)", re.S)
 
 
@@ -15,8 +15,8 @@ def family(run: Run) -> Row:
     """Returns {"instructions", "refused", "calls"}: lists for the tree, and the optimizer's calls by "step.round".
 
     An instruction's `history` has [t, w, p, n] of every step in which it was in P: weight, probability, trajectories;
-    `intervals` [t, low, high] of the weight, and `rated` a rating in words, where the run's rule has one; `undecided`
-    the steps at which a test could not tell it from the leader.
+    `rated` is its latest rating in words, where the run has ratings, and `intervals` [t, low, high] of those that are
+    estimates of the weight; `undecided` the steps at which a test could not tell it from the leader.
     """
     found = _instructions(run)
     _history(run, found)
@@ -32,9 +32,9 @@ def family(run: Run) -> Row:
             text, n = str(c.get("text", "")), len(row.get("D_B") or [])
             scores = {"r": number(c.get("r")), "r_parent": number(c.get("r_parent")), "questions": n}
             if joined := born.get((t, text)):
-                joined |= scores | {"call": place, "spare": not c.get("joined", True)}
+                joined |= scores | {"call": place}
             else:
-                refused.append(parent | scores | {"text": text, "why": _why_refused(c, run.config)})
+                refused.append(parent | scores | {"text": text, "why": _why_refused(c)})
         for text in row.get("accepted") or []:
             if joined := born.get((t, str(text))):
                 joined.setdefault("call", place)
@@ -75,7 +75,7 @@ def undecided_of(event: Row) -> list[int]:
 
 def _parents(I: Row) -> list[int]:
     """Returns the ids of the instructions that I revises."""
-    parents = I.get("parents", [I.get("parent"), I.get("other")])
+    parents = I.get("parents") or [I.get("parent"), I.get("other")]
     return [j for j in (parents if isinstance(parents, list) else [parents]) if isinstance(j, int)]
 
 
@@ -86,30 +86,29 @@ def _history(run: Run, found: dict[int, Row]) -> None:
             if str(j).isdigit() and int(j) in found:
                 count = n.get(j, 0) if n else None
                 found[int(j)]["history"].append([int(row["t"]), number(value), number(p.get(j)), number(count)])
-        for j, rating in _object(row.get("rating")).items():
-            if str(j).isdigit() and int(j) in found:
-                _rate(found[int(j)], int(row["t"]), rating, run.config.get("mode") == "espl")
+        name, on_w, of = _rating(row)
+        for id, (x, half) in of.items():
+            if id in found:
+                found[id]["rated"] = f"{x:.4g} ± {half:.4g} {name}"
+                found[id]["intervals"] += [[int(row["t"]), round(x - half, 4), round(x + half, 4)]] if on_w else []
 
 
-def _rate(I: Row, t: int, rating: Any, trueskill: bool) -> None:
-    """Adds a step's rating, [estimate, standard error]: of TrueSkill, or of the weight."""
-    x, se = (number(value) for value in rating) if isinstance(rating, list) and len(rating) == 2 else (None, None)
-    if x is None or se is None:
-        return
-    if trueskill:
-        I["rated"] = f"{x:.1f} ± {2 * se:.1f} by TrueSkill (2 sigma)"
-    else:
-        I["rated"] = f"{x:.3f} ± {1.96 * se:.3f} on the questions that rivals share (95 %, against their mean)"
-        I["intervals"].append([t, round(x - 1.96 * se, 4), round(x + 1.96 * se, 4)])
+def _rating(row: Row) -> tuple[str, bool, dict[int, tuple[float, float]]]:
+    """Returns how a step rated, whether in units of w, and by id (estimate, half width of its interval)."""
+    rating = _object(row.get("rating"))
+    old = "of" not in rating  # it was {id: [estimate of w, standard error]}
+    of = {}
+    for j, entry in (rating if old else _object(rating["of"])).items():
+        x, half = (number(value) for value in entry) if isinstance(entry, list) and len(entry) == 2 else (None, None)
+        if str(j).isdigit() and x is not None and half is not None:
+            of[int(j)] = x, 1.96 * half if old else half
+    return ("(95 %)", True, of) if old else (str(rating.get("name", "")), bool(rating.get("on_w")), of)
 
 
-def _why_refused(c: Row, config: Row) -> str:
+def _why_refused(c: Row) -> str:
+    if c.get("why"):
+        return str(c["why"])
     r, r_parent = number(c.get("r")), number(c.get("r_parent"))
-    if config.get("mode") == "fst":
-        return "nowhere among the best" if c.get("joined") else "not above its parent"
-    if c.get("worse"):
-        bound = config.get("gate") == "lower_bound"
-        return "its lower bound is below its parent" if bound else "significantly below its parent (sign test)"
     return "below its parent" if r is not None and r_parent is not None and r < r_parent else "no place was left"
 
 

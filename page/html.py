@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import html
 import json
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from outside import without_password
 from page.curves import curves, groups
 from page.family import family
 from page.read import Row, Run, finite, read_run
 from page.sample import pack, sample
 from page.verdict import verdict
+from plumbing.faults import Fault
+from plumbing.outside import without_password
 
 STATIC = Path(__file__).parent / "static"
 SCRIPTS = (
@@ -48,6 +51,20 @@ def build(
     return assemble(data, pages)
 
 
+def write(runs: Sequence[Path], to: Path, *, limit: int = LIMIT, price: tuple[float, float] | None = None) -> Path:
+    """Writes the page of these runs into a file, atomically, and returns its path; Fault if it cannot."""
+    text = build(runs, limit=limit, price=price)
+    temporary = to.with_name(f".{to.name}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, to)
+    except OSError as e:
+        with contextlib.suppress(OSError):
+            temporary.unlink()  # on a disk that is full, half of it may be there
+        raise Fault(f"cannot write {to} ({e.strerror}): make room, or write it elsewhere") from None
+    return to
+
+
 def describe(run: Run, limit: int) -> tuple[Row, dict[str, str]]:
     """Returns (what the page knows of a run at once, what it opens later: name -> compressed text)."""
     tree = family(run)
@@ -57,7 +74,7 @@ def describe(run: Run, limit: int) -> tuple[Row, dict[str, str]]:
     config = {knob: without_password(value) if isinstance(value, str) else value for knob, value in run.config.items()}
     return {
         "name": run.name, "config": config, "missing": run.missing, "curves": curves(run), "tree": tree,
-        "index": index, "I_star": run.summary.get("I_star"),
+        "index": index, "metric": run.metric, "metrics": run.metrics, "tools": run.tools,
         "events": [{"t": e["t"], "event": e.get("event"), "text": e.get("text")} for e in run.events],
     } | answers, pages  # fmt: skip
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from faults import Fault
-from outside import decoded
+from plumbing.faults import Fault
+from plumbing.outside import decoded
 
 Row = dict[str, Any]
 
@@ -41,11 +41,28 @@ class Run:
         return int(self.steps[-1]["t"]) if self.steps else 0
 
     @property
+    def metric(self) -> str:
+        """The main metric of the run's task; exact match if nothing says which."""
+        return next(filter(None, map(_name, (self.summary.get("metric"), self.config.get("metric")))), "em")
+
+    @property
+    def metrics(self) -> list[str]:
+        """All metrics of the task, the main one first."""
+        return list(dict.fromkeys([self.metric, *_names(self.summary.get("metrics"))]))
+
+    @property
+    def tools(self) -> list[str]:
+        """The names under which calls of tools are counted, a trajectory."""
+        if "tools" in self.summary:
+            return _names(self.summary["tools"])
+        return [name for name in ("searches", "calculations") if any(name in row for row in self.steps)]
+
+    @property
     def held_out(self) -> dict[str, Row]:
-        """The rows of the final table: scores by policy and instruction."""
+        """The rows of the final table: means of the metrics by policy and instruction."""
         table = self.summary.get("held_out")
         rows = table.items() if isinstance(table, dict) else ()
-        return {name: row for name, row in rows if isinstance(row, dict) and number(row.get("em")) is not None}
+        return {name: row for name, row in rows if isinstance(row, dict) and number(row.get(self.metric)) is not None}
 
     @property
     def finished(self) -> bool:
@@ -65,10 +82,8 @@ def read_run(path: Path) -> Run:
     run.steps = list({row["t"]: row for row in metrics}.values())  # of a step that was written twice, the last
     run.steps.sort(key=lambda row: int(row["t"]))
     run.events = [row for row in _rows(run, "population.jsonl", "there is no family tree") if _is_event(row)]
-    static = run.config.get("mode") == "static"
-    run.reflections = _rows(
-        run, "reflections.jsonl", "" if static or run.t < 1 else "no call to the optimizer is known"
-    )
+    reflects = run.config.get("mode", "inspo") == "inspo" and run.t > 0  # of another algorithm nobody knows
+    run.reflections = _rows(run, "reflections.jsonl", "no call to the optimizer is known" if reflects else "")
     if (path / "summary.json").exists():
         run.summary = _object(run, "summary.json", "the final table is unknown")
     found = [path / name for name in ("metrics.jsonl", "population.jsonl", "summary.json", "config.json")]
@@ -103,6 +118,14 @@ def parse_lines(text: str) -> tuple[list[Row], int]:
         else:
             bad += 1
     return out, bad
+
+
+def _name(x: object) -> str:
+    return x if isinstance(x, str) else ""
+
+
+def _names(x: object) -> list[str]:
+    return list(filter(None, map(_name, x))) if isinstance(x, list) else []
 
 
 def _object(run: Run, name: str, without: str) -> Row:

@@ -12,7 +12,7 @@ from pathlib import Path
 from page.read import Row, Run, finite, number, parse_lines
 
 STEP, VERIFY = re.compile(r"step-(\d+)\.jsonl\.gz"), re.compile(r"verify-(\d+)-(\d+)\.jsonl\.gz")
-COLUMNS = "page place kind t ins reward stop source searches question group tokens".split()
+COLUMNS = "page place kind t ins reward failed stop source calls question group tokens".split()
 
 
 def sample(run: Run, tree: Row, limit: int) -> tuple[Row, dict[str, str]]:
@@ -84,13 +84,15 @@ def _entry(row: Row, name: str, tree: Row, run: Run) -> Row | None:
     if number(row.get("reward")) is None or not isinstance(row.get("response"), str):
         return None
     turns = [turn for turn in row.get("turns") or [] if isinstance(turn, dict)]
+    failed = row.get("failed")
     entry: Row = {
         "reward": round(row["reward"], 4), "stop": str(row.get("stop", "")), "source": str(row.get("source", "")),
-        "searches": sum(bool(turn.get("tool")) and turn.get("result") is not None for turn in turns),
+        "failed": int(failed if isinstance(failed, bool) else row["reward"] < 1),  # older runs know no other failure
+        "calls": sum(bool(turn.get("tool")) and turn.get("result") is not None for turn in turns),
         "group": number(row.get("group")) or 0, "tokens": int(isinstance(row.get("token_data"), dict)),
     }  # fmt: skip
     if match := STEP.fullmatch(name):
-        return entry | {"kind": "training", "t": int(match[1]), "ins": str(row.get("instruction"))}
+        return entry | {"kind": "training", "t": int(match[1]), "ins": _id(row.get("instruction"))}
     if match := VERIFY.fullmatch(name):
         t = int(match[1])
         return entry | {"kind": "verification", "t": t, "ins": _verified(row, t, int(match[2]), tree, run)}
@@ -102,9 +104,9 @@ def _entry(row: Row, name: str, tree: Row, run: Run) -> Row | None:
 
 def _verified(row: Row, t: int, turn: int, tree: Row, run: Run) -> str:
     """Returns which instruction a rollout of a verification was played under."""
-    k = row.get("instruction")
+    k = row.get("candidate", row.get("instruction"))  # in older runs `instruction` counts the candidates
     if not k:
-        return str(row.get("parent", 0))
+        return _id(row.get("parent", row.get("instruction") if "candidate" in row else 0))
     accepted = [r["accepted"] for r in run.reflections if r["t"] == t and r.get("round") == turn and "accepted" in r]
     text = accepted[-1][k - 1] if accepted and isinstance(k, int) and k <= len(accepted[-1]) else None
     for I in tree["instructions"]:
@@ -114,9 +116,14 @@ def _verified(row: Row, t: int, turn: int, tree: Row, run: Run) -> str:
     return f"r{places[0]}" if places else "?"
 
 
+def _id(x: object) -> str:
+    """Returns an instruction's id as the page names it."""
+    return str(x) if isinstance(x, int) else "?"
+
+
 def _shown(row: Row) -> Row:
     """Returns what the page shows of a trajectory."""
-    keys = ("prediction", "golds", "advantage", "invalid", "prompt_tokens", "action_tokens", "token_data")
+    keys = ("prediction", "golds", "metrics", "advantage", "invalid", "prompt_tokens", "action_tokens", "token_data")
     return {key: row[key] for key in keys if key in row} | {"parts": parts(row)}
 
 

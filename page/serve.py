@@ -10,9 +10,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from faults import Fault
-from harness.servers import listen
 from page.html import build
+from plumbing.faults import Fault
+from plumbing.servers import listen
 
 NAMES = ("metrics.jsonl", "population.jsonl", "reflections.jsonl", "summary.json")
 

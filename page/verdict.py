@@ -12,22 +12,28 @@ from page.read import Row, Run, number
 RUNNING = 600.0  # seconds without a line after which an unfinished run counts as stopped
 
 
-def conclusion(em: dict[str, float], n: int) -> str:
+def conclusion(means: dict[str, float], n: int, metric: str = "em", spread: dict[str, float] | None = None) -> str:
     """Returns whose gain it is in one sentence: the policy's, the instruction's, or only the pair's.
 
-    `em`: row of the final table -> exact match on `n` questions. A gain below two standard errors counts as none.
+    `means`: row of the final table -> mean of the metric over `n` questions; `spread`: its standard deviation over
+    them, without which a question scores 0 or 1. A gain below two standard errors counts as none.
     """
-    start, trained = em["first policy, first instruction"], em["trained policy, first instruction"]
-    end = em.get("trained policy, I_star", trained)
-    gain, noise = end - start, 2 * math.sqrt((end * (1 - end) + start * (1 - start)) / n)
+    first, policy = "first policy, first instruction", "trained policy, first instruction"
+    end = "trained policy, I_star" if "trained policy, I_star" in means else policy
+
+    def variance(row: str) -> float:
+        return (spread or {}).get(row, math.sqrt(max(0.0, means[row] * (1 - means[row])))) ** 2
+
+    gain, noise = means[end] - means[first], 2 * math.sqrt((variance(end) + variance(first)) / n)
+    gained = f"{'EM' if metric == 'em' else metric} {gain:+.2f}"
     if abs(gain) <= noise:
-        return f"EM {gain:+.2f}: nothing gained that {n} questions could show (two standard errors are {noise:.2f})."
-    if "trained policy, I_star" not in em:
-        return f"EM {gain:+.2f} under the first instruction, by training alone."
+        return f"{gained}: nothing gained that {n} questions could show (two standard errors are {noise:.2f})."
+    if end == policy:
+        return f"{gained} under the first instruction, by training alone."
     if gain < 0:
-        return f"EM {gain:+.2f}: the run has done harm."
-    by_policy, by_instruction = trained - start, em["first policy, I_star"] - start
-    text = f"EM {gain:+.2f}; the policy alone has {by_policy:+.2f}, the instruction alone {by_instruction:+.2f}: "
+        return f"{gained}: the run has done harm."
+    by_policy, by_instruction = means[policy] - means[first], means["first policy, I_star"] - means[first]
+    text = f"{gained}; the policy alone has {by_policy:+.2f}, the instruction alone {by_instruction:+.2f}: "
     if by_policy + by_instruction <= 0.6 * gain:
         return text + "the pair is worth more than its parts."
     if by_instruction >= 0.8 * gain:
@@ -59,7 +65,9 @@ def learned(run: Run) -> Row:
     corners = {f"{policy} policy, first instruction" for policy in ("first", "trained")}
     corners |= {"first policy, I_star"} if "trained policy, I_star" in table else set()
     if corners <= set(table) and questions:
-        out["sentence"] = conclusion({name: row["em"] for name, row in table.items()}, int(questions))
+        means, spread = {name: row[run.metric] for name, row in table.items()}, run.summary.get("spread")
+        known = {name: x for name, x in spread.items() if number(x) is not None} if isinstance(spread, dict) else {}
+        out["sentence"] = conclusion(means, int(questions), run.metric, known)
     return out
 
 
@@ -107,10 +115,16 @@ def cost(run: Run) -> Row:
             "verification_rollouts", sum(number(row.get("rollouts")) or 0 for row in run.reflections)
             or sum((1 + len(row["verified"])) * len(row.get("D_B") or []) for row in verified)
         ),
-        "searches": ledger.get("searches"),
-        "faults": max(column(run, "search/faults"), default=0),
+        "tools": {name: ledger[name] for name in run.tools if number(ledger.get(name)) is not None},
+        "faults": sum(faults(run).values()),
         "seconds": total, "phases": phases,
     }  # fmt: skip
+
+
+def faults(run: Run) -> dict[str, float]:
+    """Returns how many requests have failed, by the name before "/faults" in metrics.jsonl."""
+    names = {name for row in run.steps for name in row if name.endswith("/faults")}
+    return {name.rpartition("/")[0]: max(column(run, name), default=0) for name in sorted(names)}
 
 
 # ---- what went wrong
@@ -125,7 +139,7 @@ def warnings(run: Run) -> list[Row]:
 
     if not rows:
         return [{"text": "No step has been measured yet.", "panel": "", "t": None}]
-    for name in ("loss", "grad_norm", "reward"):
+    for name in dict.fromkeys(("loss", "grad_norm", "reward", run.metric)):
         if broken := [row for row in rows if name in row and number(row[name]) is None]:
             warn(f"{name} is not a number at step {broken[0]['t']}.", name, broken[0]["t"])
     few = max(1, min(10, len(rows) // 5))
@@ -140,19 +154,22 @@ def warnings(run: Run) -> list[Row]:
         best, now = max(_windows(answered, few)), mean(answered[-few:]) or 0.0
         if best - now > 0.1:
             warn(f"Trajectories that end in an answer fell from {best:.0%} to {now:.0%}.", "answered")
-    alike = mean(values(last, "zero_variance_groups"))
-    if alike is not None and alike > 0.9:
-        warn(f"{alike:.0%} of the last groups have rewards all alike, and teach nothing.", "zero_variance_groups")
+    alike = values(rows, "zero_variance_groups")
+    if len(alike) >= 10 and min(alike) == 1:
+        warn("The rewards of every group are all alike: there was nothing to learn from.", "zero_variance_groups")
+    elif alike and (share := sum(alike[-few:]) / len(alike[-few:])) > 0.9:
+        warn(f"{share:.0%} of the last groups have rewards all alike, and teach nothing.", "zero_variance_groups")
     gap = values(rows, "logp_gap")
     if gap and (worst := max(gap)) > 0.05:
         t = next(row["t"] for row in rows if row.get("logp_gap") == worst)
         warn(f"Engine and trainer differ by up to {worst:.2g} nat a token (step {t}).", "logp_gap", t)
-    if faults := max(values(rows, "search/faults"), default=0):
-        warn(f"{faults:.0f} requests to the search server failed and were repeated.")
-    if (reward := values(rows, "reward")) and len(reward) >= 10 and max(reward) == 0:
-        warn("No trajectory has ever been rewarded: there is nothing to learn from.", "reward")
-    elif len(reward) >= 10 and (mean(reward[-few:]) or 0) < 0.7 * max(_windows(reward, few)):
-        warn(f"Reward fell from {max(_windows(reward, few)):.2f} to {mean(reward[-few:]):.2f}.", "reward")
+    for name, n in faults(run).items():
+        if n:
+            warn(f"{n:.0f} requests to {name} failed and were repeated.")
+    if len(reward := values(rows, "reward")) >= 10:
+        means = _windows(reward, few)
+        if max(means) - means[-1] > 0.3 * max(map(abs, means)):
+            warn(f"Reward fell from {max(means):.2f} to {means[-1]:.2f}.", "reward")
     barren = [e for e in run.events if e.get("event") == "evolve" and "no new instruction" in str(e.get("text", ""))]
     for event in barren:
         reason = str(event["text"]).partition("no new instruction: ")[2].partition(";")[0]

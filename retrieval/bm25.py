@@ -10,7 +10,7 @@ from pathlib import Path
 import bm25s
 import numpy as np
 
-from faults import Fault
+from plumbing.faults import Fault
 
 K1, B = 1.5, 0.75
 BLOCK = 1 << 15  # passages whose words are in memory at once

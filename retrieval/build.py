@@ -24,7 +24,7 @@ import torch
 from faiss.contrib.ondisk import merge_ondisk
 from tqdm import tqdm
 
-from faults import Fault
+from plumbing.faults import Fault
 from retrieval.bm25 import BM25, words
 from retrieval.corpus import Corpus
 from retrieval.encoder import FAMILIES, Encoder

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from faults import Fault
+from plumbing.faults import Fault
 
 FORM = 'write one {"id": ..., "contents": "\\"Title\\"\\ntext"} per line'
 LARGE = 64 << 20  # bytes; a larger corpus keeps its offsets in a file, a smaller one is scanned at every start

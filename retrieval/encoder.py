@@ -5,7 +5,7 @@ import torch
 from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoConfig, AutoModel, AutoTokenizer
 from transformers.utils import logging
 
-from faults import Fault
+from plumbing.faults import Fault
 
 FAMILIES = {  # query prefix, passage prefix, pooling
     "e5": ("query: ", "passage: ", "mean"),  # arXiv 2212.03533

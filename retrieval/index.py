@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from faults import Fault
+from plumbing.faults import Fault
 from retrieval.bm25 import BM25, Hits
 from retrieval.corpus import Corpus
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from faults import Fault, one_line
+from plumbing.faults import Fault, one_line
 from retrieval.corpus import Corpus
 from retrieval.encoder import Encoder
 

@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: its kernels run on the CPU
 
 from config import WORLD
-from training.model import load_policy
+from models.model import load_policy
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))  # one in each of two parallel workers
 # A script's background job ignores Ctrl-C, and so would the programs that the tests interrupt.

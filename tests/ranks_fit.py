@@ -22,10 +22,10 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from config import Config
-from data import Question
+from tasks.questions import Question
 from grpo import Learner
 from rollout import Trajectory
-from training.model import fill, load_config, shard, skeleton
+from models.model import fill, load_config, shard, skeleton
 
 
 def storage(t: torch.Tensor):

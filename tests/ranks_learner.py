@@ -16,8 +16,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from grpo import Learner
-from training import lora
-from training.model import blocks, export, fill, load_config, load_model, load_tokenizer, shard, skeleton, weights
+from models import lora
+from models.model import blocks, export, fill, load_config, load_model, load_tokenizer, shard, skeleton, weights
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ import pickle
 import sys
 from pathlib import Path
 
-from tools import Search
+from tasks.tools import Search
 from training.policy import Policy
 from training.ranks import Ranks
 from training.worker import worker_loop

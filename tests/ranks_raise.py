@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 import inspo
 from grpo import Learner
-from training.model import blocks
+from models.model import blocks
 
 loss = Learner.loss
 

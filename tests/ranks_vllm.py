@@ -16,7 +16,7 @@ from tiny_model import STOP
 from torch.distributed.tensor import DTensor
 
 from engines.vllm_engine import VllmEngine
-from training.model import fill, load_config, load_model, load_tokenizer, score, shard, skeleton, weights
+from models.model import fill, load_config, load_model, load_tokenizer, score, shard, skeleton, weights
 
 
 @torch.no_grad()

@@ -8,9 +8,9 @@ import pytest
 
 import inspo
 from config import SEARCH_R1, Config
-from data import Question, draw, rng
-from faults import Fault, OptimizerDown
-from harness.log import Log
+from tasks.questions import Question, draw, rng
+from plumbing.faults import Fault, OptimizerDown
+from journal.log import Log
 from inspo import evolve
 from population import Population, ReplayBuffer
 from reflect import Call, Optimizer

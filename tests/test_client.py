@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from json_server import break_off, hang_up, json_servers, too_slow, trickle
 
-import harness.client as module
-from faults import Fault
-from harness.client import Client, RequestFailed
+from plumbing import client as module
+from plumbing.faults import Fault
+from plumbing.client import Client, RequestFailed
 
 OK = {"value": 1}
 BUSY = (503, {}, "busy")

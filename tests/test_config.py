@@ -11,7 +11,7 @@ from torch.distributed.run import get_args_parser as torchrun_parser
 
 import config
 from config import PRESETS, SEARCH_R1, Config, first_instruction, parse, warnings
-from faults import Fault
+from plumbing.faults import Fault
 
 HERE = Path(config.__file__).parent
 WORLD = HERE / "world" / "files"

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from config import Config
-from data import Question, draw, em, f1, last_answer, load_questions, normalize, rng, subset
-from faults import Fault
+from tasks.questions import Question, draw, em, f1, last_answer, load_questions, normalize, rng, subset
+from plumbing.faults import Fault
 
 FIXTURE = Path(__file__).parent / "fixture"
 ROW = {"id": "a", "question": "Who?", "golden_answers": ["X"], "data_source": "nq"}
@@ -182,7 +182,7 @@ def test_parquet_reads_as_jsonl_does(tmp_path):
 
 def test_numpy_arrays_as_pandas_hands_them_over():
     np = pytest.importorskip("numpy")
-    from data import _question
+    from tasks.questions import _question
 
     prompt = np.array([{"role": "user", "content": "Question: who"}])
     row = search_r1(prompt, np.array(["x", "y"], dtype=object))
@@ -288,7 +288,7 @@ def test_randomness_depends_on_seed_step_and_purpose():
 
 
 def split(tmp_path, n=40, **knobs):
-    from harness.start import load_data
+    from journal.start import load_data
 
     train = write(tmp_path / "train.jsonl", *[ROW | {"id": f"q{k}"} for k in range(n)])
     test = write(tmp_path / "test.jsonl", ROW | {"id": "held out"})

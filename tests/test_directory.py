@@ -15,8 +15,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from config import Config, parse, read_config
-from faults import CheckpointFault, DiskFault, Fault
-from harness.directory import RunDirectory, read_jsonl, with_absolute_paths
+from plumbing.faults import CheckpointFault, DiskFault, Fault
+from journal.directory import RunDirectory, read_jsonl, with_absolute_paths
 from training import checkpoint
 
 STATE = {"population": {}, "buffer": {}, "ledger": {}, "start": {}, "seconds": 0.0}

@@ -14,13 +14,13 @@ from json_server import json_servers
 
 import evaluate
 from config import HERE, PRESETS, Config
-from data import em, load_questions
+from tasks.questions import em, load_questions
 from engines.chat_engine import ChatEngine, Words
 from evaluation import benchmarks
 from evaluation.compare import compare
-from faults import EngineFault, Fault
-from harness.directory import read_jsonl
-from harness.servers import Child
+from plumbing.faults import EngineFault, Fault
+from journal.directory import read_jsonl
+from plumbing.servers import Child
 
 WORLD = HERE / "world" / "files"
 
@@ -90,7 +90,7 @@ def test_an_evaluation_writes_one_json_one_table_and_a_line_a_question(whole):
 
 
 def test_gold_recall_counts_questions_whose_passages_hold_a_gold_answer(whole, retriever):
-    from tools import Search
+    from tasks.tools import Search
 
     search = Search(retriever, 3)
     for row in read_jsonl(whole[0] / "results.jsonl"):

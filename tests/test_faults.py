@@ -10,7 +10,7 @@ from test_inspo import ENV, SMALL
 ROOT = Path(__file__).parent.parent
 WORK = """
 import sys, pathlib
-from faults import Fault, one_line
+from plumbing.faults import Fault, one_line
 with one_line("work.py"):
     for k in range(3):
         print("line", k, flush=True)

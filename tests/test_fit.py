@@ -20,13 +20,13 @@ import inspo
 import training.fit as fit
 import training.speed as speed
 from config import Config, parse
-from data import Question
+from tasks.questions import Question
 from kernels import grpo_head
 from rollout import Job, prompt_ids, rollout
-from tools import Search
-from training import lora
+from tasks.tools import Search
+from models import lora
 from training.fit import activations, estimate, kv_bytes
-from training.model import empty, skeleton
+from models.model import empty, skeleton
 
 ROOT = Path(__file__).parent.parent
 P3, P7 = 3_085_938_688, 7_615_616_512

@@ -15,10 +15,10 @@ import torch
 from transformers import AutoModelForCausalLM, MiniCPM3Config
 
 from config import SEARCH_R1
-from data import em, f1, load_questions
-from faults import Fault
-from harness.directory import read_jsonl
-from training.model import load_model, load_tokenizer
+from tasks.questions import em, f1, load_questions
+from plumbing.faults import Fault
+from journal.directory import read_jsonl
+from models.model import load_model, load_tokenizer
 
 ROOT = Path(__file__).parent.parent
 PAGE = "\n".join((ROOT / "docs" / name).read_text() for name in ("forks.md", "objectives.md"))

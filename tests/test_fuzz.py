@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from tokenizers_like import control_ids, made
 
 from config import Config
-from data import Question, load_questions
-from faults import Fault, OptimizerDown, ToolDown
-from outside import printable
+from tasks.questions import Question, load_questions
+from plumbing.faults import Fault, OptimizerDown, ToolDown
+from plumbing.outside import printable
 from reflect import MAX_REPLY, Optimizer, candidates, normalized, paid_calls
 from retrieval.corpus import Corpus
 from rollout import Job, encode, prompt_ids, rollout
-from tools import MAX_PASSAGE, Search, tags_of
+from tasks.tools import MAX_PASSAGE, Search, tags_of
 
 N = int(os.environ.get("FUZZ", 0))  # 10^5 in `make fuzz`
 KEY, GOLD = "sk-secret-123", "Zavrazhye"

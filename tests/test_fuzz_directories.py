@@ -12,12 +12,12 @@ import torch
 
 from config import WORLD, Config, read_config
 from export import export_checkpoint
-from faults import Fault
-from harness.directory import RunDirectory
+from plumbing.faults import Fault
+from journal.directory import RunDirectory
 from population import Population, ReplayBuffer
 from report import write
 from training import checkpoint
-from training.model import load_model, load_policy
+from models.model import load_model, load_policy
 
 N = int(os.environ.get("FUZZ", 0)) // 10
 STEPS = (3, 6, 9)

@@ -12,7 +12,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench import gpu, update
-from training.model import empty, score
+from models.model import empty, score
 
 ROOT = Path(__file__).parent.parent
 

@@ -9,12 +9,12 @@ import torch
 from tiny_model import STOP
 
 from config import Config
-from data import Question
+from tasks.questions import Question
 from engines.torch_engine import TorchEngine
-from faults import EngineFault
+from plumbing.faults import EngineFault
 from grpo import Learner, lr_at, micro_batches, minibatches
 from rollout import Job, Trajectory, rollout
-from tools import Search, Tool
+from tasks.tools import Search, Tool
 
 G = 3
 EPS, BETA = 0.2, 0.1

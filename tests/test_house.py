@@ -178,15 +178,15 @@ def test_no_wing_imports_inspo():
 
 
 FACES = {  # what a room knows of the wings
-    "inspo": {"harness.status", "harness.start", "training.ranks", "training.worker"},  # in `main`
+    "inspo": {"plumbing.status", "journal.start", "training.ranks", "training.worker"},  # in `main`
     "rollout": {"engines"},
-    "tools": {"harness.client"},
-    "reflect": {"harness.client"},
-    "grpo": {"training.lora", "training.model"},
+    "tools": {"plumbing.client"},
+    "reflect": {"plumbing.client"},
+    "grpo": {"models.lora", "models.model"},
     "report": {"page.html", "page.serve"},
-    "baselines": {"engines", "evaluation.prompts", "evaluation.supervised"},
+    "baselines": {"engines", "extras.prompts", "extras.supervised"},
     "evaluate": {f"evaluation.{name}" for name in ("benchmarks", "compare", "models", "statistics")}
-    | {"harness.directory"},
+    | {"journal.directory"},
 }
 
 
@@ -214,8 +214,8 @@ def test_other_rules_of_selection_know_the_population_alone_and_only_main_knows_
 def test_engines_and_the_loader_of_models_do_not_know_the_agent():
     for path in of_wing("engines"):
         assert not own(path) & {"rollout", "tools", "population", "grpo"}, path
-    assert own(MODULES["training.model"]) == {"faults", "kernels", "training.lora"}
-    assert not own(MODULES["training.lora"])
+    assert own(MODULES["models.model"]) == {"faults", "kernels", "models.lora"}
+    assert not own(MODULES["models.lora"])
 
 
 def test_kernels_retrieval_and_world_stand_alone():
@@ -229,7 +229,7 @@ def test_kernels_retrieval_and_world_stand_alone():
 
 def test_the_page_is_made_from_files_without_torch():
     for path in [*of_wing("page"), MODULES["report"]]:
-        allowed = {name for name in MODULES if name.split(".")[0] == "page"} | {"faults", "outside", "harness.servers"}
+        allowed = {name for name in MODULES if name.split(".")[0] == "page"} | {"faults", "outside", "plumbing.servers"}
         assert own(path) <= allowed, path
     code = "import sys, report; assert not {'torch', 'numpy', 'requests'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -28,10 +28,10 @@ import export
 import inspo
 from bench.chaos import hear_signals
 from config import Config
-from data import draw, load_questions, rng
+from tasks.questions import draw, load_questions, rng
 from engines.vllm_engine import vllm_installed
-from harness.directory import read_jsonl
-from harness.servers import Child
+from journal.directory import read_jsonl
+from plumbing.servers import Child
 from world.clauses import FRAMES
 from world.optimizer import reply_to
 
@@ -679,7 +679,7 @@ def test_a_learning_rate_of_0_freezes_the_policy(tmp_path, lr, moved):
 
 def test_a_canary_is_scored_under_its_own_instruction_and_a_tracker_gets_every_number(tmp_path, monkeypatch):
     tracked = []
-    monkeypatch.setattr("harness.log.tracker", lambda *_: lambda numbers, t: tracked.append((t, numbers)))
+    monkeypatch.setattr("journal.log.tracker", lambda *_: lambda numbers, t: tracked.append((t, numbers)))
     (tmp_path / "canary").write_text(f"{FRAMES[0]} Do not search at all.")
     flags = [*SMALL, "--T", "2", "--mode", "static", "--eval_every", "1", "--canary", tmp_path / "canary"]
     code, _, stderr = run_here(*flags, "--out", tmp_path / "r")
@@ -696,7 +696,7 @@ def test_a_canary_is_scored_under_its_own_instruction_and_a_tracker_gets_every_n
 
 
 def test_questions_set_aside_for_valid_are_never_trained_on(tmp_path):
-    from harness.start import load_data
+    from journal.start import load_data
 
     cfg = Config(train=str(ROOT / "world/files/train.jsonl"), test=str(ROOT / "world/files/test.jsonl"), valid_n=50)
     train, valid, test = load_data(cfg)

@@ -14,8 +14,8 @@ from test_model import SHAPES, make_family
 
 from config import Config
 from training.fit import activations
-from training.layers import FAMILIES, fuse, installed
-from training.model import empty, load_model, score, skeleton
+from models.layers import FAMILIES, fuse, installed
+from models.model import empty, load_model, score, skeleton
 from training.worker import Worker
 
 triton = pytest.importorskip("triton", reason="Triton has no wheel for this platform")

@@ -17,9 +17,9 @@ import export
 from config import WORLD, Config
 from engines.torch_engine import TorchEngine
 from grpo import Learner, minibatches
-from tools import Search
-from training import lora
-from training.model import load_policy, weights
+from tasks.tools import Search
+from models import lora
+from models.model import load_policy, weights
 from training.policy import Policy
 from training.ranks import Ranks
 

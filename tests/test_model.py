@@ -10,11 +10,11 @@ from tiny_model import STOP
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-import training.model
+import models.model
 from config import WORLD
 from engines.torch_engine import TorchEngine
-from faults import Fault
-from training.model import (
+from plumbing.faults import Fault
+from models.model import (
     blocks,
     empty,
     export,
@@ -210,7 +210,7 @@ def test_an_unsupported_family_is_refused(family, tiny_path, tmp_path):
 
 def test_a_scale_missing_from_the_table_is_refused(tiny_path, tmp_path, monkeypatch):
     path = make_family("Granite", {"logits_scaling": 8.0}, tiny_path, tmp_path / "granite")
-    monkeypatch.delitem(training.model.LOGIT_SCALES, "granite")
+    monkeypatch.delitem(models.model.LOGIT_SCALES, "granite")
     line = refused(load_model, path)
     assert "its logits are 0.125 times its head's output, not 1 times" in line and "logits_scaling = 8.0" in line
 

@@ -11,14 +11,14 @@ from tokenizers_like import MAKERS, control_ids, made
 
 import ask
 from config import SEARCH_R1, WORLD, Config
-from data import Question
-from faults import Fault, one_line
-from harness.log import Ledger, Log
-from outside import clean, plain, printable, secrets_of
+from tasks.questions import Question
+from plumbing.faults import Fault, one_line
+from journal.log import Ledger, Log
+from plumbing.outside import clean, plain, printable, secrets_of
 from population import Instruction
 from reflect import Call
 from rollout import Trajectory, Turn, encode, observation_ids, prompt_ids
-from tools import Calculator, Search, tags_of
+from tasks.tools import Calculator, Search, tags_of
 
 SEARCH = object.__new__(Search)  # its words alone: no server
 TAGS = tags_of([SEARCH, Calculator()])

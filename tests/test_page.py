@@ -8,22 +8,26 @@ import json
 import resource
 import shutil
 import threading
+from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import report
-from faults import Fault
 from page import html, sample
 from page.curves import curves, groups
 from page.family import family, lineage
 from page.html import build, embed
 from page.read import Run, read_run
+from page.sample import COLUMNS
 from page.serve import server, stamp
 from page.verdict import cost, learned, status, warnings, winner
+from plumbing.faults import Fault
 
 RUN = Path(__file__).parent / "fixture" / "run"  # nine steps of the embedded world, see its README
+WHY = "its lower bound is too low"
 
 
 def write(path: Path, name: str, *rows: dict) -> Path:
@@ -34,6 +38,56 @@ def write(path: Path, name: str, *rows: dict) -> Path:
 
 def instruction(id: int, text: str, parent: object = None, born: int = 0, **more: object) -> dict:
     return {"id": id, "text": text, "parent": parent, "born": born} | more
+
+
+def read_lines(file: Path) -> list[dict]:
+    return [json.loads(line) for line in (gzip.open(file, "rt") if file.suffix == ".gz" else file.open())]
+
+
+def game(path: Path) -> Path:
+    """Copies RUN as a run of another task by another algorithm would have written it.
+
+    Its metric is "won", its tool is counted as "moves", nobody predicts an answer, and a trajectory that fails may be
+    rewarded more than one that wins.
+    """
+    shutil.copytree(RUN, path)
+    names = {"em": "won", "searches": "moves"}
+
+    def renamed(row: dict) -> dict:
+        parts = {key: [names.get(part, part) for part in key.split("/")] for key in row}
+        return {"/".join(parts[key]): value for key, value in row.items() if "f1" not in parts[key]}
+
+    def weights(w: dict) -> dict:
+        return {j: 4 * x - 1 for j, x in w.items()}
+
+    rows = [renamed(row) for row in read_lines(path / "metrics.jsonl")]
+    for row in filter(lambda row: "w" in row, rows):
+        row |= {"reward": 4 * row["reward"] - 1, "w": weights(row["w"])}
+        row["rating"] = {"name": "by Elo", "on_w": False, "of": {j: [1200 + 100 * x, 80] for j, x in row["w"].items()}}
+    write(path, "metrics.jsonl", *rows)
+    summary = json.loads((path / "summary.json").read_text())
+    del summary["em_start"], summary["em_best"]
+    summary["held_out"] = {name: renamed(row) for name, row in summary["held_out"].items()}
+    summary |= {"metric": "won", "metrics": ["won", "fuel"], "tools": ["moves"]}
+    write(path, "summary.json", summary | {"spread": dict.fromkeys(summary["held_out"], 0.01)})
+    config = json.loads((path / "config.json").read_text())
+    write(path, "config.json", config | {"metric": "won", "mode": "tournament", "unheard_of": [1]})
+    rows = read_lines(path / "reflections.jsonl")
+    for c in (c for row in rows for c in row.get("verified", [])):
+        c |= {} if c["joined"] else {"why": WHY}
+    write(path, "reflections.jsonl", *rows)
+    for file in (path / "trajectories").iterdir():
+        rows = read_lines(file)
+        for k, row in enumerate(rows):
+            if "parent" in row:
+                row |= {"candidate": row["instruction"], "instruction": row["parent"]}
+            failed = row["reward"] < 1 if "I_star" not in file.name else "first" in file.name
+            reward = [-1.0, 0.5, 1.5][k % 3] if failed else [3.0, 0.5][k % 2]
+            row |= {"failed": failed, "reward": reward, "metrics": {"won": float(not failed), "fuel": 2.5}}
+            row |= {"prediction": None, "golds": []}
+        with gzip.open(file, "wt") as f:
+            f.writelines(json.dumps(row) + "\n" for row in rows)
+    return path
 
 
 class Elements(HTMLParser):
@@ -122,7 +176,7 @@ def test_rows_of_strange_types_make_a_page(tmp_path):
     path = shutil.copytree(RUN, tmp_path / "run")
     strange = [
         {"t": 3, "w": [1], "p": 3, "reward": "high", "loss": float("nan"), "rating": {"1": ["x", 2], "y": 3}},
-        {"t": 4, "reward": None, "w": {"x": 1}},
+        {"t": 4, "reward": None, "w": {"x": 1}, "rating": {"name": 3, "of": [1]}},
     ]
     write(path, "metrics.jsonl", *strange)
     write(path, "reflections.jsonl", {"t": 3, "verified": [1, {"r": "x"}], "accepted": None, "call": {"prompt": 3}})
@@ -134,14 +188,15 @@ def test_rows_of_strange_types_make_a_page(tmp_path):
         {"t": 1, "event": "prune", "P": [3]},
         strange,
     )
-    write(path, "summary.json", {"held_out": {"a": 3, "b": {"em": "x"}}, "generations": ["x"], "ledger": {}})
+    summary = {"held_out": {"a": 3, "b": {"em": "x"}}, "generations": ["x"], "ledger": {}, "metric": 3, "spread": [1]}
+    write(path, "summary.json", summary | {"metrics": [1], "tools": {"a": 1}})
     assert "NaN" not in embed(html.describe(read_run(path), 100)[0])
 
 
 def test_an_older_run_without_the_data_of_tokens_says_so(tmp_path):
     path = shutil.copytree(RUN, tmp_path / "run")
     for file in (path / "trajectories").iterdir():
-        rows = [json.loads(line) for line in gzip.open(file, "rt")]
+        rows = read_lines(file)
         for row in rows:
             for name in ("token_data", "question_text", "source"):
                 row.pop(name, None)
@@ -167,13 +222,8 @@ def test_the_tree_says_who_left_when_and_who_was_refused(tmp_path):
     )  # fmt: skip
     call = {"prompt": "<example>\nResponse: Question: q?\nx\nCorrect answer: g\n</example>", "prompt_tokens": 7}
     call |= {"reply": "Because.\n<ins_1> c </ins_1>\n<ins_2> d </in", "completion_tokens": 2, "seconds": 0.5}
-    verified = [
-        {"text": "c", "r": 0.5, "r_parent": 0.4, "worse": False, "joined": True},
-        {"text": "d", "r": 0.3, "r_parent": 0.4, "worse": False, "joined": False},
-        {"text": "e", "r": 0.3, "r_parent": 0.4, "worse": False, "joined": False},
-        {"text": "f", "r": 0.1, "r_parent": 0.4, "worse": True, "joined": False},
-        {"text": "g", "r": 0.4, "r_parent": 0.4, "worse": False, "joined": False},
-    ]
+    verified = [{"text": text, "r": r, "r_parent": 0.4} for text, r in zip("cdeg", (0.5, 0.3, 0.3, 0.4), strict=True)]
+    verified.append({"text": "i", "r": 0.4, "r_parent": 0.4, "why": WHY})
     write(
         tmp_path, "reflections.jsonl", {"t": 4, "round": 1, "parent": 1, "call": call},
         {"t": 4, "round": 1, "parent": 1, "accepted": ["c", "d"], "rejected": [{"text": "h", "reason": "duplicate"}]},
@@ -184,10 +234,9 @@ def test_the_tree_says_who_left_when_and_who_was_refused(tmp_path):
     assert [(I["left"], I["why"]) for I in by_id.values()] == [(2, "pruned"), (4, "succeeded"), (None, ""), (None, "")]
     assert [I["parents"] for I in by_id.values()] == [[], [0], [1], [0, 1]]
     assert by_id[1]["history"] == [[1, 0.5, 0.8, 10], [2, 0.6, None, None]] and by_id[0]["history"][0][3] == 0
-    assert (by_id[2]["r"], by_id[2]["questions"], by_id[2]["spare"], by_id[3]["spare"]) == (0.5, 20, False, True)
+    assert (by_id[2]["r"], by_id[2]["questions"], by_id[3]["r"]) == (0.5, 20, 0.3)
     assert [(c["text"], c["why"]) for c in tree["refused"]] == [
-        ("h", "duplicate"), ("e", "below its parent"), ("f", "significantly below its parent (sign test)"),
-        ("g", "no place was left"),
+        ("h", "duplicate"), ("e", "below its parent"), ("g", "no place was left"), ("i", WHY),
     ]  # fmt: skip
     told = tree["calls"][by_id[2]["call"]]
     assert told["analysis"] == "Because." and told["failures"] == [{"text": "Question: q?\nx", "gold": "g"}]
@@ -214,40 +263,24 @@ def test_the_tree_shows_intervals_the_undecided_and_two_parents(tmp_path):
     by_id = {I["id"]: I for I in tree["instructions"]}
     assert by_id[3]["parents"] == [0, 2] and by_id[3]["call"] == "4.0" and lineage(tree["instructions"], 3) == [0, 3]
     assert by_id[0]["intervals"] == [[t, pytest.approx(0.4608), pytest.approx(0.5392)] for t in (1, 2)]
-    assert by_id[0]["rated"].startswith("0.500 ± 0.039 on the questions that rivals share")
+    assert by_id[0]["rated"].startswith("0.5 ± 0.0392")
     assert [I["undecided"] for I in tree["instructions"]] == [[], [], [2, 4], []]
     assert winner(run, tree)["undecided"] == [2]
-    write(tmp_path, "config.json", {"mode": "espl"})
-    write(tmp_path, "metrics.jsonl", {"t": 1, "w": w, "rating": {"0": [27.25, 2.0]}})
-    [first, *_] = family(read_run(tmp_path))["instructions"]
-    assert first["rated"] == "27.2 ± 4.0 by TrueSkill (2 sigma)" and first["intervals"] == []
 
 
-@pytest.mark.parametrize(
-    "config, why",
-    [
-        ({"gate": "lower_bound"}, ["its lower bound is below its parent", "no place was left"]),
-        ({"mode": "fst"}, ["not above its parent", "nowhere among the best"]),
-    ],
-)
-def test_other_rules_refuse_for_reasons_of_their_own(tmp_path, config, why):
-    write(tmp_path, "config.json", config)
-    write(tmp_path, "population.jsonl", {"t": 0, "event": "start", "P": [instruction(0, "a")]})
-    row = {"r": 0.5, "r_parent": 0.4}
-    verified = [
-        row | {"text": "b", "worse": True, "joined": False},
-        row | {"text": "c", "worse": False, "joined": True},
-    ]
-    rows = {"t": 3, "round": 0, "parent": 0, "D_B": ["q"], "verified": verified, "rollouts": 6}
-    write(tmp_path, "reflections.jsonl", rows, {"t": 3, "scored": ["a"], "D_B": ["q"], "rollouts": 4})
-    run = read_run(tmp_path)
-    assert [c["why"] for c in family(run)["refused"]] == why
-    assert cost(run)["verification"] == 10
+@pytest.mark.parametrize("on_w", [False, True])
+def test_a_rating_is_drawn_over_the_weight_if_it_estimates_it(tmp_path, on_w):
+    write(tmp_path, "population.jsonl", {"t": 0, "event": "start", "P": [instruction(0, "a"), instruction(1, "b")]})
+    rating = {"name": "by TrueSkill (2 sigma)", "on_w": on_w, "of": {"0": [25.1, 3.2], "1": [1], "7": [1, 2]}}
+    write(tmp_path, "metrics.jsonl", {"t": 1, "w": {"0": 0.5, "1": 0.4}, "rating": rating})
+    first, second = family(read_run(tmp_path))["instructions"]
+    assert first["rated"] == "25.1 ± 3.2 by TrueSkill (2 sigma)" and second["rated"] == ""
+    assert first["intervals"] == ([[1, pytest.approx(21.9), pytest.approx(28.3)]] if on_w else [])
 
 
 def test_every_instruction_of_a_real_run_has_its_place(tmp_path):
     tree = family(read_run(RUN))
-    events = [json.loads(line) for line in (RUN / "population.jsonl").open()]
+    events = read_lines(RUN / "population.jsonl")
     last = {I["id"] for I in events[-1]["P"]}
     for I in tree["instructions"]:
         assert (I["left"] is None) == (I["id"] in last)
@@ -285,25 +318,40 @@ def test_the_sample_takes_watched_groups_first_and_says_how_many_there_were(tmp_
                 start += n
 
 
-def test_rollouts_of_a_verification_are_played_under_a_parent_and_its_candidates():
-    run = read_run(RUN)
+@pytest.mark.parametrize("made", [lambda path: RUN, game], ids=["before candidate", "candidate"])
+def test_rollouts_of_a_verification_are_played_under_a_parent_and_its_candidates(tmp_path, made):
+    run = read_run(made(tmp_path / "run"))
     tree = family(run)
     index, _ = sample.sample(run, tree, 1)
     rows = [dict(zip(index["columns"], row, strict=True)) for row in index["rows"]]
     played = [row["ins"] for row in rows if row["kind"] == "verification"]
-    reflections = [json.loads(line) for line in (RUN / "reflections.jsonl").open()]
+    reflections = read_lines(RUN / "reflections.jsonl")
     wanted = []  # the text that each of these rollouts was played under
     for file in sorted((RUN / "trajectories").glob("verify-*")):
         t, turn = map(int, file.name.removesuffix(".jsonl.gz").split("-")[1:])
         [round] = [r for r in reflections if (r["t"], r["round"]) == (t, turn) and "accepted" in r]
         parent = tree["instructions"][round["parent"]]["text"]
-        wanted += [[parent, *round["accepted"]][json.loads(line)["instruction"]] for line in gzip.open(file, "rt")]
+        wanted += [[parent, *round["accepted"]][row["instruction"]] for row in read_lines(file)]
     assert len(set(wanted)) > 10 and any(name[0] == "r" for name in played)
     for name, text in zip(played, wanted, strict=True):
         I = tree["refused"][int(name[1:])] if name[0] == "r" else tree["instructions"][int(name)]
         assert I["text"] == text
     settings = {row["kind"] for row in rows} - {"training", "verification"}
     assert {"first policy, first instruction", "trained policy, first instruction"} <= settings
+
+
+@pytest.mark.parametrize("made", [lambda path: RUN, game], ids=["by its reward", "by its row"])
+def test_a_trajectory_has_failed_if_its_row_says_so_or_by_its_reward_in_older_runs(tmp_path, made):
+    run = read_run(made(tmp_path / "run"))
+    index, pages = sample.sample(run, family(run), 10**6)
+    names = list(pages)
+    found = Counter(
+        (names[row[0]], row[COLUMNS.index("reward")], row[COLUMNS.index("failed")]) for row in index["rows"]
+    )
+    stored = {name: read_lines(run.path / "trajectories" / f"{name}.jsonl.gz") for name in names}
+    assert found == Counter(
+        (name, row["reward"], row.get("failed", row["reward"] == 0)) for name, rows in stored.items() for row in rows
+    )
 
 
 def test_a_response_is_cut_where_the_policy_stops_and_a_tool_speaks():
@@ -332,27 +380,43 @@ def test_a_healthy_run_has_no_warning():
 @pytest.mark.parametrize(
     "name, late, says",
     [
-        ("entropy", 0.01, "Entropy has collapsed from 0.3 to 0.01"),
-        ("answered", 0.5, "fell from 90% to 50%"),
-        ("zero_variance_groups", 0.95, "95% of the last groups"),
-        ("logp_gap", 0.2, "differ by up to 0.2 nat a token (step 11)"),
-        ("search/faults", 3, "3 requests to the search server failed"),
-        ("loss", float("nan"), "loss is not a number at step 11"),
-        ("reward", 0.1, "Reward fell from 0.50 to 0.10"),
+        ("entropy", 0.01, ["0.3", "0.01"]),
+        ("answered", 0.5, ["90%", "50%"]),
+        ("zero_variance_groups", 0.95, ["95%"]),
+        ("logp_gap", 0.2, ["0.2", "step 11"]),
+        ("judge/faults", 3, ["3", "judge"]),
+        ("loss", float("nan"), ["step 11"]),
+        ("reward", 0.1, ["0.50", "0.10"]),
     ],
 )
 def test_each_failure_is_pointed_at(name, late, says):
-    found = warnings(run_of(*[GOOD] * 10, *[GOOD | {name: late}] * 10))
-    assert len(found) == 1 and says in found[0]["text"]
+    [found] = warnings(run_of(*[GOOD] * 10, *[GOOD | {name: late}] * 10))
+    assert all(text in found["text"] for text in says) and found["panel"] == ("" if "/" in name else name)
 
 
-def test_a_run_that_was_never_rewarded_and_an_evolution_that_brought_nothing_are_pointed_at():
-    assert "ever been rewarded" in warnings(run_of(*[GOOD | {"reward": 0}] * 10))[0]["text"]
+@pytest.mark.parametrize(
+    "rewards, fell",
+    [
+        (np.linspace(-1, 3, 20), False),
+        (-0.5 + 0.05 * (-1.0) ** np.arange(20), False),  # hovers below zero
+        ([*np.linspace(-1, 3, 10), *np.linspace(3, 0, 10)], True),
+        (np.linspace(-0.2, -1, 20), True),
+    ],
+)
+def test_a_fall_is_one_of_any_range_of_rewards(rewards, fell):
+    found = warnings(run_of(*(GOOD | {"reward": float(r)} for r in rewards)))
+    assert [warning["panel"] for warning in found] == ["reward"] * fell
+
+
+def test_a_run_whose_groups_teach_nothing_and_an_evolution_that_brought_nothing_are_pointed_at():
+    [found] = warnings(run_of(*[GOOD | {"reward": 0, "zero_variance_groups": 1}] * 10))
+    assert "nothing to learn" in found["text"]
     run = run_of(*[GOOD] * 10)
     run.events = [
         {"t": 5, "event": "evolve", "text": "no new instruction: too few candidates; P stays as it is", "P": []}
     ]
-    assert warnings(run)[0]["text"] == "Step 5 brought no new instruction: too few candidates."
+    [found] = warnings(run)
+    assert "too few candidates" in found["text"] and found["t"] == 5
     assert warnings(run_of()) and "No step" in warnings(run_of())[0]["text"]
 
 
@@ -365,7 +429,7 @@ def test_the_cost_of_an_unfinished_run_is_that_of_the_finished_one(tmp_path):
         assert part[name] == whole[name] > 0, name
     ledger = json.loads((RUN / "summary.json").read_text())["ledger"]
     assert whole["prompt_tokens"] + whole["completion_tokens"] == ledger["optimizer_tokens"]
-    phases, rows = whole["phases"], [json.loads(line) for line in (RUN / "metrics.jsonl").open()]
+    phases, rows = whole["phases"], read_lines(RUN / "metrics.jsonl")
     assert sum(phases.values()) == pytest.approx(whole["seconds"]) and min(phases.values()) >= 0
     assert phases["verify"] == sum(row.get("time/verify", 0) for row in rows) > 0  # it is a part of time/evolve
     assert phases["verify"] + phases["evolve"] == pytest.approx(sum(row.get("time/evolve", 0) for row in rows))
@@ -376,10 +440,32 @@ def test_the_first_screen_of_a_real_run():
     tree, summary = family(run), json.loads((RUN / "summary.json").read_text())
     won = winner(run, tree)
     assert won["id"] == summary["generations"][-1] and won["lineage"] == summary["generations"]
-    assert learned(run)["table"] == summary["held_out"] and learned(run)["sentence"].startswith("EM ")
+    assert learned(run)["table"] == summary["held_out"] and learned(run)["sentence"].startswith("EM +0.08: nothing")
     assert status(run)["state"] == "finished" and status(run)["t"] == 9
     run.summary, run.written = {}, 0.0
     assert status(run)["state"] == "stopped" and learned(run)["table"] == {} and winner(run, tree)
+
+
+def test_a_run_of_another_task_is_shown_by_its_own_metric(tmp_path):
+    path = game(tmp_path / "run")
+    found, pages = html.describe(read_run(path), 10**6)
+    summary = json.loads((path / "summary.json").read_text())
+    assert (found["metric"], found["metrics"], found["tools"]) == ("won", ["won", "fuel"], ["moves"])
+    assert found["learned"]["table"] == summary["held_out"] and found["missing"] == found["warnings"] == []
+    assert found["learned"]["sentence"].startswith("won +0.08; the policy alone has +0.08")  # that spread can tell
+    assert "EM" not in json.dumps(found["learned"]) and "em" not in found["curves"]["series"]
+    series = found["curves"]["series"]
+    assert series["test/won"][-1] == summary["held_out"]["trained policy, I_star"]["won"]
+    assert found["winner"]["id"] == summary["generations"][-1] and found["winner"]["w"] > 0.5
+    instructions, refused = found["tree"]["instructions"], found["tree"]["refused"]
+    assert min(w for I in instructions for _, w, *_ in I["history"]) == -1
+    assert all("by Elo" in I["rated"] and not I["intervals"] for I in instructions if I["history"])
+    assert WHY in [c["why"] for c in refused] and "no place was left" not in [c["why"] for c in refused]
+    [shown, *_] = unpack(pages["test-trained_policy-I_star"])
+    assert shown["prediction"] is None and shown["golds"] == [] and shown["metrics"]["fuel"] == 2.5
+    (path / "summary.json").unlink()
+    unfinished = read_run(path)
+    assert unfinished.metric == "won" and learned(unfinished)["table"] == {}
 
 
 def test_runs_that_differ_by_their_seed_are_one_group():
@@ -400,7 +486,7 @@ def test_runs_that_differ_by_their_seed_are_one_group():
 def test_text_of_a_model_cannot_leave_its_element(tmp_path):
     evil = "</script><img src=x onerror=alert(1)><!--<script>{{data}}\u2028"
     path = shutil.copytree(RUN, tmp_path / "run")
-    rows = [json.loads(line) for line in (path / "population.jsonl").open()]
+    rows = read_lines(path / "population.jsonl")
     for row in rows:
         for I in row["P"]:
             I["text"] = evil
@@ -428,7 +514,7 @@ def test_only_the_page_s_own_script_may_run_and_nothing_is_fetched():
     digest = base64.b64encode(hashlib.sha256(running[0].encode()).digest()).decode()
     assert f"script-src 'sha256-{digest}'" in elements.policy and "default-src 'none'" in elements.policy
     assert not [attrs for attrs, _ in elements.scripts if "src" in attrs]
-    assert "Copyright (c) 2022 Leon Sorokin" in build([RUN]) or "Leon Sorokin" in build([RUN])
+    assert "Leon Sorokin" in build([RUN])  # the licence of the chart library
 
 
 def test_report_py_writes_where_it_is_told(tmp_path, capsys):
@@ -459,7 +545,7 @@ def test_of_a_page_that_does_not_fit_nothing_is_left(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # the write fails half way, as on a disk that is full
     try:
         with pytest.raises(Fault, match="cannot write"):
-            report.write([RUN], tmp_path / "page.html")
+            html.write([RUN], tmp_path / "page.html")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not list(tmp_path.iterdir())

@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from data import Question
+from tasks.questions import Question
 from population import Experience, Population, ReplayBuffer, mean_rewards, significantly_worse
 from rollout import Trajectory
 

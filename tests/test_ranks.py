@@ -24,9 +24,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from config import WORLD, Config
 from grpo import Learner, minibatches
-from harness.directory import read_jsonl
+from journal.directory import read_jsonl
 from training.checkpoint import damage
-from training.model import load_policy
+from models.model import load_policy
 
 pytestmark = pytest.mark.ranks
 ENV = ENV | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -310,7 +310,7 @@ def test_a_signal_saves_and_ends_every_rank(tmp_path, number):
 
 
 def test_a_search_server_that_stays_away_ends_all_ranks_resumably(tmp_path):
-    from harness.servers import Child
+    from plumbing.servers import Child
 
     out = tmp_path / "r"
     server = [str(ROOT / "retrieval_server.py"), "--corpus", str(WORLD / "corpus.jsonl")]

@@ -13,7 +13,7 @@ import tenacity
 from json_server import hang_up, json_servers, too_slow
 
 from config import SEARCH_R1
-from faults import OptimizerDown
+from plumbing.faults import OptimizerDown
 from reflect import (
     MAX_REPLY,
     Optimizer,

@@ -14,18 +14,18 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-import stop
+from plumbing import stop
 from config import WORLD, Config
-from data import Question
-from faults import ToolDown
-from harness.directory import RunDirectory, read_jsonl
-from harness.log import Log
-from harness.screen import Screen
+from tasks.questions import Question
+from plumbing.faults import ToolDown
+from journal.directory import RunDirectory, read_jsonl
+from journal.log import Log
+from journal.screen import Screen
 from inspo import inspo
 from reflect import Call, paid_calls
 from rollout import Trajectory, Turn
 from training import checkpoint
-from training.model import load_tokenizer
+from models.model import load_tokenizer
 
 D = {f"q{k}": Question(f"q{k}", f"Which {k}?", (f"gold {k}",), "s") for k in range(20)}
 CFG = Config(
@@ -112,7 +112,7 @@ class Optimizer:
 
 
 def play(out: Path, calls: Calls, resume: bool) -> None:
-    """A run in this process, ended as harness.start.prepare ends one."""
+    """A run in this process, ended as journal.start.prepare ends one."""
     run = RunDirectory.open(replace(CFG, out=str(out), resume=resume), "x")
     policy, optimizer = Policy(calls), Optimizer(calls, paid_calls(run.rows("reflections")))
     screen = Screen(CFG.T, Console(file=io.StringIO()))

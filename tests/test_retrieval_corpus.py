@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import retrieval.corpus
-from faults import Fault
+from plumbing.faults import Fault
 from retrieval.corpus import Corpus
 
 ROOT = Path(__file__).parents[1]

@@ -36,7 +36,7 @@ from transformers import (
 
 import retrieval.bm25
 import retrieval.index
-from faults import Fault
+from plumbing.faults import Fault
 from retrieval import build, vectors
 from retrieval.bm25 import BM25, words
 from retrieval.corpus import Corpus

@@ -21,8 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.chaos import hear_signals
-from faults import Fault
-from harness.servers import Child, listen
+from plumbing.faults import Fault
+from plumbing.servers import Child, listen
 from retrieval.bm25 import BM25
 from retrieval.corpus import Corpus
 
@@ -364,7 +364,7 @@ def test_stop_leaves_no_process(tmp_path):
 
 PARENT = """
 import sys, time
-from harness.servers import Child
+from plumbing.servers import Child
 with Child(sys.argv[2:], sys.argv[1]) as child:
     print(child._process.pid, child.url, flush=True)
     time.sleep(60)

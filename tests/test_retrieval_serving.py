@@ -25,14 +25,14 @@ from hypothesis import HealthCheck, given, settings
 from prometheus_client.parser import text_string_to_metric_families
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-import harness.servers
-from harness.servers import Child, listen, patient
+import plumbing.servers
+from plumbing.servers import Child, listen, patient
 from retrieval import build
 from retrieval.bm25 import BM25
 from retrieval.corpus import Corpus
 from retrieval.index import Fused, open_index
 from retrieval_server import MAX_BODY, make_app
-from tools import Search
+from tasks.tools import Search
 
 ROOT = Path(__file__).parents[1]
 SERVER = str(ROOT / "retrieval_server.py")
@@ -148,7 +148,7 @@ def ended(connection, seconds):
 
 @pytest.mark.parametrize("sent", HALF_OPEN.values(), ids=HALF_OPEN)
 def test_a_request_that_never_arrives_ends_its_connection(corpus, monkeypatch, sent):
-    monkeypatch.setattr(harness.servers, "READ_TIMEOUT", 0.4)
+    monkeypatch.setattr(plumbing.servers, "READ_TIMEOUT", 0.4)
     with serving(BM25.build(corpus.texts), corpus) as url:
         place = urlsplit(url)
         with socket.create_connection((place.hostname, place.port)) as connection:
@@ -159,7 +159,7 @@ def test_a_request_that_never_arrives_ends_its_connection(corpus, monkeypatch, s
 
 
 def test_a_request_in_work_and_a_kept_connection_are_not_cut_off(corpus, pool, monkeypatch):
-    monkeypatch.setattr(harness.servers, "READ_TIMEOUT", 0.2)
+    monkeypatch.setattr(plumbing.servers, "READ_TIMEOUT", 0.2)
     gate = Gate(50)
     with serving(gate, corpus) as url, requests.Session() as session:
         gate.open.clear()
@@ -173,7 +173,7 @@ def test_a_request_in_work_and_a_kept_connection_are_not_cut_off(corpus, pool, m
 
 
 def test_connections_beyond_the_limit_are_closed_and_the_others_served(corpus, monkeypatch):
-    monkeypatch.setattr(harness.servers, "MAX_CONNECTIONS", 8)
+    monkeypatch.setattr(plumbing.servers, "MAX_CONNECTIONS", 8)
     with serving(BM25.build(corpus.texts), corpus) as url:
         place = urlsplit(url)
         until(lambda: requests.get(url + "/health", timeout=5).ok)

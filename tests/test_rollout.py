@@ -10,13 +10,13 @@ import pytest
 from tiny_model import FIXTURE, STOP
 
 from config import SEARCH_R1, Config
-from data import Question
+from tasks.questions import Question
 from engines.torch_engine import TorchEngine
-from faults import ToolDown
-from harness.servers import Child
-from objectives import set_advantages
+from plumbing.faults import ToolDown
+from plumbing.servers import Child
+from extras.objectives import set_advantages
 from rollout import Job, Turn, observation_ids, prompt_ids, rollout
-from tools import Calculator, Search, Tool, invalid_action
+from tasks.tools import Calculator, Search, Tool, invalid_action
 
 ROOT = Path(__file__).parents[1]
 ASKED = Question("q-0", "Who designed the Sydney Opera House?", ("Jørn Utzon",), "fixture")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from harness.screen import Screen, clock, sparkline
+from journal.screen import Screen, clock, sparkline
 from population import Population
 
 ROOT = Path(__file__).parent.parent
@@ -61,7 +61,7 @@ def test_the_view_has_curves_population_and_last_events(width):
 
 def test_in_a_real_terminal_the_view_is_drawn_and_left_standing():
     code = (
-        "from harness.screen import Screen; from tests.test_screen import ROW, population\n"
+        "from journal.screen import Screen; from tests.test_screen import ROW, population\n"
         "with Screen(3) as screen:\n"
         "    screen.note('begun')\n"
         "    for t in (1, 2, 3): screen.step(t, ROW, population(), 1.0)\n"

@@ -11,8 +11,8 @@ from transformers import Qwen2Config
 
 from config import parse
 from training.fit import shapes
-from training.layers import NormShapes
-from training.model import blocks, empty
+from models.layers import NormShapes
+from models.model import blocks, empty
 from training.speed import (
     CARDS,
     Assumed,
@@ -103,7 +103,7 @@ def test_flops_and_bytes_by_hand():
 def test_what_an_mlp_moves_by_hand():
     """Adding a unit to the intermediate size adds silu (2), its product (3), and 2 + 2 + 3 + 3 + 3 in the backward
     pass: dproduct times up and times silu, silu's gradient, and the sum of two gradients of the input."""
-    import training.model as m
+    from models import model as m
 
     wide = copy.deepcopy(SMALL)
     wide.intermediate_size += 1000

@@ -8,15 +8,15 @@ import pytest
 from json_server import JsonServer
 
 from config import SEARCH_R1, WORLD, Config, parse
-from data import Question
-from faults import Fault
-from harness.directory import RunDirectory
-from harness.servers import Servers
-from harness.start import check_prompt, connect_optimizer, connect_search, describe, try_search
+from tasks.questions import Question
+from plumbing.faults import Fault
+from journal.directory import RunDirectory
+from plumbing.servers import Servers
+from journal.start import check_prompt, connect_optimizer, connect_search, describe, try_search
 from reflect import Optimizer, paraphrase_prompt
 from rollout import prompt_ids
-from tools import Search
-from training.model import load_tokenizer
+from tasks.tools import Search
+from models.model import load_tokenizer
 
 QUESTIONS = [Question(str(k), f"Who is number {k}?", (f"Person {k}",), "x") for k in range(5)]
 CFG = Config(batch=8, G=5, max_turns=4)

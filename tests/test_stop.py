@@ -13,11 +13,11 @@ from types import SimpleNamespace
 import pytest
 from test_inspo import ENV, ROOT, SMALL, finish, metrics, read_jsonl, run_here, start
 
-import stop
+from plumbing import stop
 from bench.chaos import hear_signals
-from harness.directory import RunDirectory
-from harness.log import Log
-from harness.screen import Screen
+from journal.directory import RunDirectory
+from journal.log import Log
+from journal.screen import Screen
 
 
 def mapped(process, library: str) -> bool:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_grpo import EPS, batch_of, learner_of, logprobs, noisy
 
-from harness.tokens import piece_reader, pieces, short, token_data
+from journal.tokens import piece_reader, pieces, short, token_data
 from rollout import spread
 
 

@@ -13,8 +13,8 @@ import tenacity
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from faults import Fault, ToolDown
-from tools import Calculator, Search, Tool, find_call, invalid_action, make_tools, stop_strings
+from plumbing.faults import Fault, ToolDown
+from tasks.tools import Calculator, Search, Tool, find_call, invalid_action, make_tools, stop_strings
 
 SEARCH, CALCULATOR = Search("http://127.0.0.1:9", topk=3), Calculator()  # nobody listens there
 
@@ -414,7 +414,7 @@ def test_before_a_retry_the_server_is_revived_and_its_new_url_used(retriever):
 
 def test_a_server_that_cannot_be_revived_is_search_down():
     def revive():
-        raise Fault("retrieval_server.py stopped while starting: no memory")  # as harness.servers.Child does
+        raise Fault("retrieval_server.py stopped while starting: no memory")  # as plumbing.servers.Child does
 
     search = Search("http://127.0.0.1:9", topk=3, revive=revive)
     with pytest.raises(ToolDown, match="no memory"):

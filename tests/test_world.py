@@ -14,19 +14,19 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from data import em, last_answer
-from harness.servers import Child
+from tasks.questions import em, last_answer
+from plumbing.servers import Child
 from reflect import Optimizer, check, normalized, paraphrase_prompt, reflection_prompt
 from reflect import parse as parse_reply
 from rollout import observation_ids, prompt_ids
-from tools import Search, invalid_action
-from world import demos, warm_start
+from tasks.tools import Search, invalid_action
+from extras.world import demos, warm_start
 from world.clauses import BEST, CLAUSES, FILLERS, FRAMES, SAYS, START, read, write
-from world.demos import demo, demonstrate, observation, random_clauses
-from world.facts import CHAINS, FULL, MINI, World, the_world
+from extras.world.demos import demo, demonstrate, observation, random_clauses
+from extras.world.facts import CHAINS, FULL, MINI, World, the_world
 from world.optimizer import HARM, reply_to
-from world.tokenizer import TAGS, build_tokenizer, save_tokenizer
-from world.warm_start import tiny_policy, write_files
+from extras.world.tokenizer import TAGS, build_tokenizer, save_tokenizer
+from extras.world.warm_start import tiny_policy, write_files
 
 SEARCH = Search("http://127.0.0.1:9", topk=3)  # nobody listens there
 INVALID = invalid_action([SEARCH])

@@ -7,7 +7,7 @@ from tiny_model import CHAT_TEMPLATE, _train_tokenizer
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from training.model import load_tokenizer
+from models.model import load_tokenizer
 
 TEXTS = [
     "Question: Who designed the Sydney Opera House? Answer in <answer> </answer>, search with <search> </search>.",

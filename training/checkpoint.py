@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-from faults import CheckpointFault, DiskFault
-from outside import decoded
+from plumbing.faults import CheckpointFault, DiskFault
+from plumbing.outside import decoded
 
 DIGESTS = "digests.json"
 TYPES = {  # all that torch.distributed.checkpoint pickles into .metadata

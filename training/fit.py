@@ -12,9 +12,9 @@ import torch
 
 from config import Config
 from engines.vllm_engine import MAX_BATCHED_TOKENS, MAX_SEQS
-from training import lora
-from training.layers import fuse_shapes
-from training.model import blocks, load_config, skeleton
+from models import lora
+from models.layers import fuse_shapes
+from models.model import blocks, load_config, skeleton
 
 RESERVE = 0.06  # share of a GPU that shapes cannot predict: CUDA context, NCCL buffers, fragmentation
 GRAPHS = 30e6  # bytes of vLLM's CUDA graphs, a layer: an allowance
@@ -258,7 +258,7 @@ def activations(model: Any, tokens: int, recompute: int, fused: int) -> tuple[fl
 def attention_of_shapes(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, None]:
-    """Returns the shapes of training.model.packed_attention on a GPU; SDPA on meta would save matrices (T, T)."""
+    """Returns the shapes of models.model.packed_attention on a GPU; SDPA on meta would save matrices (T, T)."""
     out = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True)[0]
     return torch.cat([out], dim=2).transpose(1, 2), None
 

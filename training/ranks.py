@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import stop
-from faults import Fault
-from outside import printable
-from stop import Stopped
+from plumbing import stop
+from plumbing.faults import Fault
+from plumbing.outside import printable
+from plumbing.stop import Stopped
 
 
 class Ranks:

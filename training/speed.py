@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 from config import Config
 from engines.vllm_engine import MAX_SEQS
+from models.layers import fuse_shapes
+from models.model import blocks, skeleton
 from training.fit import kv_bytes
-from training.layers import fuse_shapes
-from training.model import blocks, skeleton
 
 
 @dataclass(frozen=True)
@@ -240,7 +240,7 @@ def update_seconds(
     update = update_flops(shape, tokens, scored, pairs, cfg.recompute, cfg.lora_rank > 0)
     return {
         # The first mini-batch's are those of its own forward pass.
-        "old log-probs": score if cfg.tis else score * (updates - 1) / updates,
+        "old log-probs": score * (updates - 1) / updates,
         "reference": score if cfg.beta else 0.0,
         # Weights are gathered in bf16 for both passes, gradients are summed in float32.
         "update": part(update, update_bytes(shape, tokens, scored, cfg.recompute), 2 + 2 + 4),

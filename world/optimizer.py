@@ -13,8 +13,8 @@ import hashlib
 import random
 import re
 
-from faults import one_line
-from harness.servers import listen, serve
+from plumbing.faults import one_line
+from plumbing.servers import listen, serve
 from world.clauses import CLAUSES, read, write
 
 HARM = ("memory", "verbose", "terse", "early", "whole")

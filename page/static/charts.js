@@ -1,10 +1,6 @@
 // The curves: one small chart for each thing that a run measures, with one cursor for all of them.
 
 const PANELS = [
-  { id: "reward", title: "Reward of a step's rollouts", keys: { reward: "mean reward", w_best: "best weight w" } },
-  { id: "em", title: "Exact match", keys: { em: "training", "em/*": "", "test/em": "held out", "valid/em": "validation" } },
-  { id: "by-source", title: "Reward by source", keys: { "reward/*": "" }, when: (series) => differs(series, "reward", "em") },
-  { id: "searches", title: "Tool calls a trajectory", keys: { searches: "searches", calculations: "calculations" } },
   { id: "answered", title: "Ends in an answer, valid actions", keys: { answered: "answered", valid_actions: "valid actions" } },
   { id: "tokens", title: "Tokens", keys: { context_tokens: "whole", prompt_tokens: "prompt", response_tokens: "response" } },
   { id: "kl", title: "KL to the first policy, nats", keys: { kl: "k3 estimate" } },
@@ -20,8 +16,21 @@ const PANELS = [
 ];
 const charts = [];
 
-function differs(series, a, b) {
-  return series[a] && series[b] && series[a].some((x, k) => x !== series[b][k]);
+// Returns the panels of these runs: what their tasks measure, then what every run does.
+function panelsOf(runs) {
+  const metrics = [...new Set(runs.flatMap((run) => run.metrics))], tools = [...new Set(runs.flatMap((run) => run.tools))];
+  const ofMetric = (name) => ({ id: name, title: named(name), keys: { [name]: "training", [`${name}/*`]: "", [`test/${name}`]: "held out", [`valid/${name}`]: "validation" } });
+  return [
+    { id: "reward", title: "Reward of a step's rollouts", keys: { reward: "mean reward", w_best: "best weight w" } },
+    ...metrics.map(ofMetric),
+    { id: "by-source", title: "Reward by source", keys: { "reward/*": "" }, when: (series) => !metrics.some((name) => identical(series, "reward", name)) },
+    { id: "calls", title: "Tool calls a trajectory", keys: Object.fromEntries(tools.map((name) => [name, name])) },
+    ...PANELS,
+  ];
+}
+
+function identical(series, a, b) {
+  return series[a] && series[b] && series[a].every((x, k) => x === series[b][k]);
 }
 
 // Returns [[key, label], ...] of a panel that these series can show.
@@ -57,7 +66,7 @@ function evolutions(run) {
 function single(run) {
   const { t, series } = run.curves;
   const colours = palette();
-  return PANELS.map((panel) => ({
+  return panelsOf([run]).map((panel) => ({
     id: panel.id, title: panel.title, t,
     lines: keysOf(panel, series).map(([key, label], k) => ({
       label, values: series[key], colour: colours[k % colours.length], sparse: /^(test|valid)\//.test(key),
@@ -71,7 +80,7 @@ function comparison() {
   const t = [...new Set(DATA.runs.flatMap((run) => run.curves.t))].sort((a, b) => a - b);
   const all = Object.assign({}, ...DATA.runs.map((run) => run.curves.series));
   const out = [];
-  for (const panel of PANELS) {
+  for (const panel of panelsOf(DATA.runs)) {
     for (const [key, label] of keysOf(panel, all)) {
       const title = Object.keys(panel.keys).length > 1 || key.includes("/") ? `${panel.title}: ${label}` : panel.title;
       out.push({ id: `${panel.id}-${key.replace(/\W/g, "-")}`, title, t, lines: groupLines(key, t, colours) });
@@ -164,7 +173,7 @@ function drawChart(box, chart, height = 150) {
 function nearZero(low, high) {
   if (low === null || high === null) return [0, 1];
   if (low === high) return low === 0 ? [0, 1] : [Math.min(0, low), Math.max(0, high * 1.1)];
-  const from = low > 0 && low > 0.6 * high ? low - 0.1 * (high - low) : Math.min(0, low);
+  const from = low < 0 || low > 0.6 * high ? low - 0.1 * (high - low) : 0;
   return [from, high + 0.04 * (high - from)];
 }
 

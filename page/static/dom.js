@@ -72,6 +72,17 @@ function mean(values) {
   return values.length ? values.reduce((sum, x) => sum + x, 0) / values.length : null;
 }
 
+// Returns a metric's name as the page shows it.
+function named(metric) {
+  return metric === "em" ? "EM" : metric;
+}
+
+// Returns the scale of some scores: from 0 to 1, or further where they go further.
+function scaleOf(values) {
+  const low = values.reduce((a, b) => Math.min(a, b ?? 0), 0), high = values.reduce((a, b) => Math.max(a, b ?? 1), 1);
+  return { low, high, share: (x) => (x - low) / (high - low) };
+}
+
 // ---- pages: parts of the data that stay compressed until someone opens them
 
 const opened = new Map();

@@ -32,9 +32,10 @@ function learnedCard(run) {
   const end = table["trained policy, I_star"] || table["trained policy, first instruction"];
   const out = [];
   if (first && end) {
-    out.push(h("p", { class: "headline" }, "Exact match ", h("b", {}, fixed(first.em)), " → ", h("b", { class: end.em > first.em ? "good" : "" }, fixed(end.em))));
+    const [from, to] = [first[run.metric], end[run.metric]];
+    out.push(h("p", { class: "headline" }, `${named(run.metric)} `, h("b", {}, fixed(from)), " → ", h("b", { class: to > from ? "good" : "" }, fixed(to))));
     out.push(h("p", { class: "under" }, `on ${num(questions)} held-out questions, greedy, after ${plural(run.status.t, "step")}`));
-    out.push(corners(table));
+    out.push(corners(run));
     const [gain, whose] = splitSentence(sentence);
     if (whose) out.push(h("p", { class: "sentence" }, gain, whose));
   } else if (rewards) {
@@ -53,14 +54,16 @@ function splitSentence(sentence) {
 }
 
 // The final table: which policy under which instruction. Its four corners say whose gain it is.
-function corners(table) {
+function corners(run) {
+  const { table } = run.learned;
   const kinds = ["first instruction", "I_star"].filter((kind) => CORNERS.some((policy) => table[`${policy}, ${kind}`]));
   const said = { "first instruction": "first instruction", I_star: "winning instruction" };
   const low = colour("ramp-0"), high = colour("ramp-1");
+  const scale = scaleOf(Object.values(table).map((row) => row[run.metric]));
   const cell = (row) => {
     if (!row) return h("td", {}, "–");
-    return h("td", { class: "corner", style: { boxShadow: `inset 0 -3px ${blend(low, high, row.em)}` } }, fixed(row.em),
-      h("small", {}, row.searches === undefined ? "" : ` ${fixed(row.searches, 1)} searches`));
+    const score = row[run.metric], calls = run.tools.filter((name) => name in row).map((name) => ` ${fixed(row[name], 1)} ${name}`);
+    return h("td", { class: "corner", style: { boxShadow: `inset 0 -3px ${blend(low, high, scale.share(score))}` } }, fixed(score), h("small", {}, calls.join(",")));
   };
   const extra = table["trained policy, canary"];
   return h("table", { class: "corners" },
@@ -87,8 +90,7 @@ function reasons(won, I, run) {
   const out = [];
   if (won.w !== undefined && won.w !== null) {
     const rival = won.second ? `; the next, #${won.second.id}, has ${fixed(won.second.w)}` : "";
-    const what = run.config.rank === "paired" ? "its mean reward on the questions that rivals share" : "the mean reward of its latest steps";
-    out.push(`Its weight, ${what}, is ${fixed(won.w)}${rival}.`);
+    out.push(`Its weight is ${fixed(won.w)}${rival}.`);
   }
   if (I.rated) out.push(`It is rated ${I.rated}.`);
   if (won.undecided.length) out.push(`At the last pruning a test could not tell ${won.undecided.map((id) => `#${id}`).join(", ")} from the leader: undecided.`);
@@ -96,8 +98,8 @@ function reasons(won, I, run) {
   else if (won.since === 0 && I.parents.length) out.push("It was there from the start, as a paraphrase of the first one.");
   const { "trained policy, first instruction": before, "trained policy, I_star": after } = run.learned.table;
   if (before && after) {
-    const searches = after.searches === undefined ? "" : `, with ${fixed(after.searches, 1)} searches instead of ${fixed(before.searches, 1)}`;
-    out.push(`The trained policy has ${fixed(after.em)} under it and ${fixed(before.em)} under the first one${searches}.`);
+    const calls = run.tools.filter((name) => name in after && name in before).map((name) => `, with ${fixed(after[name], 1)} ${name} instead of ${fixed(before[name], 1)}`);
+    out.push(`The trained policy has ${fixed(after[run.metric])} under it and ${fixed(before[run.metric])} under the first one${calls.join("")}.`);
   }
   out.push(`It is one of ${plural(won.ever, "instruction")} that were tried; ${plural(won.refused, "candidate was", "candidates were")} refused.`);
   return out;
@@ -125,7 +127,7 @@ function troubleCard(run) {
     const show = warning.panel === "tree" ? h("a", { href: "#instructions" }, "see") : panel && h("button", { class: "link", onclick: jump }, "see the curve");
     return h("li", {}, warning.text, " ", show);
   });
-  const quiet = "Nothing that this page looks for: entropy, answers, groups all alike, engine against trainer, searches, reward.";
+  const quiet = "Nothing that this page looks for: entropy, answers, groups all alike, engine against trainer, tools, reward.";
   const missing = run.missing.map((text) => h("li", { class: "muted" }, text));
   return card(list.length ? "trouble warned" : "trouble", "What went wrong?",
     list.length ? h("ul", { class: "warnings" }, list) : h("p", {}, quiet),
@@ -135,21 +137,22 @@ function troubleCard(run) {
 
 function pairLink(run) {
   const pair = beforeAfter(run);
-    return pair && h("p", { class: "more" }, h("a", { href: address({ section: "trajectories", open: String(pair[0].k), beside: String(pair[1].k), run: String(DATA.runs.indexOf(run)) }) }, "One question before and after training"));
+  return pair && h("p", { class: "more" }, h("a", { href: address({ section: "trajectories", open: String(pair[0].k), beside: String(pair[1].k), run: String(DATA.runs.indexOf(run)) }) }, "One question before and after training"));
 }
 
 // Returns a question before and after: the first policy under the first instruction, the trained one under the best.
 function beforeAfter(run) {
   const rows = rowsOf(run);
-  const after = rows.filter((row) => row.kind === "trained policy, I_star" && row.reward === 1);
-  for (const row of after.sort((a, b) => b.searches - a.searches)) {
-    const before = rows.find((other) => other.kind === "first policy, first instruction" && other.question === row.question && other.reward < 1);
+  const after = rows.filter((row) => row.kind === "trained policy, I_star" && !row.failed);
+  for (const row of after.sort((a, b) => b.calls - a.calls)) {
+    const before = rows.find((other) => other.kind === "first policy, first instruction" && other.question === row.question && other.failed);
     if (before) return [before, row];
   }
   return null;
 }
 
 function overview() {
+  const metrics = [...new Set(DATA.runs.map((run) => run.metric))];
   const rows = DATA.groups.flatMap((group, g) => group.runs.map((k) => {
     const run = DATA.runs[k], table = run.learned.table;
     const first = table["first policy, first instruction"], end = table["trained policy, I_star"] || table["trained policy, first instruction"];
@@ -157,9 +160,9 @@ function overview() {
     return h("tr", { class: String(k) === state.run ? "chosen" : "" },
       h("th", { scope: "row" }, swatch(palette()[g % 6]), h("a", { href: address({ run: String(k), open: "", beside: "", ins: "" }) }, run.name)),
       h("td", {}, group.runs.length > 1 ? `seed ${num(run.config.seed)}` : group.label === run.name ? "" : group.label),
-      h("td", {}, first && end ? `${fixed(first.em)} → ${fixed(end.em)}` : "–"), h("td", {}, `${fixed(rewards[0])} → ${fixed(rewards[1])}`),
+      h("td", {}, first && end ? `${metrics.length > 1 ? `${named(run.metric)} ` : ""}${fixed(first[run.metric])} → ${fixed(end[run.metric])}` : "–"), h("td", {}, `${fixed(rewards[0])} → ${fixed(rewards[1])}`),
       h("td", {}, `${run.status.t}${run.status.T ? ` of ${run.status.T}` : ""}`), h("td", {}, duration(run.cost.seconds)), h("td", {}, String(run.warnings.length || "none")));
   }));
-  const heads = ["run", "", "held-out EM", "reward", "steps", "time", "warnings"];
+  const heads = ["run", "", metrics.length > 1 ? "held out" : `held-out ${named(metrics[0])}`, "reward", "steps", "time", "warnings"];
   return h("div", { class: "scroll" }, h("table", { class: "overview" }, h("thead", {}, h("tr", {}, heads.map((text) => h("th", { scope: "col" }, text)))), h("tbody", {}, rows)));
 }

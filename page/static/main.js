@@ -31,7 +31,7 @@ onChange((now, before) => {
   const k = runShown();
   if (changed("run")) return drawAll();
   if (changed("ins", "diff")) drawInstruction(k);
-  if (changed("kind", "from", "to", "by", "reward", "stop", "source", "searches", "ask")) {
+  if (changed("kind", "from", "to", "by", "outcome", "stop", "source", "calls", "ask")) {
     listed = PAGE;
     syncFilters();
     drawList(k);

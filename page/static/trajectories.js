@@ -14,11 +14,14 @@ function rowsOf(run) {
 }
 
 function matches(row, run) {
-  const { kind, from, to, by, reward, stop, source, searches, ask } = state;
+  const { kind, from, to, by, outcome, stop, source, calls, ask } = state;
   return (!kind || row.kind === kind) && (!from || row.t >= Number(from)) && (!to || row.t <= Number(to)) && (!by || row.ins === by) &&
-    (!reward || (reward === "right" ? row.reward >= 1 : reward === "wrong" ? row.reward <= 0 : row.reward > 0 && row.reward < 1)) &&
-    (!stop || row.stop === stop) && (!source || row.source === source) && (!searches || row.searches === Number(searches)) &&
+    (!outcome || outcomeOf(row) === outcome) && (!stop || row.stop === stop) && (!source || row.source === source) && (!calls || row.calls === Number(calls)) &&
     (!ask || run.index.questions[row.question].toLowerCase().includes(ask.toLowerCase()));
+}
+
+function outcomeOf(row) {
+  return row.failed ? "failed" : "solved";
 }
 
 function drawTrajectories(k) {
@@ -51,9 +54,9 @@ function filters(run) {
     choose("kind", "played for", same(distinct("kind"))),
     field("from", "from step", "number", { min: 0 }), field("to", "to step", "number", { min: 0 }),
     choose("by", "instruction", distinct("ins").map((key) => [key, nameOf(key)])),
-    choose("reward", "reward", [["right", "1"], ["wrong", "0"], ...(rows.some((row) => row.reward > 0 && row.reward < 1) ? [["between", "between"]] : [])]),
+    choose("outcome", "outcome", same(["solved", "failed"])),
     choose("stop", "ended by", same(distinct("stop"))), choose("source", "source", same(distinct("source"))),
-    choose("searches", "searches", same(distinct("searches"))), field("ask", "question has", "search", { placeholder: "text" }),
+    choose("calls", "tool calls", same(distinct("calls"))), field("ask", "question has", "search", { placeholder: "text" }),
     h("button", { type: "reset", onclick: (event) => (event.preventDefault(), clearFilters()) }, "Clear"));
 }
 
@@ -62,7 +65,7 @@ function filter(changes) {
 }
 
 function clearFilters() {
-  const names = ["kind", "from", "to", "by", "reward", "stop", "source", "searches", "ask"];
+  const names = ["kind", "from", "to", "by", "outcome", "stop", "source", "calls", "ask"];
   filter(Object.fromEntries(names.map((name) => [name, ""])));
 }
 
@@ -75,7 +78,7 @@ function drawList(k) {
   const run = DATA.runs[k], list = $("#trajectories .rows");
   if (!list) return;
   const found = rowsOf(run).filter((row) => matches(row, run));
-  $("#trajectories .count").textContent = `${plural(found.length, "trajectory", "trajectories")}, ${percent(found.length ? mean(found.map((row) => row.reward)) : null)} mean reward`;
+  $("#trajectories .count").textContent = `${plural(found.length, "trajectory", "trajectories")}, mean reward ${fixed(mean(found.map((row) => row.reward)))}`;
   const same = (a, b) => b && a.question === b.question && a.t === b.t && a.ins === b.ins && a.kind === b.kind;
   replace(list, found.slice(0, listed).map((row, n) => listRow(row, run, same(row, found[n - 1]))));
   const further = $("#trajectories .further");
@@ -86,11 +89,11 @@ function drawList(k) {
 
 // A row of the list; `again`: the one above it is of the same group, and has the question already.
 function listRow(row, run, again) {
-  const label = row.reward >= 1 ? "right" : row.reward <= 0 ? "wrong" : num(row.reward);
+  const label = `${outcomeOf(row)}, reward ${num(row.reward)}`;
   const question = run.index.questions[row.question];
-  const meta = again ? [plural(row.searches, "search", "searches"), row.stop] : [whenOf(row), nameOf(row.ins), row.source, plural(row.searches, "search", "searches"), row.stop];
+  const meta = [...(again ? [] : [whenOf(row), nameOf(row.ins), row.source]), plural(row.calls, "tool call"), row.stop, [0, 1].includes(row.reward) ? "" : `reward ${num(row.reward)}`];
   return h("li", { class: again ? "again" : "" }, h("a", { href: address({ section: "trajectories", open: String(row.k), beside: "" }), "data-k": row.k, "aria-label": again ? `${question} ${label}, ${meta.join(", ")}` : null },
-    h("i", { class: `mark ${label === "right" ? "good" : label === "wrong" ? "bad" : "half"}`, title: label }),
+    h("i", { class: row.failed ? "mark bad" : "mark", title: label }),
     again ? null : h("span", { class: "ask" }, question),
     h("span", { class: "meta" }, meta.filter(Boolean).join(" · "))));
 }

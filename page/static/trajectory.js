@@ -1,6 +1,6 @@
 // One trajectory, or two of the same question beside each other: blocks, passages, and what is known of each token.
 
-const BLOCK = /<(think|search|calculate|information|result|answer)>([\s\S]*?)(?:<\/\1>|$)/g;
+const BLOCK = /<(\w+)>[\s\S]*?<\/\1>|<(\w+)>(?![\s\S]*<\/)[\s\S]*$/g; // the last one may be cut off
 const PAINTS = {
   none: ["no colour", () => 0],
   logp: ["log-prob", (token) => Math.min(1, -(token.logp ?? token.engine ?? 0) / 4)],
@@ -31,7 +31,7 @@ async function drawTrajectory(k) {
   const peers = rows.filter((other) => other.k !== row.k && other.question === row.question);
   replace(panel,
     h("h3", { class: "question" }, run.index.questions[row.question]),
-    h("p", { class: "gold" }, "Gold: ", h("b", {}, (shown[0]?.golds || []).join(" or ") || "unknown")),
+    shown[0]?.golds?.length ? h("p", { class: "gold" }, "Gold: ", h("b", {}, shown[0].golds.join(" or "))) : null,
     h("div", { class: "tools" }, paintChoice(shown), besideChoice(peers, row, beside)),
     h("div", { class: beside ? "pair" : "alone" }, [row, beside].filter(Boolean).map((one, n) => oneTrajectory(one, shown[n], run, k))));
   markRow();
@@ -53,7 +53,7 @@ function besideChoice(peers, row, beside) {
   if (!peers.length) return null;
   const others = peers.filter((peer) => peer.kind !== row.kind || peer.t !== row.t || peer.group !== row.group);
   const same = peers.filter((peer) => !others.includes(peer));
-  const option = (peer) => h("option", { value: peer.k, selected: beside === peer }, `${whenOf(peer)}, ${nameOf(peer.ins)}: ${peer.reward >= 1 ? "right" : peer.reward <= 0 ? "wrong" : num(peer.reward)}`);
+  const option = (peer) => h("option", { value: peer.k, selected: beside === peer }, `${whenOf(peer)}, ${nameOf(peer.ins)}: ${outcomeOf(peer)}, reward ${num(peer.reward)}`);
   return h("label", {}, "the same question", h("select", { name: "beside", onchange: (event) => go({ section: "trajectories", open: String(row.k), beside: event.target.value }, true) },
     h("option", { value: "" }, `beside this (${peers.length})`),
     others.length ? h("optgroup", { label: "at another time or under another instruction" }, others.map(option)) : null,
@@ -62,15 +62,20 @@ function besideChoice(peers, row, beside) {
 
 function oneTrajectory(row, found, run, k) {
   if (!found) return h("article", { class: "trajectory" }, h("p", { class: "empty" }, "This trajectory could not be read."));
-  const right = row.reward >= 1;
   const link = findInstruction(run, row.ins) ? h("a", { href: address({ section: "instructions", ins: row.ins, diff: "" }) }, nameOf(row.ins)) : nameOf(row.ins);
-  const facts = [`${num(found.action_tokens)} tokens written`, plural(row.searches, "search", "searches"), `ended by ${row.stop}`];
+  const facts = [`${num(found.action_tokens)} tokens written`, plural(row.calls, "tool call"), `ended by ${row.stop}`];
   if (row.kind === "training" && found.advantage !== undefined) facts.push(`advantage ${signed(found.advantage)}`);
   return h("article", { class: "trajectory" },
     h("p", { class: "under" }, [whenOf(row), " · instruction ", link, " · ", facts.join(" · ")]),
-    h("p", { class: "verdict" }, "Answer: ", h("b", { class: right ? "good" : "bad" }, found.prediction === null || found.prediction === undefined ? "none" : found.prediction), ` · reward ${num(row.reward)}`),
+    outcomeLine(row, found),
     tokenNote(found.token_data),
     blocks(found, row));
+}
+
+function outcomeLine(row, found) {
+  const scores = [`reward ${num(row.reward)}`, ...Object.entries(found.metrics || {}).map(([name, value]) => `${named(name)} ${num(value)}`)];
+  const answered = typeof found.prediction === "string", asked = answered || found.golds?.length;
+  return h("p", { class: "verdict" }, asked ? "Answer: " : null, h("b", { class: row.failed ? "bad" : "good" }, answered ? found.prediction : asked ? "none" : outcomeOf(row)), ` · ${scores.join(" · ")}`);
 }
 
 function signed(x) {
@@ -131,7 +136,7 @@ function cut(text) {
   let place = 0;
   for (const match of text.matchAll(BLOCK)) {
     if (text.slice(place, match.index).trim()) out.push({ tag: "", start: place, end: match.index });
-    out.push({ tag: match[1], start: match.index, end: match.index + match[0].length });
+    out.push({ tag: match[1] || match[2], start: match.index, end: match.index + match[0].length });
     place = match.index + match[0].length;
   }
   if (text.slice(place).trim()) out.push({ tag: "", start: place, end: text.length });
@@ -139,14 +144,14 @@ function cut(text) {
 }
 
 function block(tag, content) {
-  return h("div", { class: `block ${tag || "other"}` }, h("span", { class: "label" }, tag || "text"), h("div", { class: "words" }, content));
+  return h("div", { class: `block ${["think", "answer", ""].includes(tag) ? tag : "tool"}` }, h("span", { class: "label" }, tag || "text"), h("div", { class: "words" }, content));
 }
 
 // What a tool returned: passages that the policy read and did not write. Its tokens are masked, which makes them dim.
 function observation(text) {
-  const match = /<(information|result)>([\s\S]*?)<\/\1>/.exec(text);
+  const match = /^\s*<(\w+)>([\s\S]*)<\/\1>\s*$/.exec(text);
   const passages = match ? match[2].split(/(?=Doc \d+\s*\(Title:)/).map((passage) => passage.trim()).filter(Boolean) : [text.trim()];
-  const label = match ? match[1] : "invalid action";
+  const label = match ? match[1] : "observation";
   return h("div", { class: "block masked" }, h("span", { class: "label" }, label, h("small", {}, " masked")),
     h("div", { class: "words" }, passages.map((passage) => {
       const title = /^Doc (\d+)\s*\(Title:\s*(.*?)\s*\)\s*([\s\S]*)$/.exec(passage);

@@ -8,14 +8,19 @@ function drawTree(k) {
   if (!instructions.length) return replace(body, h("p", { class: "empty" }, "No instruction is known: population.jsonl is missing or empty."));
   const picture = h("div", { class: "tree" });
   const panel = h("div", { class: "panel", id: "instruction", tabindex: "-1", "aria-live": "polite" });
-  replace(body, treeLegend(refused.length), h("div", { class: "split" }, picture, panel));
+  replace(body, treeLegend(run, refused.length), h("div", { class: "split" }, picture, panel));
   paintTree(picture, run, k);
   drawInstruction(k);
 }
 
-function treeLegend(refused) {
+function weightScale(run) {
+  return scaleOf(run.tree.instructions.flatMap((I) => I.history.map(([, w]) => w)));
+}
+
+function treeLegend(run, refused) {
+  const { low, high } = weightScale(run);
   const ramp = h("i", { class: "ramp", style: { background: `linear-gradient(90deg, ${colour("ramp-0")}, ${colour("ramp-1")})` } });
-  return h("p", { class: "note" }, "A bar is an instruction from its birth to its end: its height is its share of the step's samples, its colour its weight, 0 ", ramp, " 1. ",
+  return h("p", { class: "note" }, "A bar is an instruction from its birth to its end: its height is its share of the step's samples, its colour its weight, ", num(low), " ", ramp, ` ${num(high)}. `,
     refused ? "Grey rings are candidates that were refused. " : "", "Select one to read it.");
 }
 
@@ -48,8 +53,8 @@ function paintTree(box, run, k) {
     if (from === undefined || row.t === 0) continue;
     drawing.append(svg("path", { class: "edge", d: `M${x(row.t)},${from} V${row.y - 4} q0,4 4,4 h2` }));
   }
-  const totals = sampleTotals(run.tree.instructions);
-  for (const row of rows) drawing.append(row.I ? instructionBar(row, run, x, width, wide, totals, k) : refusedRing(row, x, width, wide, k));
+  const totals = sampleTotals(run.tree.instructions), scale = weightScale(run);
+  for (const row of rows) drawing.append(row.I ? instructionBar(row, run, x, width, wide, totals, scale, k) : refusedRing(row, x, width, wide, k));
   replace(box, drawing);
 }
 
@@ -73,13 +78,13 @@ function shareOf([t, , p, n], totals) {
   return n !== null && totals.get(t) ? n / totals.get(t) : p || 0;
 }
 
-function instructionBar(row, run, x, width, wide, totals, k) {
+function instructionBar(row, run, x, width, wide, totals, scale, k) {
   const I = row.I, low = colour("ramp-0"), high = colour("ramp-1");
   const won = run.winner && run.winner.id === I.id;
   const last = I.left ?? Math.max(run.status.t, I.born);
   const bars = I.history.map((entry) => {
     const size = Math.max(2.5, shareOf(entry, totals) * 19);
-    return svg("rect", { x: x(entry[0] - 0.5), width: Math.max(1, x(1) - x(0) + 0.3), y: row.y - size / 2, height: size, fill: blend(low, high, entry[1] || 0) });
+    return svg("rect", { x: x(entry[0] - 0.5), width: Math.max(1, x(1) - x(0) + 0.3), y: row.y - size / 2, height: size, fill: blend(low, high, scale.share(entry[1] ?? scale.low)) });
   });
   const fate = I.left !== null ? `${I.why === "pruned" ? "pruned" : "replaced"} at ${I.left}` : won ? (run.status.state === "finished" ? "won" : "leads") : "in P at the end";
   const interval = I.intervals[I.intervals.length - 1];
@@ -128,7 +133,7 @@ function drawInstruction(k) {
   replace(panel,
     h("h3", {}, nameOf(key), key.startsWith("r") ? h("span", { class: "chip" }, "refused") : run.winner && run.winner.id === I.id ? h("span", { class: "chip good" }, run.status.state === "finished" ? "won" : "leads") : null),
     definitions(factsOf(I, run, k)),
-    weightLine(I),
+    weightLine(I, weightScale(run)),
     parent ? diffText(parent.text, I.text) : h("p", { class: "instruction" }, I.text),
     parent && h("p", { class: "note" }, "Against ", parentLinks(I, parent, k), ": ", h("ins", {}, "added"), ", ", h("del", {}, "removed"), "."),
     key.startsWith("r") ? null : h("p", { class: "more" }, h("a", { href: address({ section: "trajectories", by: key, kind: "", open: "" }) }, "Its trajectories")),
@@ -141,7 +146,7 @@ function parentLinks(I, shown, k) {
 }
 
 function nameOf(key) {
-  return key.startsWith("r") ? `Candidate ${Number(key.slice(1)) + 1}` : key === "?" ? "a candidate" : `#${key}`;
+  return key.startsWith("r") ? `Candidate ${Number(key.slice(1)) + 1}` : key === "?" ? "unknown" : `#${key}`;
 }
 
 function findInstruction(run, key) {
@@ -157,24 +162,21 @@ function factsOf(I, run, k) {
     facts.push(["Born", ["step ", String(I.born), I.parents.length ? [", a revision of ", parents] : ""]]);
     if (I.rated) facts.push(["Rated", I.rated]);
     if (I.undecided.length) facts.push(["Undecided", `at ${I.undecided.length === 1 ? "step" : "steps"} ${I.undecided.join(", ")}: a test could not tell it from the leader, so it stayed`]);
-    facts.push(["Left", I.left === null ? "never" : `step ${I.left}, ${I.why === "pruned" ? "pruned for its weight" : "the next generation took its place"}`]);
+    facts.push(["Left", I.left === null ? "never" : `step ${I.left}, ${I.why === "pruned" ? "pruned" : "the next generation took its place"}`]);
   } else {
     facts.push(["Proposed", [`step ${I.t}, as a revision of `, parents]], ["Refused", I.why]);
   }
-  if (typeof I.r === "number") {
-    const how = I.spare ? ", joined because a sign test does not find it worse" : "";
-    facts.push(["Verified", `${fixed(I.r)} on ${plural(I.questions, "question")}, its parent ${fixed(I.r_parent)}${how}`]);
-  }
+  if (typeof I.r === "number") facts.push(["Verified", `${fixed(I.r)} on ${plural(I.questions, "question")}, its parent ${fixed(I.r_parent)}`]);
   return facts;
 }
 
 // A small line of the weight over the steps in P.
-function weightLine(I) {
+function weightLine(I, scale) {
   const points = (I.history || []).filter(([, w]) => w !== null);
   if (points.length < 2) return null;
   const width = 260, height = 34, first = points[0][0], last = points[points.length - 1][0];
-  const x = (t) => ((t - first) / (last - first)) * width, y = (w) => height - 2 - w * (height - 4);
-  const sides = (side) => I.intervals.map((entry) => `${x(entry[0]).toFixed(1)},${y(Math.min(1, Math.max(0, entry[side]))).toFixed(1)}`);
+  const x = (t) => ((t - first) / (last - first)) * width, y = (w) => height - 2 - Math.min(1, Math.max(0, scale.share(w))) * (height - 4);
+  const sides = (side) => I.intervals.map((entry) => `${x(entry[0]).toFixed(1)},${y(entry[side]).toFixed(1)}`);
   const band = I.intervals.length > 1 ? svg("polygon", { class: "band", points: [...sides(1), ...sides(2).reverse()].join(" ") }) : null;
   const d = points.map(([t, w], n) => `${n ? "L" : "M"}${x(t).toFixed(1)},${y(w).toFixed(1)}`).join("");
   return h("p", { class: "weight" }, svg("svg", { width, height, role: "img", "aria-label": `weight from ${fixed(points[0][1])} to ${fixed(points[points.length - 1][1])}` }, band, svg("path", { d })),
@@ -186,7 +188,7 @@ async function drawCall(box, k, place) {
   const calls = await openPage(`${k}/calls`);
   const call = calls && calls[place];
   if (!call || !box.isConnected) return;
-  const shown = call.failures.map(({ text, gold }, n) => h("li", {}, h("pre", {}, text), h("p", { class: "note" }, "Correct answer: ", h("b", {}, gold))));
+  const shown = call.failures.map(({ text, gold }, n) => h("li", {}, h("pre", {}, text), gold ? h("p", { class: "note" }, "Correct answer: ", h("b", {}, gold)) : null));
   replace(box,
     shown.length ? h("details", {}, h("summary", {}, `${plural(shown.length, "failure")} that the optimizer was shown`), h("ol", { class: "failures" }, shown)) : null,
     call.analysis ? h("details", { open: true }, h("summary", {}, "Its analysis"), h("pre", { class: "analysis" }, call.analysis)) : null,

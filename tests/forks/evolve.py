@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import inspo
 from config import parse
-from data import Question
-from faults import OptimizerDown
+from tasks.questions import Question
+from plumbing.faults import OptimizerDown
 from population import Population, ReplayBuffer
 from rollout import Trajectory
 

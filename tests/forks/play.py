@@ -11,11 +11,11 @@ from pathlib import Path
 
 import inspo
 from config import WORLD, parse
-from data import Question
-from faults import Fault
+from tasks.questions import Question
+from plumbing.faults import Fault
 from rollout import Job, encode, prompt_ids, rollout
-from tools import Search, invalid_action, make_tools, stop_strings
-from training.model import load_model, load_tokenizer, logit_scale
+from tasks.tools import Search, invalid_action, make_tools, stop_strings
+from models.model import load_model, load_tokenizer, logit_scale
 
 TURNS = ["Let me see. <count> one two three </count>", "Three?", "<answer> 3 </answer>"]
 

@@ -1,0 +1,218 @@
+"""The runs of the campaign: what each arm is, how it is run once, and the row that it leaves behind."""
+
+import json
+import os
+import platform
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from config import HERE, PRESETS
+from plumbing.faults import Fault
+from journal.directory import read_jsonl
+from plumbing.versions import commit
+from world.clauses import BEST, write
+
+Row = dict[str, Any]
+Job = TypeVar("Job")
+
+
+RUNNING: defaultdict[tuple[str, int], threading.Lock] = defaultdict(threading.Lock)
+
+
+class Arm(NamedTuple):
+    """`flags` are added to the embedded default's; {arm} is the directory of that arm's run with the same seed."""
+
+    what: str
+    flags: str = ""
+    program: str = "inspo.py"
+
+
+ARMS = {
+    "inspo": Arm("instruction and policy evolve together"),
+    "static": Arm("Search-R1: one instruction, the policy trains", "--mode static"),
+    "frozen": Arm("evolution, the policy frozen", "--lr 0"),
+    # the other trained rows of Table 1
+    "grpo": Arm("GRPO without tools", "", "baselines.py grpo"),
+    "sft": Arm("supervised on gold answers, no tools", "", "baselines.py sft"),
+    "sft_reject": Arm("supervised on its own correct rollouts", "", "baselines.py sft_reject"),
+    # Fig. 3
+    "before": Arm("instruction optimised before RL", "--mode static --instruction {frozen}/I_star.txt"),
+    "after": Arm("instruction optimised after RL", "{world} --lr 0 --model {static}/policy"),
+    "around": Arm(
+        "RL, instruction optimised, RL again under it",
+        "{world} --mode static --T_e 0 --model {static}/policy --instruction {after}/I_star.txt",
+    ),
+    "paraphrase": Arm("proposer: paraphrase", "--proposer paraphrase"),
+    "history": Arm("proposer: history", "--proposer history"),
+    "constant": Arm("a constant population, never pruned", "--K_p 1000000 --T_e 0"),
+    "unverified": Arm("pruned and expanded, not verified", "--D_B 0"),
+    # Fig. 6
+    "parents-2": Arm("N_parent 2", "--N_parent 2"),
+    "parents-3": Arm("N_parent 3", "--N_parent 3"),
+    "tau-0.05": Arm("tau_s 0.05", "--tau_s 0.05"),
+    "tau-1.0": Arm("tau_s 1.0", "--tau_s 1.0"),
+    # not in the paper
+    "question-groups": Arm("advantages by question, across instructions", "--groups question"),
+    "guessing": Arm("the optimizer proposes at random", "--optimizer_model guessing"),
+    "half": Arm("evolution ends at half its time", "--T_e {half_T_e}"),
+}
+WITH_CANARY = ("inspo", "static", "frozen")  # whose policies are also played under one good instruction, for Fig. 5
+
+
+def needs(arm: str) -> list[str]:
+    """Returns the arms whose runs this one starts from."""
+    return [other for other in ARMS if f"{{{other}}}" in ARMS[arm].flags]
+
+
+def argv_of(arm: str, built_on: dict[str, str], extra: str = "") -> list[str]:
+    """Returns an arm's command, without `python`; `built_on`: directories of the runs that it needs, by arm.
+
+    `extra` flags come before the arm's own, which win.
+    """
+    world = " ".join(f"--{name} {value}" for name, value in PRESETS["world"].items() if name != "model")
+    half = PRESETS["world"]["T_e"] // 2
+    flags = ARMS[arm].flags.format(**built_on, world=f"{world} {extra}", half_T_e=half)
+    return [*ARMS[arm].program.split(), *extra.split(), *flags.split()]
+
+
+class Campaign(NamedTuple):
+    """Where runs and rows go, and what all runs share."""
+
+    runs: Path
+    rows: Path  # rows.jsonl
+    every: int = 20  # steps between held-out evaluations
+    extra: str = ""
+    threads: int = 1
+
+    def done(self) -> dict[tuple[str, int], Row]:
+        """Returns the rows there are, by arm and seed."""
+        return {(row["arm"], row["seed"]): row for row in read_jsonl(self.rows)}
+
+    def row(self, arm: str, seed: int) -> Row:
+        """Returns the row of an arm and seed; runs it only if there is none."""
+        if found := self.done().get((arm, seed)):
+            return found
+        return self.keep(row_of(arm, seed, self.run(arm, seed), self.extra))
+
+    def keep(self, row: Row) -> Row:
+        """Appends a row to the committed file and returns it."""
+        self.rows.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.rows, "a") as file:
+            file.write(json.dumps(row) + "\n")
+        return row
+
+    def run(self, arm: str, seed: int) -> Path:
+        """Returns the directory of a finished run: it runs, or resumes, what is not there, and what that needs."""
+        with RUNNING[arm, seed]:  # another thread may need the same run
+            return self._run(arm, seed)
+
+    def _run(self, arm: str, seed: int) -> Path:
+        out = self.runs / f"{arm}-seed{seed}"
+        if (out / "summary.json").exists():
+            return out
+        argv = argv_of(arm, {other: str(self.run(other, seed)) for other in needs(arm)}, self.extra)
+        argv += ["--seed", str(seed), "--eval_every", str(self.every), "--out", str(out)]
+        if arm in WITH_CANARY:
+            argv += ["--canary", str(canary(self.runs))]
+        argv += ["--resume"] if (out / "config.json").exists() else []
+        launch(f"{arm}, seed {seed}", argv, out, self.threads)
+        return out
+
+
+def launch(what: str, argv: list[str], out: Path, threads: int = 1) -> None:
+    """Runs a program of this project; its output goes to {out}.log, after what is there if it resumes. Raises Fault."""
+    env = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    with open(f"{out}.log", "a" if "--resume" in argv else "w") as log:
+        done = subprocess.run([sys.executable, *argv], cwd=HERE, env=env, stdout=log, stderr=log)
+    if done.returncode:
+        raise Fault(f"{what}: {argv[0]} ended with {done.returncode}; see {out}.log")
+
+
+def collect(
+    jobs: Sequence[Job], run: Callable[[Job], Row], path: Path, threads: int, says: Callable[[Row], str]
+) -> list[str]:
+    """Runs jobs in threads, appends each one's row to `path`, prints what it `says`; returns why others failed."""
+    lock = threading.Lock()
+
+    def one(job: Job) -> str:
+        try:
+            row = run(job)
+        except Fault as fault:
+            print(fault, flush=True)
+            return str(fault)
+        with lock, open(path, "a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(says(row), flush=True)
+        return ""
+
+    with ThreadPoolExecutor(threads) as pool:
+        return [fault for fault in pool.map(one, jobs) if fault]
+
+
+def canary(runs: Path) -> Path:
+    """Returns a file with a good instruction that no run is given, under which all policies are scored."""
+    runs.mkdir(parents=True, exist_ok=True)
+    path = runs / "canary.txt"
+    if not path.exists():
+        path.write_text(write(random.Random(0), sorted(BEST)) + "\n")
+    return path
+
+
+def row_of(arm: str, seed: int, out: Path, extra: str) -> Row:
+    """Returns what a finished run leaves in the committed file: enough for every table and figure.
+
+    `evals`: [step, EM, EM under the canary or null, rollouts so far with those of verification, seconds so far].
+    """
+    end = json.loads((out / "summary.json").read_text())
+    steps = [row for row in read_jsonl(out / "metrics.jsonl") if "reward" in row]
+    cfg = json.loads((out / "config.json").read_text())
+    verified = [(row["t"], (1 + len(row["verified"])) * len(row["D_B"])) for row in verifications(out)]
+    trained = 0 if cfg["mode"] == "supervised" else cfg["batch"] * cfg["G"]
+
+    def rollouts(t: int) -> int:
+        return t * trained + sum(n for s, n in verified if s <= t)
+
+    evals = [[0, end["em_start"], None, 0, 0.0]]
+    evals += [
+        [row["t"], row["test/em"], row.get("canary/em"), rollouts(row["t"]), round(row["time/total"], 1)]
+        for row in steps
+        if "test/em" in row
+    ]
+    last = end["held_out"].get("trained policy, canary", {}).get("em")
+    evals.append([end["steps"], end["em_best"], last, rollouts(end["steps"]), end["seconds"]])
+    curves = ("reward", "searches", "prompt_tokens", "response_tokens")
+    return {
+        "arm": arm, "seed": seed, "flags": f"{extra} {ARMS[arm].flags}".strip(), "program": ARMS[arm].program,
+        **origin(), "minutes": round(end["seconds"] / 60, 2), "em": end["em_best"], "questions": end["questions"],
+        "searches": round(end["searches_end"], 3), "overhead": end["overhead_inference"], "I_star": end["I_star"],
+        "held_out": {name: round(scores["em"], 4) for name, scores in end["held_out"].items()}, "evals": evals,
+        "curves": {name: [round(row.get(name, 0.0), 3) for row in steps] for name in curves},
+    }  # fmt: skip
+
+
+def verifications(out: Path) -> list[Row]:
+    """Returns the rounds of verification of a run, as they stand in reflections.jsonl."""
+    return [row for row in read_jsonl(out / "reflections.jsonl") if "verified" in row]
+
+
+def origin() -> Row:
+    """Returns what each row says of where it is from: commit, machine, date."""
+    return {"commit": commit(), "machine": machine(), "date": time.strftime("%Y-%m-%d")}
+
+
+def machine() -> str:
+    """Returns the processor and how many cores this process may use."""
+    name = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]
+        name = names[0] if names else name
+    return f"{len(os.sched_getaffinity(0))} cores of {name}"

@@ -1,0 +1,286 @@
+"""The paper's tables and figures in the world: runs what is missing, writes results/ from the committed rows.
+
+    make paper                                       # everything, seeds 0 to 4
+    make controls                                    # one seed of inspo, static and frozen
+    python bench/paper.py --arms static --seeds 101 102 --extra "--lr 5e-4" --results runs/tuning   # tuning: 100 and up
+
+A finished run leaves a row in results/rows.jsonl and is not run again: stop the campaign whenever you like and repeat
+the command. The same commit and seed give the same row on the same machine. Seeds 0 to 4 are reported, never tuned on.
+"""
+
+import argparse
+import json
+import sys
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).parent.parent
+sys.path.insert(0, str(HERE))
+
+import numpy as np  # noqa: E402
+
+from extras.campaigns.arms import ARMS, Campaign, Row, origin  # noqa: E402
+from extras.campaigns.claims import CLAIMS, Rows, verdict  # noqa: E402
+from config import PRESETS  # noqa: E402
+from tasks.questions import load_questions  # noqa: E402
+from evaluation.statistics import adjusted, between_seeds, interval, over_seeds  # noqa: E402
+from plumbing.faults import Fault, one_line  # noqa: E402
+from journal.directory import read_jsonl  # noqa: E402
+
+SEEDS = 5
+UNTRAINED = ("direct", "ircot", "rag", "search_o1")  # rows of Table 1 that need no run
+TABLE_1 = {  # method -> where its row comes from
+    "direct": "direct", "sft": "sft", "grpo": "grpo", "ircot": "ircot", "rag": "rag", "sft_reject": "sft_reject",
+    "search_o1": "search_o1", "search_r1": "static", "inspo": "inspo",
+}  # fmt: skip
+
+
+def attempt(campaign: Campaign, arm: str, seeds: list[int]) -> str:
+    """Runs an arm with the last of the seeds, unless it has a row; returns why it failed, or "": the others go on."""
+    if (arm, seeds[-1]) in campaign.done():
+        return ""
+    try:
+        row = transfer(campaign, seeds) if arm == "transfer" else campaign.row(arm, seeds[-1])
+    except Fault as fault:
+        print(fault, flush=True)
+        return str(fault)
+    em = json.dumps(row["em"]) if arm == "transfer" else f"{row['em']:.3f}"
+    print(f"{arm:16}seed {seeds[-1]}  EM {em}", flush=True)
+    return ""
+
+
+def untrained(campaign: Campaign, method: str) -> Row:
+    """Returns the row of a method that does not train, played greedily by the world's first policy."""
+    if found := campaign.done().get((method, 0)):
+        return found
+    from evaluate import main as evaluate
+
+    out = campaign.runs / f"evaluation-{method}"
+    evaluate(["world", "--method", method, "--data", "world", "--out", str(out)])
+    part = json.loads((out / "summary.json").read_text())["benchmarks"]["world"]
+    row = {"arm": method, "seed": 0, **origin(), "em": part["em"]["mean"]}
+    row |= {"questions": part["questions"], "searches": part["searches"], "gold_recall": part["gold_recall"]}
+    return campaign.keep(row)
+
+
+def transfer(campaign: Campaign, seeds: list[int]) -> Row:
+    """Returns EM of the last seed's policies, inspo's and static's, under I_star of all these seeds.
+
+    `em[arm][k]`: on the held-out questions, greedy, under the k-th seed's I_star.
+    """
+    from extras.campaigns.player import player
+
+    test = load_questions(PRESETS["world"]["test"])
+    texts = [campaign.row("inspo", seed)["I_star"] for seed in seeds]
+    em = {}
+    for arm in ("inspo", "static"):
+        with player(str(campaign.run(arm, seeds[-1]) / "policy")) as play:
+            em[arm] = [round(float(play([text] * len(test), test, 0.0).mean()), 4) for text in texts]
+    row = {"arm": "transfer", "seed": seeds[-1], "seeds": seeds, **origin(), "em": em}
+    return campaign.keep(row)
+
+
+def read(path: Path) -> Rows:
+    """Returns the rows by arm, in the order of their seeds."""
+    rows: dict[str, list[Row]] = {}
+    for row in sorted(read_jsonl(path), key=lambda row: row["seed"]):
+        rows.setdefault(row["arm"], []).append(row)
+    return rows
+
+
+def line_of(arm: str, mine: list[Row]) -> str:
+    """Returns an arm in one line, for the terminal."""
+    em = " ".join(f"{row['em']:.2f}" for row in mine)
+    what = ARMS[arm].what if arm in ARMS else "the first policy, untrained"
+    return f"{arm:16}EM {em:25}{np.mean([row['searches'] for row in mine]):.1f} searches   {what}"
+
+
+def table_1(rows: Rows, published: Row) -> list[str]:
+    """Returns Table 1: the world's figures beside the paper's averages."""
+    lines = ["| | EM in the world, by seed | mean, 95 % | searches | the paper's average, 3B | 7B | real models here |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for method, arm in TABLE_1.items():
+        mine = rows.get(arm, [])
+        em = [row["em"] for row in mine]
+        n = mine[0]["questions"] if mine else 0
+        mean = over_seeds(em) if len(em) > 1 else interval(np.repeat([1.0, 0.0], split(em[0], n))) if em else None
+        level = f"{mean}" if mean else "not run yet"
+        level += "" if len(em) != 1 else f", over {n} questions"
+        searches = f"{np.mean([row['searches'] for row in mine]):.2f}" if mine else ""
+        paper = [f"{published['paper'][size][method][-1]:.3f}" for size in ("qwen2.5-3b", "qwen2.5-7b")]
+        cells = [method, ", ".join(f"{x:.2f}" for x in em), level, searches, *paper, "not run here"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def published_table(published: Row) -> list[str]:
+    """Returns exact match of real models by benchmark: the paper's, public reproductions', and ours."""
+    columns = published["paper"]["columns"]
+    lines = [f"| | {' | '.join(columns)} | source |", "|---" * (len(columns) + 2) + "|"]
+    for size in ("qwen2.5-3b", "qwen2.5-7b"):
+        for method, row in published["paper"][size].items():
+            lines.append(f"| {size}, {method} | {' | '.join(f'{x:.3f}' for x in row)} | the paper |")
+        lines.append(f"| {size}, all methods | {' | '.join(['not run here'] * len(columns))} | this project |")
+    for run in published["reproductions"]:
+        scores = [run[c] for c in columns[:-1] if c in run]
+        cells = [f"{run[c]:.3f}" if c in run else "" for c in columns[:-1]]
+        cells.append(f"{np.mean(scores):.3f}" if len(scores) == len(columns) - 1 else "")
+        lines.append(f"| {run['what']} | {' | '.join(cells)} | {run['source']} |")
+    return lines
+
+
+def split(em: float, n: int) -> list[int]:
+    return [round(em * n), n - round(em * n)]
+
+
+def arms_table(rows: Rows) -> list[str]:
+    """Returns every trained arm against inspo: Welch's test over seeds, Holm's p over all of them."""
+    lines = ["| | EM, by seed | mean, 95 % | difference from inspo, 95 % | Holm's p | visible | searches | verification"
+             " | minutes |", "|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    arms = [arm for arm in ARMS if rows.get(arm)]
+    differences = {
+        arm: between_seeds([row["em"] for row in rows[arm]], [row["em"] for row in rows["inspo"]])
+        for arm in arms
+        if arm != "inspo" and rows.get("inspo")
+    }
+    holm = adjusted(differences)
+    for arm in arms:
+        mine = rows[arm]
+        level = f"{over_seeds([row['em'] for row in mine])}"
+        cells = ["", "", ""]
+        if arm in holm:
+            d = differences[arm]
+            cells = [f"{d.interval:+}", f"{holm[arm]:.3f}" if holm[arm] >= 0.001 else f"{holm[arm]:.0e}"]
+            cells.append(f"{d.visible:.3f}")
+        mean = {key: float(np.mean([row[key] for row in mine])) for key in ("searches", "overhead", "minutes")}
+        cells += [f"{mean['searches']:.2f}", f"{100 * mean['overhead']:.0f} %", f"{mean['minutes']:.1f}"]
+        by_seed = ", ".join(f"{row['em']:.2f}" for row in mine)
+        lines.append(f"| {arm}: {ARMS[arm].what} | {by_seed} | {level} | {' | '.join(cells)} |")
+    return lines
+
+
+def at_equal(rows: Rows, column: int) -> list[str]:
+    """Returns EM of the arms at the smallest budget any run of theirs ends with, interpolated between evaluations.
+
+    `column` of `evals`: 0 steps, 3 rollouts (verification counted), 4 seconds.
+    """
+    arms = [arm for arm in ("inspo", "static", "frozen", "guessing", "unverified") if rows.get(arm)]
+    budget = min(row["evals"][-1][column] for arm in arms for row in rows[arm])
+    cells = []
+    for arm in arms:
+        em = [np.interp(budget, [e[column] for e in row["evals"]], [e[1] for e in row["evals"]]) for row in rows[arm]]
+        found = over_seeds([float(x) for x in em])
+        half = found.high - found.mean
+        cells.append(f"{arm} {found.mean:.3f}" + (f" ± {half:.3f}" if np.isfinite(half) else ""))
+    return [f"{budget:,.0f}", "; ".join(cells)]
+
+
+def transfer_table(rows: Rows) -> list[str]:
+    """Returns EM under I_star of each seed: of the first policy, and of the policies that this seed or a later made."""
+    mine = rows["transfer"]
+    seeds = [row["seed"] for row in mine]
+    lines = [f"| policy | {' | '.join(f'I_star of seed {s}' for s in seeds)} |", "|---" * (len(seeds) + 1) + "|"]
+    first = {row["seed"]: row["held_out"].get("first policy, I_star") for row in rows.get("inspo", [])}
+    lines.append(f"| first | {' | '.join('' if first.get(s) is None else f'{first[s]:.2f}' for s in seeds)} |")
+    for arm in ("inspo", "static"):
+        for row in mine:
+            em = dict(zip(row["seeds"], row["em"][arm], strict=True))
+            cells = " | ".join(f"{em[s]:.2f}" if s in em else "" for s in seeds)
+            lines.append(f"| {arm}, seed {row['seed']} | {cells} |")
+    own = [row["em"]["inspo"][-1] for row in mine]
+    other = [x for row in mine for x in row["em"]["inspo"][:-1]]
+    if other:
+        lines.append(f"\nUnder its own policy {np.mean(own):.3f}, under those of later seeds {np.mean(other):.3f} "
+                     f"(lowest {min(other):.2f}).")  # fmt: skip
+    return lines
+
+
+def page(rows: Rows, pictures: list[str], published: Row) -> str:
+    """Returns results/paper.md."""
+    every = [row for mine in rows.values() for row in mine]
+    minutes = sum(row.get("minutes", 0) for row in every)
+    commits = ", ".join(sorted({row["commit"] for row in every}))
+    machines = "; ".join(sorted({row["machine"] for row in every}))
+    out = [
+        "# The paper's results in the small world",
+        "",
+        f"Written by `make paper` from rows.jsonl: {len(every)} rows, {minutes:,.0f} minutes of one thread, commit "
+        f"{commits}, on {machines}. The world is [built so that it takes both](../world/README.md): these figures show "
+        "the mechanism and are no evidence for the claims on real models. Seconds are of runs that shared the machine.",
+        "",
+        "## Claims",
+        "",
+    ]
+    said = [verdict(claim, rows) for claim in CLAIMS]
+    count = Counter(what for what, _ in said)
+    runs = sum(len(rows.get(arm, [])) for arm in ARMS)
+    if runs < SEEDS * len(ARMS):
+        out += [f"The campaign is not complete: {runs} of {SEEDS * len(ARMS)} runs are in.", ""]
+    found = "; ".join(f"{what}: {n}" for what, n in count.most_common())
+    out += [f"{len(said)} claims. {found.capitalize()}.", ""]
+    out += ["| | the paper says | in the world | because |", "|---|---|---|---|"]
+    for claim, (what, why) in zip(CLAIMS, said, strict=True):
+        out.append(f"| {claim.where} | {claim.says} | {what} | {why} |")
+    if rows.get("inspo"):
+        cost = float(np.mean([row["overhead"] for row in rows["inspo"]]))
+        out.append(f"| App. C | verification is 1.4 to 7 % of the inferences | {100 * cost:.1f} % | a ratio of sizes |")
+    out += ["", "## Table 1", "", *table_1(rows, published)]
+    if any(rows.get(arm) for arm in ARMS):
+        out += ["", "## Every arm", "", *arms_table(rows), ""]
+        out.append(
+            "(Differences and p by Welch's t test over seeds; *visible*: the true difference that it finds at 5 % in "
+            "80 % of the cases; verification as a share of the training rollouts.)"
+        )
+        if rows.get("inspo"):
+            out += ["", "## At equal cost", "", "| equal | budget | EM |", "|---|---|---|"]
+            for name, column in (("steps", 0), ("rollouts, verification counted", 3), ("seconds", 4)):
+                out.append(f"| {name} | {' | '.join(at_equal(rows, column))} |")
+    if rows.get("transfer"):
+        out += ["", "## Is I_star portable?", "", *transfer_table(rows)]
+    out += ["", *[f"![{name}]({name})" for name in pictures], ""]
+    out += ["## Real models, as published", "", *published_table(published)]
+    return "\n".join(out) + "\n"
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arms", nargs="+", default=[*ARMS, *UNTRAINED, "transfer"])
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(SEEDS)))
+    parser.add_argument("--every", type=int, default=20, help="steps between held-out evaluations")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time, a thread each")
+    parser.add_argument("--extra", default="", help="flags of inspo.py for every run, in one string")
+    parser.add_argument("--runs", type=Path, default=HERE / "runs" / "paper", help="where the runs' directories go")
+    parser.add_argument("--results", type=Path, default=HERE / "results", help="where rows, page and figures go")
+    args = parser.parse_args(argv)
+    known = [*ARMS, *UNTRAINED, "transfer"]
+    if unknown := [arm for arm in args.arms if arm not in known]:
+        parser.error(f"--arms {unknown[0]}: choose from {', '.join(known)}")
+    campaign = Campaign(args.runs, args.results / "rows.jsonl", args.every, args.extra)
+    trained = [arm for arm in (*ARMS, "transfer") if arm in args.arms]
+    with one_line("bench/paper.py"):
+        jobs = [(arm, args.seeds[: k + 1]) for k in range(len(args.seeds)) for arm in trained]  # whole seeds first
+        left = {(arm, seeds[-1]) for arm, seeds in jobs} - set(campaign.done())
+        if left:
+            print(f"{len(left)} runs, {args.jobs} at a time, about 4 minutes each, into {args.runs}", flush=True)
+        with ThreadPoolExecutor(args.jobs) as pool:
+            failed = [fault for fault in pool.map(lambda job: attempt(campaign, *job), jobs) if fault]
+        for method in UNTRAINED:
+            if method in args.arms:
+                untrained(campaign, method)
+        from extras.campaigns.figures import draw
+
+        rows = read(campaign.rows)
+        published = json.loads((HERE / "results" / "paper.json").read_text())
+        text = page(rows, draw(rows, args.results), published)
+        (args.results / "paper.md").write_text(text)
+        for arm in args.arms:
+            if rows.get(arm) and arm != "transfer":
+                print(line_of(arm, rows[arm]))
+        print(f"{args.results / 'paper.md'} has tables and claims")
+        if failed:
+            raise Fault(f"{len(failed)} runs failed, the first: {failed[0]}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""How often rules of selection err, the paper's beside the paired one and the lower bound (`make bench-errors`).
+
+Selection sees few, noisy rewards: an instruction's weight is a moving average over the batches of some steps, and a
+candidate joins by its mean on D_B, one rollout a question. Here a population's true rewards are known from a large
+fixed set: every instruction is played `--repeat` times on each of `--questions` training questions at temperature 1.
+From these rewards the rules are played again and again:
+
+- ranking and pruning: Alg.1 lines 5 to 12 for K_p steps (softmax over weights, G rollouts a question, moving average),
+  then the bottom half leaves; or as many groups under --rank paired, then those significantly behind leave; or under
+  E-SPL, whose TrueSkill ranks and which prunes nobody: its latest 5 programs play, here the first 5. A pair is ranked,
+  or pruned, in the wrong order if the lower, or the pruned, one is truly better. The best is missed if it is not ranked
+  first, and lost if it is pruned.
+- joining: parents and their revisions on the same |D_B| questions, by --gate, with one or two rollouts each; or FST's
+  round of GEPA: strictly more right than its parent on --failures questions that the parent had failed, then not
+  dominated by it on D_B.
+
+Populations are those that the world's optimizer builds, under the world's first policy, or under --policy. Differences
+below --margin count as ties, which can be no errors. JSON last.
+"""
+
+import argparse
+import json
+import random
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+HERE = Path(__file__).parent.parent
+sys.path.insert(0, str(HERE))
+
+import numpy as np  # noqa: E402
+
+from config import MODES, PRESETS, Config  # noqa: E402
+from tasks.questions import Question, load_questions  # noqa: E402
+from plumbing.faults import one_line  # noqa: E402
+from population import Population  # noqa: E402
+from extras.rivals import RECENT, Pool, instance_wins  # noqa: E402
+from rollout import Trajectory  # noqa: E402
+from extras.selection import Paired, gate, population_of  # noqa: E402
+
+NOBODY = Question("", "", (), "")
+PARENTS = (["whole"], ["whole", "exact"], ["entity", "exact"], ["entity", "exact", "state"])
+BATCHES, SIZES = (6, 12, 24, 48, 96, 512), (12, 24, 48, 96, 200)
+
+
+class Errors(NamedTuple):
+    """What a population does wrong until its first pruning, as shares: of pairs that differ, or of trials."""
+
+    misranked: float  # pairs in the wrong order
+    missed: float  # trials in which the best is not ranked first
+    wrong: float  # pairs of a pruned and a kept one in which the pruned one is better
+    lost: float  # trials in which the best is pruned
+    pruned: float  # instructions a trial
+
+
+def step(P: Population, R: np.ndarray, batch: int, G: int, dice: np.random.Generator) -> None:
+    """Plays a step's `batch` groups of G rollouts under a population, with rewards drawn from R, and credits them."""
+    _, questions, rollouts = R.shape
+    if isinstance(P, Pool):  # the first question's programs play all questions
+        k = min(P.rivals, len(P))
+        blocks = [[I.id for _, I in P.draw(dice, [0] * k)]] * (batch // k)
+    else:
+        blocks = P.blocks(dice, batch) if isinstance(P, Paired) else [[I.id] for I in P.sample(dice, batch)]
+    for m in {len(block) for block in blocks}:  # the last one of a step may be smaller
+        ids = np.array([block for block in blocks if len(block) == m])
+        asked = dice.integers(questions, size=(len(ids), 1, 1))
+        r = R[ids[:, :, None], asked, dice.integers(rollouts, size=(len(ids), m, G))].mean(2)
+        if isinstance(P, Paired):
+            P.learn(ids.tolist(), r.tolist())
+        elif isinstance(P, Pool):
+            P.rate(dict(zip(ids[0].tolist(), r.mean(0).tolist(), strict=True)))
+        else:
+            # One trajectory with the mean reward stands for all of an instruction's: the rule sees their mean alone.
+            means = {int(j): float(r[ids == j].mean()) for j in np.unique(ids)}
+            P.attribute(Trajectory(j, NOBODY, 0, [], 0, reward=mean) for j, mean in means.items())
+    if isinstance(P, Paired):
+        P.weigh()
+
+
+def choosing_errors(
+    R: np.ndarray, batch: int, cfg: Config, dice: np.random.Generator, trials: int, margin: float
+) -> Errors:
+    """Returns what ranking and the first pruning of a generation do wrong, by --rank and --mode.
+
+    R (instructions, questions, rollouts): rewards to draw from. Plays the populations' own rules.
+    """
+    R = R[:RECENT] if cfg.mode == "espl" else R
+    true = R.mean((1, 2))
+    best = int(true.argmax())
+    clear = true[best] - np.delete(true, best).max() > margin
+    misranked, ranks, wrong, pairs, missed, lost, left = (0,) * 7
+    for _ in range(trials):
+        P = Pool(cfg.tau_s, cfg.window, cfg.rivals) if cfg.mode == "espl" else population_of(cfg)
+        for k in range(len(R)):
+            P.join(str(k), None, 0)
+        for _ in range(cfg.K_p):
+            step(P, R, batch, cfg.G, dice)
+        ranked = P.ranked()
+        order = true[[I.id for I in ranked]]
+        ahead = np.subtract.outer(order, order)[np.triu_indices(len(order), 1)]  # of the higher over the lower one
+        misranked += int((ahead < -margin).sum())
+        ranks += int((np.abs(ahead) > margin).sum())
+        missed += int(clear and ranked[0].id != best)
+        pruned = [] if cfg.mode == "espl" else P.prune(ranked, cfg.N_parent, cfg.K_p)
+        left += len(pruned)
+        for a in pruned:
+            gains = true[a.id] - true[P.ids]
+            wrong += int((gains > margin).sum())
+            pairs += int((np.abs(gains) > margin).sum())
+        lost += int(clear and best not in P.ids)
+    return Errors(misranked / max(1, ranks), missed / trials, wrong / max(1, pairs), lost / trials, left / trials)
+
+
+def joining_errors(
+    parent: np.ndarray, child: np.ndarray, n: int, dice: np.random.Generator, trials: int, cfg: Config
+) -> float:
+    """Returns how often a revision joins by --gate, or is turned away if it is truly better: the wrong decision.
+
+    parent, child (questions, rollouts): rewards to draw --gate_samples a question from, on `n` of the questions.
+    """
+    better, rows = child.mean() > parent.mean(), np.arange(n)[:, None]
+    wrong = 0
+    for _ in range(trials):
+        q = dice.choice(len(parent), n, replace=False)
+        k = dice.integers(parent.shape[1], size=(2, n, cfg.gate_samples))
+        r, r_parent = child[q][rows, k[0]].mean(1).tolist(), parent[q][rows, k[1]].mean(1).tolist()
+        joins = gate(r, r_parent, cfg.gate)[0] >= sum(r_parent) / n
+        wrong += int(joins != better)
+    return wrong / trials
+
+
+def front_errors(
+    parent: np.ndarray, child: np.ndarray, n: int, dice: np.random.Generator, trials: int, cfg: Config
+) -> float:
+    """Returns the same of a round of GEPA with one revision; D_B has none of the questions that were shown."""
+    better, wrong = child.mean() > parent.mean(), 0
+
+    def play(rewards: np.ndarray, asked: np.ndarray) -> np.ndarray:
+        return rewards[asked, dice.integers(rewards.shape[1], size=len(asked))]
+
+    for _ in range(trials):
+        asked = dice.permutation(len(parent))
+        shown = asked[play(parent, asked) < 1][: cfg.failures]
+        D_B = asked[~np.isin(asked, shown)][:n]
+        passes = len(shown) and play(child, shown).mean() > play(parent, shown).mean()
+        joins = passes and instance_wins(np.stack([play(parent, D_B), play(child, D_B)]))[1] > 0
+        wrong += int(bool(joins) != better)
+    return wrong / trials
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--policy", default="", help="directory of a policy; default: the world's first one")
+    parser.add_argument("--questions", type=int, default=200)
+    parser.add_argument("--repeat", type=int, default=3, help="rollouts a question and instruction")
+    parser.add_argument("--trials", type=int, default=1000)
+    parser.add_argument("--margin", type=float, default=0.02, help="true differences below it are ties")
+    args = parser.parse_args(argv)
+
+    from extras.campaigns.player import player
+    from world.clauses import CLAUSES, write
+    from world.optimizer import revise
+
+    cfg, dice, texts = Config(**PRESETS["world"]), np.random.default_rng(0), random.Random(0)
+    questions = load_questions(PRESETS["world"]["train"])[: args.questions]
+    found: dict[str, Any] = {"questions": len(questions), "repeat": args.repeat, "choosing": {}, "joining": {}}
+    with player(args.policy) as play:
+
+        def rewards(text: str) -> np.ndarray:
+            asked = [q for q in questions for _ in range(args.repeat)]
+            return play([text] * len(asked), asked, 1.0).reshape(len(questions), args.repeat)
+
+        families = []  # (parent, its revisions): rewards (questions, repeat) each
+        for clauses in PARENTS:
+            others = texts.sample([c for c in CLAUSES if c not in clauses], cfg.N_P - 1)
+            children = [rewards(revise(texts, clauses, [add])) for add in others]
+            families.append((rewards(write(texts, clauses)), children))
+    rules = {"paper": cfg, "paired": replace(cfg, rank="paired")}
+    rules["espl"] = replace(cfg, mode="espl", rivals=MODES["espl"]["rivals"])
+    print(
+        "| groups a step | | pairs ranked in the wrong order | the best one missed | pairs pruned in the wrong order |"
+        " the best one lost | pruned |\n|---|---|---|---|---|---|---|"
+    )
+    for batch in BATCHES:
+        for name, rule in rules.items():
+            each = [
+                choosing_errors(np.stack([parent, *children]), batch, rule, dice, args.trials, args.margin)
+                for parent, children in families
+            ]
+            mean = Errors(*(float(np.mean(x)) for x in zip(*each, strict=True)))
+            shares = " | ".join(f"{100 * x:.0f} %" for x in mean[:-1])
+            print(f"| {batch} | {name} | {shares} | {mean.pruned:.1f} |", flush=True)
+            found["choosing"][f"{batch} {name}"] = [round(x, 3) for x in mean]
+    print("\n| D_B | gate | rollouts | worse revisions that join | better revisions rejected |\n|---|---|---|---|---|")
+    told = [(p, c) for p, children in families for c in children if abs(c.mean() - p.mean()) > args.margin]
+    gates = [(gate, samples, joining_errors) for gate in ("paper", "lower_bound") for samples in (1, 2)]
+    for n in [n for n in SIZES if n <= len(questions)]:
+        for name, samples, errs in [*gates, ("fst", 1, front_errors)]:
+            rule = cfg if name == "fst" else replace(cfg, gate=name, gate_samples=samples)
+            errors = [(c.mean() > p.mean(), errs(p, c, n, dice, args.trials, rule)) for p, c in told]
+            rates = [
+                float(np.mean([error for better, error in errors if better == kind]))
+                if any(better == kind for better, _ in errors)
+                else 0.0
+                for kind in (False, True)
+            ]
+            print(f"| {n} | {name} | {samples} | {100 * rates[0]:.0f} % | {100 * rates[1]:.0f} % |", flush=True)
+            found["joining"][f"{n} {name} {samples}"] = [round(rate, 3) for rate in rates]
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    with one_line("bench/selection.py"):
+        main()

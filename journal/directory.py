@@ -1,0 +1,316 @@
+"""A run's directory: what is written there, atomically, and what a resumed run finds in it."""
+
+import contextlib
+import dataclasses
+import fcntl
+import gzip
+import io
+import itertools
+import json
+import os
+import re
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from config import Config, holds_a_run, preset_of, read_config
+from plumbing import stop
+from plumbing.faults import DiskFault, EngineFault, Fault, Outage
+from plumbing.outside import decoded
+from training import checkpoint
+
+# Knobs that a resumed run may change: they affect where and how fast it runs, not what it computes.
+FREE = {"out", "resume", "device", "tracker", "retriever", "keep", "save_every", "search_retries", "optimizer_retries"}
+FREE |= {"engine", "vllm", "vllm_memory", "recompute", "offload_reference", "patience", "gpus", "card", "gpu_mem"}
+FREE |= {"micro_tokens", "max_rows", "fused_layers", "token_rows", "token_limit", "compare"}
+
+
+class RunDirectory:
+    """`path/` with config.json, metrics.jsonl, population.jsonl, reflections.jsonl, trajectories/, checkpoints/."""
+
+    def __init__(self, path: Path, keep: int = 2):
+        """`keep`: newest checkpoints to keep."""
+        self.path, self.keep, self.created = path, keep, False
+        self._lock: IO[str] | None = None
+
+    @classmethod
+    @contextlib.contextmanager
+    def opened(cls, cfg: Config) -> Iterator["RunDirectory"]:
+        """Yields the directory of a run, as `open` returns it; an outage becomes a Fault that says how to resume."""
+        run = cls.open(cfg, preset_of(cfg.model))
+        try:
+            yield run
+        except DiskFault as e:
+            raise Fault(f"\n{e}; nothing that was saved is lost\nmake room and {run.how_to_resume()}") from None
+        except EngineFault as e:
+            raise Fault(f"\n{e}; nothing was trained on it\n{run.how_to_resume()}") from None
+        except Outage as e:
+            raise Fault(f"\n{e}; nothing was scored without it\n{run.how_to_resume()}") from None
+        except stop.Stopped as e:
+            run.discard_if_empty()
+            if not run.path.exists():
+                raise
+            raise Fault(f"\n{e}\n{run.how_to_resume()}") from None
+        except Fault:
+            run.discard_if_empty()
+            raise
+        finally:
+            run.close()
+
+    @classmethod
+    def open(cls, cfg: Config, name: str) -> "RunDirectory":
+        """Creates or reopens the directory of a run and locks it until `close`.
+
+        Raises Fault if it cannot be written to, if it belongs to another run, or if a process is writing to it.
+        """
+        run = cls(Path(cfg.out), cfg.keep)
+        if cfg.resume:
+            read_config(run.path, type(cfg))  # before anything is created
+        try:
+            if cfg.out:
+                run.created = not run.path.exists()
+                run.path.mkdir(parents=True, exist_ok=True)
+            else:
+                run.path, run.created = _unused(f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{name}-{cfg.mode}"), True
+            run.lock()
+            config = run.path / "config.json"
+            if config.exists() and not cfg.resume:
+                raise Fault(holds_a_run(str(run.path)))
+            mine = with_absolute_paths(cfg) | {"program": cfg.PROGRAM}
+            if cfg.resume:
+                refuse_another_program(run.path, cfg.PROGRAM)
+                theirs = dataclasses.asdict(read_config(run.path, type(cfg))) | {"program": cfg.PROGRAM}
+                if changed := [k for k in mine if k not in FREE and mine[k] != theirs[k]]:
+                    k = changed[0]
+                    raise Fault(f"--resume: {run.path} was started with --{k} {theirs[k]}, not {mine[k]}")
+            else:
+                run.write("config.json", json.dumps(mine, indent=1))
+            for folder in ("checkpoints", "trajectories"):
+                (run.path / folder).mkdir(exist_ok=True)
+            for left in (run.path / "checkpoints").glob(".*.tmp"):  # of a process that was killed
+                shutil.rmtree(left)
+        except (OSError, DiskFault) as e:
+            run.close()
+            reason = e.strerror if isinstance(e, OSError) else e
+            raise Fault(f"cannot write to {run.path} ({reason}): choose another --out") from None
+        except Fault:
+            run.close()
+            raise
+        return run
+
+    def lock(self) -> None:
+        """Raises Fault if another process is writing to this directory; the lock ends with the process."""
+        self._lock = open(self.path / ".lock", "a+")
+        try:
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held by a process, not by what it forks
+        except (BlockingIOError, PermissionError):
+            self._lock.seek(0)
+            owner = self._lock.read().strip() or "another process"
+            raise Fault(f"{self.path} is in use by {owner}: wait until it ends, or choose another --out") from None
+        except OSError:
+            return  # a file system without locks
+        self._lock.truncate(0)
+        self._lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        self._lock.flush()
+
+    def close(self) -> None:
+        """Lets go of the lock."""
+        if self._lock:
+            self._lock.close()
+
+    def discard_if_empty(self) -> None:
+        """Removes the directory of a run that ended before it measured or paid for anything."""
+        if self.created and not self.rows("metrics") and not self.rows("reflections"):
+            shutil.rmtree(self.path, ignore_errors=True)
+
+    def write(self, name: str, text: str) -> Path:
+        """Writes a file atomically: a reader finds the old content or the new one."""
+        path = self.path / name
+        temporary = path.with_name(f".{path.name}.tmp")
+        with writing(path):
+            try:
+                temporary.write_text(text)
+                os.replace(temporary, path)
+            except OSError:
+                temporary.unlink(missing_ok=True)
+                raise
+        return path
+
+    def write_directory(self, name: str, save: Callable[[Path], None]) -> None:
+        """Writes a directory with what `save` puts there; a reader finds the old one, none, or the new one."""
+        path = self.path / name
+        temporary = path.with_name(f".{path.name}.tmp").absolute()
+        with writing(path):
+            shutil.rmtree(temporary, ignore_errors=True)
+            try:
+                temporary.mkdir()
+                save(temporary)
+                if path.exists():
+                    shutil.rmtree(path)
+                os.replace(temporary, path)
+            except BaseException:
+                shutil.rmtree(temporary, ignore_errors=True)  # or a full disk stays full
+                raise
+
+    def append(self, name: str, row: dict[str, Any]) -> None:
+        """Appends a line to `name`.jsonl."""
+        with writing(self.path / f"{name}.jsonl"), open(self.path / f"{name}.jsonl", "a") as f:
+            f.write(json.dumps(row) + "\n")
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        """Returns the rows of `name`.jsonl that are of a run: those with a step."""
+        return [row for row in read_jsonl(self.path / f"{name}.jsonl") if type(row.get("t")) is int]
+
+    def write_trajectories(self, name: str, rows: list[dict[str, Any]]) -> None:
+        """Writes trajectories/`name`.jsonl.gz."""
+        path = self.path / "trajectories" / f"{name}.jsonl.gz"
+        with writing(path), gzip.open(path, "wt", compresslevel=1) as f:
+            f.writelines(json.dumps(row) + "\n" for row in rows)
+
+    def checkpoint(self, t: int, save: Callable[[Path], dict[str, str]], state: dict[str, Any]) -> None:
+        """Writes all that it takes to resume after step t, or inside it if `state` is "unfinished".
+
+        `save` puts weights and optimizer into a directory and returns the digests of its files.
+        """
+        name = f"step-{t:06d}" + ("-unfinished" if state.get("unfinished") else "")
+        if (self.path / "checkpoints" / name).exists():
+            return
+
+        def save_all(path: Path) -> None:
+            digests = save(path)
+            content = io.BytesIO()
+            torch.save(state | {"t": t}, content)
+            (path / "state.pt").write_bytes(content.getvalue())
+            digests["state.pt"] = checkpoint.digest(path / "state.pt")
+            (path / checkpoint.DIGESTS).write_text(json.dumps(digests, indent=1))
+
+        self.write_directory(f"checkpoints/{name}", save_all)
+        best = self.best()
+        for old in self.checkpoints()[: -self.keep]:
+            if old != best:
+                shutil.rmtree(old)
+
+    def checkpoints(self) -> list[Path]:
+        """Returns the complete checkpoints, oldest first; other directories beside them do not count."""
+        found = (self.path / "checkpoints").glob("step-*")
+        pattern = r"step-\d{6,}(-unfinished)?"
+        names = [path for path in found if re.fullmatch(pattern, path.name) and path.is_dir()]
+        return sorted(names, key=lambda path: (step_of(path), not path.name.endswith("-unfinished")))
+
+    def best(self) -> Path | None:
+        """Returns the checkpoint with the best mean of the task's first metric on the validation questions, if any."""
+        metrics = [row["metrics"][0] for row in self.rows("metrics") if row.get("metrics")]
+        name = f"valid/{metrics[0] if metrics else 'em'}"
+        value = {row["t"]: row[name] for row in self.rows("metrics") if type(row.get(name)) is float}
+        evaluated = (path for path in self.checkpoints() if step_of(path) in value)
+        return max(evaluated, key=lambda path: value[step_of(path)], default=None)
+
+    def rewind(
+        self, damage: Callable[[Path], list[str]], note: Callable[[str], None]
+    ) -> tuple[Path, dict[str, Any]] | None:
+        """Returns (checkpoint, its state) to resume from and drops log lines after it; None if there is none.
+
+        `damage` returns what is wrong with a checkpoint. One that is damaged is renamed, which `note` is told; Fault
+        if all are. Calls to the optimizer stay in reflections.jsonl: they have been paid for.
+        """
+        found, bad = None, []
+        for path in reversed(self.checkpoints()):
+            if not (wrong := damage(path)):
+                state = checkpoint.load_state(path)
+                if state["t"] == step_of(path):
+                    found = path, state
+                    break
+                wrong = [f"it is of step {state['t']}"]
+            bad.append((path, wrong[0]))
+        if bad and not found:
+            reasons = "; ".join(f"{path.name}: {reason}" for path, reason in bad)
+            raise Fault(
+                f"no checkpoint of {self.path} is whole ({reasons}): remove {self.path / 'checkpoints'} to start over"
+                " there, or choose another --out without --resume"
+            )
+        for path, reason in bad:
+            aside = path.with_name(f"damaged-{path.name}")
+            with writing(aside):
+                shutil.rmtree(aside, ignore_errors=True)
+                path.rename(aside)
+            note(f"note: checkpoint {path.name} is damaged ({reason}) and is now called {aside.name}")
+        state = found[1] if found else {}
+        t = state.get("t", -1)  # without a checkpoint the rows of step 0 are written again too
+        unfinished = state.get("unfinished")  # then the step's row is still to come, and what its evolution logs
+        last = {"metrics": t - bool(unfinished), "population": t, "reflections": t - (unfinished == "evolve")}
+        for name in last:
+            lines = _lines(self.path / f"{name}.jsonl")
+            if foreign := len(lines) - len(self.rows(name)) - (bool(lines) and not _is_row(lines[-1])):
+                note(f"note: {name}.jsonl had {foreign} lines that are no rows; they are left out")
+            kept = [row for row in self.rows(name) if row["t"] <= last[name] or "call" in row]
+            self.write(f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
+        return found
+
+    def how_to_resume(self) -> str:
+        saved = self.checkpoints()
+        where = f"step {step_of(saved[-1])}" if saved else "the start"
+        return f"resume from {where} with --out {self.path} --resume"
+
+
+def refuse_another_program(run: Path, program: str) -> None:
+    """Raises Fault if another program than this one started a run."""
+    theirs = decoded((run / "config.json").read_text()).get("program", "inspo.py")
+    if theirs != program:
+        raise Fault(f"--resume: {run} was started by {theirs}, not {program}: resume it with that")
+
+
+def step_of(checkpoint: Path) -> int:
+    """Returns the step of a checkpoint, from its name."""
+    return int(checkpoint.name.split("-")[1])
+
+
+def with_absolute_paths(cfg: Config) -> dict[str, Any]:
+    """Returns the knobs for config.json, which is read from other directories too."""
+    knobs = dataclasses.asdict(cfg)
+    for name in ("train", "valid", "test", "corpus", "instruction", "canary", "model"):
+        if knobs[name] and Path(knobs[name]).exists():
+            knobs[name] = str(Path(knobs[name]).absolute())
+    return knobs
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns an error of the file system into a DiskFault with the name of the file."""
+    try:
+        yield
+    except OSError as e:
+        raise DiskFault(f"cannot write {path} ({e.strerror or e})") from None
+
+
+def _unused(name: str) -> Path:
+    """Creates and returns the directory `name`, or `name`-2, -3, ... where others were faster."""
+    for k in itertools.count(1):
+        path = Path(name if k == 1 else f"{name}-{k}")
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(parents=True)
+            break
+    return path
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(errors="replace").removesuffix("\n").split("\n") if path.exists() else []
+    except OSError as e:
+        raise Fault(f"cannot read {path} ({e.strerror}): move it away") from None
+
+
+def _is_row(line: str) -> bool:
+    try:
+        return isinstance(decoded(line), dict)
+    except ValueError:
+        return False
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """Returns the rows of a .jsonl file; no file has none, and a line that is no row, or cut short, is left out."""
+    return [json.loads(line) for line in _lines(path) if _is_row(line)]

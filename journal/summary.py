@@ -1,0 +1,91 @@
+"""What a step and a run come to: the metrics of a step, the table at the end."""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from page.verdict import conclusion
+from population import Instruction, Population, mean_rewards
+from tasks import Task, Trajectory, by_source, measure
+
+Row = dict[str, Any]
+
+
+def step_metrics(taus: Sequence[Trajectory], P: Population, G: int, task: Task) -> Row:
+    """Returns what the rollouts of a step show, by the names in metrics.jsonl and in the tracker.
+
+    `w`, `p` and `best` include this step's rewards: the weights by which P is ranked.
+    """
+    n = len(taus)
+    groups = [taus[k : k + G] for k in range(0, n, G)]
+    best = P.best()
+    return {
+        **by_source(taus, [{"reward": tau.reward} for tau in taus]),
+        **by_source(taus, measure(task, taus)),
+        **{tool.plural: sum(tau.served(tool.tag) for tau in taus) / n for tool in task.tools},
+        "answered": sum(tau.stop == "answer" for tau in taus) / n,
+        "failed": sum(tau.failed for tau in taus) / n,
+        "valid_actions": 1 - sum(tau.invalid for tau in taus) / max(1, sum(len(tau.turns) for tau in taus)),
+        "prompt_tokens": sum(tau.prompt_tokens for tau in taus) / n,
+        "response_tokens": sum(sum(tau.mask) for tau in taus) / n,
+        "context_tokens": sum(len(tau.ids) for tau in taus) / n,
+        "zero_variance_groups": sum(len({tau.reward for tau in g}) == 1 for g in groups) / len(groups),
+        "P": len(P),
+        "best": best.id,
+        "w_best": best.w,
+        "w": {str(I.id): round(I.w, 4) for I in P.active},
+        "p": {str(I.id): round(float(p), 4) for I, p in zip(P.active, P.probabilities(), strict=True)},
+        "n": {str(j): n for j, n in sorted(Counter(tau.instruction for tau in taus).items())},
+        "r_bar": {str(j): round(r, 4) for j, r in sorted(mean_rewards(taus).items())},
+        **{name: x for name, x in P.noted().items() if name != "says"},
+    }
+
+
+def added_sentences(text: str, parent: str, width: int = 90) -> str:
+    """Returns the sentences of an instruction that its parent does not have, on one line."""
+    sentences = [x for x in re.split(r"(?<=[.!?])\s+", text) if x not in parent]
+    added = " ".join(sorted(sentences, key=lambda x: "<" in x))  # the sentence about tags comes last
+    return (added if len(added) <= width else added[: width - 5] + "[...]").replace("\n", " ") or "(other order)"
+
+
+def lineage(P: Population, I: Instruction) -> list[int]:
+    """Returns the ids from the first instruction to I."""
+    line = [I.id]
+    while (parent := P.family[line[0]].parent) is not None:
+        line.insert(0, parent)
+    return line
+
+
+def ending(summary: Row, path: Path) -> str:
+    """Returns the last screen of a run: metrics by source, the winning instruction, its cost, where the files are."""
+    rows: dict[str, Row] = summary["held_out"]
+    metric, first = summary["metric"], next(iter(rows.values()))
+    columns = [metric, *(k for k in sorted(first) if k.startswith(f"{metric}/"))]
+    columns += [k for k in (*summary["metrics"][1:], *summary["tools"]) if k in first]
+    heads = [label(k.removeprefix(f"{metric}/")) for k in columns]
+    widths = [max(9, len(head) + 2) for head in heads]
+    name_width = max(map(len, rows)) + 2
+    lines = ["", "held-out questions, greedy"]
+    lines.append(" " * name_width + "".join(f"{head:>{w}}" for head, w in zip(heads, widths, strict=True)))
+    for name, row in rows.items():
+        cells = [f"{row[k]:>{w}.{2 if k in summary['tools'] else 3}f}" for k, w in zip(columns, widths, strict=True)]
+        lines.append(f"{name:{name_width}}{''.join(cells)}")
+    means = {name: row[metric] for name, row in rows.items()}
+    lines += ["", conclusion(means, summary["questions"], metric, summary["spread"])]
+    cost = summary["ledger"]
+    lines += ["", f"I_star ({' -> '.join(f'#{j}' for j in summary['generations'])}):", summary["I_star"], ""]
+    lines += [
+        f"cost: {cost['optimizer_calls']} optimizer calls ({cost['optimizer_tokens']} tokens, "
+        f"{cost['optimizer_seconds']:.1f} s); {cost['verification_rollouts']} verification rollouts on "
+        f"{cost['training_rollouts']} of training: {100 * summary['overhead_inference']:.1f} % (the paper: 1.4-7 %)",
+        f"{summary['steps']} steps in {summary['seconds']:.0f} s. {path}: summary.json, I_star.txt, policy/, "
+        "metrics.jsonl, population.jsonl, reflections.jsonl, trajectories/",
+    ]
+    return "\n".join(lines)
+
+
+def label(metric: str) -> str:
+    """Returns a metric's name as it is shown."""
+    return "EM" if metric == "em" else "F1" if metric == "f1" else metric

@@ -1,0 +1,134 @@
+"""Liger's Triton kernels in place of a model's RMSNorm, rotary embedding and SwiGLU, which are a dozen eager ops each.
+
+Only the modules of one model are changed, never transformers' classes or functions: the same process may hold a copy
+on the CPU, where Triton cannot run, and a vLLM. Names of parameters stay, and the projections stay modules that are
+called, with whatever adapters they carry. For batches of one row, as `models.model.score` makes them: in a batch with
+one token a row, as generation has, Liger 0.8.5 can rotate the wrong row (Gemma 3).
+"""
+
+import importlib.util
+from types import FunctionType, MethodType
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Family(NamedTuple):
+    """How the layers of one of transformers' families compute."""
+
+    prefix: str  # of the names of its classes
+    offset: float = 0.0  # RMSNorm multiplies by offset + weight
+    casting: str = "llama"  # RMSNorm rounds before it multiplies by the weight; gemma: after
+    own_gradient: bool = True  # nothing else reads the gradient of a norm's output, so that it may be overwritten
+
+
+FAMILIES = {  # config.model_type -> Family; the tests compare each with transformers
+    "qwen2": Family("Qwen2"),
+    "qwen3": Family("Qwen3"),
+    "llama": Family("Llama"),
+    "mistral": Family("Mistral"),
+    "granite": Family("Granite"),
+    "gemma3_text": Family("Gemma3", 1.0, "gemma", own_gradient=False),  # a norm's output joins the residual stream
+}
+
+
+def installed() -> bool:
+    """Returns whether there is a Liger for `fuse` to take the layers from."""
+    return importlib.util.find_spec("liger_kernel") is not None
+
+
+def fuse(model: Any) -> str:
+    """Replaces the layers of `model` that Liger computes alike; returns which, or why none, for the start-up text."""
+    try:
+        from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+        from liger_kernel.ops.rope import LigerRopeFunction
+        from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+    except ImportError:
+        return "none (liger-kernel is not installed)"
+    return replace_layers(model, LigerRMSNormFunction, LigerSiLUMulFunction, LigerRopeFunction)
+
+
+def fuse_shapes(model: Any) -> str:
+    """The same for a model on the meta device, to estimate by: its layers keep and move what Liger's do."""
+    return replace_layers(model, NormShapes, SiLUMulShapes, RopeShapes)
+
+
+def replace_layers(model: Any, RMSNorm: Any, SiLUMul: Any, Rope: Any) -> str:
+    """Puts these functions of autograd in place of the model's layers; returns which they replaced, or why none."""
+    config = model.config
+    family = FAMILIES.get(config.model_type)
+    if family is None:
+        return f"none ({config.model_type} is not among {', '.join(FAMILIES)})"
+
+    def norm(self: Any, x: torch.Tensor) -> torch.Tensor:
+        eps = self.eps if hasattr(self, "eps") else self.variance_epsilon
+        out: torch.Tensor = RMSNorm.apply(x, self.weight, eps, family.offset, family.casting, family.own_gradient)
+        return out
+
+    def mlp(self: Any, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down_proj(SiLUMul.apply(self.gate_proj(x), self.up_proj(x)))
+        return out
+
+    def rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        return Rope.apply(q, k, cos, sin)  # in place: q and k are a projection's output, or a norm's
+
+    found = {}
+    for module in model.modules():
+        kind = type(module).__name__.removeprefix(family.prefix)
+        if kind == "RMSNorm":
+            found["RMSNorm"] = module.forward = MethodType(norm, module)
+        elif kind == "MLP" and getattr(config, "hidden_act", "") in ("silu", "swish"):
+            found["SwiGLU"] = module.forward = MethodType(mlp, module)
+        elif kind == "Attention":
+            forward = _with_global(type(module).forward, "apply_rotary_pos_emb", rotary)
+            found["rotary embedding"] = module.forward = MethodType(forward, module)
+    return f"{', '.join(found)} (Liger)"
+
+
+def _with_global(function: Any, name: str, value: Any) -> FunctionType:
+    """Returns a copy of a function that finds `value` where its module has another `name`."""
+    copy = FunctionType(
+        function.__code__, function.__globals__ | {name: value}, function.__name__, function.__defaults__,
+        function.__closure__,
+    )  # fmt: skip
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+# ---- what Liger's functions keep for the backward pass, and how many bytes they read and write: values mean nothing
+
+
+class NormShapes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, *_: Any) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        x, weight, _ = ctx.saved_tensors
+        return dy * x, torch.empty_like(weight), None, None, None, None
+
+
+class SiLUMulShapes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gate, up)
+        return gate * up
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        gate, up = ctx.saved_tensors
+        return dy * gate, -up  # one pass reads all three and writes both, in the memory of gate and up
+
+
+class RopeShapes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        ctx.save_for_backward(cos, sin)
+        return q * cos.unsqueeze(1), k * sin.unsqueeze(1)
+
+    @staticmethod
+    def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor) -> Any:
+        cos, sin = ctx.saved_tensors
+        return dq * cos.unsqueeze(1), dk * sin.unsqueeze(1), None, None

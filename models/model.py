@@ -1,0 +1,381 @@
+"""The policy's Hugging Face model: load it, shard it over the ranks (FSDP2), score packed sequences with it.
+
+A batch is one row: sequences follow one another without padding, positions restart at 0 in each, and tokens attend
+only within their sequence. With several ranks, or a GPU, every rank holds a share of each parameter in float32 and
+gathers a block at a time in the compute dtype.
+"""
+
+import inspect
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.attention.varlen import varlen_attn
+
+from kernels import grpo_head, token_logprobs
+from models import lora
+from plumbing.faults import Fault
+
+VARLEN = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch >= 2.12; its kernel is FlashAttention-2
+LOGIT_SCALES = {  # how a family's config.json names the constant in its logits, and the power in which it enters
+    "cohere": ("logit_scale", 1),
+    "granite": ("logits_scaling", -1),
+    "hyperclovax": ("logits_scaling", 1),
+}
+
+
+def packed_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    lengths: list[int] | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Causal attention within each of the sequences of these `lengths`, packed into one row.
+
+    query, key, value (1, heads, T, dim) -> (1, T, heads, dim). Without `lengths`, as in generation, this is
+    transformers' own SDPA; a causal mask (B, 1, T, columns), with columns in the order of positions, is narrowed to the
+    layer's sliding window.
+    """
+    window = kwargs.get("sliding_window")
+    if lengths is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        if window and attention_mask is not None:
+            columns = torch.arange(attention_mask.shape[-1], device=query.device)
+            attention_mask = attention_mask & (columns >= attention_mask.sum(-1, keepdim=True) - window)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    longest = max(lengths)
+    window = window or longest
+    if VARLEN and query.dtype == torch.bfloat16 and query.is_cuda:
+        ends = torch.tensor([0, *lengths], device=query.device).cumsum(0, dtype=torch.int32)
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, dim)
+        reach = window - 1 if window < longest else -1  # -1: no window, for which the kernel has a faster variant
+        out = varlen_attn(
+            q, k, v, ends, ends, longest, longest, scale=scaling, window_size=(reach, 0), enable_gqa=True
+        )  # fmt: skip
+        return out[None], None
+    repeats = query.shape[1] // key.shape[1]
+    gqa = {"enable_gqa": True} if repeats > 1 else {}
+    parts = []
+    for q, k, v in zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True):
+        n = q.shape[2]
+        if window < n:  # no fast kernel takes both a mask and GQA
+            k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+            distance = torch.arange(n, device=q.device)
+            distance = distance[:, None] - distance
+            masking: dict[str, Any] = {"attn_mask": (distance >= 0) & (distance < window)}
+        else:
+            masking = {"is_causal": True} | gqa
+        parts.append(F.scaled_dot_product_attention(q, k, v, scale=scaling, **masking))
+    return torch.cat(parts, dim=2).transpose(1, 2), None
+
+
+def load_tokenizer(path: str, stop: tuple[str, ...] = ()) -> Any:
+    """Returns the tokenizer of a policy.
+
+    Raises Fault unless it can write the `stop` strings and its chat template shows the model what the user says.
+    """
+    from transformers import AutoTokenizer
+
+    _silence_transformers()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except Exception as e:  # of a damaged directory anything
+        raise Fault(
+            f"--model {path}: no tokenizer can be loaded from it ({_first_line(e)}); check the path or id"
+        ) from e
+    if not tokenizer.chat_template:
+        raise Fault(f"--model {path}: its tokenizer has no chat template; add one to tokenizer_config.json")
+    for tag in stop:
+        ids = tokenizer(f"x {tag}", add_special_tokens=False)["input_ids"]
+        if tag not in tokenizer.decode(ids, skip_special_tokens=False):
+            raise Fault(f"--model {path}: its tokenizer cannot write {tag}, so no turn would end; choose another model")
+    marker = "Which lake is the deepest?"
+    try:
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "user", "content": marker}], add_generation_prompt=True, tokenize=False
+        )
+    except Exception as e:  # a template is a program and can raise anything
+        raise Fault(f"--model {path}: its chat template fails ({type(e).__name__}: {_first_line(e)}); mend it") from e
+    if marker not in prompt:
+        raise Fault(f"--model {path}: its chat template drops the user's message; mend it")
+    return tokenizer
+
+
+def load_config(path: str) -> Any:
+    """Returns the Hugging Face config of a policy, without its weights; raises Fault where there is none."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(path)
+    except Exception as e:  # of a damaged directory anything
+        raise Fault(
+            f"--model {path}: no causal LM can be loaded from it ({_first_line(e)}); check the path or id"
+        ) from e
+
+
+def load_model(path: str) -> Any:
+    """Returns a causal LM with its weights, float32 on the CPU; raises Fault if `score` would be wrong for it."""
+    from transformers import AttentionInterface, AutoModelForCausalLM
+
+    _silence_transformers()
+    AttentionInterface.register("packed", packed_attention)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="packed")
+    except Exception as e:  # of a damaged directory anything
+        raise Fault(
+            f"--model {path}: no causal LM can be loaded from it ({_first_line(e)}); check the path or id"
+        ) from e
+    # Memory-mapped weights may be unaligned, and the CPU then rounds matmuls differently. Copy them, so that resumed
+    # runs are bit-identical.
+    for p in model.parameters():
+        p.data = p.data.clone()
+    model.score = MethodType(score, model)
+    try:
+        reason = _unsupported(model)
+    except Exception as e:  # a family's code that cannot be called as `score` does
+        raise Fault(f"--model {path}: its forward pass fails ({type(e).__name__}: {_first_line(e)})") from e
+    if reason:
+        raise Fault(f"--model {path}: {reason}")
+    return model
+
+
+def load_policy(path: str, device: str, stop: tuple[str, ...] = ()) -> tuple[Any, Any]:
+    """Returns (model, tokenizer), the whole model on one device."""
+    tokenizer = load_tokenizer(path, stop)
+    return load_model(path).to(device), tokenizer
+
+
+def logit_scale(config: Any) -> float:
+    """Returns s of a family whose logits are s * hidden @ head.T; 1.0 for most.
+
+    `load_model` compares it with the logits of the weights, so a family that is missing here is refused.
+    """
+    config = config.get_text_config()
+    for family, (name, power) in LOGIT_SCALES.items():
+        if config.model_type.startswith(family):
+            return float(getattr(config, name, None) or 1.0) ** power
+    return 1.0
+
+
+@torch.no_grad()
+def _unsupported(model: Any) -> str:
+    """Returns why `score` would be wrong for this model, as running it on two short sequences shows; "" if it is right.
+
+    The model's own logits, with eager attention, have to be `logit_scale` times its head's output, and its hidden
+    states have to be the same when both sequences are packed into one row.
+    """
+    head, scale, lengths = model.get_output_embeddings(), logit_scale(model.config), [4, 7]
+    if head is None:
+        return "it has no head"
+    if getattr(head, "bias", None) is not None:
+        return "its head has a bias, which the loss does not know"
+    ids = torch.linspace(0, len(model.get_input_embeddings().weight) - 1, sum(lengths)).long()
+    hidden: list[torch.Tensor] = []
+
+    def magnify(module: Any, args: Any, output: Any) -> Any:
+        # A soft cap hardly bends small logits: give the head the same states with logits of up to 1000, too.
+        h = output.last_hidden_state
+        output.last_hidden_state = torch.cat([h, h * (1000 / (scale * head(h)).abs().max().clamp(min=1e-6))], dim=1)
+        hidden.append(output.last_hidden_state[0])
+        return output
+
+    hook = model.base_model.register_forward_hook(magnify)
+    model.set_attn_implementation("eager")  # every family's reference: it knows soft caps and sinks
+    try:
+        logits = [model(input_ids=part[None], use_cache=False).logits[0] for part in ids.split(lengths)]
+    finally:
+        model.set_attn_implementation("packed")
+        hook.remove()
+    for h, found in zip(hidden, logits, strict=True):
+        wanted = head(h)
+        if found.shape != wanted.shape:
+            return f"it has {found.shape[-1]} logits, but its head has {wanted.shape[-1]} rows"
+        for z, x in zip(found.chunk(2), wanted.chunk(2), strict=True):  # as they are, magnified
+            if not _close(z, scale * x):
+                factor = ((z * x).sum() / (x * x).sum()).item()
+                multiple = f"{factor:.4g} times its head's output, not {scale:.4g} times"
+                wrong = multiple if _close(z, factor * x) else "not a multiple of its head's output"
+                return f"its logits are {wrong}, which the loss does not know{_logit_settings(model.config)}"
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    packed = model.base_model(
+        input_ids=ids[None], position_ids=positions[None], use_cache=False, lengths=lengths
+    ).last_hidden_state[0]
+    alone = torch.cat([h.chunk(2)[0] for h in hidden])
+    if not _close(packed, alone):
+        return f"packed sequences change its hidden states ({model.config.model_type} has more than causal attention)"
+    return ""
+
+
+def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Returns whether a equals b to 0.1 % of the largest entry; False where either has a NaN."""
+    return bool((a - b).abs().max() <= 1e-3 * b.abs().max())
+
+
+def _logit_settings(config: Any) -> str:
+    """Returns the settings of a config that sound like an explanation, as " (name = value, ...)"."""
+    settings = config.get_text_config().to_dict().items()
+    found = [f"{k} = {v}" for k, v in settings if v and re.search("logits?_(scal|soft|mup)|soft_?cap|lm_head_mul", k)]
+    return f" ({', '.join(found)})" if found else ""
+
+
+def skeleton(config: Any, dtype: torch.dtype = torch.float32) -> Any:
+    """Returns the model of `config` on the meta device: shapes without memory."""
+    from transformers import AttentionInterface, AutoModelForCausalLM
+
+    AttentionInterface.register("packed", packed_attention)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="packed")
+
+
+def empty(config: Any, dtype: torch.dtype, device: str) -> Any:
+    """Returns a whole model with uninitialized weights, for `fill`."""
+    model = skeleton(config, dtype).to_empty(device=device)
+    model.tie_weights()  # to_empty separates tied weights
+    return model
+
+
+def blocks(model: Any) -> list[torch.nn.Module]:
+    """Returns the decoder layers: the units of FSDP's gathering and of activation checkpointing."""
+    names = set(model._no_split_modules or ())
+    found = [m for m in model.modules() if type(m).__name__ in names]
+    if found:
+        return found
+    lists: list[Any] = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
+    longest: Any = max(lists, key=len)
+    return list(longest)
+
+
+def shard(
+    model: Any, device: str, *, compute: torch.dtype | None = None, frozen: bool = False, offload: bool = False
+) -> Any:
+    """Shards a model from `skeleton` over all ranks, in place; returns it with uninitialized weights, for `fill`.
+
+    `compute`: dtype in which blocks are gathered and run (None: the model's own). `frozen`: for a model that is never
+    trained; gathered weights are freed right after use. `offload` keeps the shares in CPU memory.
+    """
+    mesh = dist.device_mesh.init_device_mesh(device, (dist.get_world_size(),))
+    # cast_forward_inputs would also cast the log-probs that enter the loss.
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    kwargs: dict[str, Any] = dict(mesh=mesh, mp_policy=policy)
+    if frozen:  # by default FSDP keeps the root's weights gathered for the backward pass
+        kwargs["reshard_after_forward"] = True
+    if offload:
+        kwargs["offload_policy"] = CPUOffloadPolicy(pin_memory=device == "cuda")
+    for part in [*blocks(model), model]:  # the root holds embedding, last norm and head, which are needed together
+        fully_shard(part, **kwargs)
+        part.set_gradient_divide_factor(1.0)  # the loss is already normalized over all ranks: sum the gradients
+        part.set_force_sum_reduction_for_comms(True)  # gloo has no averaging reduction
+    model.score = MethodType(score, model)
+    register_fsdp_forward_method(model, "score")
+    return model.to_empty(device="cpu" if offload else device)
+
+
+@torch.no_grad()
+def fill(model: Any, source: Any) -> Any:
+    """Copies the weights of `source` into `model`, one tensor at a time; returns `model`.
+
+    Rank 0 has `source`, whole and on its CPU; the other ranks pass None. A model without adapters is filled with the
+    weights below those of `source`.
+    """
+    values = dict(source.named_parameters()) | dict(source.named_buffers()) if source else {}
+    values = {lora.plain(name): value for name, value in values.items()}
+    for name, target in [*model.named_parameters(), *model.named_buffers()]:
+        sharded = isinstance(target, DTensor)
+        device = target.device_mesh.device_type if sharded else target.device
+        if source:
+            full = values[lora.plain(name)].to(device, target.dtype).contiguous()
+        else:
+            full = torch.empty(target.shape, dtype=target.dtype, device=device)
+        if dist.is_initialized():
+            dist.broadcast(full, 0)
+        if sharded:
+            full = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None).to_local()
+            target = target.to_local()
+        target.copy_(full)
+    return model
+
+
+def weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields (Hugging Face name, whole tensor) for every parameter; all ranks must iterate together.
+
+    Adapters are merged into their weights, one at a time and in float32.
+    """
+
+    def whole(p: torch.Tensor) -> torch.Tensor:
+        return (p.full_tensor() if isinstance(p, DTensor) else p).detach()
+
+    adapted = lora.layers(model)
+    for name, p in model.named_parameters():
+        plain = lora.plain(name)
+        if plain in adapted:
+            layer = adapted[plain]
+            A, B = (whole(part["default"].weight) for part in (layer.lora_A, layer.lora_B))
+            yield plain, lora.merged(whole(p), A, B, layer.scaling["default"])
+        elif not lora.is_adapter(name):
+            yield plain, whole(p)
+
+
+def export(config: Any, named: Iterable[tuple[str, torch.Tensor]], tokenizer: Any, path: Path | None) -> None:
+    """Writes a plain Hugging Face directory in the dtype of `config`.
+
+    All ranks iterate over `named`; only the one with a `path` writes.
+    """
+    dtype = config.dtype or torch.float32
+    state = {}
+    for name, tensor in named:
+        if path:
+            state[name] = tensor.to("cpu", dtype, copy=True)
+    if path:
+        model = skeleton(config, dtype)
+        model.load_state_dict(state, assign=True, strict=False)
+        model.tie_weights()
+        model.save_pretrained(path)
+        tokenizer.save_pretrained(path)
+
+
+def score(
+    model: Any,
+    ids: torch.Tensor,
+    lengths: list[int],
+    rows: torch.Tensor,
+    targets: torch.Tensor,
+    temperature: float,
+    **loss: Any,
+) -> Any:
+    """Returns `grpo_head`'s result for the given `loss` arguments; without them, `token_logprobs`'.
+
+    ids (T,): packed sequences of these `lengths`; rows (N,): positions in ids whose next token is scored; targets (N,):
+    those tokens.
+    """
+    positions = torch.cat([torch.arange(n, device=ids.device) for n in lengths])
+    hidden = model.base_model(
+        input_ids=ids[None], position_ids=positions[None], use_cache=False, lengths=lengths
+    ).last_hidden_state[0, rows]  # (N, H)
+    weight = model.get_output_embeddings().weight
+    temperature = temperature / logit_scale(model.config)
+    if loss:
+        return grpo_head(hidden, weight, targets, temperature=temperature, **loss)
+    return token_logprobs(hidden, weight, targets, temperature)
+
+
+def _silence_transformers() -> None:
+    from transformers import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def _first_line(e: Exception) -> str:
+    return (str(e).splitlines() or [""])[0]

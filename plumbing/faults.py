@@ -1,0 +1,86 @@
+"""Faults that a person can mend. Libraries raise them; each program's `main` prints them as one line."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any, TextIO, cast
+
+from plumbing.outside import printable
+
+
+class Fault(Exception):
+    """What is wrong, where, and what to do about it, in one line."""
+
+
+class Outage(Fault):
+    """A part of a running system failed; a run that stops for it can be resumed."""
+
+
+class EngineFault(Outage):
+    """The engine does not answer, or it samples from a policy other than the one in training."""
+
+
+class ToolDown(Outage):
+    """A tool did not answer within all retries."""
+
+
+class DiskFault(Outage):
+    """A file of the run cannot be written: the disk is full, or it went away."""
+
+
+class CheckpointFault(Fault):
+    """A checkpoint cannot be loaded."""
+
+
+class OptimizerDown(Outage):
+    """The LLM-based optimizer gave no usable reply; training continues without it."""
+
+
+class Outlived:
+    """Standard output that its program outlives: once it cannot be written, one line on standard error, then nothing.
+
+    The reader of a long run may end before it (`| head`, a killed `| tee log`), or the disk of its log may be full.
+    """
+
+    def __init__(self, stream: TextIO):
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        with self.dropping():
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self.dropping():
+            self.stream.flush()
+
+    @contextlib.contextmanager
+    def dropping(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as e:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self.stream.fileno())  # also for what is still in its buffer
+            os.close(null)
+            with contextlib.suppress(OSError):
+                print(f"standard output cannot be written ({e.strerror}): going on without it", file=sys.stderr)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+@contextlib.contextmanager
+def one_line(program: str = "") -> Iterator[None]:
+    """Exit with code 1 and the fault's line on standard error, after `program: ` where one is named.
+
+    What is inside goes on when its standard output ends first.
+    """
+    before, sys.stdout = sys.stdout, cast(TextIO, Outlived(sys.stdout or open(os.devnull, "w")))  # None: closed, >&-
+    try:
+        yield
+    except Fault as e:
+        sys.exit(printable(f"{program}: {e}" if program else str(e)))
+    finally:
+        sys.stdout.flush()
+        sys.stdout = before

@@ -1,0 +1,282 @@
+"""The task: what is asked, what the policy can call, how it is scored. `--task module:Class` names one.
+
+A task is a subclass of `Task` in a file of its own; `tasks/search_qa.py`, the default, is one. Nothing else knows what
+the policy is trained for: rollouts, rewards, failures and metrics all come from here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import zlib
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+
+from config import Config
+from plumbing.faults import Fault
+from tasks.tools import Tool
+
+T = TypeVar("T")
+Message = dict[str, str]  # {"role": "system" or "user", "content": ...}
+
+
+@dataclass(frozen=True)
+class Question:
+    """What an episode starts from. `golds`: answers that are right, which the optimizer may see and must not give away.
+
+    A task that needs more keeps it in `data`, plain data that can be sent between processes.
+    """
+
+    id: str
+    text: str
+    golds: tuple[str, ...] = ()
+    source: str = "data"  # names its data set: metrics are shown for each
+    hops: int = field(default=0, compare=False)  # facts that must be found one after the other; 0: not known
+    data: Any = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One rollout to play: a question asked under an instruction."""
+
+    instruction: int | None  # its id in the population; None for a text that is in none
+    text: str  # the instruction itself
+    question: Question
+    group: int  # the draw it belongs to; trajectories of one group are compared (Eq. 3)
+
+
+@dataclass
+class Turn:
+    """One action a_k and its observation o_k, as text."""
+
+    text: str
+    tool: str = ""  # tag of the tool it called; "" if it called none
+    argument: str = ""
+    result: list[str] | None = None  # None if nothing was returned: a call in the last turn is not served
+
+
+@dataclass
+class Trajectory:
+    """One rollout tau = (I, q, a_0, o_0, ..., a_k) (§2.1). The lists ids, mask and logps have one length."""
+
+    instruction: int | None  # its id in the population; None for a text that is in none
+    question: Question
+    group: int
+    ids: list[int]  # prompt, actions and observations
+    prompt_tokens: int
+    mask: list[int] = field(default_factory=list)  # I_{i,t} of Eq. 2: 1 on the tokens that the policy sampled
+    logps: list[float] = field(default_factory=list)  # the engine's log-probabilities; 0 where mask is 0
+    acted: list[int] = field(default_factory=list)  # how many tokens each turn sampled
+    turns: list[Turn] = field(default_factory=list)
+    stop: str = ""  # why it ended: "answer", "over" (a tool ended it), "turns" (none left), "length" (context full)
+    response: str = ""  # everything after the prompt
+    prediction: str | None = None
+    state: Any = None  # what the task keeps of the episode, plain data
+    reward: float = 0.0  # r(tau)
+    failed: bool = False  # as the task defines it
+    advantage: float = 0.0  # A-hat
+    credit: list[float] = field(default_factory=list)  # A-hat of each turn, where a learner tells turns apart
+    watched: bool = False  # the update notes what it sees of its action tokens
+    tokens: dict[str, list[float]] = field(default_factory=dict)  # that, by name: see grpo.note_tokens
+
+    def act(self, ids: list[int], logps: list[float]) -> None:
+        self.ids += ids
+        self.mask += [1] * len(ids)
+        self.logps += logps
+        self.acted.append(len(ids))
+
+    def observe(self, ids: list[int]) -> None:
+        self.ids += ids
+        self.mask += [0] * len(ids)
+        self.logps += [0.0] * len(ids)
+
+    def served(self, tool: str) -> int:
+        """Returns how many calls of this tool were answered."""
+        return sum(turn.tool == tool and turn.result is not None for turn in self.turns)
+
+    @property
+    def invalid(self) -> int:
+        """Turns that neither called a tool nor answered."""
+        return sum(not turn.tool for turn in self.turns) - (self.stop == "answer")
+
+    def outcome(self) -> Trajectory:
+        """Returns a copy for rewards and metrics alone: without tokens."""
+        return replace(self, ids=[], mask=[], logps=[], acted=[])
+
+    def record(self) -> dict[str, Any]:
+        """Returns a row for `trajectories/`: everything but the token arrays."""
+        return {
+            "instruction": self.instruction, "question": self.question.id, "question_text": self.question.text,
+            "source": self.question.source, "group": self.group, "stop": self.stop, "reward": self.reward,
+            "failed": self.failed, "advantage": self.advantage, "credit": self.credit, "prediction": self.prediction,
+            "golds": self.question.golds, "invalid": self.invalid, "prompt_tokens": self.prompt_tokens,
+            "action_tokens": sum(self.mask), "tokens": len(self.ids), "turns": [asdict(turn) for turn in self.turns],
+            "response": self.response,
+        }  # fmt: skip
+
+
+class Task(ABC):
+    """A subclass says what is asked (`questions`), what can be called (`tools`) and how it is scored (`reward`).
+
+    Every rank makes one from the configuration. Rank 0 alone reads questions, starts servers, rewards and measures.
+    """
+
+    tools: Sequence[Tool]  # what the policy can call: tags, stop strings and messages derive from them; () for none
+    instruction: ClassVar[str] = "Answer inside <answer> and </answer>."  # without --instruction
+    best_reward: ClassVar[float] = 1.0  # the highest that there is: below it a trajectory has failed
+
+    def __init__(self, cfg: Config):
+        self.cfg = cfg
+
+    def start(self, serve: Callable[..., str]) -> str:
+        """Starts what the tools need, on rank 0; returns a line for the log. Raises Fault.
+
+        `serve(*argv)` runs a Python program of this project as a server for as long as the run, and returns its URL.
+        """
+        return ""
+
+    def address(self) -> Any:
+        """Returns what `connect` needs on other ranks, after `start`."""
+
+    def connect(self, address: Any) -> None:
+        """Connects another rank's tools to what rank 0 has started."""
+
+    @abstractmethod
+    def questions(self, split: str) -> list[Question]:
+        """Returns the questions of "train", "valid" (they choose the best checkpoint; may be none) or "test"."""
+
+    def prompt(self, instruction: str, question: Question) -> list[Message]:
+        """Returns the conversation that the policy continues: one message with instruction and question (App. F)."""
+        return [{"role": "user", "content": f"{instruction}\n\nQuestion: {question.text}\n"}]
+
+    def reset(self, question: Question) -> Sequence[Tool]:
+        """Returns the tools of a new episode, of the tags of `tools`; by default those, which have no state."""
+        return self.tools
+
+    def ended(self, tau: Trajectory, tools: Sequence[Tool]) -> None:
+        """Looks at the tools of an episode that has ended; what `reward` needs of their state goes to tau.state."""
+
+    @abstractmethod
+    def reward(self, taus: Sequence[Trajectory]) -> list[float]:
+        """Returns r(tau) of each, finite numbers (§2.1).
+
+        Raises Outage, which names who does not answer, if they cannot be had now: the run stops and can be resumed.
+        """
+
+    def failed(self, tau: Trajectory) -> bool:
+        """Returns whether a rewarded trajectory is a failure to learn from (§3.2)."""
+        return tau.reward < self.best_reward
+
+    def shown(self, tau: Trajectory) -> str:
+        """Returns a failure as the optimizer reads it (App. E); right answers, if there are any, follow it there."""
+        return f"Question: {tau.question.text}\n{tau.response.strip()}"
+
+    def metrics(self, tau: Trajectory) -> dict[str, float]:
+        """Returns what is measured of a rewarded trajectory, under the same names for each.
+
+        The first one chooses the best checkpoint and is what a run's last sentence is about.
+        """
+        return {"reward": tau.reward}
+
+
+def load_task(cfg: Config) -> Task:
+    """Returns the task that --task names; a Fault says what is wrong with it."""
+    module, _, name = cfg.task.partition(":")
+    where = f"--task {cfg.task}"
+    if not module or not name:
+        raise Fault(f"{where}: give it as module:Class, for example mygame:Game for class Game in mygame.py")
+    try:
+        kind = getattr(importlib.import_module(module), name, None)
+    except ImportError as e:
+        raise Fault(f"{where}: {module} cannot be imported ({e}); run in the directory that it is in") from None
+    if not (isinstance(kind, type) and issubclass(kind, Task)):
+        raise Fault(f"{where}: {name} is no class in {module} that extends tasks.Task")
+    if missing := sorted(getattr(kind, "__abstractmethods__", ())):
+        raise Fault(f"{where}: {name} has no {' and no '.join(missing)}; define {'it' if len(missing) < 2 else 'them'}")
+    task = kind(cfg)
+    if not hasattr(task, "tools"):
+        raise Fault(f"{where}: {name} has no tools; set `tools`, to () for a task of one turn")
+    if wrong := [tool for tool in task.tools if not isinstance(tool, Tool)]:
+        raise Fault(f"{where}: {wrong[0]!r} among its tools is no tasks.tools.Tool")
+    return task
+
+
+def reward(task: Task, taus: Sequence[Trajectory]) -> None:
+    """Sets `reward` and `failed` of the trajectories; Fault if the task's rewards are not a number for each."""
+    rewards = task.reward(taus)
+    where = f"--task {task.cfg.task}: its reward"
+    if not isinstance(rewards, Sequence) or len(rewards) != len(taus):
+        n = len(rewards) if isinstance(rewards, Sequence) else type(rewards).__name__
+        raise Fault(f"{where} returned {n} for {len(taus)} trajectories; return a list with a number for each")
+    for tau, r in zip(taus, rewards, strict=True):
+        if isinstance(r, str) or not _finite(r):
+            raise Fault(f"{where} of question {tau.question.id} is {r!r}; return a finite number")
+        tau.reward = float(r)
+        tau.failed = task.failed(tau)
+
+
+def measure(task: Task, taus: Sequence[Trajectory]) -> list[dict[str, float]]:
+    """Returns the metrics of rewarded trajectories; Fault if their names differ or one is no number."""
+    rows = [task.metrics(tau) for tau in taus]
+    for tau, row in zip(taus, rows, strict=True):
+        where = f"--task {task.cfg.task}: its metrics of question {tau.question.id}"
+        if not row:
+            raise Fault(f"{where} are none; return at least one number with its name")
+        if list(row) != list(rows[0]):
+            raise Fault(f"{where} are {', '.join(row)}, those of {taus[0].question.id} {', '.join(rows[0])}; return the"
+                        " same names, in one order, for all")  # fmt: skip
+        if wrong := [name for name, x in row.items() if isinstance(x, str) or not _finite(x)]:
+            raise Fault(f"{where}: {wrong[0]} is {row[wrong[0]]!r}; return finite numbers")
+    return [{name: float(x) for name, x in row.items()} for row in rows]
+
+
+def _finite(x: object) -> bool:
+    try:
+        return math.isfinite(float(x))  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        return False
+
+
+def rng_of(seed: int, t: int, purpose: str) -> np.random.Generator:
+    """Returns a generator that depends on (seed, step, purpose) alone: there is no state to save."""
+    return np.random.default_rng([seed, t, zlib.crc32(purpose.encode())])
+
+
+def draw(D: Mapping[Any, T], n: int, seed: int, t: int) -> list[T]:
+    """Returns the `n` questions of step t: epochs over D, each in an order of its own."""
+    questions, out = list(D.values()), list[T]()
+    first = (t - 1) * n
+    for epoch in range(first // len(questions), (first + n - 1) // len(questions) + 1):
+        order = rng_of(seed, epoch, "epoch").permutation(len(questions))
+        begin, end = first - epoch * len(questions), first + n - epoch * len(questions)
+        out += [questions[k] for k in order[max(0, begin) : end]]
+    return out
+
+
+def subset(questions: list[Question], n: int, seed: int = 0) -> list[Question]:
+    """Returns `n` of the questions in their order, the same ones for a seed, each source in its share; 0: all."""
+    if not 0 < n < len(questions):
+        return questions
+    order = rng_of(seed, 0, "subset").permutation(len(questions))
+    sources = [questions[k].source for k in order]
+    # Interleave the sources: the k-th question of a source with m has the place (k + 1/2) / m.
+    size, seen, place = Counter(sources), Counter[str](), []
+    for k, source in zip(order, sources, strict=True):
+        place.append(((seen[source] + 0.5) / size[source], int(k)))
+        seen[source] += 1
+    return [questions[k] for k in sorted(k for _, k in sorted(place)[:n])]
+
+
+def by_source(taus: Iterable[Trajectory], rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Returns the means of metrics, a row for each trajectory, as `name`, and of each source as `name/source`."""
+    found: dict[str, list[float]] = {}
+    for tau, row in zip(taus, rows, strict=True):
+        for name, x in row.items():
+            found.setdefault(name, []).append(x)
+            found.setdefault(f"{name}/{tau.question.source}", []).append(x)
+    return {name: sum(x) / len(x) for name, x in sorted(found.items())}

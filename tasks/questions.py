@@ -1,0 +1,158 @@
+"""Questions with their gold answers: reading them, and matching a prediction (§2.1, §4).
+
+Reads Search-R1's and verl's parquet unchanged, and JSONL with the same fields.
+"""
+
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from plumbing.faults import Fault
+from plumbing.outside import decoded
+from tasks import Question
+
+COLUMNS = ("id", "question", "golden_answers", "data_source", "prompt", "reward_model", "extra_info", "metadata")
+HOPS = {"nq": 1, "triviaqa": 1, "popqa": 1, "hotpotqa": 2, "bamboogle": 2}  # of every question in these sets
+
+
+def load_questions(path: str | Path, skip: Callable[[str], None] | None = None) -> list[Question]:
+    """Returns the questions of a .jsonl or .parquet file (§4); a Fault names the file and the row.
+
+    An id that several sources share (`train_0` of NQ and of HotpotQA in one file) becomes `{source}-{id}`. With `skip`
+    a row that is no question is left out, and `skip` is told where it stands and why.
+    """
+    path = Path(path)
+    read = {".jsonl": _read_jsonl, ".parquet": _read_parquet}.get(path.suffix)
+    if read is None:
+        raise Fault(f"{path}: unknown suffix {path.suffix!r}; give a .jsonl or a .parquet file")
+    if not path.is_file():
+        raise Fault(f"{path}: no such file; check the path")
+    questions: list[Question] = []
+    lines: dict[tuple[str, str], int] = {}  # (source, id) -> where it stands
+    for line, row in read(path):
+        try:
+            q = _question(row, line)
+            if first := lines.get((q.source, q.id)):
+                raise ValueError(f"id {q.id!r} is already that of {path}:{first}; make the ids unique")
+        except ValueError as fault:
+            if skip is None:
+                raise Fault(f"{path}:{line}: {fault}") from None
+            skip(f"{path}:{line}: {fault}")
+            continue
+        lines[q.source, q.id] = line
+        questions.append(q)
+    if not questions:
+        raise Fault(f"{path}: no question in it; give a file with at least one row")
+    shared = Counter(q.id for q in questions)
+    return [replace(q, id=f"{q.source}-{q.id}") if shared[q.id] > 1 else q for q in questions]
+
+
+def _read_jsonl(path: Path) -> Iterator[tuple[int, object]]:
+    with path.open("rb") as file:
+        for line, raw in enumerate(file, 1):
+            if not raw.strip():
+                continue
+            try:
+                yield line, decoded(raw)
+            except ValueError as e:
+                what = "not UTF-8" if isinstance(e, UnicodeDecodeError) else f"invalid JSON ({getattr(e, 'msg', e)})"
+                raise Fault(f"{path}:{line}: {what}; write one JSON object a line, in UTF-8") from None
+
+
+def _read_parquet(path: Path) -> Iterator[tuple[int, object]]:
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError:
+        raise Fault(f"{path}: pyarrow is not installed; pip install pyarrow, or give a .jsonl") from None
+    try:
+        with pq.ParquetFile(path) as file:
+            columns = [c for c in COLUMNS if c in file.schema_arrow.names]
+            rows = (row for batch in file.iter_batches(columns=columns) for row in batch.to_pylist())
+            yield from enumerate(rows, 1)
+    except (OSError, pa.ArrowException) as e:
+        what = str(e).splitlines()[0]
+        raise Fault(f"{path}: not a readable parquet file ({what}); write it again") from None
+
+
+def _question(row: object, line: int) -> Question:
+    """Returns the question in a row of either format; a ValueError says what is wrong and what to do."""
+    if not isinstance(row, dict):
+        raise ValueError("not a JSON object; write one JSON object a line")
+    source = str(_get(row, "data_source", default="data"))
+    id = str(_get(row, "id", default=_get(row, "extra_info", "index", default=f"{source}-{line}")))
+    text = _get(row, "question")
+    if text is None:
+        text = _question_in_prompt(_get(row, "prompt"))
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError("no question; fill `question`, or `prompt` with a user message")
+    target = _get(row, "reward_model", "ground_truth", "target", default=())
+    golds = _get(row, "golden_answers", default=target)
+    golds = [golds] if isinstance(golds, str) else list(golds) if isinstance(golds, Iterable) else [golds]
+    if wrong := [g for g in golds if not isinstance(g, str)]:
+        raise ValueError(f"gold answer {wrong[0]!r} is not text; write it as a string")
+    golds = tuple(g.strip() for g in golds if g.strip())
+    if not golds:
+        raise ValueError("no gold answer; fill `golden_answers` or `reward_model.ground_truth.target`")
+    text = text.strip()
+    try:
+        "".join([id, source, text, *golds]).encode()
+    except UnicodeEncodeError:  # JSON can spell half a character; no tokenizer accepts it
+        raise ValueError("half of a surrogate pair; write the whole character") from None
+    return Question(id, text if text.endswith("?") else text + "?", golds, source, _hops(row, source))
+
+
+def _hops(row: object, source: str) -> int:
+    """Returns how many facts a question needs, from FlashRAG's metadata or from the name of its source; 0: unknown."""
+    if steps := _get(row, "metadata", "question_decomposition"):  # MuSiQue
+        return len(steps)
+    if kind := _get(row, "metadata", "type"):  # 2WikiMultihopQA; HotpotQA's "bridge" and "comparison" take two
+        return 4 if kind == "bridge_comparison" else 2
+    if named := re.search(r"(\d)hop$", source):
+        return int(named.group(1))
+    return HOPS.get(source, 0)
+
+
+def _get(row: object, *keys: str, default: Any = None) -> Any:
+    """Returns `row[k1][k2]...`, or `default` where a key is absent or null."""
+    for key in keys:
+        row = row.get(key) if isinstance(row, dict) else None
+    return default if row is None else row
+
+
+def _question_in_prompt(prompt: object) -> str | None:
+    """Returns what follows the last `Question:` in the last user message, or in the string."""
+    if isinstance(prompt, Iterable) and not isinstance(prompt, str):
+        prompt = next((_get(m, "content") for m in reversed(list(prompt)) if _get(m, "role") == "user"), None)
+    return prompt.rpartition("Question:")[2] if isinstance(prompt, str) else None
+
+
+def normalize(text: str) -> str:
+    """Returns text in lower case, without ASCII punctuation, articles and extra spaces, in SQuAD's order (§4)."""
+    text = "".join(c for c in text.lower() if c not in string.punctuation)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+
+
+def em(prediction: str | None, golds: Iterable[str]) -> float:
+    """Returns r_EM of §2.1: 1.0 if the normalized prediction equals any normalized gold, else 0.0."""
+    if prediction is None or not prediction.strip():  # a blank would equal the gold "A", whose article is dropped
+        return 0.0
+    return float(normalize(prediction) in {normalize(gold) for gold in golds})
+
+
+def f1(prediction: str | None, golds: Iterable[str]) -> float:
+    """Returns the best token F1 over the golds, in [0, 1]; reported beside EM."""
+    if prediction is None or not prediction.strip():
+        return 0.0
+    tokens = normalize(prediction).split()
+    return max((_token_f1(tokens, normalize(gold).split()) for gold in golds), default=0.0)
+
+
+def _token_f1(a: list[str], b: list[str]) -> float:
+    if not a or not b:
+        return float(a == b)
+    return 2 * sum((Counter(a) & Counter(b)).values()) / (len(a) + len(b))

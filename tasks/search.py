@@ -1,0 +1,135 @@
+"""The search tool: a client of Search-R1's POST /retrieve, and how a run finds out whether its server is any good."""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from plumbing.client import Client, RequestFailed
+from plumbing.faults import Fault, ToolDown
+from tasks import Question
+from tasks.questions import normalize
+from tasks.tools import Tool
+
+MAX_PASSAGE = 100_000  # characters of a passage that are read and kept
+
+
+class Search(Tool):
+    """Client of Search-R1's POST /retrieve: queries in, passages out.
+
+    One thread sends whatever has queued up since its last request as one request: batches form under load, and a lone
+    query leaves at once. A query that is already under way is not sent again. `url` may name several servers, with
+    commas. A transient fault (connection, time-out, 429, 5xx) moves on to the next one at once; when all have failed,
+    they are asked again with exponential back-off or after the time that Retry-After asks for. `revive` is called
+    before that (the run restarts its own server there) and may return a new URL. After `retries` such rounds the
+    futures raise ToolDown.
+    """
+
+    tag, noun, argument, plural, result_tag = "search", "a search", "query", "searches", "information"
+
+    def __init__(
+        self,
+        url: str,
+        topk: int,
+        timeout: float = 30,
+        retries: int = 6,
+        backoff: float = 0.5,
+        revive: Callable[[], str] = lambda: "",
+    ):
+        self.topk = topk
+        self._client = Client(
+            url.split(","), timeout=timeout, retries=retries, backoff=backoff, expects="a Search-R1 answer",
+            revive=revive,
+        )  # fmt: skip
+        self._queue: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._under_way: dict[str, Future[list[str]]] = {}
+        self._lock = threading.Lock()
+        threading.Thread(target=self._send_batches, daemon=True).start()
+
+    @property
+    def urls(self) -> list[str]:
+        """The servers, the one in use first."""
+        return self._client.urls
+
+    @property
+    def faults(self) -> int:
+        return self._client.faults
+
+    def submit(self, argument: str) -> "Future[list[str]]":
+        """Returns a Future of the passages' `contents`, best first."""
+        query = argument[:4096]  # the server accepts no longer ones
+        with self._lock:
+            if query not in self._under_way:
+                self._under_way[query] = Future()
+                self._queue.put(query)
+            return self._under_way[query]
+
+    def show(self, result: list[str]) -> str:
+        """Returns the passages as the policy reads them (App. F); each is `"Title"\\ntext`."""
+        shown = []
+        for k, contents in enumerate(result, 1):
+            title, _, text = contents.partition("\n")
+            shown.append(f"Doc {k}(Title: {title.strip().strip(chr(34))}) {text.strip()}")
+        return "\n".join(shown)
+
+    def _send_batches(self) -> None:
+        while True:
+            batch = [self._queue.get()]
+            while not self._queue.empty() and len(batch) < 256:
+                batch.append(self._queue.get())
+            results: list[list[str]] = []
+            fault: Exception | None = None
+            try:
+                results = self._retrieve(batch)
+            except Exception as e:  # raised by the futures, in the caller's thread
+                fault = e
+            with self._lock:
+                futures = [self._under_way.pop(query) for query in batch]
+            for k, future in enumerate(futures):
+                if fault:
+                    future.set_exception(fault)
+                else:
+                    future.set_result(results[k])
+
+    def _retrieve(self, queries: list[str]) -> list[list[str]]:
+        body = {"queries": queries, "topk": self.topk, "return_scores": True}
+        try:
+            return self._client.post("/retrieve", body, lambda answer: _read_passages(answer, len(queries), self.topk))
+        except RequestFailed as e:
+            raise ToolDown(f"the search server does not answer ({e})") from e
+
+
+def _read_passages(answer: Any, n: int, topk: int) -> list[list[str]]:
+    rows = answer["result"]
+    if len(rows) != n:
+        raise ValueError(f"{len(rows)} results for {n} queries")
+    passages = [[hit["document"]["contents"] for hit in hits[:topk]] for hits in rows]
+    if not all(isinstance(contents, str) for hits in passages for contents in hits):
+        raise TypeError("contents are not text")
+    return [[contents[:MAX_PASSAGE] for contents in hits] for hits in passages]
+
+
+def try_search(search: Search, questions: Sequence[Question]) -> str:
+    """Returns how fast and how well the server answers some questions, in words; Fault if it finds nothing at all."""
+    began = time.perf_counter()
+    try:
+        found = [future.result() for future in [search.submit(q.text) for q in questions]]
+    except ToolDown as e:
+        raise Fault(f"{e}; check --retriever, and --topk {search.topk}") from None
+    seconds, n = time.perf_counter() - began, len(questions)
+    if not any(text.strip() for passages in found for text in passages):
+        raise Fault(
+            f"{search.urls[0]} found no passage for any of {n} questions: check its index, and that it answers as"
+            " Search-R1's server does"
+        )
+    texts = [f" {normalize(' '.join(passages))} " for passages in found]
+    hits = sum(
+        any(f" {normalize(gold)} " in text for gold in q.golds) for q, text in zip(questions, texts, strict=True)
+    )
+    return (
+        f"{n} questions took {seconds:.2f} s, 1,000 searches would take {1000 * seconds / n:,.1f} s;"
+        f" a gold answer was in the passages of {hits}"
+        + (": nearly none; check that index, corpus and questions belong together" if hits < n / 20 else "")
+    )

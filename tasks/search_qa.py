@@ -1,0 +1,86 @@
+"""Questions answered by searching, scored by exact match: the paper's task, and the default one."""
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import ClassVar
+
+from config import HERE, Config
+from plumbing.faults import Fault, ToolDown
+from plumbing.outside import without_password
+from tasks import Question, Task, Trajectory, rng_of
+from tasks.questions import em, f1, load_questions
+from tasks.search import Search, try_search
+from tasks.tools import Calculator, Tool
+
+# The instruction of Search-R1, which the paper starts from (App. F).
+SEARCH_R1 = (
+    "Answer the given question. You must conduct reasoning inside <think> and </think> first every time you get new "
+    "information. After reasoning, if you find you lack some knowledge, you can call a search engine by <search> "
+    "query </search> and it will return the top searched results between <information> and </information>. You can "
+    "search as many times as your want. If you find no further external knowledge needed, you can directly provide "
+    "the answer inside <answer> and </answer>, without detailed illustrations. For example, <answer> Beijing </answer>."
+)
+
+
+class SearchQA(Task):
+    """Reads --train, --valid and --test, and searches --corpus or --retriever."""
+
+    instruction: ClassVar[str] = SEARCH_R1
+
+    def __init__(self, cfg: Config):
+        super().__init__(cfg)
+        self.connect("")
+
+    def connect(self, address: str, revive: Callable[[], str] = lambda: "") -> None:
+        """Makes the tools that --tools names; `address`: the URLs to search at, with commas."""
+        self.search = Search(address, self.cfg.topk, retries=self.cfg.search_retries, revive=revive)
+        known: dict[str, Tool] = {"search": self.search, "calculator": Calculator()}
+        names = [] if self.cfg.tools == "none" else self.cfg.tools.split(",")
+        where = f"--tools {self.cfg.tools}"
+        if unknown := [name for name in names if name not in known]:
+            raise Fault(f"{where}: there is no {unknown[0] or 'empty name'}; choose from {', '.join(known)}")
+        if names and "search" not in names:
+            raise Fault(f"{where}: search must be among them, or none alone")
+        self.tools = [known[name] for name in names]
+
+    def address(self) -> str:
+        return ",".join(self.search.urls)
+
+    def start(self, serve: Callable[..., str]) -> str:
+        cfg = self.cfg
+        if not self.tools:
+            return "search: none (--tools none)"
+        if not cfg.corpus and not cfg.retriever:
+            raise Fault("nothing to search: give --corpus (passages) or --retriever (URL of a running server)")
+        if cfg.retriever:
+            try:
+                Search(cfg.retriever, cfg.topk, retries=0).submit("is anyone there").result()
+            except ToolDown as e:
+                raise Fault(f"--retriever: {e}; start it, or serve --corpus with --retriever ''") from None
+            self.connect(cfg.retriever)
+        else:
+            own = partial(serve, str(HERE / "retrieval_server.py"), "--corpus", cfg.corpus)
+            self.connect(own(), revive=own)
+        where = without_password(cfg.retriever)
+        where = where or f"{self.search.urls[0]} (BM25 over {cfg.corpus}, started by this run)"
+        return f"search: {where}\n        {try_search(self.search, self.questions('train')[:64])}"
+
+    @cache  # noqa: B019 (a run has one task)
+    def questions(self, split: str) -> list[Question]:
+        cfg = self.cfg
+        file = {"train": cfg.train, "valid": cfg.valid or cfg.train, "test": cfg.test}[split]
+        if not file:
+            raise Fault(f"--{split} is missing: give a .jsonl or .parquet file of questions")
+        found = load_questions(file)
+        if cfg.valid or split == "test":
+            return found
+        n = min(cfg.valid_n, len(found) // 10)
+        aside = set(rng_of(cfg.seed, 0, "valid").permutation(len(found))[:n].tolist())  # CHOICE-25
+        return [q for k, q in enumerate(found) if (k in aside) == (split == "valid")]
+
+    def reward(self, taus: Sequence[Trajectory]) -> list[float]:
+        return [em(tau.prediction, tau.question.golds) for tau in taus]  # Eq.1
+
+    def metrics(self, tau: Trajectory) -> dict[str, float]:
+        golds = tau.question.golds
+        return {"em": em(tau.prediction, golds), "f1": f1(tau.prediction, golds)}

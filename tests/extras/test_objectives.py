@@ -1,0 +1,909 @@
+"""Every objective against its paper's formula: float64, plain loops, gradients by autograd.
+
+`FORMULAS` says what each objective is, from a list of trajectories as dicts; it uses nothing of objectives.py or
+variants.py. What is compared is dL/dlogp of every token, with the head's rows (kernels/rows_torch.py) on our side.
+"""
+
+import copy
+import math
+import random
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from extras import variants
+from config import PRESETS, Config, validate
+from tasks.questions import Question
+from kernels import rows_torch
+from extras.objectives import OBJECTIVES, Batch, group_advantages, objective_of, set_advantages
+from rollout import Trajectory, Turn
+
+QUESTION = Question("q", "Who?", ("x",), "s")
+LIMIT = 10  # tokens that a trajectory may sample
+GROUPS = [  # instruction, question, rewards
+    (0, "q0", [1, 0, 0, 1]), (0, "q1", [1, 1, 1]), (1, "q2", [1]), (1, "q0", [0, 1, 1, 1]), (1, "q3", [0, 0, 0, 0]),
+    (0, "q4", [0, 0, 1, 0, 1]), (2, "q5", [0, 1]), (0, "q6", [1, 0, 0]), (0, "q7", [0, 1, 0]), (0, "q8", [0, 0, 1]),
+]  # fmt: skip
+
+
+def drawn(seed=0):
+    """Returns trajectories as dicts: ties, one alone in its group, equal rewards, an empty turn, no tokens at all."""
+    dice, out = random.Random(seed), []
+    for group, (instruction, question, rewards) in enumerate(GROUPS):
+        for r in rewards:
+            turns = []
+            for _ in range(dice.randint(1, 4)):
+                found = dice.random() < 0.4
+                result = ["the gold passage"] if found else [dice.choice(["one", "another"])]
+                turns.append(dict(n=dice.randint(1, 3), result=result, found=found, called=True))
+            turns[-1] |= dict(result=None, found=False, called=False)  # it answers
+            answer = "gold" if r else dice.choice(["wrong", "The wrong!", "odd", None])
+            stop = "answer" if answer else "turns"
+            row = dict(
+                group=group, instruction=instruction, q=question, r=float(r), turns=turns, answer=answer, stop=stop
+            )
+            out.append(row)
+    out[0]["turns"][0]["n"] = 0
+    out[9]["turns"] = []  # its prompt was too long
+    for k, row in enumerate(out):
+        row["k"], row["L"] = k, sum(turn["n"] for turn in row["turns"])
+    return out
+
+
+def trajectories(rows, columns):
+    """Returns the rows as Trajectory objects, their engine's log-probs from `columns`."""
+    out, at = [], 0
+    for row in rows:
+        tau = Trajectory(
+            row["instruction"], Question(row["q"], "Who?", ("gold",), "s"), row["group"], [1, 2], 2, [0, 0], [0.0, 0.0]
+        )
+        for turn in row["turns"]:
+            tau.act([3] * turn["n"], columns["engine"][at : at + turn["n"]].tolist())
+            tau.observe([4, 4])
+            tau.turns.append(Turn("", "search" if turn["called"] else "", "", turn["result"]))
+            at += turn["n"]
+        tau.reward, tau.prediction, tau.stop = row["r"], row["answer"], row["stop"]
+        out.append(tau)
+    return out
+
+
+class Case:
+    """A mini-batch: `rows`, and the tokens' columns; `logp` is the policy in training, to differentiate by."""
+
+    def __init__(self, first=False, seed=0, memory=None, rows=None):
+        self.rows = drawn(seed) if rows is None else rows
+        self.memory = {} if memory is None else memory
+        N = sum(row["L"] for row in self.rows)
+        g = np.random.default_rng(seed)
+        old = -3 * g.random(N) - 0.02
+        now = np.minimum(old + 0.3 * g.standard_normal(N), -0.01)
+        now = old.copy() if first else now
+        self.first = first
+        self.columns = dict(old=old, now=now, engine=old + 0.3 * g.standard_normal(N), entropy=2 * g.random(N) + 0.01)
+        self.logp = torch.tensor(now, requires_grad=True)
+        self.at = self.logp.unbind()
+        at = 0
+        for row in self.rows:
+            row["tokens"] = list(range(at, at + row["L"]))
+            row["turn_of"] = [k for k, turn in enumerate(row["turns"]) for _ in range(turn["n"])]
+            at += row["L"]
+
+    def rho(self, token, to="old"):
+        return torch.exp(self.at[token] - float(self.columns[to][token]))
+
+    def groups(self, key="group"):
+        found = {}
+        for row in self.rows:
+            found.setdefault(row[key], []).append(row)
+        return list(found.values())
+
+
+def ours(name, case, taus=None):
+    """Returns (dL/dlogp (N,), the trajectories, the plan) of an objective."""
+    objective = replace(objective_of(Config(objective=name)), limit=LIMIT)
+    taus = taus or trajectories(case.rows, case.columns)
+    set_advantages(taus, objective, case.memory)
+    c, reads = case.columns, objective.reads
+    known = not case.first or "old" in reads
+    plan = objective.plan(
+        Batch(
+            taus, LIMIT, old=c["old"] if known else None, entropy=c["entropy"] if known else None,
+            now=c["now"] if "now" in reads and known else None,
+        )
+    )  # fmt: skip
+    return through_the_head(plan, c["now"]), taus, plan
+
+
+def through_the_head(plan, now):
+    """Returns dL/dlogp of tokens with these log-probs, by the head's rows: two logits a token, log p and log(1 - p)."""
+    logp = torch.tensor(now)
+    z = torch.stack([logp, torch.log1p(-logp.exp())], 1)
+
+    def column(x):
+        return torch.as_tensor(x, dtype=torch.float64).expand(len(now))
+
+    *_, dz = rows_torch.loss_rows(
+        z, torch.zeros(len(now), dtype=torch.long), torch.float64, adv=column(plan.adv), w=column(plan.w),
+        eps_low=column(plan.eps_low), eps_high=column(plan.eps_high), temperature=1.0, delta=plan.delta, beta=0.0,
+        entropy_coef=0.0, kind=plan.kind, old=None if plan.old_logp is None else column(plan.old_logp),
+    )  # fmt: skip
+    return dz[:, 0] / (1 - logp.exp())
+
+
+# ---- the formulas
+
+
+def mean(x):
+    return sum(x) / len(x)
+
+
+def std(x):
+    return math.sqrt(sum((a - mean(x)) ** 2 for a in x) / (len(x) - 1))
+
+
+def eq3(x):
+    return [(a - mean(x)) / (std(x) + 1e-6) for a in x] if len(x) > 1 else [0.0] * len(x)
+
+
+def compare(case, f=eq3, key="group", of="r"):
+    """Returns A by trajectory: f of the values of each group."""
+    A = {}
+    for members in case.groups(key):
+        values = f([row[of] for row in members]) if len(members) > 1 else [0.0] * len(members)
+        A |= {row["k"]: a for row, a in zip(members, values, strict=True)}
+    return A
+
+
+def clipped(rho, A, low=0.2, high=0.2, cap=math.inf):
+    """Returns Eq. 2's min for one token; `cap` bounds the first rho, the dual clip."""
+    return torch.minimum(rho.clamp(max=cap) * A, rho.clamp(1 - low, 1 + high) * A)
+
+
+def by_trajectory(case, term, rows=None):
+    """Returns the loss: minus the mean over trajectories of the mean of a term (row, place, token) over its tokens."""
+    rows, total = case.rows if rows is None else rows, 0 * case.logp.sum()
+    for row in rows:
+        for place, token in enumerate(row["tokens"]):
+            total = total + term(row, place, token) / row["L"] / len(rows)
+    return -total
+
+
+def by_token(case, term, rows=None):
+    """The same, the mean over all tokens."""
+    terms = [term(row, k, n) for row in (case.rows if rows is None else rows) for k, n in enumerate(row["tokens"])]
+    return -sum(terms) / max(1, len(terms)) + 0 * case.logp.sum()
+
+
+def plain(case, A, low=0.2, high=0.2, average=by_trajectory, rows=None):
+    return average(case, lambda row, _, n: clipped(case.rho(n), A[row["k"]], low, high), rows)
+
+
+def turnwise(case, A, **kw):
+    """`A`: by (trajectory, turn)."""
+    return by_trajectory(case, lambda row, k, n: clipped(case.rho(n), A[row["k"], row["turn_of"][k]], **kw))
+
+
+def others(x):
+    return [a - (sum(x) - a) / (len(x) - 1) for a in x]
+
+
+def over_mean(x):
+    return [(a - mean(x)) / mean(x) if mean(x) else 0.0 for a in x]
+
+
+def minus_mean(x):
+    return [a - mean(x) for a in x]
+
+
+def centred_by_instruction(case, A):
+    for members in case.groups("instruction"):
+        m = mean([A[row["k"]] for row in members])
+        for row in members:
+            A[row["k"]] -= m
+    return A
+
+
+def grpo(case):
+    return plain(case, compare(case))
+
+
+def dr_grpo(case):
+    A, total = compare(case, minus_mean), 0
+    for row in case.rows:
+        for n in row["tokens"]:
+            total += clipped(case.rho(n), A[row["k"]]) / LIMIT
+    return -total / len(case.rows)
+
+
+def dapo(case):
+    for row in case.rows:
+        over = row["L"] - (LIMIT - LIMIT / 5)
+        row["shaped"] = row["r"] + (0 if over <= 0 else -min(1, over / (LIMIT / 5)))
+    A = compare(case, of="shaped")
+    mixed = [row for members in case.groups() if 0 < sum(x["r"] for x in members) < len(members) for row in members]
+    return plain(case, A, 0.2, 0.28, by_token, mixed)
+
+
+def loop(case):
+    A = compare(case, others)
+    empty = [row for row in case.rows if not row["tokens"]]
+    return plain(
+        case, A, 0.1, 0.1, rows=[row for row in case.rows if abs(A[row["k"]]) >= 0.01 and row["tokens"]] + empty
+    )
+
+
+def reinforce_baseline(case):
+    A = compare(case, minus_mean)
+    tokens = [A[row["k"]] for row in case.rows for _ in row["tokens"]]
+    m = mean(tokens)
+    variance = sum((a - m) ** 2 for a in tokens) / (len(tokens) - 1)
+    return plain(case, {k: (a - m) / math.sqrt(variance + 1e-8) for k, a in A.items()})
+
+
+def spo(case):
+    table = case.memory.setdefault("reference", {})
+    A = {row["k"]: row["r"] - (lambda a, b: a / (a + b))(*table.get(row["q"], (0.5, 0.5))) for row in case.rows}
+    for members in case.groups("q"):
+        a, b = table.get(members[0]["q"], (0.5, 0.5))
+        a, b = 0.9 * a, 0.9 * b
+        for row in members:
+            a, b = a + row["r"], b + 1 - row["r"]
+        table[members[0]["q"]] = a, b
+    A = centred_by_instruction(case, A)
+    s = std(list(A.values()))
+    return plain(case, {k: a / (s + 1e-6) for k, a in A.items()}, 0.2, 0.28)
+
+
+def sequence_ratio(case, tokens):
+    return torch.exp(sum(case.at[n] - float(case.columns["old"][n]) for n in tokens) / len(tokens))
+
+
+def gspo(case, A=None):
+    A, total = A or compare(case), 0
+    for row in case.rows:
+        if row["tokens"]:
+            total += clipped(sequence_ratio(case, row["tokens"]), A[row["k"]], 3e-4, 4e-4)
+    return -total / len(case.rows)
+
+
+def gspo_turn(case):
+    A, total = compare(case), 0
+    for row in case.rows:
+        turns = {}
+        for k, n in zip(row["turn_of"], row["tokens"], strict=True):
+            turns.setdefault(k, []).append(n)
+        for tokens in turns.values():
+            total += clipped(sequence_ratio(case, tokens), A[row["k"]], 3e-4, 4e-4) / len(turns)
+    return -total / len(case.rows)
+
+
+def cispo(case, cap=1.28):
+    A = compare(case)
+    return by_token(case, lambda row, _, n: case.rho(n).detach().clamp(max=cap) * A[row["k"]] * case.at[n])
+
+
+def sapo(case):
+    A = compare(case)
+
+    def term(row, _, n):
+        tau = 1.0 if A[row["k"]] > 0 else 1.05
+        return A[row["k"]] * 4 / tau / (1 + torch.exp(-tau * (case.rho(n) - 1)))
+
+    return by_trajectory(case, term)
+
+
+def dppo(case):
+    A = compare(case)
+
+    def term(row, _, n):
+        a, rise = A[row["k"]], case.at[n].exp().item() - math.exp(case.columns["engine"][n])
+        dropped = (a > 0 and rise > 0.2) or (a < 0 and rise < -0.2)
+        return 0 * case.at[n] if dropped else case.rho(n, "engine") * a
+
+    return by_token(case, term)
+
+
+def vespo(case):
+    A = compare(case)
+
+    def term(row, _, n):
+        k, l = (2, 3) if A[row["k"]] >= 0 else (3, 2)
+        log_W = sum(case.at[m].item() - case.columns["old"][m] for m in row["tokens"])
+        log_W = max(-20, min(20, log_W))
+        return math.exp(l + k * log_W - l * math.exp(log_W)) * A[row["k"]] * case.at[n]
+
+    return by_token(case, term)
+
+
+def tis(case):
+    A, old, engine = compare(case), case.columns["old"], case.columns["engine"]
+    return by_trajectory(
+        case, lambda row, _, n: min(math.exp(old[n] - engine[n]), 2.0) * clipped(case.rho(n), A[row["k"]])
+    )
+
+
+def r2vpo(case):
+    A = compare(case)
+    return by_trajectory(case, lambda row, _, n: case.rho(n) * A[row["k"]] - 0.04 * (case.rho(n) - 1) ** 2)
+
+
+def hapo(case):
+    A = {}
+    for members in case.groups():
+        tokens = [row["r"] for row in members for _ in row["tokens"]]
+        m = mean(tokens) if tokens else 0
+        s = math.sqrt(mean([(r - m) ** 2 for r in tokens])) if tokens else 0
+        A |= {row["k"]: (row["r"] - m) / (s + 1e-6) for row in members}
+    x = [math.log(h) for h in case.columns["entropy"]]
+    place = 0.8 * (len(x) - 1)
+    below, above = sorted(x)[math.floor(place)], sorted(x)[math.ceil(place)]
+    m = mean(x)
+    s, q = math.sqrt(mean([(b - m) ** 2 for b in x])), below + (place % 1) * (above - below)
+    h = [(a - q) / (s + 1e-6) for a in x]
+    largest, smallest = max(h), min(h)
+    h = [
+        a / largest if a > 0 else a / -smallest for a in h
+    ]  # from -1 to 1: the code's 1 / min would have the wrong sign
+
+    def term(row, _, n):
+        rho, a = case.rho(n), A[row["k"]]
+        inside = 1 - 0.2 / 2 < rho.item() < 1 + 0.28 / 2
+        if (h[n] > 0 and not inside) or (h[n] <= 0 and inside):
+            a *= 1 + h[n]
+        return clipped(rho, a, 0.2 * (1 - h[n]) if h[n] <= 0 else 0.2, 0.28 * (1 + h[n]) if h[n] > 0 else 0.28)
+
+    return by_token(case, term)
+
+
+def etr(case):
+    A = compare(case)
+    size = mean([abs(A[row["k"]]) for row in case.rows for _ in row["tokens"]])
+    p = {row["k"]: mean([x["r"] for x in members]) for members in case.groups() for row in members}
+
+    def term(row, _, n):
+        eps = 0.2 * min(2, max(0.5, abs(A[row["k"]]) / size)) * min(1, max(0.5, 4 * p[row["k"]] * (1 - p[row["k"]])))
+        return clipped(case.rho(n), A[row["k"]], eps, eps)
+
+    return by_trajectory(case, term)
+
+
+def icpo(case):
+    A = compare(case)
+
+    def term(row, _, n):
+        p = case.at[n].exp()
+        if row["instruction"] > 0:
+            return A[row["k"]] * p / (p + 0.1)
+        return clipped(case.rho(n), A[row["k"]], cap=3.0)
+
+    return by_trajectory(case, term)
+
+
+def llds(case):
+    A, old = compare(case), case.columns["old"].tolist()
+    gated = [
+        row for row in case.rows
+        if A[row["k"]] >= 0 and sum(case.at[n].item() - old[n] for n in row["tokens"]) < 0
+    ]  # fmt: skip
+    fallen = sum(torch.relu(old[n] - case.at[n]) for row in gated for n in row["tokens"])
+    return plain(case, A) + 0.1 * fallen / max(1, len(gated))
+
+
+def normalized_answer(row):
+    return {"The wrong!": "wrong"}.get(row["answer"], row["answer"])
+
+
+def copo(case):
+    local, groups = compare(case), case.groups()
+    means = [mean([row["r"] for row in members]) for members in groups]
+    overall = {
+        row["k"]: (m - mean(means)) / (std(means) + 1e-6) for m, x in zip(means, groups, strict=True) for row in x
+    }
+    overall = centred_by_instruction(case, overall)
+    A = {}
+    for members in groups:
+        answers = [normalized_answer(row) for row in members]
+        share = [answers.count(x) / len(answers) for x in set(answers)]
+        w = 1 / (1 + math.exp(-20 * (-sum(s * math.log(s) for s in share) - 1.5)))
+        A |= {row["k"]: w * local[row["k"]] + (1 - w) * overall[row["k"]] for row in members}
+    return plain(case, A)
+
+
+def riskpo(case):
+    score = {}
+    for j in sorted({row["instruction"] for row in case.rows}):
+        groups = [members for members in case.groups() if members[0]["instruction"] == j]
+        for first in range(0, len(groups), 5):
+            bundle = groups[first : first + 5]
+            for i in range(max(len(members) for members in bundle)):
+                ith = [members[i] for members in bundle if i < len(members)]
+                score |= {row["k"]: 5 * mean([row["r"] for row in ith]) for row in ith}
+    s = list(score.values())
+    if "reference" not in case.memory:
+        case.memory["reference"] = [float(np.quantile(s, a)) for a in (0.2, 0.8)]
+    lo, hi = case.memory["reference"]
+    case.memory["reference"] = [q + 0.1 * (a - mean([float(x < q) for x in s])) for q, a in ((lo, 0.2), (hi, 0.8))]
+    A = {}
+    for k, x in score.items():
+        rvar = (max(0, x - lo) - max(0, x - hi) + lo - hi) / (0.8 - 0.2)
+        A[k] = (-1.5 * max(0, lo - x) / 0.2 + rvar) / (1.5 + 1) / (std(s) + 1e-6)
+    return plain(case, centred_by_instruction(case, A))
+
+
+def adora(case):
+    A = compare(case)
+    for members in case.groups():
+        right = [row["L"] for row in members if row["r"]]
+        wrong = [row["L"] for row in members if not row["r"] and row["stop"] == "answer"]
+        if not (right and wrong and max(right) > mean(wrong)):
+            A |= {row["k"]: 0.1 * A[row["k"]] for row in members}
+    return plain(case, A)
+
+
+def aspo(case):
+    A = compare(case)
+    for members in case.groups():
+        used, p = [row for row in members if row["r"] and any(turn["called"] for turn in row["turns"])], {}
+        for row in used:
+            p[row["k"]] = 0
+            for turn in row["turns"]:
+                p[row["k"]] += turn["n"]
+                if turn["called"]:
+                    break
+        for row in used:
+            change = -2 * (p[row["k"]] - mean(list(p.values()))) / mean([x["L"] for x in used])
+            bound = 0.7 * abs(A[row["k"]])
+            A[row["k"]] += max(-bound, min(bound, change))
+    return plain(case, A)
+
+
+def empo(case):
+    for members in case.groups():
+        answers = [normalized_answer(row) for row in members]
+        given = [x for x in answers if x]
+        share = [given.count(x) / len(given) for x in set(given)]
+        H = -sum(s * math.log(s) for s in share)
+        dispersed = len(set(given)) == len(members)  # H = ln G
+        for row, x in zip(members, answers, strict=True):
+            row["shaped"] = answers.count(x) / len(answers) if x and H > 0 and not dispersed else 0.0
+    return plain(case, compare(case, of="shaped"))
+
+
+def hapo_history(case):
+    known = case.memory.setdefault("reference", {})
+    for row in case.rows:
+        h, bonus = known.get(row["q"]), 0
+        if h:
+            c = math.cos(math.pi / 2 * row["L"] / h) if row["L"] <= 2 * h else -1
+            bonus = max(-0.7, c) if row["r"] else min(0, c)
+        row["shaped"] = row["r"] + bonus
+    for row in case.rows:
+        if row["r"]:
+            known[row["q"]] = min(row["L"], known.get(row["q"], math.inf))
+    return plain(case, compare(case, of="shaped"))
+
+
+def hbpo(case):
+    across = {}
+    for members in case.groups("instruction"):
+        b = mean([row["L"] for row in members])
+        top = 4 * math.cos(math.pi * b / (2 * LIMIT))
+        for row in members:
+            own = 4 * math.cos(math.pi * row["L"] / (2 * LIMIT)) - abs(b - row["L"]) / LIMIT
+            row["shaped"], across[row["k"]] = min(own, top) if row["r"] else 0.0, -top
+    for members in case.groups():
+        for row in members:
+            across[row["k"]] += mean([x["shaped"] for x in members])
+    across, A = centred_by_instruction(case, across), compare(case, of="shaped")
+    return plain(case, {k: A[k] + across[k] for k in A})
+
+
+def mt_grpo(case):
+    first = {}
+    for row in case.rows:
+        first[row["k"]] = next((k for k, turn in enumerate(row["turns"]) if turn["called"]), None)
+        found = first[row["k"]] is not None and row["turns"][first[row["k"]]]["found"]
+        row["turn reward"] = float(found)
+    A, A_turn = compare(case), compare(case, of="turn reward")
+    both = {}
+    for row in case.rows:
+        for k in range(len(row["turns"])):
+            early = first[row["k"]] is None or k <= first[row["k"]]
+            both[row["k"], k] = A[row["k"]] + (A_turn[row["k"]] if early else 0)
+    return turnwise(case, both)
+
+
+def cells(case, value, key):
+    """Returns Eq. 3 of value(row, turn) among the turns with the same key(row, turn)."""
+    found = {}
+    for row in case.rows:
+        for k in range(len(row["turns"])):
+            found.setdefault(key(row, k), []).append((row["k"], k, value(row, k)))
+    out = {}
+    for members in found.values():
+        for (i, k, _), a in zip(members, eq3([x for *_, x in members]), strict=True):
+            out[i, k] = a
+    return out
+
+
+def discounted(row, k):
+    return 0.95 ** (len(row["turns"]) - 1 - k) * row["r"]
+
+
+def gigpo(case):
+    A = compare(case)
+
+    def state(row, k):
+        return row["group"], "start" if k == 0 else tuple(row["turns"][k - 1]["result"])
+
+    steps = cells(case, discounted, state)
+    return turnwise(case, {(i, k): A[i] + a for (i, k), a in steps.items()})
+
+
+def eapo(case):
+    A, total = cells(case, discounted, lambda row, k: row["group"]), 0
+    for row in case.rows:
+        s = sequence_ratio(case, row["tokens"]) if row["tokens"] else None
+        for k, n in zip(row["turn_of"], row["tokens"], strict=True):
+            same = s.detach() * torch.exp(case.at[n] - case.at[n].detach())  # GSPO-token
+            total += clipped(same, A[row["k"], k], 3e-4, 4e-4) / row["L"]
+    return -total / len(case.rows)
+
+
+def rubricem(case):
+    def future(row, k):
+        own = [float(turn["found"]) for turn in row["turns"]]
+        own[-1] += row["r"]
+        return sum(0.95 ** (j - k) * own[j] for j in range(k, len(own)))
+
+    return turnwise(case, cells(case, future, lambda row, k: (row["group"], k)))
+
+
+def d3s(case):
+    A = compare(case)
+    order = sorted(case.rows, key=lambda row: A[row["k"]])
+    n = (len(order) + 1) // 2
+    best = max(
+        (order[:k] + order[len(order) - n + k :] for k in range(n + 1)),
+        key=lambda rows: mean([(A[row["k"]] - mean([A[x["k"]] for x in rows])) ** 2 for row in rows]),
+    )
+    values = [A[row["k"]] for row in best]
+    best = [row for row in case.rows if A[row["k"]] in values]  # ties come along
+    score = {m: abs(A[row["k"]]) * case.columns["entropy"][m] for row in best for m in row["tokens"]}
+    if case.first and "old" not in OBJECTIVES["d3s"].reads:
+        score = {m: abs(A[row["k"]]) for row in best for m in row["tokens"]}
+    middle = float(np.median(list(score.values())))
+    kept = {m for m, x in score.items() if x >= middle}
+    with_tokens = [row for row in case.rows if kept & set(row["tokens"]) or not row["tokens"]]
+    total = 0
+    for row in with_tokens:
+        mine = [m for m in row["tokens"] if m in kept]
+        for m in mine:
+            total += clipped(case.rho(m), A[row["k"]]) / len(mine) / len(with_tokens)
+    return -total
+
+
+def espl(case):
+    A = compare(case, minus_mean)
+    mixed = [row for members in case.groups() if 0 < sum(x["r"] for x in members) < len(members) for row in members]
+    return by_token(case, lambda row, _, n: case.rho(n, "engine") * A[row["k"]], mixed)
+
+
+FORMULAS = {
+    "grpo": grpo, "dr_grpo": dr_grpo, "dapo": dapo, "rloo": lambda case: plain(case, compare(case, others)),
+    "loop": loop, "maxrl": lambda case: plain(case, compare(case, over_mean)),
+    "reinforce_baseline": reinforce_baseline, "spo": spo, "gspo": gspo, "gspo_turn": gspo_turn, "cispo": cispo,
+    "cispo_cap": lambda case: cispo(case, 5.0), "sapo": sapo, "dppo": dppo, "vespo": vespo, "tis": tis, "r2vpo": r2vpo,
+    "hapo": hapo, "etr": etr, "icpo": icpo, "llds": llds, "copo": copo, "riskpo": riskpo, "adora": adora, "aspo": aspo,
+    "consistent": lambda case: plain(case, compare(case, key="q")), "empo": empo, "hapo_history": hapo_history,
+    "hbpo": hbpo, "mt_grpo": mt_grpo, "gigpo": gigpo, "eapo": eapo, "rubricem": rubricem, "d3s": d3s, "espl": espl,
+}  # fmt: skip
+
+
+REMEMBER = ("spo", "hapo_history", "riskpo")
+
+
+def error(got, want):
+    return ((got - want).norm() / want.norm()).item()
+
+
+def reference(name, case):
+    return torch.autograd.grad(FORMULAS[name](case), case.logp)[0]
+
+
+def test_every_objective_has_a_formula_and_a_row_in_the_table_that_names_its_stages():
+    assert set(FORMULAS) == set(OBJECTIVES)
+    page = (Path(__file__).parent.parent / "docs" / "objectives.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]*)\|", page, re.M))
+    assert list(rows) == list(OBJECTIVES)
+    for name, named in OBJECTIVES.items():
+        stages = "reward advantage credit select weight tokens clip ratio kind".split()
+        changed = {s for s in stages if getattr(named, s) != getattr(OBJECTIVES["grpo"], s)}
+        changed -= {"clip"} if named.kind in ("sapo", "dppo", "quadratic") else set()  # they are the kind's constants
+        changed |= {"weight"} if named.tis else set()
+        assert set(rows[name].replace(",", "").split()) == changed, name
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["first mini-batch", "later mini-batch"])
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_the_gradient_is_the_formula_s(name, first):
+    """Over two steps where something is remembered from the first."""
+    mine, theirs = {}, {}
+    for step in (1, 3) if name in REMEMBER else (3,):
+        got = ours(name, Case(first, step, mine))[0]
+        want = reference(name, Case(first, step, theirs))
+        assert want.norm() > 1e-3 and error(got, want) < 1e-9, step
+
+
+def test_the_objectives_differ():
+    """On the later mini-batch no two have the same gradient, or a test of one would be a test of the other."""
+    found = {name: ours(name, Case(False, 3, {}))[0] for name in OBJECTIVES}
+    for name in REMEMBER:  # from the second step on
+        memory = {}
+        ours(name, Case(False, 1, memory))
+        found[name] = ours(name, Case(False, 3, memory))[0]
+    names = list(found)
+    for k, name in enumerate(names):
+        for other in names[:k]:
+            assert error(found[name], found[other]) > 1e-4, (name, other)
+
+
+LIGER = {
+    "grpo": dict(loss_type="grpo"),
+    "dr_grpo": dict(loss_type="dr_grpo", max_completion_length=LIMIT),
+    "gspo": dict(loss_type="grpo", importance_sampling_level="sequence", epsilon_low=3e-4, epsilon_high=4e-4),
+    "cispo": dict(loss_type="cispo", epsilon_high=1.28),
+    "cispo_cap": dict(loss_type="cispo", epsilon_high=5.0),
+    "sapo": dict(loss_type="sapo"),
+    "vespo": dict(loss_type="vespo"),
+}
+
+
+def padded(case, plan):
+    """Returns what is sampled, what of it is kept, log-probs and old ones, each (trajectories, longest)."""
+    mask = torch.zeros(len(case.rows), max(row["L"] for row in case.rows), dtype=torch.bool)
+    for k, row in enumerate(case.rows):
+        mask[k, : row["L"]] = True
+    logp, old = torch.full(mask.shape, -1.0), torch.full(mask.shape, -1.0)
+    logp[mask], old[mask] = (torch.tensor(case.columns[x], dtype=torch.float32) for x in ("now", "old"))
+    kept = mask.clone()
+    kept[mask] = torch.tensor(plan.w != 0)
+    return mask, kept, logp, old
+
+
+@pytest.mark.parametrize("name", LIGER)
+def test_liger_computes_the_same_gradient(name):
+    """Its hidden states are two logits a token, log p and log(1 - p), its head the identity; advantages are ours."""
+    grpo_loss = pytest.importorskip("liger_kernel.chunked_loss.grpo_loss", reason="liger-kernel is not installed")
+    case = Case(rows=[row for row in drawn(3) if row["L"]], seed=3)
+    got, taus, plan = ours(name, case)
+    mask, _, logp, old = padded(case, plan)
+    X = torch.stack([logp, torch.log1p(-logp.exp())], -1).requires_grad_()
+    liger = grpo_loss.LigerFusedLinearGRPOLoss(**LIGER[name], beta=0.0, use_ref_model=False, compiled=False)
+    A = torch.tensor([tau.advantage for tau in taus], dtype=torch.float32)
+    targets = torch.zeros(mask.shape, dtype=torch.long)
+    loss, _ = liger(X, torch.eye(2), targets, mask.float(), A, old_per_token_logps=old)
+    loss.backward()
+    theirs = (X.grad[..., 0] / (1 - logp.exp()))[mask].double()
+    assert error(got, theirs) < 1e-4
+
+
+TRL = {  # flags of its GRPOConfig; the rest is its default
+    "grpo": dict(loss_type="grpo"),
+    "dr_grpo": dict(loss_type="dr_grpo", max_completion_length=LIMIT),
+    "dapo": dict(loss_type="dapo", epsilon_high=0.28),
+    "gspo": dict(loss_type="grpo", importance_sampling_level="sequence", epsilon=3e-4, epsilon_high=4e-4),
+    "cispo_cap": dict(loss_type="cispo", epsilon_high=5.0),
+    "sapo": dict(loss_type="sapo"),
+    "vespo": dict(loss_type="vespo"),
+}
+
+
+@pytest.mark.parametrize("name", TRL)
+def test_trl_computes_the_same_gradient(name, tmp_path):
+    """A GRPOTrainer whose model is asked for nothing but log-probs, which are the case's; advantages are ours."""
+    trl = pytest.importorskip("trl", reason="TRL is not installed: make test-trl")
+    from datasets import Dataset
+
+    case = Case(rows=[row for row in drawn(3) if row["L"]], seed=3)
+    got, taus, plan = ours(name, case)
+    mask, kept, logp, old = padded(case, plan)
+    flags = dict(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", beta=0.0)
+    trainer = trl.GRPOTrainer(
+        PRESETS["world"]["model"], lambda completions, **_: [0.0] * len(completions),
+        args=trl.GRPOConfig(**flags | TRL[name]), train_dataset=Dataset.from_list([{"prompt": "Who?"}]),
+    )  # fmt: skip
+    trainer.current_gradient_accumulation_steps = 1
+    logp.requires_grad_()
+    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (logp, torch.zeros_like(logp), None)
+    batch = {"prompt_ids": torch.zeros(len(taus), 1), "prompt_mask": torch.ones(len(taus), 1)}
+    batch |= {"completion_ids": torch.zeros(mask.shape), "completion_mask": kept.float(), "old_per_token_logps": old}
+    batch |= {"advantages": torch.tensor([tau.advantage for tau in taus], dtype=torch.float32)}
+    trainer.compute_loss(trainer.model.train(), batch | {"num_items_in_batch": kept.sum()}).backward()
+    assert error(got, logp.grad[mask].double()) < 1e-4
+
+
+# ---- what holds for all of them
+
+
+def permuted(case, order):
+    """Returns the case with its trajectories in another order, every token's numbers moved with it."""
+    other = copy.copy(case)
+    tokens = [n for k in order for n in case.rows[k]["tokens"]]
+    other.columns = {name: x[tokens] for name, x in case.columns.items()}
+    other.rows = [other.rows[k] for k in order]
+    return other, tokens
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_the_order_of_the_trajectories_does_not_matter(name):
+    """But for RiskPO, which adds up the i-th trajectories of five groups: there the order within a group stays."""
+    case, memory = Case(False, 3), {}
+    ours(name, Case(False, 1, memory))
+    order = list(range(len(case.rows)))
+    random.Random(0).shuffle(order)
+    if name == "riskpo":
+        order.sort(key=lambda k: (case.rows[k]["group"] * 7 % 11, k))
+    other, tokens = permuted(case, order)
+    case.memory, other.memory = copy.deepcopy(memory), copy.deepcopy(memory)
+    got, want = ours(name, other)[0], ours(name, case)[0][tokens]
+    assert error(got, want) < 1e-9
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_batches_that_teach_nothing_are_survived(name):
+    """No trajectory, none with a token, one alone, all wrong, all right: everything stays finite."""
+    rows = drawn()
+    for row in rows[4:7]:
+        row["r"] = 1.0
+    empty = [rows[9], rows[9] | {"group": 99}]
+    for some in ([], empty, rows[7:8], rows[4:7], [row for row in rows if row["group"] == 4]):
+        for first in (True, False):
+            got, taus, plan = ours(name, Case(first, rows=copy.deepcopy(some)))
+            assert torch.isfinite(got).all() and np.isfinite(plan.adv).all() and np.isfinite(plan.w).all()
+            assert all(math.isfinite(tau.advantage) for tau in taus)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_rewards_and_what_instructions_are_credited_with_stay_exact_match(name):
+    """Shaping and selection make an advantage; Population.attribute reads the rewards themselves."""
+    case = Case()
+    _, taus, _ = ours(name, case)
+    assert [tau.reward for tau in taus] == [row["r"] for row in case.rows]
+
+
+CENTRED = {"spo": "beta_tracker", "copo": "consistency", "riskpo": "risk", "hbpo": "across_budgets"}
+
+
+@pytest.mark.parametrize("name", CENTRED)
+def test_baselines_across_groups_leak_what_an_instruction_is_worth_and_are_cured(name, monkeypatch):
+    """Instruction 0 answers nothing, instruction 1 everything. Their trajectories do not differ within a group."""
+    rows = [row for row in drawn() if row["L"]]
+    for row in rows:
+        row["instruction"] = row["group"] % 2
+        row["r"], row["answer"] = float(row["instruction"]), "gold" if row["instruction"] else "wrong"
+
+    def leak():
+        taus = ours(name, Case(rows=copy.deepcopy(rows)))[1]
+        of = [[tau.advantage for tau in taus if tau.instruction == j] for j in (0, 1)]
+        return abs(mean(of[1]) - mean(of[0]))
+
+    assert leak() < 1e-9
+    monkeypatch.setattr(Batch, "per_instruction", lambda self, A: A)
+    assert leak() > 0.5  # the better one's tokens would be trained for its words
+
+
+def test_grpo_compares_within_a_group_and_so_never_leaks():
+    for name in ("grpo", "dapo", "gspo", "gigpo", "reinforce_baseline"):
+        rows = drawn()
+        for row in rows:
+            row["r"] = float(row["instruction"] == 0)
+        taus = ours(name, Case(rows=rows))[1]
+        assert max(abs(tau.advantage) for tau in taus) < (1e-6 if name != "dapo" else 2)
+
+
+def test_what_is_remembered_is_plain_data_and_continues_where_it_was():
+    """After a save and a load the next step is the same to the bit."""
+    for name in REMEMBER:
+        memory = {}
+        ours(name, Case(False, 1, memory))
+        saved = copy.deepcopy(memory)
+        found = [ours(name, Case(False, 2, m))[0] for m in (memory, saved)]
+        assert torch.equal(*found) and saved == memory
+        fresh = ours(name, Case(False, 2, {}))[0]
+        assert error(fresh, found[0]) > 1e-6
+        assert all(isinstance(x, (int, float)) for v in memory.values() for x in flat(v))
+
+
+def flat(x):
+    if isinstance(x, dict):
+        return [z for y in x.values() for z in flat(y)]
+    return [z for y in x for z in flat(y)] if isinstance(x, list) else [x]
+
+
+def test_hapo_s_branch_for_low_entropy_acts():
+    """The released code divides by the minimum itself: -h would be from 0 to 1 there, and no token below 0."""
+    _, _, plan = ours("hapo", Case())
+    h = variants.heterogeneity(
+        Batch(trajectories((case := Case()).rows, case.columns), entropy=case.columns["entropy"])
+    )
+    assert h.min() == -1 and h.max() == 1 and (h < 0).sum() > (h > 0).sum()
+    assert plan.eps_low.max() == pytest.approx(0.4) and plan.eps_high.max() == pytest.approx(0.56)
+
+
+def test_flags_fill_what_an_objective_leaves_open():
+    open_ones = objective_of(Config(eps=0.1, loss_agg="token", tis=1.5))
+    assert (open_ones.eps, open_ones.tis, open_ones.reads) == (0.1, 1.5, ("old",))
+    assert open_ones.weight is OBJECTIVES["dapo"].weight
+    assert objective_of(Config(max_turns=2, max_response=10)).limit == 30
+    assert objective_of(Config(objective="tis")).tis == 2.0
+
+
+@pytest.mark.parametrize(
+    "flags, line",
+    [
+        (dict(objective="ppo"), "--objective ppo: choose grpo, dr_grpo, "),
+        (dict(objective="gspo", eps=0.1), "--eps 0.1: --objective gspo has its own; leave it out"),
+        (dict(objective="dapo", loss_agg="token"), "--loss_agg token: --objective dapo has its own; leave it out"),
+        (dict(objective="tis", tis=3.0), "--tis 3.0: --objective tis has its own; leave it out"),
+    ],
+)
+def test_an_impossible_objective_is_one_line(flags, line):
+    assert validate(Config(**flags)).startswith(line)
+
+
+# ---- Eq. 3 by hand
+
+
+def rewarded(*groups):
+    """Returns the trajectories of groups 0, 1, ... with these rewards."""
+    return [Trajectory(0, QUESTION, k, [1], 1, reward=r) for k, rewards in enumerate(groups) for r in rewards]
+
+
+def advantages(taus):
+    set_advantages(taus)
+    return [tau.advantage for tau in taus]
+
+
+def test_advantages_by_hand():
+    std = math.sqrt((2 * 0.6**2 + 3 * 0.4**2) / 4)  # mean 0.4, unbiased
+    want = [0.6 / std, -0.4 / std, -0.4 / std, -0.4 / std, 0.6 / std]
+    want += [-0.5 / math.sqrt(0.5), 0.5 / math.sqrt(0.5)]
+    want += [1, 0, -1]  # mean 0.25, std 0.25
+    assert advantages(rewarded([1, 0, 0, 0, 1], [0, 1], [0.5, 0.25, 0.0])) == pytest.approx(want, abs=1e-5)
+
+
+@pytest.mark.parametrize("rewards", [[0] * 5, [1] * 5, [0.1] * 7])
+def test_a_group_without_variance_has_advantage_0(rewards):
+    taus = rewarded(rewards)
+    for tau in taus:
+        tau.advantage = 5.0  # of an earlier step: it is overwritten
+    assert advantages(taus) == pytest.approx([0] * len(rewards), abs=1e-9)
+
+
+def test_groups_are_told_apart_by_their_number_alone():
+    """Not by their question, their instruction or their place in the list."""
+    taus = rewarded([1, 1], [1, 0])
+    set_advantages([taus[k] for k in (2, 0, 3, 1)])
+    assert [tau.advantage for tau in taus] == pytest.approx([0, 0, 0.5**0.5, -(0.5**0.5)], abs=1e-5)
+
+
+def test_an_advantage_is_a_float_whatever_the_rewards_are():
+    assert {type(a) for a in advantages(rewarded([1, 0], [0.5, np.float64(0.25)]))} == {float}
+
+
+def test_advantages_of_an_array_depend_on_the_differences_alone():
+    r = np.array([1.0, 0.0, 0.0])
+    assert group_advantages(r + 5) == pytest.approx(group_advantages(r))
+    assert group_advantages(100 * r) == pytest.approx(group_advantages(r), rel=1e-4)  # in units of their deviation
+    assert group_advantages(r[::-1]) == pytest.approx(group_advantages(r)[::-1])
+    assert group_advantages(r).sum() == pytest.approx(0, abs=1e-9)
+
+
+def test_a_difference_as_small_as_epsilon_counts_less():
+    """Rewards 0 and 2e-6: distance 1e-6, unbiased deviation 1e-6 * sqrt(2), and 1e-6 is added to it."""
+    assert group_advantages(np.array([2e-6, 0.0])) == pytest.approx([1 / (2**0.5 + 1), -1 / (2**0.5 + 1)])

@@ -1,0 +1,253 @@
+"""The campaign: its arms are real configurations, its rows are read off real runs, its verdicts follow by hand."""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_config import parse as parse_flags
+
+import evaluate
+from extras.baselines import config_of
+from extras.campaigns import arms, paper
+from extras.campaigns.arms import ARMS, Campaign, argv_of, needs, row_of
+from extras.campaigns.claims import CLAIMS, Claim, growth, roughness, verdict
+from config import HERE, PRESETS
+from journal.directory import read_jsonl
+from world.clauses import START
+
+SIZES = "--T 4 --batch 2 --mini 2 --G 2 --K_p 1 --K_e 2 --T_e 4 --D_B 4 --eval_n 4 --rounds 1 --save_every 4"
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_every_arm_has_flags_that_can_run_and_builds_on_arms_that_end_somewhere(arm, tmp_path):
+    (tmp_path / "I_star.txt").write_text(START)
+    assert all(set(needs(x)) <= {"static"} for other in needs(arm) for x in (other, *needs(other)))  # no circle
+    program, *flags = argv_of(arm, dict.fromkeys(needs(arm), str(tmp_path)))
+    if program == "baselines.py":
+        cfg = config_of(flags[0], [*flags[1:], "--out", str(tmp_path / "run")])
+    else:
+        cfg = parse_flags(flags)
+    world = PRESETS["world"]
+    assert (cfg.lr == 0) == (arm in ("frozen", "after")) and cfg.T == world["T"]
+    assert (cfg.mode == "static") == (arm in ("static", "before", "around", "grpo"))
+    assert cfg.T_e == {"half": world["T_e"] // 2, "constant": 0}.get(arm, 0 if cfg.mode != "inspo" else world["T_e"])
+    assert (cfg.K_p > cfg.T) == (arm == "constant") and (cfg.D_B == 0) == (arm == "unverified")
+
+
+def test_sizes_for_a_trial_reach_every_arm_and_an_arm_s_own_flags_win(tmp_path):
+    (tmp_path / "I_star.txt").write_text(START)
+    for arm in ARMS:
+        argv = argv_of(arm, dict.fromkeys(needs(arm), str(tmp_path)), "--T 4 --lr 0.5")
+        cfg = parse_flags([flag for flag in argv[1:] if flag not in ("grpo", "sft", "sft_reject")])
+        assert cfg.T == 4 and cfg.lr == (0 if arm in ("frozen", "after") else 0.5)
+
+
+# ---- rows
+
+
+@pytest.fixture(scope="module")
+def campaign(tmp_path_factory):
+    """Two tiny cells, run by the script itself."""
+    folder = tmp_path_factory.mktemp("campaign")
+    command = [sys.executable, "bench/paper.py", "--arms", "inspo", "static", "--seeds", "0", "--every", "2"]
+    command += ["--extra", SIZES, "--runs", str(folder / "runs"), "--results", str(folder)]
+    env = os.environ | {"OMP_WAIT_POLICY": "passive"}
+    done = subprocess.run(command, cwd=HERE, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return folder, command, done.stdout
+
+
+@pytest.mark.slow
+def test_a_finished_run_leaves_a_row_and_is_not_run_again(campaign):
+    folder, command, said = campaign
+    rows = read_jsonl(folder / "rows.jsonl")
+    assert [(row["arm"], row["seed"]) for row in rows] == [("inspo", 0), ("static", 0)]
+    for row in rows:
+        out = folder / "runs" / f"{row['arm']}-seed0"
+        end = json.loads((out / "summary.json").read_text())
+        ledger = end["ledger"]
+        assert row["em"] == end["em_best"] and row["questions"] == 4 and row["I_star"] == end["I_star"]
+        assert row["evals"][-1][3] == ledger["training_rollouts"] + ledger["verification_rollouts"]
+        assert [e[0] for e in row["evals"]] == [0, 2, 4] and len(row["curves"]["reward"]) == 4
+        assert row["commit"] and "cores of" in row["machine"]
+    before = [(path, path.stat().st_mtime_ns) for path in (folder / "runs").rglob("*.json")]
+    again = subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=100)
+    assert said.startswith("2 runs, 1 at a time") and f"\ninspo           seed 0  EM {rows[0]['em']:.3f}\n" in said
+    assert said.endswith(again.stdout) and again.stdout.startswith(f"inspo           EM {rows[0]['em']:.2f} ")
+    assert again.stdout.count("\n") == 3 and (folder / "paper.md").exists()
+    assert read_jsonl(folder / "rows.jsonl") == rows
+    assert [(path, path.stat().st_mtime_ns) for path in (folder / "runs").rglob("*.json")] == before
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_measured_as_the_run_is_and_one_of_another_model_is_refused(campaign, tiny_path, tmp_path):
+    run = campaign[0] / "runs" / "inspo-seed0"
+    said = []
+    for what, out in ((run, "run"), (run / "checkpoints" / "step-000004", "checkpoint")):
+        evaluate.main([str(what), "--n", "6", "--out", str(tmp_path / out)])
+        said.append(read_jsonl(tmp_path / out / "results.jsonl"))
+    assert said[0] == said[1] and len(said[0]) == 6
+    other = tmp_path / "other"
+    shutil.copytree(run, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"model": tiny_path}))
+    with pytest.raises(SystemExit, match="the checkpoint of step 4 does not fit .*: it is of another model"):
+        evaluate.main([str(other / "checkpoints" / "step-000004"), "--n", "6", "--out", str(tmp_path / "o")])
+
+
+def fabricated(arm, seed, em, searches=1.0, T=20, rollouts=20, seconds=100.0, reward=0.3):
+    dice = random.Random(f"{arm}{seed}")
+    rewards = [reward + dice.uniform(-0.05, 0.05) for _ in range(T)]
+    evals = [[0, 0.0, 0.1, 0, 0.0], [T, em, 0.2, rollouts, seconds]]
+    curves = {"reward": rewards, "searches": [searches] * T, "prompt_tokens": [50] * T, "response_tokens": [9] * T}
+    return {
+        "arm": arm, "seed": seed, "em": em, "questions": 300, "searches": searches, "overhead": 0.1, "minutes": 4.0,
+        "commit": "abc", "machine": "2 cores of x", "evals": evals, "curves": curves, "I_star": "I", "held_out": {},
+    }  # fmt: skip
+
+
+ROWS = {
+    "inspo": [fabricated("inspo", k, em, 2.2, rollouts=22) for k, em in enumerate((0.93, 0.96, 0.96, 0.95, 0.96))],
+    "static": [fabricated("static", k, em, 1.0) for k, em in enumerate((0.19, 0.20, 0.19, 0.19, 0.18))],
+    "unverified": [fabricated("unverified", k, em) for k, em in enumerate((0.95, 0.95, 0.96, 0.94, 0.97))],
+    "after": [fabricated("after", k, em) for k, em in enumerate((0.5, 0.6, 0.55, 0.6, 0.5))],
+    "rag": [{"arm": "rag", "seed": 0, "em": 0.2, "questions": 300, "searches": 1.0, "commit": "abc", "machine": "m"}],
+}
+
+
+def test_a_row_is_not_run_again_and_a_missing_one_is(tmp_path, monkeypatch):
+    campaign = Campaign(tmp_path / "runs", tmp_path / "rows.jsonl")
+    ran = []
+    monkeypatch.setattr(Campaign, "run", lambda self, arm, seed: ran.append((arm, seed)) or Path("x"))
+    monkeypatch.setattr(arms, "row_of", lambda arm, seed, out, extra: {"arm": arm, "seed": seed})
+    for seed in (0, 0, 1, 0):
+        assert campaign.row("static", seed) == {"arm": "static", "seed": seed}
+    assert ran == [("static", 0), ("static", 1)] and len(read_jsonl(campaign.rows)) == 2
+
+
+def test_arms_that_build_on_one_run_wait_for_it(tmp_path, monkeypatch):
+    campaign, ran = Campaign(tmp_path / "runs", tmp_path / "rows.jsonl"), []
+
+    def fake(argv, **_):  # inspo.py, for half a second
+        out = Path(argv[argv.index("--out") + 1])
+        out.mkdir(parents=True)
+        ran.append(out.name)
+        time.sleep(0.5)
+        (out / "summary.json").write_text("{}")
+        return subprocess.CompletedProcess(argv, 0)
+
+    monkeypatch.setattr(arms.subprocess, "run", fake)
+    with ThreadPoolExecutor(3) as pool:
+        done = list(pool.map(lambda arm: campaign.run(arm, 0), ["before", "frozen", "before"]))
+    assert ran == ["frozen-seed0", "before-seed0"] and done[0] == done[2]
+
+
+def test_a_row_counts_the_rollouts_of_verification_at_every_evaluation(tmp_path):
+    write = lambda name, rows: (tmp_path / name).write_text("".join(json.dumps(r) + "\n" for r in rows))  # noqa: E731
+    same = {"searches": 1, "prompt_tokens": 40, "response_tokens": 9}
+    steps = [same | {"t": t, "reward": 0.1 * t, "time/total": 2.5 * t} for t in range(1, 5)]
+    steps[1] |= {"test/em": 0.25, "canary/em": 0.5}
+    write("metrics.jsonl", steps)
+    write(
+        "reflections.jsonl", [{"t": t, "verified": [{}] * 3, "D_B": ["q"] * 5} for t in (2, 3)] + [{"t": 3, "call": 1}]
+    )
+    (tmp_path / "config.json").write_text(json.dumps({"mode": "inspo", "batch": 4, "G": 5}))
+    summary = {
+        "em_start": 0.0, "em_best": 0.75, "seconds": 60.0, "questions": 8, "searches_end": 2.0, "steps": 4,
+        "overhead_inference": 0.5, "I_star": "I", "held_out": {"trained policy, canary": {"em": 0.6}},
+    }  # fmt: skip
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    row = row_of("inspo", 3, tmp_path, "")
+    assert row["evals"] == [
+        [0, 0.0, None, 0, 0.0],
+        [2, 0.25, 0.5, 2 * 20 + 4 * 5, 5.0],
+        [4, 0.75, 0.6, 4 * 20 + 40, 60.0],
+    ]
+    assert (row["minutes"], row["curves"]["reward"]) == (1.0, [0.1, 0.2, 0.3, 0.4])
+
+
+# ---- verdicts
+
+
+def test_verdicts_follow_from_the_seeds():
+    better = Claim("", "", "inspo", ("static",))
+    said, why = verdict(better, ROWS)
+    assert said == "reproduces" and why.startswith("0.952 against 0.190 of static: +0.762 EM, 95 % +0.746")
+    assert verdict(Claim("", "", "static", ("after",)), ROWS)[0] == "the opposite holds"
+    said, why = verdict(Claim("", "", "inspo", ("unverified",)), ROWS)
+    assert said == "cannot be told" and "would have shown" in why
+    assert verdict(Claim("", "", "inspo", ("before",)), ROWS) == ("not run yet", "no row of before")
+    alone = {"inspo": ROWS["inspo"][:1], "static": ROWS["static"][:1]}
+    assert "these seeds give no interval" in verdict(better, alone)[1]
+    assert "of rag: " in verdict(Claim("", "", "inspo", ("static", "rag")), ROWS)[1]  # the strongest of the others
+    grew = [fabricated("inspo", k, 0.9) for k in range(3)]
+    for k, row in enumerate(grew):
+        row["curves"]["prompt_tokens"] = [50] * 10 + [60 + k] * 10
+    said, why = verdict(Claim("", "", "inspo", (), growth("prompt_tokens"), 1.0, "x"), {"inspo": grew})
+    assert said == "reproduces" and why.startswith("1.22 x, 95 % 1.17 to 1.27")
+    assert verdict(Claim("", "", "inspo", (), growth("response_tokens"), 1.0, "x"), ROWS)[0].startswith("cannot")
+
+
+def test_roughness_is_the_spread_of_the_steps():
+    assert roughness({"curves": {"reward": [0.1, 0.3, 0.2, 0.4]}}) == pytest.approx(np.std([0.2, -0.1, 0.2], ddof=1))
+
+
+def test_every_claim_compares_arms_that_exist():
+    known = {*ARMS, *paper.UNTRAINED}
+    assert all({claim.a, *claim.b} <= known for claim in CLAIMS) and len(CLAIMS) >= 15
+
+
+def test_equal_rollouts_are_read_between_two_evaluations():
+    budget, line = paper.at_equal({arm: ROWS[arm] for arm in ("inspo", "static")}, 3)
+    assert budget == "20" and f"inspo {0.952 * 20 / 22:.3f} ±" in line and "static 0.190 ±" in line
+    assert paper.at_equal({"inspo": ROWS["inspo"]}, 0)[0] == "20"
+
+
+def test_the_page_has_every_method_claim_and_the_published_numbers():
+    published = json.loads((HERE / "results" / "paper.json").read_text())
+    em = [{"inspo": [0.9], "static": [0.3]}, {"inspo": [0.6, 0.8], "static": [0.5, 0.4]}]
+    where = {"commit": "abc", "machine": "m"}
+    transfer = [{"seed": s, "seeds": [0, 1][: s + 1], "em": em[s]} | where for s in (0, 1)]
+    text = paper.page(ROWS | {"transfer": transfer}, ["fig2.png"], published)
+    assert "| rag | 0.20 | 0.200 [0.159, 0.249], over 300 questions | 1.00 | 0.270 | 0.304 | not run here |" in text
+    assert "| inspo | 0.93, 0.96, 0.96, 0.95, 0.96 | 0.952 [" in text and "| ircot |  | not run yet |" in text
+    assert all(claim.says in text for claim in CLAIMS)
+    summary = next(line for line in text.splitlines() if line.startswith(f"{len(CLAIMS)} claims. "))
+    assert f"eproduces: {text.count('| reproduces |')}" in summary
+    search_r1 = "| qwen2.5-3b, search_r1 | 0.309 | 0.281 | 0.074 | 0.126 | 0.438 | 0.599 | 0.425 | 0.322 | the paper |"
+    assert search_r1 in text and text.count("not run here | not run here") >= 2
+    assert "| 0.338 | 0.332 | 0.111 | 0.296 | 0.406 | 0.582 | 0.420 | 0.355 | Seungyoun Shin" in text
+    assert "Under its own policy 0.850, under those of later seeds 0.600 (lowest 0.60)." in text
+    assert "| inspo, seed 0 | 0.90 |  |" in text and "| static, seed 1 | 0.50 | 0.40 |" in text
+    assert "![fig2.png](fig2.png)" in text
+
+
+@pytest.mark.slow
+def test_the_figures_for_which_there_are_rows_are_drawn(tmp_path):
+    from extras.campaigns.figures import draw  # matplotlib takes a while
+
+    assert draw(ROWS, tmp_path) == ["fig2.png", "fig3.png", "fig5.png"]
+    assert all((tmp_path / name).stat().st_size > 5000 for name in ("fig2.png", "fig3.png", "fig5.png"))
+    assert draw({"static": ROWS["static"]}, tmp_path / "one") == ["fig5.png"]
+    frozen = [fabricated("frozen", k, 0.19) for k in range(5)]
+    frozen[0]["evals"] = [[0, 0.02, None, 0, 0.0], [20, 0.19, None, 20, 50.0]]  # it never met the other instruction
+    three = {"inspo": ROWS["inspo"], "static": ROWS["static"], "frozen": frozen}
+    assert draw(three, tmp_path / "three")[0] == "learning.png"
+    assert (tmp_path / "three" / "learning.png").stat().st_size > 20000
+
+
+def test_the_published_averages_are_the_means_of_their_rows():
+    published = json.loads((HERE / "results" / "paper.json").read_text())["paper"]
+    for size in ("qwen2.5-3b", "qwen2.5-7b"):
+        assert list(published[size]) == list(paper.TABLE_1)
+        for method, row in published[size].items():
+            wrong = 0.0131 if (size, method) == ("qwen2.5-7b", "ircot") else 0.0  # as it stands in the paper
+            assert abs(np.mean(row[:-1]) - row[-1]) == pytest.approx(wrong, abs=0.0006), method

@@ -1,0 +1,60 @@
+"""What can be known before a run starts: the device, the memory it needs, whether a prompt leaves room for a turn."""
+
+import dataclasses
+
+import torch
+
+from config import Config, EngineKnobs
+from engines.choose import choose_engine
+from models import layers
+from models.model import load_config, load_tokenizer
+from plumbing.faults import Fault
+from rollout import prompt_ids
+from tasks import Task
+from training.fit import estimate, shapes
+from training.ranks import Ranks
+from training.speed import CARDS
+from training.speed import table as speed_table
+
+
+def device_of(cfg: EngineKnobs) -> str:
+    """Returns "cuda" or "cpu"."""
+    device = cfg.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise Fault("--device cuda: torch finds no CUDA device here; leave it out, or choose cpu")
+    return device
+
+
+def print_memory(cfg: Config) -> None:
+    """Prints the memory that --gpus of --card would need, and a step's seconds; Fault if it does not fit."""
+    config, gpu_mem = shapes(cfg.model), cfg.gpu_mem or CARDS[cfg.card].memory
+    fit = estimate(cfg, config, "torch" if cfg.engine == "torch" else "vllm", cfg.gpus, gpu_mem)
+    print(fit.table(), flush=True)
+    if fault := fit.fault():
+        raise Fault(fault)
+    print(f"\n{speed_table(cfg, config, fit.kv_tokens)}", flush=True)
+
+
+def check(cfg: Config, ranks: Ranks, task: Task, instruction: str) -> tuple[str, str]:
+    """Returns ("vllm" or "torch", why), the engine to sample with; Fault if the run cannot work.
+
+    It cannot with too little memory or too few positions, or where the first instruction leaves no room for a turn.
+    """
+    task.questions("test"), task.questions("valid")  # a fault in them is better known now
+    engine, why = choose_engine(cfg, ranks.device)
+    if ranks.device == "cuda":
+        memory = torch.cuda.get_device_properties(0).total_memory / 1e9
+        used = cfg if layers.installed() else dataclasses.replace(cfg, fused_layers=0)  # torch's layers keep more
+        if fault := estimate(used, shapes(cfg.model), engine, ranks.size, memory).fault():
+            raise Fault(fault)
+    longest = getattr(load_config(cfg.model), "max_position_embeddings", None)
+    if longest and cfg.max_prompt + cfg.max_response > longest:
+        raise Fault(f"--max_prompt {cfg.max_prompt} + --max_response {cfg.max_response}: the model ends at {longest}")
+    tokenizer = load_tokenizer(cfg.model)
+    shortest = min(len(prompt_ids(tokenizer, task, instruction, q)) for q in task.questions("train")[:64])
+    if shortest > cfg.max_prompt:
+        raise Fault(
+            f"--max_prompt {cfg.max_prompt}: the first instruction and a question are {shortest} tokens at least, so no"
+            " turn could start; raise it"
+        )
+    return engine, why
