@@ -184,7 +184,7 @@ class Learner:
         return {
             "loss": total["loss"],
             "kl": total["kl"] / tokens,
-            "entropy": total["entropy"] / tokens,
+            "entropy": total["entropy"] / tokens,  # measured alone: CHOICE-32
             "clip_fraction": total["clipped"] / tokens,
             "logp_gap": total["gap"] / tokens,  # mean |trainer - engine| of the sampled tokens' log-probs
             "grad_norm": norm,

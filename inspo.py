@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -163,7 +164,7 @@ def prompt_of(
     """Returns the prompt of the proposer (App. E): reflection on failures, or one of the paper's two ablations."""
     if cfg.proposer == "history" and tau_fail:
         tried = [(I.text, I.w) for I in P.family if I.rewards]
-        return history_prompt(sorted(tried, key=lambda pair: pair[1]), n)
+        return history_prompt(sorted(tried, key=lambda pair: pair[1]), n)  # CHOICE-15
     if cfg.proposer == "reflection" and tau_fail:
         failures, observations = [(e.text, e.golds) for e in tau_fail], [tool.result_tag for tool in task.tools]
         return reflection_prompt(I_parent.text, failures, n, cfg.prompt_budget, observations)
@@ -206,6 +207,9 @@ def train(
     with one_line(), stop.listening():
         task = load_task(cfg)
         first = read_instruction("instruction", cfg.instruction) if cfg.instruction else task.instruction
+        if not cfg.dry_run and os.environ.get("RANK", "0") == "0":
+            status("reading the questions")
+            task.check()
         status("importing torch")
         from grpo import Learner
         from journal.directory import RunDirectory
@@ -222,7 +226,6 @@ def train(
         with ranks.fail_at_once(), contextlib.ExitStack() as stack:
             if ranks.rank:
                 return worker_loop(cfg, ranks, learner)
-            status("reading the questions")
             engine, why = check(cfg, ranks, task, first)
             run = stack.enter_context(RunDirectory.opened(cfg))
             serve = stack.enter_context(Servers(run.path / "servers.log"))

@@ -178,7 +178,7 @@ class ReplayBuffer:
             q = tau.question
             assert tau.instruction is not None
             self.items.append(Experience(t, tau.instruction, q.id, shown(tau), q.golds, tau.reward, tau.failed))
-        self.items = self.items[-self.capacity :]
+        self.items = self.items[-self.capacity :]  # CHOICE-29
 
     def failures(self, rng: np.random.Generator, n: int, parent: int) -> list[Experience]:
         """Returns up to `n` failures of as many questions, for the optimizer to learn from.

@@ -109,7 +109,7 @@ def examples(
 ) -> list[str]:
     """Returns failures, (question and response, golds), as they stand in a prompt, in `budget` tokens together."""
     count, _ = token_counter()
-    share = budget // max(1, len(failures))
+    share = budget // max(1, len(failures))  # CHOICE-30
     return [
         (EXAMPLE if golds else WITHOUT_GOLD).format(
             response=shorten(text, share, count, observations), gold=" or ".join(golds)
@@ -177,9 +177,9 @@ def check(
     words = normalized(candidate)
     if not words:
         return "empty"
-    if words in used:
+    if words in used:  # CHOICE-28
         return "duplicate"
-    if count(candidate) > max_tokens:
+    if count(candidate) > max_tokens:  # CHOICE-27
         return f"longer than {max_tokens} tokens"
     tag = r"</?[A-Za-z_][\w-]*>"
     if lost := sorted(set(re.findall(tag, parent)) - set(re.findall(tag, candidate))):

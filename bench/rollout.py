@@ -28,7 +28,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from bench.step import BEST  # noqa: E402
 from plumbing.faults import one_line  # noqa: E402
-from tasks.tools import Search  # noqa: E402
+from tasks.search import Search  # noqa: E402
 
 LONGEST = 400  # tokens per turn
 

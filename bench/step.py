@@ -23,8 +23,8 @@ from typing import Any
 HERE = Path(__file__).parent.parent
 sys.path.insert(0, str(HERE))
 
-from plumbing.faults import one_line  # noqa: E402
 from models.model import blocks  # noqa: E402
+from plumbing.faults import one_line  # noqa: E402
 from training.speed import Assumed, Card, Lengths, shape_of, update_flops, update_seconds  # noqa: E402
 
 BEST = (
@@ -90,36 +90,35 @@ def main() -> None:
     import torch
 
     from config import PRESETS, Config
-    from tasks.questions import em, load_questions
     from engines.torch_engine import TorchEngine
     from grpo import Learner, micro_batches
-    from plumbing.servers import Child
-    from extras.objectives import set_advantages
-    from rollout import Job, rollout
-    from tasks.tools import Search, stop_strings
     from models.model import load_policy
+    from plumbing.servers import Child
+    from rollout import rollout
+    from tasks import Job, reward
+    from tasks.search_qa import SearchQA
+    from tasks.tools import stop_strings
 
     cfg = Config(**PRESETS["world"])
-    questions = load_questions(cfg.train)[: cfg.batch]
+    task = SearchQA(cfg)
+    questions = task.questions("train")[: cfg.batch]
     model, tokenizer = load_policy(cfg.model, "cpu")
     reference, _ = load_policy(cfg.model, "cpu")
-    jobs = [Job(0, BEST, q, k) for k, q in enumerate(questions) for _ in range(cfg.G)]
+    jobs = [Job(None, BEST, q, k) for k, q in enumerate(questions) for _ in range(cfg.G)]
     found: dict = {"threads": torch.get_num_threads(), "torch": torch.__version__}
     serve = [str(HERE / "retrieval_server.py"), "--corpus", cfg.corpus]
     with tempfile.TemporaryDirectory() as tmp, Child(serve, f"{tmp}/log") as server:
-        search = Search(server.url, cfg.topk)
-        engine = TorchEngine(model, tokenizer, stop_strings([search]), cfg.max_rows)
+        task.connect(server.url)
+        engine = TorchEngine(model, tokenizer, stop_strings(task.tools), cfg.max_rows)
         times = []
         for k in range(args.repeat + 1):
             start = time.time()
-            taus = rollout(engine, tokenizer, [search], jobs, cfg, temperature=1.0, seed=k)
+            taus = rollout(engine, tokenizer, task, jobs, cfg, temperature=1.0, seed=k)
             times.append(time.time() - start)
         found["rollout_s"] = round(statistics.median(times[1:]), 3)
         found |= {"trajectories": len(taus), "searches": sum(t.served("search") for t in taus) / len(taus)}
         found["tokens_per_trajectory"] = round(sum(len(t.ids) for t in taus) / len(taus), 1)
-        for tau in taus:
-            tau.reward = em(tau.prediction, tau.question.golds)
-        set_advantages(taus)
+        reward(task, taus)
         tokens = sum(len(tau.ids) for tau in taus)
         mean, sampled = round(tokens / len(taus)), round(sum(sum(tau.mask) for tau in taus) / len(taus))
         prompt = round(sum(tau.prompt_tokens for tau in taus) / len(taus))
@@ -128,6 +127,7 @@ def main() -> None:
         for micro in args.micro_tokens or [cfg.micro_tokens]:
             trained = replace(cfg, lr=0.0, micro_tokens=micro)
             learner, rows = Learner(model, reference, trained), []
+            learner.set_advantages(taus)
             for _ in range(args.repeat + 1):
                 card = card_here(model, tokens // len(micro_batches(taus, micro)), lengths)
                 predicted = sum(update_seconds(trained, shape, card, 1, lengths, rates).values())

@@ -33,15 +33,13 @@ import torch.distributed as dist  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 
 from config import Config  # noqa: E402
-from tasks.questions import Question  # noqa: E402
-from plumbing.faults import Fault, one_line  # noqa: E402
 from grpo import Learner, micro_batches, minibatches  # noqa: E402
-from rollout import Trajectory  # noqa: E402
-from training.fit import KNOWN, RESERVE, estimate  # noqa: E402
 from models.model import blocks, shard, skeleton, weights  # noqa: E402
+from plumbing.faults import Fault, one_line  # noqa: E402
+from tasks import Question, Trajectory  # noqa: E402
+from training.fit import KNOWN, RESERVE, estimate  # noqa: E402
 from training.ranks import Ranks  # noqa: E402
 from training.speed import CARDS  # noqa: E402
-from training.worker import MAX_LOGP_GAP  # noqa: E402
 
 PEAK = {"H20": 148.0, "B200": 2250.0, "L40S": 362.0}  # dense bf16 TFLOP/s, beside those of --dry_run
 PEAK |= {name.upper(): card.flops / 1e12 for name, card in CARDS.items()}
@@ -81,17 +79,17 @@ def frozen_copy(model, config, device, dtype):
     return copy
 
 
-def draw(dice, n, vocab, shrink):
+def draw(rng, n, vocab, shrink):
     """Returns n trajectories in groups of 5 without log-probs; `shrink` divides all lengths."""
     question, taus = Question("q", "Who?", ("x",), ""), []
     for k in range(n):
-        turns = dice.randint(2, 8)
+        turns = rng.randint(2, 8)
         mask = [0] * (300 // shrink)
         for turn in range(turns):
-            mask += [1] * (dice.randint(40, 120) // shrink) + [0] * (500 // shrink * (turn < turns - 1))
-        ids = [dice.randrange(vocab) for _ in mask]
+            mask += [1] * (rng.randint(40, 120) // shrink) + [0] * (500 // shrink * (turn < turns - 1))
+        ids = [rng.randrange(vocab) for _ in mask]
         tau = Trajectory(0, question, k // 5, ids, 300 // shrink, mask, [0.0] * len(mask))
-        tau.advantage = dice.uniform(-1, 1)
+        tau.advantage = rng.uniform(-1, 1)
         taus.append(tau)
     return taus
 
@@ -138,7 +136,7 @@ def measure(args: argparse.Namespace) -> dict:
     model = build(config, args.device, torch.float32, compute)
     reference = frozen_copy(model, config, args.device, compute)
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    learner = Learner(model, reference, cfg, max_gap=MAX_LOGP_GAP[args.device])
+    learner = Learner(model, reference, cfg, max_gap=Learner.MAX_GAP[args.device])
 
     def timed(work):
         """Returns the work's result and its seconds."""
@@ -149,7 +147,7 @@ def measure(args: argparse.Namespace) -> dict:
         synchronize()
         return result, time.perf_counter() - start
 
-    def score(taus):
+    def set_logps(taus):
         """Gives trajectories the policy's own log-probs, as an exact engine would."""
         for places in micro_batches(taus, micro):
             batch = [taus[k] for k in places]
@@ -162,10 +160,10 @@ def measure(args: argparse.Namespace) -> dict:
     parameters = sum(p.numel() for p in model.parameters())
     print(f"{name}, torch {torch.__version__}: {config.num_hidden_layers} layers, {parameters / 1e6:,.0f}M parameters, "
           f"at most {micro:,} tokens a forward pass, {peak or 'unknown'} TFLOP/s", flush=True)  # fmt: skip
-    dice, rows = random.Random(0), []
+    rng, rows = random.Random(0), []
     for t in range(1, args.steps + 2):
-        taus = draw(dice, args.trajectories, config.vocab_size, 1 if cuda else 20)
-        _, forward_s = timed(partial(score, taus))
+        taus = draw(rng, args.trajectories, config.vocab_size, 1 if cuda else 20)
+        _, forward_s = timed(partial(set_logps, taus))
         if cuda:
             torch.cuda.reset_peak_memory_stats()
         parts = minibatches(taus, cfg)

@@ -1,14 +1,17 @@
 """Writes docs/one_step.md: one question through one step of Algorithm 1, with the numbers of a real run.
 
-    python docs/one_step.py [page.md]
+    python extras/one_step.py [page.md]
 
 The run is inspo.py's own, watched from outside. Every number that the page computes by hand is asserted to equal the
 run's, and its lines of code are read from the source: where one of them changes, the page changes or this fails.
 """
 
 import ast
+import contextlib
 import copy
+import dataclasses
 import inspect
+import io
 import itertools
 import math
 import re
@@ -18,24 +21,23 @@ import tempfile
 import textwrap
 from collections import defaultdict
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent))
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from tasks import questions as data  # noqa: E402
-from extras import objectives  # noqa: E402
-import rollout  # noqa: E402
+import tasks  # noqa: E402
 from config import parse  # noqa: E402
-from grpo import Learner, lr_at, minibatches  # noqa: E402
-from journal.start import prepare  # noqa: E402
-from inspo import inspo, reward  # noqa: E402
+from grpo import Learner, group_advantages, lr_at, minibatches  # noqa: E402
+from inspo import inspo, train  # noqa: E402
 from kernels import rows_torch  # noqa: E402
-from population import Instruction, Population, mean_rewards  # noqa: E402
 from models.model import score  # noqa: E402
-from training.ranks import Ranks  # noqa: E402
+from population import Instruction, Population, mean_rewards  # noqa: E402
+from rollout import prompt_ids  # noqa: E402
+from tasks.questions import em, normalize  # noqa: E402
+from tasks.search_qa import SearchQA  # noqa: E402
 
 STEP = 5  # the first one that ends in a pruning
 RUN = "--batch 24 --mini 12 --seed 5"
@@ -47,19 +49,19 @@ class Call(NamedTuple):
     """A call that the run made in step STEP."""
 
     args: tuple
-    result: object
+    result: Any
     P: Population  # a copy, from before the call
 
 
-def watch(policy, log) -> dict[str, list[Call]]:
-    """Returns a dictionary that will hold the calls of step STEP by method; makes the run end after that step."""
+def watch(policy, P: Population, log) -> dict[str, list[Call]]:
+    """Returns a dictionary that will hold the calls of step STEP by method."""
     seen: dict[str, list[Call]] = defaultdict(list)
 
-    def spy(owner, name):
+    def spy(owner, name: str) -> None:
         method = getattr(owner, name)
 
         def call(*args, **kwargs):
-            before = copy.deepcopy(log.P)
+            before = copy.deepcopy(P)
             result = method(*args, **kwargs)
             if log.t == STEP:
                 seen[f"{type(owner).__name__}.{name}"].append(Call(args, result, before))
@@ -67,11 +69,9 @@ def watch(policy, log) -> dict[str, list[Call]]:
 
         setattr(owner, name, call)
 
-    learner, steps = policy.worker.learner, log.steps
-    for owner, names in ((policy, "rollout update"), (learner, "loss step"), (log, "step pruned")):
+    for owner, names in ((policy, "rollout update"), (policy.learner, "loss step"), (log, "step pruned")):
         for name in names.split():
             spy(owner, name)
-    log.steps = lambda P, B: itertools.takewhile(lambda t: t <= STEP, steps(P, B))
     return seen
 
 
@@ -90,7 +90,7 @@ def code(function, *marks: str) -> str:
         statement = max(around, key=lambda node: node.lineno)
         end = statement.body[0].lineno - 1 if hasattr(statement, "body") else statement.end_lineno
         shown += lines[statement.lineno - 1 : end]
-    path = Path(inspect.getsourcefile(function)).relative_to(HERE.parent)
+    path = Path(inspect.getsourcefile(function)).relative_to(ROOT)
     statements = re.sub(r"(?<=\S) {3,}#", "  #", textwrap.dedent("\n".join(shown)))
     return f"# {path}, {function.__qualname__}\n{statements}"
 
@@ -134,9 +134,9 @@ def item(k: int, text: str) -> str:
 class Step:
     """What the page looks at: a question of the second mini-batch, where pi is no longer pi_old, with mixed rewards."""
 
-    def __init__(self, cfg, policy, seen: dict[str, list[Call]]):
-        self.cfg, self.seen = cfg, seen
-        self.learner, self.tokenizer = policy.worker.learner, policy.worker.tokenizer
+    def __init__(self, cfg, task, policy, seen: dict[str, list[Call]]):
+        self.cfg, self.task, self.seen = cfg, task, seen
+        self.learner, self.tokenizer = policy.learner, policy.worker.tokenizer
         rolled = seen["Policy.rollout"][0]
         self.taus, self.before = rolled.result, rolled.P
         self.after, self.pruned = seen["Log.step"][0].P, seen["Log.pruned"][0].P
@@ -156,7 +156,7 @@ This page follows the question
 
 through step {STEP} of `python inspo.py {RUN}` (the embedded world, on a CPU). The numbers
 are the run's, each beside the code that computed it. What is computed by hand was checked against the run when this
-page was written, by `python docs/one_step.py`."""
+page was written, by `make one-step`."""
 
 
 def selection(s: Step) -> str:
@@ -169,6 +169,8 @@ def selection(s: Step) -> str:
     ]
     lines = python(
         code(inspo, "questions = draw", "Alg.1 L5"),
+        code(Population.draw, "drawn = ", "return"),
+        code(Population.sample, "return"),
         code(Population.probabilities, "self.tau_s", "z.max", "Eq.4"),
     )
     return f"""## 1. An instruction is drawn (L5, Eq. 4)
@@ -192,15 +194,15 @@ The fourth column adds up to {num(sum(exps))}; divided by that it is p.
 def sampling(s: Step) -> str:
     tau = s.tau
     prompt = tau.ids[: tau.prompt_tokens]
-    assert prompt == rollout.prompt_ids(s.tokenizer, s.I.text, tau.question.text)
+    assert prompt == prompt_ids(s.tokenizer, s.task, s.I.text, tau.question)
     turn = next(turn for turn in tau.turns if turn.result)
     columns = [f"{'tokens':8}{'sampled: mask 1':48}given: mask 0"]
     for mask, run in itertools.groupby(zip(tau.mask, tau.ids, strict=True), key=lambda pair: pair[0]):
         ids = [i for _, i in run]
         for row, line in enumerate(fill(s.tokenizer.decode(ids), 46).splitlines()):
             columns.append(f"{'' if row else len(ids):<8}{'' if mask else ' ' * 48}{line}")
-    lines = python(code(inspo, "Alg.1 L6"), code(rollout.prompt_ids, "message = "))
-    masks = python(code(rollout.Trajectory.act, "self.mask"), code(rollout.Trajectory.observe, "self.mask"))
+    lines = python(code(inspo, "Alg.1 L6"), code(tasks.Task.prompt, "content = ", "return"))
+    masks = python(code(tasks.Trajectory.act, "self.mask"), code(tasks.Trajectory.observe, "self.mask"))
     return f"""## 2. {s.cfg.G} trajectories are sampled (L6)
 
 {lines}
@@ -228,18 +230,17 @@ is trajectory {s.k} again: {len(tau.ids)} tokens, {sum(tau.mask)} of them in the
 
 def rewards(s: Step) -> str:
     golds = s.tau.question.golds
-    words = [data.normalize(tau.prediction or "") for tau in s.group]
-    assert all(tau.reward == (w in map(data.normalize, golds)) for tau, w in zip(s.group, words, strict=True))
+    words = [normalize(tau.prediction or "") for tau in s.group]
+    assert all(tau.reward == (w in map(normalize, golds)) for tau, w in zip(s.group, words, strict=True))
     rows = [(k, tau.prediction, words[k], f"{tau.reward:g}") for k, tau in enumerate(s.group)]
     lines = python(
-        code(inspo, "for tau in taus", "Alg.1 L7"), code(reward, "return"), code(data.em, "golds}"),
-        code(data.normalize, "text = ", "return"),
-    )  # fmt: skip
+        code(inspo, "Alg.1 L7"), code(SearchQA.reward, "Eq.1"), code(em, "golds}"), code(normalize, "text = ", "return")
+    )
     return f"""## 3. The answers are compared with the gold answer (L7)
 
 {lines}
 
-The gold answer is "{golds[0]}", normalized "{data.normalize(golds[0])}": in lower case, without punctuation, articles
+The gold answer is "{golds[0]}", normalized "{normalize(golds[0])}": in lower case, without punctuation, articles
 and extra spaces. Only exactly these words are worth 1.
 
 {table("trajectory | prediction | normalized | reward", rows)}"""
@@ -258,7 +259,7 @@ A    = (reward - {num(mean)}) / ({num(std)} + 0.000001)"""
     equal = sum(len({tau.reward for tau in group}) == 1 for group in s.groups)
     return f"""## 4. The rewards of the group become advantages (Eq. 3)
 
-{python(code(objectives.group_advantages, "Eq.3"))}
+{python(code(inspo, "set_advantages"), code(group_advantages, "Eq.3"))}
 
 {block(hand)}
 
@@ -274,8 +275,8 @@ def by_hand(s: Step, call: Call) -> dict[int, torch.Tensor]:
     Columns: log-probs of the engine, pi_old, pi and pi_ref; rho, KL, S, term of the loss. Asserts that
     `Learner.loss` had the same numbers.
     """
-    (batch, plan), (loss, extras) = call.args, call.result
-    old, n_trajectories = plan.old_logp, s.cfg.mini * s.cfg.G
+    (batch, terms), (loss, extras) = call.args, call.result
+    old, n_trajectories = terms["old_logp"], s.cfg.mini * s.cfg.G
     lengths = [sum(tau.mask) for tau in batch]
     engine = torch.tensor([lp for tau in batch for lp, m in zip(tau.logps, tau.mask, strict=True) if m])
     ref = score(s.learner.reference, *s.learner.pack(batch), s.cfg.temperature)[0].double()
@@ -321,7 +322,7 @@ KL   = exp(d) - d - 1 = {num(kl, 5)}
 w    = 1 / ({n} x {N}) = {num(1 / (n * N), 6)}
 term = -w (S - {cfg.beta:g} KL) = {num(term, 6)}"""
     of_the_loss = python(
-        code(objectives.trajectory_mean, "Eq.2"),
+        code(Learner.terms, "tokens = ", "Eq.2"),
         code(rows_torch.loss_rows, "rho = torch.ones_like", 'if kind == "clip"', "clip = rho", "S = torch.minimum",
              "if ref is", "d = (ref", "e_d = torch", "kl = e_d", "if beta", "S - beta * kl", "return w"),
     )  # fmt: skip
@@ -408,20 +409,26 @@ yet. The step's {len(s.taus)} trajectories go into the replay buffer (L15), wher
 among them at step {cfg.K_e}."""
 
 
-def page(cfg, policy, seen: dict[str, list[Call]]) -> str:
-    s = Step(cfg, policy, seen)
+def page(s: Step) -> str:
     return "\n\n".join(f(s) for f in (title, selection, sampling, rewards, advantages, update, credit)) + "\n"
 
 
 def main() -> None:
-    out = Path(sys.argv[1] if len(sys.argv) > 1 else HERE / "one_step.md")
+    out = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "docs" / "one_step.md")
+
+    def watched(cfg, task, policy, optimizer, P, log):
+        seen = watch(policy, P, log)
+        # The loop ends after STEP; the learning rate's schedule, which is the learner's, keeps the real T.
+        result = inspo(dataclasses.replace(cfg, T=STEP), task, policy, optimizer, P, log)
+        out.write_text(page(Step(cfg, task, policy, seen)))
+        return result
+
     torch.set_num_threads(1)  # sums depend on the number of threads
     with tempfile.TemporaryDirectory() as folder:
         cfg = parse([*RUN.split(), *ALSO.split(), "--out", f"{folder}/run"])
-        with prepare(cfg, Ranks("cpu", cfg.patience)) as (policy, optimizer, D, log):
-            seen = watch(policy, log)
-            inspo(cfg, policy, optimizer, D, log)
-            out.write_text(page(cfg, policy, seen))
+        with contextlib.redirect_stdout(io.StringIO()):  # what the run prints ends with a directory that will be gone
+            train(cfg, algorithm=watched)
+    print(f"{out}: step {STEP} of python inspo.py {RUN}")
 
 
 if __name__ == "__main__":

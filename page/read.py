@@ -42,20 +42,28 @@ class Run:
 
     @property
     def metric(self) -> str:
-        """The main metric of the run's task; exact match if nothing says which."""
-        return next(filter(None, map(_name, (self.summary.get("metric"), self.config.get("metric")))), "em")
+        """The main metric of the run's task."""
+        return self.metrics[0]
 
     @property
     def metrics(self) -> list[str]:
-        """All metrics of the task, the main one first."""
-        return list(dict.fromkeys([self.metric, *_names(self.summary.get("metrics"))]))
+        """All metrics of the task, the main one first; exact match if nothing names any."""
+        named = self.summary.get("metrics"), self._first.get("metrics"), [self.config.get("metric")], ["em"]
+        return next(filter(None, map(_names, named)))
 
     @property
     def tools(self) -> list[str]:
         """The names under which calls of tools are counted, a trajectory."""
         if "tools" in self.summary:
             return _names(self.summary["tools"])
+        if "metrics" in self._first:  # with them the first row has the scores at the start, and calls of tools
+            scores = [name.removeprefix("test/") for name in self._first if name.startswith("test/")]
+            return [name for name in scores if name not in self.metrics and "/" not in name]
         return [name for name in ("searches", "calculations") if any(name in row for row in self.steps)]
+
+    @property
+    def _first(self) -> Row:
+        return self.steps[0] if self.steps else {}
 
     @property
     def held_out(self) -> dict[str, Row]:
@@ -82,7 +90,7 @@ def read_run(path: Path) -> Run:
     run.steps = list({row["t"]: row for row in metrics}.values())  # of a step that was written twice, the last
     run.steps.sort(key=lambda row: int(row["t"]))
     run.events = [row for row in _rows(run, "population.jsonl", "there is no family tree") if _is_event(row)]
-    reflects = run.config.get("mode", "inspo") == "inspo" and run.t > 0  # of another algorithm nobody knows
+    reflects = run.config.get("mode", "inspo") == "inspo" and run.t > 0  # others may do without
     run.reflections = _rows(run, "reflections.jsonl", "no call to the optimizer is known" if reflects else "")
     if (path / "summary.json").exists():
         run.summary = _object(run, "summary.json", "the final table is unknown")
@@ -120,12 +128,8 @@ def parse_lines(text: str) -> tuple[list[Row], int]:
     return out, bad
 
 
-def _name(x: object) -> str:
-    return x if isinstance(x, str) else ""
-
-
 def _names(x: object) -> list[str]:
-    return list(filter(None, map(_name, x))) if isinstance(x, list) else []
+    return [name for name in x if isinstance(name, str) and name] if isinstance(x, list) else []
 
 
 def _object(run: Run, name: str, without: str) -> Row:

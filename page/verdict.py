@@ -115,7 +115,7 @@ def cost(run: Run) -> Row:
             "verification_rollouts", sum(number(row.get("rollouts")) or 0 for row in run.reflections)
             or sum((1 + len(row["verified"])) * len(row.get("D_B") or []) for row in verified)
         ),
-        "tools": {name: ledger[name] for name in run.tools if number(ledger.get(name)) is not None},
+        "tool_calls": ledger.get("tool_calls", ledger.get("searches")),  # as older runs called them
         "faults": sum(faults(run).values()),
         "seconds": total, "phases": phases,
     }  # fmt: skip

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
+import sys
 import zlib
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -133,6 +135,12 @@ class Task(ABC):
     def __init__(self, cfg: Config):
         self.cfg = cfg
 
+    def check(self) -> None:
+        """Raises Fault if what the configuration names is missing; on rank 0, before anything is loaded."""
+        for split in ("train", "valid", "test"):
+            if not self.questions(split) and split != "valid":
+                raise Fault(f"--task {self.cfg.task}: there are no questions to {split} on")
+
     def start(self, serve: Callable[..., str]) -> str:
         """Starts what the tools need, on rank 0; returns a line for the log. Raises Fault.
 
@@ -152,7 +160,8 @@ class Task(ABC):
 
     def prompt(self, instruction: str, question: Question) -> list[Message]:
         """Returns the conversation that the policy continues: one message with instruction and question (App. F)."""
-        return [{"role": "user", "content": f"{instruction}\n\nQuestion: {question.text}\n"}]
+        content = f"{instruction}\n\nQuestion: {question.text}\n"  # CHOICE-31
+        return [{"role": "user", "content": content}]
 
     def reset(self, question: Question) -> Sequence[Tool]:
         """Returns the tools of a new episode, of the tags of `tools`; by default those, which have no state."""
@@ -190,6 +199,8 @@ def load_task(cfg: Config) -> Task:
     where = f"--task {cfg.task}"
     if not module or not name:
         raise Fault(f"{where}: give it as module:Class, for example mygame:Game for class Game in mygame.py")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
     try:
         kind = getattr(importlib.import_module(module), name, None)
     except ImportError as e:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from pathlib import Path
 from typing import ClassVar
 
 from config import HERE, Config
@@ -46,12 +47,19 @@ class SearchQA(Task):
     def address(self) -> str:
         return ",".join(self.search.urls)
 
+    def check(self) -> None:
+        super().check()
+        corpus = self.cfg.corpus
+        if self.tools and not self.cfg.retriever:
+            if not corpus:
+                raise Fault("nothing to search: give --corpus (passages) or --retriever (URL of a running server)")
+            if not Path(corpus).is_file():
+                raise Fault(f"--corpus {corpus}: no such file; check the path")
+
     def start(self, serve: Callable[..., str]) -> str:
         cfg = self.cfg
         if not self.tools:
             return "search: none (--tools none)"
-        if not cfg.corpus and not cfg.retriever:
-            raise Fault("nothing to search: give --corpus (passages) or --retriever (URL of a running server)")
         if cfg.retriever:
             try:
                 Search(cfg.retriever, cfg.topk, retries=0).submit("is anyone there").result()
@@ -68,10 +76,14 @@ class SearchQA(Task):
     @cache  # noqa: B019 (a run has one task)
     def questions(self, split: str) -> list[Question]:
         cfg = self.cfg
-        file = {"train": cfg.train, "valid": cfg.valid or cfg.train, "test": cfg.test}[split]
+        flag = "train" if split == "valid" and not cfg.valid else split
+        file = {"train": cfg.train, "valid": cfg.valid, "test": cfg.test}[flag]
         if not file:
-            raise Fault(f"--{split} is missing: give a .jsonl or .parquet file of questions")
-        found = load_questions(file)
+            raise Fault(f"--{flag} is missing: give a .jsonl or .parquet file of questions")
+        try:
+            found = load_questions(file)
+        except Fault as e:
+            raise Fault(f"--{flag} {e}") from None
         if cfg.valid or split == "test":
             return found
         n = min(cfg.valid_n, len(found) // 10)

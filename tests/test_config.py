@@ -1,7 +1,9 @@
 """Flags: default < preset < flag; an impossible one ends in one line and exit code 2, before anything is loaded."""
 
 import dataclasses
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +12,7 @@ import pytest
 from torch.distributed.run import get_args_parser as torchrun_parser
 
 import config
-from config import PRESETS, SEARCH_R1, Config, first_instruction, parse, warnings
+from config import PRESETS, Config, parse, read_instruction, warnings
 from plumbing.faults import Fault
 
 HERE = Path(config.__file__).parent
@@ -35,18 +37,6 @@ def no_endpoint(monkeypatch):
 
 
 @pytest.fixture
-def endpoint(monkeypatch):
-    monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
-
-
-@pytest.fixture
-def questions(tmp_path):
-    path = tmp_path / "q.jsonl"
-    path.write_text('{"question": "who ?", "golden_answers": ["x"]}\n')
-    return str(path)
-
-
-@pytest.fixture
 def refuses(capsys):
     """Returns a function that parses impossible flags and returns the one line about them."""
 
@@ -54,10 +44,8 @@ def refuses(capsys):
         with pytest.raises(SystemExit) as stop:
             parse(list(argv))
         out, err = capsys.readouterr()
-        assert stop.value.code == 2
-        assert out == ""
-        assert err.startswith("inspo.py: ")
-        assert err.endswith("\n") and err.count("\n") == 1
+        assert stop.value.code == 2 and out == ""
+        assert err.startswith("inspo.py: ") and err.endswith("\n") and err.count("\n") == 1
         return err
 
     return why
@@ -67,153 +55,63 @@ def refuses(capsys):
 
 
 @pytest.mark.parametrize("preset", APP_B)
-def test_the_paper_s_presets_have_the_values_of_appendix_b(preset, questions, endpoint):
-    cfg = parse(
-        ["--model", preset, "--train", questions, "--test", questions, "--corpus", questions, "--optimizer_model", "m"]
-    )
+def test_the_paper_s_presets_have_the_values_of_appendix_b(preset, monkeypatch):
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
+    cfg = parse(["--model", preset, "--optimizer_model", "m"])
     assert {name: getattr(cfg, name) for name in APP_B[preset]} == APP_B[preset]
-    assert cfg.mode == "inspo"
-    assert cfg.loss_agg == "trajectory"
-    assert cfg.instruction == ""  # Search-R1's, which the paper starts from
-
-
-def test_the_first_instruction_is_search_r1_s():
-    assert config.SEARCH_R1 == (
-        "Answer the given question. You must conduct reasoning inside <think> and </think> first every time you get "
-        "new information. After reasoning, if you find you lack some knowledge, you can call a search engine by "
-        "<search> query </search> and it will return the top searched results between <information> and "
-        "</information>. You can search as many times as your want. If you find no further external knowledge "
-        "needed, you can directly provide the answer inside <answer> and </answer>, without detailed illustrations. "
-        "For example, <answer> Beijing </answer>."
-    )
+    assert cfg.mode == "inspo" and cfg.instruction == ""  # the task's own, Search-R1's, which the paper starts from
 
 
 def test_a_preset_wins_over_the_default_and_a_flag_over_the_preset():
-    assert Config.lr == 5e-7
-    assert parse([]).lr == PRESETS["world"]["lr"] != Config.lr
-    assert parse(["--lr", "1e-5"]).lr == 1e-5
-    assert parse(["--lr", "0"]).lr == 0  # a frozen policy
-    assert parse(["--lr", "5e-7"]).lr == 5e-7  # also where the flag is the default
-
-
-def test_a_preset_changes_only_what_it_names():
-    given = PRESETS["world"]
-    cfg = parse([])
+    assert parse([]) == parse(["--model", "world"])
     for f in FIELDS:
-        assert getattr(cfg, f.name) == given.get(f.name, f.default), f.name
-
-
-def test_no_flags_at_all_run_the_embedded_world_from_files_that_exist():
-    cfg = parse([])
-    assert cfg == parse(["--model", "world"])
-    for path in (cfg.train, cfg.test, cfg.corpus, cfg.instruction):
-        assert Path(path).is_file()
-    assert Path(cfg.model).is_dir()
-
-
-def test_an_empty_instruction_flag_means_search_r1_s():
-    cfg = parse(["--instruction", ""])
-    assert cfg.instruction == "" and first_instruction(cfg) == SEARCH_R1
-
-
-def test_the_first_instruction_is_read_from_its_file(tmp_path):
-    path = tmp_path / "i.txt"
-    path.write_text("\n Be brief. \n")
-    assert first_instruction(parse(["--instruction", str(path)])) == "Be brief."
-    path.write_text(" \n")
-    with pytest.raises(Fault, match=f"--instruction {path}: the file is empty"):
-        first_instruction(parse(["--instruction", str(path)]))
+        assert getattr(parse([]), f.name) == PRESETS["world"].get(f.name, f.default), f.name
+    for lr in ("1e-5", "0", "5e-7"):  # also where the flag is the default
+        assert parse(["--lr", lr]).lr == float(lr)
+    assert parse(["--model", "some/hub-id", "--mode", "static"]).lr == Config.lr  # of no preset
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_presets_name_only_knobs_that_exist_with_values_of_their_type(preset):
+def test_presets_name_knobs_that_exist_with_values_of_their_type_and_files_that_exist(preset):
     types = {f.name: f.type for f in FIELDS}
     for name, value in PRESETS[preset].items():
         assert type(value) is types[name], name
+        assert not str(value).startswith("/") or Path(value).exists()
 
 
-def test_a_model_that_is_no_preset_is_a_path_or_an_id(questions):
-    argv = ["--train", questions, "--test", questions, "--corpus", questions, "--mode", "static"]
-    cfg = parse(["--model", "some/hub-id", *argv])
-    assert cfg.model == "some/hub-id"
-    assert cfg.lr == Config.lr
+@pytest.mark.parametrize(
+    "model, rank, lr, want",
+    [
+        ("world", 0, None, PRESETS["world"]["lr"]),
+        ("world", 32, None, 3e-3),  # tried out
+        ("qwen2.5-1.5b", 32, None, 1e-5),
+        ("some/hub-id", 8, None, 5e-6),
+        ("qwen2.5-1.5b", 32, "2e-6", 2e-6),
+        ("qwen2.5-1.5b", 32, "1e-6", 1e-6),  # the preset's own
+        ("world", 32, "0", 0.0),
+    ],
+)
+def test_adapters_learn_at_ten_times_the_rate_unless_a_flag_says_otherwise(model, rank, lr, want):
+    argv = ["--model", model, "--mode", "static", "--lora_rank", str(rank), *(["--lr", lr] if lr else [])]
+    assert parse(argv).lr == want
 
 
-# --- help ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("lr", [1e-2, 3e-4])
+def test_a_resumed_run_keeps_its_own_learning_rate(tmp_path, lr):
+    cfg = parse(["--lora_rank", "32", "--lr", str(lr), "--out", str(tmp_path)])
+    (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(cfg)))
+    for flags in ([], ["--lora_rank", "32"], ["--model", "world", "--lora_rank", "32"]):
+        assert parse(["--out", str(tmp_path), "--resume", *flags]) == dataclasses.replace(cfg, resume=True)
 
 
-@pytest.fixture
-def shown(capsys):
-    """Returns the text of --help."""
-    with pytest.raises(SystemExit) as stop:
-        parse(["--help"])
-    assert stop.value.code == 0
-    return capsys.readouterr().out
-
-
-def line_of(shown, name):
-    """Returns what --help says about a flag, on one line."""
-    begin = shown.index(f"\n  --{name} " if f"\n  --{name} " in shown else f"\n  --{name}\n")
-    words = shown[begin:].split("\n  --")[1].split("\n\n")[0].split()
-    return " ".join(words)
-
-
-def test_help_shows_the_defaults_of_the_world_and_where_they_differ_the_paper_s(shown):
-    for f in FIELDS:
-        line, doc = line_of(shown, f.name), " ".join(f.metadata["doc"].split())
-        assert line.startswith(f.name) and doc in line, line
-        world = PRESETS["world"].get(f.name, f.default)
-        if f.name == "model" or f.type is bool or world == "":
-            assert line.endswith(doc)
-        elif Path(str(world)).is_absolute():
-            assert line.endswith(f"[world/files/{Path(world).name}]")
-        elif world == f.default or f.default == "":
-            assert line.endswith(f"{doc} [{world}]"), line
-        else:
-            assert line.endswith(f"{doc} [{world}; {f.default}]"), line
-    assert line_of(shown, "T") == "T int T: training steps [80; 300]"
-    assert line_of(shown, "tau_s").endswith("selection temperature [0.2]")
-
-
-def test_help_groups_the_flags_by_the_paper_s_sections(shown):
-    titles = [f.metadata["section"] for f in FIELDS if f.metadata["section"]]
-    assert len(titles) == len(set(titles)) and FIELDS[0].metadata["section"]
-    places, title = [], ""
-    for f in FIELDS:
-        title = f.metadata["section"] or title
-        places.append((shown.index(f"\n{title}:\n"), shown.index(f"\n  --{f.name}")))
-    heads = sorted({head for head, _ in places}) + [len(shown)]
-    for head, place in places:
-        assert head < place < heads[heads.index(head) + 1]
-
-
-def test_help_does_not_wait_for_torch():
-    code = (
-        "import runpy, sys; sys.argv = ['inspo.py', '--help']\n"
-        "try: runpy.run_path('inspo.py', run_name='__main__')\n"
-        "except SystemExit as end: assert end.code == 0\n"
-        "else: raise AssertionError\n"
-        "assert not {'torch', 'transformers', 'vllm', 'tiktoken', 'tqdm'} & set(sys.modules)"
-    )
-    path = {"PYTHONPATH": str(HERE)}
-    run = subprocess.run([sys.executable, "-c", code], cwd=HERE, env=os.environ | path, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    assert "--tau_s" in run.stdout
-
-
-def test_a_fault_in_the_flags_does_not_wait_for_torch_either():
-    code = (
-        "import runpy, sys; sys.argv = ['inspo.py', '--G', '1']\n"
-        "try: runpy.run_path('inspo.py', run_name='__main__')\n"
-        "except SystemExit as end: assert end.code == 2\n"
-        "assert 'torch' not in sys.modules"
-    )
-    path = {"PYTHONPATH": str(HERE)}
-    run = subprocess.run([sys.executable, "-c", code], cwd=HERE, env=os.environ | path, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-
-
-# --- one object ---------------------------------------------------------------------------------------------------
+def test_an_instruction_is_read_from_its_file(tmp_path):
+    path = tmp_path / "i.txt"
+    path.write_text("\n Be brief. \n")
+    assert read_instruction("instruction", str(path)) == "Be brief."
+    for content, says in ((b" \n", "the file is empty"), (b"\xff\xfe", "not UTF-8")):
+        path.write_bytes(content)
+        with pytest.raises(Fault, match=f"--canary {path}: {says}"):
+            read_instruction("canary", str(path))
 
 
 def test_a_configuration_cannot_be_changed_afterwards():
@@ -227,15 +125,83 @@ def test_static_mode_is_one_instruction_that_never_evolves():
     assert dataclasses.replace(cfg, mode="inspo", N_P=7, T_e=40) == parse([])
 
 
-def test_only_rank_0_needs_data_files_and_an_optimizer(monkeypatch):
-    flags = ["--model", "x", "--train", "/no/t.jsonl", "--test", "/no/t.jsonl", "--corpus", "/no/c.jsonl"]
-    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "1")
-    assert parse(flags).train == "/no/t.jsonl"  # another node need not have them
-    monkeypatch.setenv("RANK", "0")
-    with pytest.raises(SystemExit):
-        parse(flags)
+# --- help ---------------------------------------------------------------------------------------------------------
+
+
+def help_of(capsys, flag):
+    with pytest.raises(SystemExit) as stop:
+        parse([flag])
+    assert not stop.value.code
+    return capsys.readouterr().out
+
+
+def line_of(shown, name):
+    """Returns what a page of help says about a flag, on one line."""
+    begin = re.search(rf"\n  --{name}\s", shown).start()
+    return " ".join(shown[begin:].split("\n  --")[1].split("\n\n")[0].split())
+
+
+def test_help_has_at_most_50_flags_and_help_all_every_one(capsys):
+    first, everything = (help_of(capsys, flag) for flag in ("--help", "--help_all"))
+    names, names_of_all = (re.findall(r"^  --(\w+)", shown, re.M) for shown in (first, everything))
+    assert len(names) <= 50 and "help_all" in names
+    assert set(names) - {"help_all"} == {f.name for f in FIELDS if not f.metadata["more"]}
+    assert sorted(names_of_all) == sorted([f.name for f in FIELDS] + ["help_all"])
+
+
+def test_help_shows_the_defaults_of_the_world_and_where_they_differ_the_paper_s(capsys):
+    shown = help_of(capsys, "--help_all")
+    for f in FIELDS:
+        line, doc = line_of(shown, f.name), " ".join(f.metadata["doc"].split())
+        assert line.startswith(f.name) and doc in line, line
+        world = PRESETS["world"].get(f.name, f.default)
+        if f.name == "model" or f.type is bool or world == "":
+            assert line.endswith(doc)
+        elif Path(str(world)).is_absolute():
+            assert line.endswith(f"[world/files/{Path(world).name}]")
+        elif world == f.default or f.default == "":
+            assert line.endswith(f"{doc} [{world}]"), line
+        else:
+            assert line.endswith(f"{doc} [{world}; {f.default}]"), line
+
+
+def test_help_groups_the_flags_by_their_concerns(capsys):
+    shown = help_of(capsys, "--help_all")
+    titles = {c.__doc__: c for c in Config.__mro__ if dataclasses.is_dataclass(c) and c is not Config}
+    heads = sorted(shown.index(f"\n{title}:\n") for title in titles)
+    for title, concern in titles.items():
+        head = shown.index(f"\n{title}:\n")
+        end = next((other for other in heads if other > head), len(shown))
+        for name in vars(concern).get("__annotations__", ()):
+            assert head < shown.index(f"\n  --{name}") < end, name
+
+
+@pytest.mark.parametrize(
+    "argv, code, says",
+    [
+        (["--help"], 0, "--tau_s"),
+        (["--G", "1"], 2, "--G 1"),
+        (["--train", "nosuch.jsonl"], 1, "--train nosuch.jsonl: no such file"),
+        (["--model", "x", "--train", "nosuch.jsonl", "--test", "y", "--mode", "static"], 1, "--train nosuch.jsonl"),
+        (["--test", "."], 1, "--test ."),
+        (["--valid", "no.parquet"], 1, "--valid no.parquet"),
+        (["--corpus", "nosuch.jsonl"], 1, "--corpus nosuch.jsonl: no such file"),
+        (["--model", "qwen2.5-3b", "--mode", "static"], 1, "--train is missing"),
+        (["--model", "x", "--mode", "static", "--train", "T", "--test", "T"], 1, "nothing to search: give --corpus"),
+        (["--task", "nowhere:Task"], 1, "--task nowhere:Task: nowhere cannot be imported"),
+    ],
+)
+def test_help_and_bad_input_do_not_wait_for_torch_and_leave_nothing(tmp_path, argv, code, says):
+    program = f"""import runpy, sys
+sys.argv[0] = 'inspo.py'
+try: runpy.run_path({str(HERE / "inspo.py")!r}, run_name='__main__')
+finally: assert not {{'torch', 'transformers', 'vllm', 'tiktoken', 'tqdm'}} & set(sys.modules)"""
+    command = [sys.executable, "-c", program, *(str(WORLD / "train.jsonl") if flag == "T" else flag for flag in argv)]
+    env = os.environ | {"PYTHONPATH": str(HERE)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == code and says in done.stdout + done.stderr
+    assert not code or (done.stdout == "" and done.stderr.count("\n") == 1)
+    assert list(tmp_path.iterdir()) == []
 
 
 # --- what cannot work ---------------------------------------------------------------------------------------------
@@ -249,121 +215,60 @@ def test_only_rank_0_needs_data_files_and_an_optimizer(monkeypatch):
         (["stray"], "stray"),
         (["--temp", "0.5"], "--temp"),  # no abbreviations
         (["--eval", "5"], "--eval"),
-        (["--res"], "--res"),
         (["--T"], "--T"),
         (["--T", "many"], "--T"),
         (["--T", "1.5"], "--T"),
         (["--lr", "small"], "--lr"),
         (["--resume=yes"], "--resume"),
+        (["--objective", "grpo"], "--objective"),  # a guest's: extras/ has a program with it
     ],
 )
 def test_an_unknown_abbreviated_or_mistyped_flag_is_refused(refuses, argv, said):
     assert said in refuses(*argv)
 
 
+REFUSED = """
+--mode evolve|--tracker mlflow|--proposer guess|--device cuda:7|--device tpu|--engine sglang|--card v100|--recompute 2
+--G 1|--K_p 0|--K_e 0|--T 0|--T_e -1|--N_parent 0|--window 0|--D_B -1|--gate_samples 0|--failures 0|--buffer 0
+--save_every 0|--eval_n -1|--seed -1|--lr -1|--lr nan|--tau_s inf|--max_optimizer_tokens -1|--max_overhead nan
+--temperature 0|--tau_s 0|--eps 0|--beta -0.1|--beta nan|--warmup 1|--warmup nan|--vllm 10.0.0.1:8000|--vllm_memory 1
+--vllm_memory nan|--lora_rank -1|--lora_alpha 0|--adam_beta1 1|--adam_beta1 -0.1|--adam_beta2 1.5|--adam_beta2 nan
+--adam_eps 0|--weight_decay -0.01|--weight_decay nan|--max_grad_norm 0|--valid_n -1|--max_observation 31|--top_n 0
+--rounds 0|--keep 0|--patience 0|--gpus 0|--temperature 2.1|--instruction /nowhere/i.txt|--canary /nowhere/i.txt
+--compare -1|--token_rows -1|--micro_tokens 0|--max_rows 0|--optimizer_retries -1|--search_retries -1
+"""
+
+
+@pytest.mark.parametrize("argv", REFUSED.strip().replace("\n", "|").split("|"))
+def test_a_value_outside_its_range_is_refused_by_name(refuses, argv):
+    assert argv in refuses(*argv.split())
+
+
 @pytest.mark.parametrize(
     "argv, said",
     [
-        ("--mode evolve", "--mode evolve"),
-        ("--loss_agg mean", "--loss_agg mean"),
-        ("--tracker mlflow", "--tracker mlflow"),
         ("--N_parent 8", "--N_parent 8 is more than --N_P 7"),
         ("--N_P 2 --N_parent 3", "--N_parent 3 is more than --N_P 2"),
         ("--batch 24 --mini 16", "--batch 24 is not a multiple of --mini 16"),
         ("--batch 12 --mini 24", "--batch 12 is not a multiple of --mini 24"),
-        ("--G 1", "--G 1"),
-        ("--T 0", "--T 0"),
         ("--batch 0 --mini 1", "--batch 0"),
-        ("--mini 0", "--mini 0"),
-        ("--K_p 0", "--K_p 0"),
-        ("--K_e 0", "--K_e 0"),
-        ("--T_e -1", "--T_e -1"),
-        ("--N_parent 0", "--N_parent 0"),
-        ("--window 0", "--window 0"),
-        ("--D_B -1", "--D_B -1"),
-        ("--groups pairs", "--groups pairs: choose pair or question"),
-        ("--rank best", "--rank best: choose paper or paired"),
-        ("--gate upper", "--gate upper: choose paper or lower_bound"),
-        ("--rank paired --mode espl", "--mode espl does not follow"),
-        ("--gate lower_bound --mode static", "--mode static does not follow"),
-        ("--rank paired --groups question", "--groups question: --rank paired compares whole groups"),
-        ("--rank paired --rivals 1", "--rivals 1: one instruction alone"),
-        ("--rank paired --rivals -1", "--rivals -1"),
-        ("--rivals 3", "--rivals 3: only --rank paired and --mode espl"),
-        ("--mode espl --groups question", "--groups question: --mode espl compares within a program"),
-        ("--gate_samples 0", "--gate_samples 0"),
-        ("--gate lower_bound --D_B 1", "--D_B 1: --gate lower_bound needs at least 2"),
-        ("--mode fst --D_B 0", "--D_B 0: --mode fst chooses prompts by what they win"),
-        ("--mode prompt --lr 1e-3", "--lr 0.001: --mode prompt freezes the policy"),
-        ("--mode espl --crossover 1.5", "--crossover 1.5: a probability"),
-        ("--crossover 0.5", "only --mode espl crosses"),
-        ("--mode espl --buffer 119", "--buffer 119: --mode espl learns from whole steps of 120"),
-        ("--failures 0", "--failures 0"),
-        ("--buffer 0", "--buffer 0"),
-        ("--save_every 0", "--save_every 0"),
-        ("--eval_n -1", "--eval_n -1"),
-        ("--seed -1", "--seed -1"),
-        ("--lr -1", "--lr -1"),
-        ("--lr nan", "--lr nan"),
-        ("--lr inf", "--lr inf: must be a finite number"),
-        ("--tau_s inf", "--tau_s inf"),
         ("--topk 1000", "--topk 1000: the search server returns 100 passages at most"),
-        ("--max_optimizer_tokens -1", "--max_optimizer_tokens -1"),
-        ("--max_overhead nan", "--max_overhead nan"),
-        ("--temperature 0", "--temperature 0"),
-        ("--tau_s 0", "--tau_s 0"),
-        ("--eps 0", "--eps 0"),
-        ("--beta -0.1", "--beta -0.1"),
-        ("--beta nan", "--beta nan"),
-        ("--warmup 1", "--warmup 1"),
-        ("--warmup nan", "--warmup nan"),
-        ("--device cuda:7", "--device cuda:7"),
-        ("--device tpu", "--device tpu"),
-        ("--engine sglang", "--engine sglang"),
-        ("--vllm 10.0.0.1:8000", "--vllm 10.0.0.1:8000"),
         ("--engine torch --vllm http://h:1", "not used with --engine torch"),
-        ("--vllm_memory 1", "--vllm_memory 1"),
-        ("--vllm_memory nan", "--vllm_memory nan"),
-        ("--recompute 2", "--recompute 2"),
-        ("--tis -1", "--tis -1"),
-        ("--lora_rank -1", "--lora_rank -1"),
-        ("--lora_alpha 0", "--lora_alpha 0"),
         ("--lora_rank 8 --offload_reference", "--offload_reference: with --lora_rank"),
-        ("--adam_beta1 1", "--adam_beta1 1"),
-        ("--adam_beta1 -0.1", "--adam_beta1 -0.1"),
-        ("--adam_beta2 1.5", "--adam_beta2 1.5"),
-        ("--adam_beta2 nan", "--adam_beta2 nan"),
-        ("--adam_eps 0", "--adam_eps 0"),
-        ("--weight_decay -0.01", "--weight_decay -0.01"),
-        ("--weight_decay nan", "--weight_decay nan"),
-        ("--max_grad_norm 0", "--max_grad_norm 0"),
-        ("--valid_n -1", "--valid_n -1"),
-        ("--valid /nowhere/q.jsonl", "--valid /nowhere/q.jsonl: no such file"),
-        ("--max_observation 31", "--max_observation 31"),
-        ("--top_n 0", "--top_n 0"),
-        ("--rounds 0", "--rounds 0"),
-        ("--keep 0", "--keep 0"),
-        ("--patience 0", "--patience 0"),
-        ("--gpus 0", "--gpus 0"),
         ("--resume", "--out"),
-        ("--train /nowhere/q.jsonl", "--train /nowhere/q.jsonl: no such file"),
-        ("--test /nowhere/q.jsonl", "--test /nowhere/q.jsonl: no such file"),
-        ("--corpus /nowhere/c.jsonl", "--corpus /nowhere/c.jsonl: no such file"),
-        ("--instruction /nowhere/i.txt", "--instruction /nowhere/i.txt: no such file"),
-        ("--train .", "--train .: no such file"),  # a directory
         ("--optimizer_model gpt-5", "no optimizer"),  # and no OPENAI_BASE_URL
     ],
 )
-def test_an_impossible_configuration_is_refused(refuses, argv, said):
+def test_flags_that_do_not_go_together_are_refused(refuses, argv, said):
     assert said in refuses(*argv.split())
 
 
 @pytest.mark.parametrize(
     "argv",
     [
-        "--tools search,calculator", "--valid_n 0", "--weight_decay 0",
-        "--adam_beta1 0", "--adam_beta2 0", "--beta 0", "--T_e 0", "--warmup 0", "--eval_every 0", "--N_P 1",
-        "--gate_samples 4", "--max_observation 32", "--tis 2", "--G 2", "--D_B 0", "--tools none", "--groups question",
+        "--tools search,calculator", "--tools none", "--valid_n 0", "--weight_decay 0", "--adam_beta1 0",
+        "--adam_beta2 0", "--beta 0", "--T_e 0", "--warmup 0", "--eval_every 0", "--N_P 1", "--gate_samples 4",
+        "--max_observation 32", "--G 2", "--D_B 0",
     ],
 )  # fmt: skip
 def test_values_at_the_edge_of_the_possible_are_taken(argv):
@@ -384,41 +289,25 @@ def test_one_rank_speaks_for_all(monkeypatch, capsys):
     assert stop.value.code == 2 and capsys.readouterr() == ("", "")
 
 
-def test_a_dry_run_needs_no_data():
-    assert parse(["--model", "qwen2.5-7b", "--dry_run", "--gpus", "4"]).gpus == 4
+def test_only_rank_0_needs_files_and_an_optimizer_and_a_dry_run_neither(refuses, monkeypatch):
+    argv = ["--model", "x", "--instruction", "/no/i.txt"]
+    assert "no optimizer" in refuses(*argv)
+    monkeypatch.setenv("RANK", "1")
+    assert parse(argv).instruction == "/no/i.txt"  # another node need not have it
+    monkeypatch.delenv("RANK")
+    assert parse([*argv, "--dry_run", "--gpus", "4"]).gpus == 4
 
 
-def test_without_questions_a_search_or_an_optimizer_there_is_no_run(refuses, questions, monkeypatch):
+def test_an_optimizer_is_an_endpoint_and_a_model_s_name(refuses, monkeypatch):
     argv = ["--model", "qwen2.5-3b"]
-    assert "--train is missing" in refuses(*argv)
-    argv += ["--train", questions]
-    assert "--test is missing" in refuses(*argv)
-    argv += ["--test", questions]
-    assert "nothing to search" in refuses(*argv)
-    argv += ["--corpus", questions]
     assert "no optimizer" in refuses(*argv)
     assert parse([*argv, "--mode", "static"]).mode == "static"  # which needs none
     assert parse([*argv, "--optimizer_model", "scripted"]).mode == "inspo"
     monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
     assert "no optimizer" in refuses(*argv)
     assert parse([*argv, "--optimizer_model", "m"]).optimizer_model == "m"
-
-
-def test_a_search_server_that_runs_already_needs_no_corpus(questions):
-    argv = ["--model", "qwen2.5-3b", "--mode", "static", "--train", questions, "--test", questions]
-    assert parse([*argv, "--retriever", "http://127.0.0.1:8000"]).corpus == ""
-    assert parse(["--retriever", "http://127.0.0.1:8000", "--corpus", "/nowhere"]).retriever
-
-
-def test_a_run_with_a_fault_ends_at_once_and_leaves_nothing_behind(tmp_path):
-    run = subprocess.run([sys.executable, HERE / "inspo.py", "--G", "1"], cwd=tmp_path, capture_output=True, text=True)
-    assert run.returncode == 2
-    assert run.stdout == ""
-    assert run.stderr == (
-        "inspo.py: --G 1: an advantage needs a group of at least 2 trajectories (Eq. 3)"
-        " (inspo.py --help lists the flags)\n"
-    )
-    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setenv("OPENAI_BASE_URL", "localhost:9")
+    assert "OPENAI_BASE_URL localhost:9" in refuses(*argv, "--optimizer_model", "m")
 
 
 def test_periods_that_drift_against_each_other_are_only_a_warning():
@@ -426,10 +315,6 @@ def test_periods_that_drift_against_each_other_are_only_a_warning():
     (line,) = warnings(parse(["--K_p", "4", "--K_e", "15"]))
     assert "K_e 15" in line and "K_p 4" in line
     assert warnings(parse(["--K_p", "4", "--K_e", "15", "--mode", "static"])) == []
-    (line,) = warnings(parse(["--objective", "consistent"]))  # every question has one instruction
-    assert "is grpo here" in line and "--rank paired" in line
-    assert warnings(parse(["--objective", "consistent", "--rank", "paired"])) == []
-    assert warnings(parse(["--objective", "consistent", "--mode", "espl"])) == []  # its programs play the same problems
 
 
 # --- torchrun -----------------------------------------------------------------------------------------------------
@@ -438,9 +323,9 @@ def test_periods_that_drift_against_each_other_are_only_a_warning():
 def test_no_flag_of_ours_is_or_abbreviates_one_of_torchrun_s():
     theirs = [option for action in torchrun_parser()._actions for option in action.option_strings]
     assert "--nproc_per_node" in theirs and "--max-restarts" in theirs
-    for f in FIELDS:
+    for name in ["help_all", *(f.name for f in FIELDS)]:
         for option in theirs:
-            assert not option.startswith(f"--{f.name}"), f"torchrun would take --{f.name} for its {option}"
+            assert not option.startswith(f"--{name}"), f"torchrun would take --{name} for its {option}"
 
 
 def test_torchrun_hands_every_flag_of_ours_on_untouched():
@@ -449,6 +334,4 @@ def test_torchrun_hands_every_flag_of_ours_on_untouched():
         ours += [f"--{f.name}"] if f.type is bool else [f"--{f.name}", str(f.default) or "x"]
         ours += [] if f.type is bool else [f"--{f.name}={f.default or 'x'}"]
     args = torchrun_parser().parse_args(["--nproc_per_node=8", "inspo.py", *ours])
-    assert args.nproc_per_node == "8"
-    assert args.training_script == "inspo.py"
-    assert args.training_script_args == ours
+    assert (args.nproc_per_node, args.training_script, args.training_script_args) == ("8", "inspo.py", ours)

@@ -64,14 +64,16 @@ def game(path: Path) -> Path:
     for row in filter(lambda row: "w" in row, rows):
         row |= {"reward": 4 * row["reward"] - 1, "w": weights(row["w"])}
         row["rating"] = {"name": "by Elo", "on_w": False, "of": {j: [1200 + 100 * x, 80] for j, x in row["w"].items()}}
+    rows[0]["metrics"] = ["won", "fuel"]
     write(path, "metrics.jsonl", *rows)
     summary = json.loads((path / "summary.json").read_text())
     del summary["em_start"], summary["em_best"]
+    summary["ledger"]["tool_calls"] = summary["ledger"].pop("searches")
     summary["held_out"] = {name: renamed(row) for name, row in summary["held_out"].items()}
     summary |= {"metric": "won", "metrics": ["won", "fuel"], "tools": ["moves"]}
     write(path, "summary.json", summary | {"spread": dict.fromkeys(summary["held_out"], 0.01)})
     config = json.loads((path / "config.json").read_text())
-    write(path, "config.json", config | {"metric": "won", "mode": "tournament", "unheard_of": [1]})
+    write(path, "config.json", config | {"mode": "tournament", "unheard_of": [1]})
     rows = read_lines(path / "reflections.jsonl")
     for c in (c for row in rows for c in row.get("verified", [])):
         c |= {} if c["joined"] else {"why": WHY}
@@ -463,9 +465,12 @@ def test_a_run_of_another_task_is_shown_by_its_own_metric(tmp_path):
     assert WHY in [c["why"] for c in refused] and "no place was left" not in [c["why"] for c in refused]
     [shown, *_] = unpack(pages["test-trained_policy-I_star"])
     assert shown["prediction"] is None and shown["golds"] == [] and shown["metrics"]["fuel"] == 2.5
+    assert found["cost"]["tool_calls"] == cost(read_run(RUN))["tool_calls"] > 0
     (path / "summary.json").unlink()
     unfinished = read_run(path)
-    assert unfinished.metric == "won" and learned(unfinished)["table"] == {}
+    assert unfinished.metrics == ["won", "fuel"] and unfinished.tools == ["moves"]
+    assert learned(unfinished)["table"] == {}
+    assert Run(path, {"metric": "won"}).metric == "won" and Run(path).metric == "em"
 
 
 def test_runs_that_differ_by_their_seed_are_one_group():

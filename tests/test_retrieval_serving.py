@@ -32,7 +32,7 @@ from retrieval.bm25 import BM25
 from retrieval.corpus import Corpus
 from retrieval.index import Fused, open_index
 from retrieval_server import MAX_BODY, make_app
-from tasks.tools import Search
+from tasks.search import Search
 
 ROOT = Path(__file__).parents[1]
 SERVER = str(ROOT / "retrieval_server.py")

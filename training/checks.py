@@ -40,7 +40,6 @@ def check(cfg: Config, ranks: Ranks, task: Task, instruction: str) -> tuple[str,
 
     It cannot with too little memory or too few positions, or where the first instruction leaves no room for a turn.
     """
-    task.questions("test"), task.questions("valid")  # a fault in them is better known now
     engine, why = choose_engine(cfg, ranks.device)
     if ranks.device == "cuda":
         memory = torch.cuda.get_device_properties(0).total_memory / 1e9

@@ -15,9 +15,11 @@ import re
 
 from plumbing.faults import one_line
 from plumbing.servers import listen, serve
-from world.clauses import CLAUSES, read, write
+from world.clauses import CLAUSES, FILLERS, FRAMES, SAYS, read, write
 
 HARM = ("memory", "verbose", "terse", "early", "whole")
+KNOWN_TAGS = set(re.findall(r"</?\w+>", FRAMES[0]))
+KNOWN_SENTENCES = sorted([*FRAMES, *SAYS, *FILLERS], key=len, reverse=True)
 
 
 def diagnose(response: str) -> dict[str, str]:
@@ -47,11 +49,20 @@ def diagnose(response: str) -> dict[str, str]:
     return found
 
 
-def revise(rng: random.Random, clauses: list[str], add: list[str]) -> str:
+def foreign(instruction: str) -> str:
+    """Returns what an instruction says beyond the world's sentences, if that names a tag of another tool; else ""."""
+    rest = instruction
+    for sentence in KNOWN_SENTENCES:
+        rest = rest.replace(sentence, " ")
+    rest = " ".join(rest.split())
+    return rest if set(re.findall(r"</?\w+>", rest)) - KNOWN_TAGS else ""
+
+
+def revise(rng: random.Random, clauses: list[str], add: list[str], frame: str = "") -> str:
     """Returns an instruction with these clauses and the added ones, which replace those that they contradict."""
     slots = {CLAUSES[c].slot for c in add}
     kept = [c for c in clauses if CLAUSES[c].slot not in slots]
-    return write(rng, kept + add, rng.randint(0, 1), "any" if rng.random() < 0.3 else "taught")
+    return write(rng, kept + add, rng.randint(0, 1), "any" if rng.random() < 0.3 else "taught", frame)
 
 
 def reply_to(prompt: str, seed: int, guess: bool = False) -> str:
@@ -69,12 +80,16 @@ def reply_to(prompt: str, seed: int, guess: bool = False) -> str:
         return "I can only improve a prompt that is given in <ins_0> </ins_0>."
     instruction, n = parent.group(1).strip(), int(asked[-1])
     clauses = read(instruction)
+    # Whatever the task is, its own tags are kept: where there are any, they stand in place of the world's frame.
+    frame = foreign(instruction)
+    if frame and (own := next((f for f in FRAMES if f in instruction), "")):
+        frame = f"{own} {frame}"
     other = re.search(r"<other>(.*?)</other>", prompt, re.S)
     failures = re.findall(r"Response: (.*?)\nCorrect answer:", prompt, re.S)
     if other:
         text = ["The first one lacks what the other says beyond it."]
         lacks = [c for c in read(other.group(1)) if c not in clauses]
-        candidates = [revise(rng, clauses, lacks) for _ in range(n)]
+        candidates = [revise(rng, clauses, lacks, frame) for _ in range(n)]
     elif failures:
         reasons: dict[str, str] = {}
         votes: list[str] = []
@@ -93,10 +108,10 @@ def reply_to(prompt: str, seed: int, guess: bool = False) -> str:
                 add = [rng.choice(list(CLAUSES))]
             else:  # harm
                 add = [rng.choice(HARM)]
-            candidates.append(revise(rng, clauses, add))
+            candidates.append(revise(rng, clauses, add, frame))
     else:
         text = ["Here are other wordings of the prompt."]
-        candidates = [write(rng, clauses, rng.randint(0, 2)) for _ in range(n)]
+        candidates = [write(rng, clauses, rng.randint(0, 2), frame=frame) for _ in range(n)]
 
     mishap = rng.random()
     if mishap < 0.05:

@@ -1,21 +1,20 @@
-"""Plays questions with a policy of the small world under any instruction; shared by the scripts here."""
+"""Plays questions with a policy of the small world under any instruction; shared by the campaigns."""
 
 import contextlib
 import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import numpy as np
 
-from config import PRESETS, Config
-from tasks.questions import Question, em
+from config import HERE, PRESETS, Config
 from engines.torch_engine import TorchEngine
-from plumbing.servers import Child
-from rollout import Job, rollout
-from tasks.tools import Search, stop_strings
 from models.model import load_policy
+from plumbing.servers import Child
+from rollout import rollout
+from tasks import Job, Question
+from tasks.search_qa import SearchQA
+from tasks.tools import stop_strings
 
-HERE = Path(__file__).parent.parent
 Play = Callable[[list[str], list[Question], float], np.ndarray]
 
 
@@ -27,15 +26,16 @@ def player(policy: str = "") -> Iterator[Play]:
     """
     cfg = Config(**PRESETS["world"])
     model, tokenizer = load_policy(policy or cfg.model, "cpu")
-    with tempfile.TemporaryDirectory() as tmp:
-        with Child([str(HERE / "retrieval_server.py"), "--corpus", cfg.corpus], f"{tmp}/log") as server:
-            search = Search(server.url, cfg.topk)
-            engine = TorchEngine(model, tokenizer, stop_strings([search]), cfg.max_rows)
+    task = SearchQA(cfg)
+    with tempfile.TemporaryDirectory() as folder:
+        with Child([str(HERE / "retrieval_server.py"), "--corpus", cfg.corpus], f"{folder}/log") as server:
+            task.connect(server.url)
+            engine = TorchEngine(model, tokenizer, stop_strings(task.tools), cfg.max_rows)
 
             def play(instructions: list[str], questions: list[Question], temperature: float) -> np.ndarray:
-                pairs = enumerate(zip(instructions, questions, strict=True))
-                jobs = [Job(0, text, q, k) for k, (text, q) in pairs]
-                taus = rollout(engine, tokenizer, [search], jobs, cfg, temperature=temperature, seed=0)
-                return np.array([em(tau.prediction, tau.question.golds) for tau in taus])
+                asked = enumerate(zip(instructions, questions, strict=True))
+                jobs = [Job(None, text, q, group) for group, (text, q) in asked]
+                taus = rollout(engine, tokenizer, task, jobs, cfg, temperature=temperature, seed=0)
+                return np.array(task.reward(taus))
 
             yield play

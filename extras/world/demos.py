@@ -7,11 +7,13 @@ the question, App. F). Evolution has to overcome them, all but the last: that on
 
 import random
 
-from tasks.tools import Search
-from world.clauses import BEST, write
+from config import PRESETS, Config
 from extras.world.facts import RELATIONS, Asked, World
+from tasks.search_qa import SearchQA
+from world.clauses import BEST, write
 
-SEARCH = Search.__new__(Search)  # formats results and messages; without __init__ it has no server
+TASK = SearchQA(Config(**PRESETS["world"]))  # formats prompts, results and messages; nobody starts its server
+SEARCH = TASK.search
 
 # Probability of the right behaviour under the clause, under one that contradicts it, and under neither (None).
 #
@@ -70,12 +72,12 @@ def demonstrate(rng: random.Random, world: World, q: Asked, clauses: list[str], 
         return passages
 
     def read_fact(passages: list[str], name: str, relation: str) -> str:
-        fact = extras.world.facts[name, relation]
+        fact = world.facts[name, relation]
         if notes:
             parts.append((f"<think>{relation} of {name} is {fact}</think>", True))
         elif rng.random() < MISREAD:
             titles = [p.split('"')[1] for p in passages]
-            others = [extras.world.facts[t, relation] for t in titles if t != name and (t, relation) in extras.world.facts]
+            others = [world.facts[t, relation] for t in titles if t != name and (t, relation) in world.facts]
             fact = rng.choice(others or [fact])
         return fact
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tasks.tools import invalid_action
-from world.clauses import CLAUSES, FILLERS, FRAMES
 from extras.world.demos import SEARCH
 from extras.world.facts import NAMES, OPENINGS, RELATIONS
+from tasks.tools import invalid_action
+from world.clauses import CLAUSES, FILLERS, FRAMES
 
 CONTROL = ["<pad>", "<unk>", "<|user|>", "<|assistant|>", "<eos>"]
 TAGS = [f"<{slash}{tag}>" for tag in ("think", "search", "information", "answer") for slash in ("", "/")]

@@ -1,6 +1,6 @@
 """Trains the policy that a run starts from: a tiny Qwen2, taught by demonstrations to follow its instruction.
 
-    python -m extras.world.warm_start            # rebuilds world/files/ from nothing: under 4 minutes on two cores
+    python -m extras.world.warm_start       # rebuilds world/files/ from nothing: under 4 minutes on two cores
 
 It never sees the world of the run, only other worlds that share no name with it, and never a demonstration of the best
 combination of clauses. It is also the supervised (SFT) baseline.
@@ -17,13 +17,14 @@ import torch.nn.functional as F
 from tqdm import tqdm
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rollout import prompt_ids
-from world.clauses import START
-from extras.world.demos import demo
+from config import WORLD
+from extras.world.demos import TASK, demo
 from extras.world.facts import MINI, World, questions, the_world
 from extras.world.tokenizer import build_tokenizer, save_tokenizer
+from rollout import prompt_ids
+from tasks import Question
+from world.clauses import START
 
-FILES = Path(__file__).parent / "files"
 N_WORLDS = 300
 DECIDE = 8.0  # loss weight of the tokens that decide what the agent does next: a tag, the first word of a query
 OTHER = 0.1  # loss weight of tokens that the agent did not write: they teach copying, too
@@ -61,7 +62,7 @@ def lessons(rng: random.Random, worlds: list[World], tokenizer, total: int, batc
             rows = []
             for _ in range(10 * batch // 130):
                 instruction, question, parts = demo(rng, worlds, hops, k)
-                ids = prompt_ids(tokenizer, instruction, question)
+                ids = prompt_ids(tokenizer, TASK, instruction, Question("", question))
                 weights = [OTHER] * len(ids)
                 texts = tokenizer([text for text, _ in parts], add_special_tokens=False)["input_ids"]
                 for (_, by_agent), part in zip(parts, texts, strict=True):
@@ -144,7 +145,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=3_000_000, help="tokens of demonstrations")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=FILES, help="directory to write")
+    parser.add_argument("--out", type=Path, default=WORLD, help="directory to write")
     args = parser.parse_args()
     torch.set_num_threads(2)  # whatever the machine has: more could round differently
     start = time.time()

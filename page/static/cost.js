@@ -9,7 +9,7 @@ function drawCost(k) {
     h("div", {}, h("h3", {}, "The optimizer"),
       definitions([["Model", cost.optimizer || "none"], ["Calls", num(cost.calls)], ["Tokens", `${num(cost.prompt_tokens)} of prompts, ${num(cost.completion_tokens)} of replies`], ["Waiting", duration(cost.optimizer_seconds)], ["Price", priceFields(cost, tokens)]]),
       h("h3", {}, "Rollouts"),
-      definitions([["Training", num(cost.training)], ["Verification", num(cost.verification)], ...Object.entries(cost.tools).map(([name, n]) => [name, num(n)]), ["Failed requests", num(cost.faults)]]),
+      definitions([["Training", num(cost.training)], ["Verification", num(cost.verification)], ["Tool calls", num(cost.tool_calls)], ["Failed requests", num(cost.faults)]]),
       overheadBar(cost)),
     h("div", {}, h("h3", {}, `Time: ${duration(cost.seconds)}`), phaseBar(cost.phases, false), phaseTable(cost))));
 }

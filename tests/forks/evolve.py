@@ -9,10 +9,9 @@ from types import SimpleNamespace
 
 import inspo
 from config import parse
-from tasks.questions import Question
 from plumbing.faults import OptimizerDown
 from population import Population, ReplayBuffer
-from rollout import Trajectory
+from tasks import Question, Trajectory, load_task
 
 read = []
 
@@ -26,8 +25,10 @@ cfg = parse(sys.argv[1:])
 P, B = Population(cfg.tau_s, cfg.window), ReplayBuffer(cfg.buffer)
 P.join("I search once.", None, 0).rewards = [0.25]
 D = {k: Question(k, f"Who is {k}?", ("x",), "s") for k in "abcdefgh"}
-B.add(1, [Trajectory(0, q, 0, [], 0, response="<answer> y </answer>") for q in D.values()])
-log = SimpleNamespace(not_evolved=lambda *_: None, limit=lambda rollouts: "")
-inspo.evolve(cfg, 1, P, B, None, SimpleNamespace(ask=ask), D, log)
+task = load_task(cfg)
+taus = [Trajectory(0, q, 0, [], 0, response="<answer> y </answer>", failed=True) for q in D.values()]
+B.add(1, taus, task.shown)
+log = SimpleNamespace(evolved=lambda *_: None, limit=lambda rollouts: "")
+inspo.evolve(cfg, 1, P, B, task, None, SimpleNamespace(ask=ask), D, log)
 [prompt] = read
 print(json.dumps(prompt))

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import inspo
 from config import WORLD, parse
-from tasks.questions import Question
-from plumbing.faults import Fault
-from rollout import Job, encode, prompt_ids, rollout
-from tasks.tools import Search, invalid_action, make_tools, stop_strings
 from models.model import load_model, load_tokenizer, logit_scale
+from plumbing.faults import Fault
+from rollout import encode, prompt_ids, rollout
+from tasks import Job, Question, load_task
+from tasks.tools import invalid_action, stop_strings
 
 TURNS = ["Let me see. <count> one two three </count>", "Three?", "<answer> 3 </answer>"]
 
@@ -38,11 +38,12 @@ class Script:
 
 
 base, minicpm3, result, *flags = sys.argv[1:]
-cfg = parse(["--tools", "search,counter"])
-tools = make_tools(cfg, Search("http://127.0.0.1:9", cfg.topk))  # nobody listens there, and nobody asks
+cfg = parse(["--task", "my_tool:Counting"])
+task = load_task(cfg)
+tools = task.tools
 tokenizer = load_tokenizer(base, stop_strings(tools))
 question = Question("q", "How many words?", ("3",), "s")
-[tau] = rollout(Script(tokenizer), tokenizer, tools, [Job(0, "Count.", question, 0)], cfg, temperature=0, seed=0)
+[tau] = rollout(Script(tokenizer), tokenizer, task, [Job(0, "Count.", question, 0)], cfg, temperature=0, seed=0)
 try:
     load_tokenizer(str(WORLD / "policy"), stop_strings(tools))
     refusal = ""
@@ -53,7 +54,7 @@ Path(result).write_text(
         {
             "stop": stop_strings(tools),
             "invalid": invalid_action(tools),
-            "prompt": tokenizer.decode(prompt_ids(tokenizer, "Count.", "How many words?")),
+            "prompt": tokenizer.decode(prompt_ids(tokenizer, task, "Count.", question)),
             "response": tau.response,
             "prediction": tau.prediction,
             "counts": tau.served("count"),
