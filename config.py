@@ -9,18 +9,20 @@ import dataclasses
 import importlib.util
 import math
 import os
+import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 from plumbing.faults import Fault
-from plumbing.outside import decoded
+from plumbing.outside import JOINERS, decoded, printable
 
 # Threads that wait for each other spin only for a moment (LOG.md): as fast alone, twice as fast beside other programs.
 # libgomp reads this when torch is imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 HERE = Path(__file__).parent
 WORLD = HERE / "world" / "files"
+LINE_ENDS = "\r\x0b\x0c\x85\u2028\u2029"  # besides the usual one
 
 
 def knob(default: Any, doc: str, *, least: float | None = None, of: tuple[Any, ...] = (), more: bool = False) -> Any:
@@ -31,6 +33,8 @@ def knob(default: Any, doc: str, *, least: float | None = None, of: tuple[Any, .
 @dataclass(frozen=True)
 class RunKnobs:
     """the run"""
+
+    FIXED: ClassVar[tuple[str, ...]] = ("static",)  # modes in which instructions never change
 
     mode: str = knob("inspo", "inspo; or static: Search-R1's baseline, one fixed instruction", of=("inspo", "static"))
     model: str = knob("world", "a preset (world, qwen2.5-0.5b to -7b), a Hugging Face id or a local directory")
@@ -355,8 +359,9 @@ def _parser(kind: type[Config], everything: bool = False) -> Parser:
         "Without flags: the embedded world. [default; the paper's, where the world's differs]"
     )
     parser.add_argument("--help_all", action="store_true", default=None, help="the flags that few runs need, too")
+    left = {f.name: f for f in dataclasses.fields(kind)}  # a knob that a subclass defines anew stays in its first place
     for concern in reversed(kind.__mro__):
-        own = [f for f in dataclasses.fields(kind) if f.name in vars(concern).get("__annotations__", ())]
+        own = [left.pop(name) for name in vars(concern).get("__annotations__", ()) if name in left]
         if own:
             group = parser.add_argument_group((concern.__doc__ or "").splitlines()[0])
         for f in own:
@@ -407,13 +412,21 @@ def _help(f: dataclasses.Field[Any]) -> str:
 
 
 def read_instruction(knob: str, path: str) -> str:
-    """Returns the instruction in a file; Fault if it is empty."""
+    """Returns the instruction in a file; Fault if it is empty, or holds what no revision of it may hold.
+
+    A byte order mark, invisible format characters and other line ends are taken out: an editor puts them there.
+    """
     try:
-        text = Path(path).read_text("utf-8").strip()
+        text = Path(path).read_text("utf-8-sig")
     except ValueError:
         raise Fault(f"--{knob} {path}: not UTF-8; write it as UTF-8") from None
+    text = "".join("\n" if c in LINE_ENDS else c for c in text.replace("\r\n", "\n"))
+    text = "".join(c for c in text if unicodedata.category(c) != "Cf" or c in JOINERS).strip()
     if not text:
         raise Fault(f"--{knob} {path}: the file is empty")
+    if (shown := printable(text)) != text:
+        k = next(k for k, (a, b) in enumerate(zip(text, shown, strict=False)) if a != b)
+        raise Fault(f"--{knob} {path}: it holds the control character {text[k]!r}; take it out")
     return text
 
 
@@ -434,7 +447,7 @@ def validate(cfg: Config) -> str:
 
 def evolves(cfg: RunKnobs) -> bool:
     """Returns whether instructions change, which takes an optimizer."""
-    return cfg.mode != "static"
+    return cfg.mode not in cfg.FIXED
 
 
 def scripted(cfg: RunKnobs) -> bool:

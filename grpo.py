@@ -274,7 +274,11 @@ class Learner:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns trained weights and optimizer by the parameters' names, for torch.distributed.checkpoint."""
+        fresh = not self.optimizer.state
         model, optimizer = get_state_dict(self.model, self.optimizer)
+        if fresh:  # torch has made the state by a step without gradients, and counted it
+            for state in (*self.optimizer.state.values(), *optimizer["state"].values()):
+                state["step"].zero_()
         if self.cfg.lora_rank:
             model = {name: p for name, p in model.items() if lora.is_adapter(name)}
         return {"model": model, "optimizer": optimizer}

@@ -234,6 +234,7 @@ def train(
             optimizer = connect(cfg, serve, run.rows("reflections"))
             status("loading the policy")
             policy = stack.enter_context(contextlib.closing(Policy(cfg, ranks, engine, task, learner)))
+            status("")
             screen = stack.enter_context(Screen(cfg.T, [tool.plural for tool in task.tools]))
             log = Log(cfg, run, policy, task, first, screen)
             log.introduce(f"{engine} engine: {why}", tools, describe(optimizer), warnings(cfg))

@@ -132,7 +132,7 @@ def mean_rewards(taus: Iterable[Trajectory]) -> dict[int, float]:
     return {j: sum(r) / len(r) for j, r in rewards.items()}
 
 
-@dataclass(frozen=True)
+@dataclass
 class Candidate:
     """A revision of an instruction, verified on D_B: rewards (|D_B|,) of both on the same questions."""
 
@@ -140,7 +140,7 @@ class Candidate:
     parent: int  # id of the instruction it revises
     rewards: list[float]
     parent_rewards: list[float]
-    why: str = ""  # why it did not join, where a subclass of Population has a reason of its own
+    why: str = ""  # why it did not join: set by `admit` of a subclass of Population that has a reason of its own
 
     @property
     def r(self) -> float:

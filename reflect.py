@@ -142,9 +142,30 @@ def _middle_out(text: str, keep: int) -> str:
 
 
 def parse(reply: str) -> list[str]:
-    """Returns the texts of a reply's complete `<ins_k>...</ins_k>` blocks, k >= 1, in their order."""
-    blocks = re.findall(r"<ins_([1-9]\d*)>((?:(?!</?ins_\d).)*)</ins_\1>", reply, re.S)
+    """Returns the texts of a reply's complete `<ins_k>...</ins_k>` blocks, k >= 1, in their order.
+
+    What a reasoning model thinks before it answers holds drafts, which do not count.
+    """
+    blocks = re.findall(r"<ins_([1-9]\d*)>((?:(?!</?ins_\d).)*)</ins_\1>", reply[_end_of_thoughts(reply) :], re.S)
     return [text.strip() for _, text in blocks]
+
+
+def _end_of_thoughts(reply: str) -> int:
+    """Returns where a reply's leading thoughts end: at a </think> outside of blocks, whose <think> begins the reply.
+
+    Templates that write <think> themselves leave a reply that has only its end.
+    """
+    inside, opened = "", False
+    leading = reply.lstrip().startswith("<think>")
+    for m in re.finditer(r"<(/?)(think|ins_\d+)>", reply):
+        closes, tag = m.groups()
+        if tag != "think":
+            inside = "" if closes else tag
+        elif not inside and closes:
+            return m.end() if leading or not opened else 0
+        elif not inside:
+            opened = True
+    return 0
 
 
 def candidates(

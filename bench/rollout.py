@@ -112,11 +112,12 @@ def main() -> None:
 
     import engines.vllm_engine as vllm_engine
     from config import PRESETS, Config
-    from tasks.questions import load_questions
     from engines.vllm_engine import VllmEngine, sampling
-    from plumbing.servers import Child
-    from rollout import Job, rollout
     from models.model import load_policy, weights
+    from plumbing.servers import Child
+    from rollout import rollout
+    from tasks import Job
+    from tasks.search_qa import SearchQA
 
     class Planned(VllmEngine):
         """Ends each turn at the length in its row's plan, with a search, or with an answer at the end of the plan.
@@ -138,6 +139,7 @@ def main() -> None:
                 yield key, (ids[: -len(tag)] + tag)[-len(ids) :], logps
 
     cfg = Config(**PRESETS["world"] | {"max_response": LONGEST, "max_prompt": 2048 - LONGEST})
+    task = SearchQA(cfg)
     temporary = tempfile.TemporaryDirectory()
     path = make_tiny_model(temporary.name)
     grow(path, args.layers)
@@ -149,16 +151,17 @@ def main() -> None:
     engine.load(weights(model))
     words = "<search> Who is the director of the film Gibax? </search>", "<answer> Gibax </answer>"
     engine.tags = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in words]
-    dice = np.random.default_rng(0)
-    searches = dice.integers(0, 4, args.trajectories)  # 1.5 on average
-    engine.plans = [np.clip(dice.lognormal(4.2, 0.9, n + 1), 30, LONGEST).astype(int).tolist() for n in searches]
-    jobs = [Job(0, BEST, q, k) for k, q in enumerate(load_questions(cfg.train)[: args.trajectories])]
+    rng = np.random.default_rng(0)
+    searches = rng.integers(0, 4, args.trajectories)  # 1.5 on average
+    engine.plans = [np.clip(rng.lognormal(4.2, 0.9, n + 1), 30, LONGEST).astype(int).tolist() for n in searches]
+    jobs = [Job(None, BEST, q, k) for k, q in enumerate(task.questions("train")[: args.trajectories])]
 
-    def play(engine_or_rounds, search, seed):
+    def play(engine_or_rounds, latency, seed):
         """Returns the trajectories and the tokens sampled per second."""
         engine.engine.reset_prefix_cache()
+        task.tools = [Late(task.search, latency)]
         start = time.perf_counter()
-        taus = rollout(engine_or_rounds, tokenizer, [search], jobs, cfg, temperature=1.0, seed=seed)
+        taus = rollout(engine_or_rounds, tokenizer, task, jobs, cfg, temperature=1.0, seed=seed)
         return taus, sum(sum(tau.mask) for tau in taus) / (time.perf_counter() - start)
 
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
@@ -179,15 +182,15 @@ def main() -> None:
     found: dict = {"threads": torch.get_num_threads(), "trajectories": args.trajectories, "rows": []}
     serve = [str(HERE / "retrieval_server.py"), "--corpus", cfg.corpus]
     with tempfile.TemporaryDirectory() as tmp, Child(serve, f"{tmp}/log") as server:
-        search = Search(server.url, cfg.topk)
-        taus, _ = play(engine, search, 0)  # warm
+        task.connect(server.url)
+        taus, _ = play(engine, 0.0, 0)  # warm
         for latency in args.latency:
             speeds: dict[str, list[float]] = {"ours": [], "rounds": [], "raw": []}
             for k in range(args.repeat):
-                taus, speed = play(engine, Late(search, latency), 1 + k)
+                taus, speed = play(engine, latency, 1 + k)
                 speeds["ours"].append(speed)
                 speeds["raw"].append(generate(taus))
-                speeds["rounds"].append(play(Rounds(engine), Late(search, latency), 1 + k)[1])
+                speeds["rounds"].append(play(Rounds(engine), latency, 1 + k)[1])
             row = {"latency_ms": round(1000 * latency)} | {k: round(statistics.median(v)) for k, v in speeds.items()}
             row |= {"of raw": round(row["ours"] / row["raw"], 2), "x rounds": round(row["ours"] / row["rounds"], 2)}
             found["rows"].append(row)

@@ -21,11 +21,15 @@ from pathlib import Path
 HERE = Path(__file__).parent.parent
 sys.path[0] = str(HERE)  # not this folder, where this file has TRL's name
 
-from config import PRESETS, Config, first_instruction  # noqa: E402
-from tasks.questions import Question, em, last_answer, load_questions  # noqa: E402
-from rollout import Job, Trajectory, rollout  # noqa: E402
+from config import PRESETS, Config, read_instruction  # noqa: E402
+from rollout import rollout  # noqa: E402
+from tasks import Job, Question, Trajectory, reward  # noqa: E402
+from tasks.questions import em  # noqa: E402
+from tasks.search_qa import SearchQA  # noqa: E402
+from tasks.tools import last_answer, stop_strings  # noqa: E402
 
-CFG = Config(**PRESETS["world"] | {"max_turns": 0, "lr": 0.0})  # no tool, one turn
+CFG = Config(**PRESETS["world"] | {"tools": "none", "lr": 0.0})  # no tool, one turn
+TASK = SearchQA(CFG)
 
 
 class Ours:
@@ -36,26 +40,23 @@ class Ours:
 
         from engines.torch_engine import TorchEngine
         from grpo import Learner
-        from tasks.tools import stop_strings
         from models.model import load_policy
 
-        self.stop = stop_strings([])
+        self.stop = stop_strings(TASK.tools)
         model, self.tokenizer = load_policy(CFG.model, "cpu", self.stop)
         self.engine = TorchEngine(model, self.tokenizer, self.stop, CFG.max_rows)
         self.learner = Learner(model, copy.deepcopy(model), CFG)
-        text = first_instruction(CFG)
-        self.jobs = [Job(0, text, q, group) for group, q in enumerate(questions) for _ in range(CFG.G)]
+        text = read_instruction("instruction", CFG.instruction)
+        self.jobs = [Job(None, text, q, group) for group, q in enumerate(questions) for _ in range(CFG.G)]
 
     def generate(self, k: int) -> list[Trajectory]:
-        return rollout(self.engine, self.tokenizer, [], self.jobs, CFG, temperature=1.0, seed=k)
+        return rollout(self.engine, self.tokenizer, TASK, self.jobs, CFG, temperature=1.0, seed=k)
 
     def update(self, taus: list[Trajectory]) -> None:
         from grpo import minibatches
-        from extras.objectives import set_advantages
 
-        for tau in taus:
-            tau.reward = em(tau.prediction, tau.question.golds)
-        set_advantages(taus)
+        reward(TASK, taus)
+        self.learner.set_advantages(taus)
         self.engine.sleep()
         self.learner.update(1, minibatches(taus, CFG))
 
@@ -84,7 +85,7 @@ def trl_trainer(ours: Ours, rounds: int, out: str):
     seen = {job.group: job for job in ours.jobs}.values()
     rows = [
         {
-            "prompt": [{"role": "user", "content": f"{job.text}\n\nQuestion: {job.question.text}\n"}],
+            "prompt": TASK.prompt(job.text, job.question),
             "golds": job.question.golds,
         }
         for job in seen
@@ -99,7 +100,7 @@ def measure(rounds: int) -> dict:
     import torch
     from transformers import TrainerCallback
 
-    ours = Ours(load_questions(CFG.train)[: CFG.batch])
+    ours = Ours(TASK.questions("train")[: CFG.batch])
     found: dict = {side: defaultdict(list) for side in ("ours", "trl")}
 
     with tempfile.TemporaryDirectory() as out:

@@ -50,8 +50,8 @@ class Words:
     def apply_chat_template(
         self, messages: list[dict[str, str]], add_generation_prompt: bool = True, tokenize: bool = False
     ) -> str:
-        """Returns the message as it is: the server has the template."""
-        return messages[0]["content"]
+        """Returns the messages as they are, which the server's template gets as the user's first one."""
+        return "\n\n".join(message["content"] for message in messages)
 
 
 class ChatEngine:

@@ -1,1 +1,1 @@
-"""Around evaluate.py: the benchmarks' files, models of every kind, intervals and tests."""
+"""Around evaluate.py and ask.py: agents of every kind, the benchmarks' files, intervals and tests."""

@@ -11,8 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from config import PRESETS
-from tasks.questions import HOPS, Question, load_questions
 from plumbing.faults import Fault
+from tasks import Question
+from tasks.questions import HOPS, load_questions
 
 HUB = "RUC-NLPIR/FlashRAG_datasets"
 SIZES = {  # questions of the split that is evaluated: test if there is one, else dev

@@ -8,61 +8,72 @@ from typing import NamedTuple
 
 import numpy as np
 
-from evaluation.statistics import (
-    Difference,
-    between_seeds,
-    holm,
-    macro_difference,
-    mcnemar,
-    over_seeds,
-    paired,
-)
-from plumbing.faults import Fault
+from evaluation.statistics import Difference, between_seeds, holm, macro_difference, mcnemar, over_seeds, paired
 from journal.directory import read_jsonl
+from journal.summary import label
+from plumbing.faults import Fault
+from plumbing.outside import decoded
 
-Scores = dict[str, dict[str, float]]  # benchmark -> question -> EM, the mean over its samples
+Means = dict[str, dict[str, float]]  # set of questions -> question -> the task's first metric, mean over its samples
 
 
 class Arm(NamedTuple):
     """What is compared: one evaluation, or one for each seed of a method."""
 
     name: str
-    seeds: list[Scores]
+    metric: str
+    seeds: list[Means]
     samples: int
 
     def mean(self, data: str) -> dict[str, float]:
-        """Returns each question's EM, the mean over the seeds."""
+        """Returns each question's mean over the seeds."""
         return {q: float(np.mean([seed[data][q] for seed in self.seeds])) for q in self.seeds[0][data]}
 
     def of_seeds(self, data: Sequence[str]) -> list[float]:
-        """Returns each seed's EM, averaged over the benchmarks."""
+        """Returns each seed's mean, averaged over the sets."""
         return [float(np.mean([np.mean(list(seed[d].values())) for d in data])) for seed in self.seeds]
 
 
 def read(directories: str) -> Arm:
     """Returns the arm of some evaluations, separated by commas; Fault where one is missing or unlike the others."""
-    paths, seeds, samples = [Path(name) for name in directories.split(",")], [], 1
+    paths, seeds, samples = [Path(name) for name in directories.split(",")], list[Means](), 1
+    metric = metric_of(paths[0])
     for path in paths:
         rows = read_jsonl(path / "results.jsonl")
         if not rows:
             raise Fault(f"--compare {path}: no results.jsonl with a question in it; evaluate.py writes one")
+        same_metric(paths[0], metric, path, metric_of(path))
         values: dict[str, dict[str, list[float]]] = {}
-        for row in rows:
-            values.setdefault(row["data"], {}).setdefault(row["id"], []).append(row["em"])
+        try:
+            for row in rows:
+                values.setdefault(row["data"], {}).setdefault(row["id"], []).append(float(row[metric]))
+        except (LookupError, TypeError, ValueError):
+            raise Fault(f"--compare {path}: its results.jsonl is no evaluation's, or damaged") from None
         samples = max(len(x) for of_data in values.values() for x in of_data.values())
         seeds.append({d: {q: sum(x) / len(x) for q, x in of_data.items()} for d, of_data in values.items()})
+        same_questions(paths[0], seeds[0], path, seeds[-1])
     names = [path.name for path in paths]
-    arm = Arm(names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more", seeds, samples)
-    for path, seed in zip(paths, seeds, strict=True):
-        same(paths[0], seeds[0], path, seed)
-    return arm
+    return Arm(names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more", metric, seeds, samples)
 
 
-def same(path: Path, scores: Scores, other: Path, theirs: Scores) -> None:
+def metric_of(path: Path) -> str:
+    """Returns the first metric of an evaluation."""
+    try:
+        return str(decoded((path / "summary.json").read_text())["metrics"][0])
+    except (OSError, ValueError, LookupError, TypeError):
+        return "em"  # an evaluation by an earlier version, or by another program
+
+
+def same_metric(path: Path, metric: str, other: Path, theirs: str) -> None:
+    """Raises Fault unless two evaluations have one first metric."""
+    if metric != theirs:
+        raise Fault(f"--compare: {path} measures {metric} and {other} {theirs}: compare evaluations of one task")
+
+
+def same_questions(path: Path, means: Means, other: Path, theirs: Means) -> None:
     """Raises Fault unless two evaluations asked the same questions."""
-    for data in sorted({*scores, *theirs}):
-        mine, others = scores.get(data, {}), theirs.get(data, {})
-        if missing := sorted(set(mine) ^ set(others)):
+    for data in sorted({*means, *theirs}):
+        if missing := sorted(set(means.get(data, {})) ^ set(theirs.get(data, {}))):
             raise Fault(
                 f"--compare: {path} and {other} were not asked the same questions ({len(missing)} differ, as {data} "
                 f"{missing[0]}); evaluate both with the same --data, --n and --seed"
@@ -70,22 +81,24 @@ def same(path: Path, scores: Scores, other: Path, theirs: Scores) -> None:
 
 
 def compare(directories: Sequence[str]) -> str:
-    """Returns a Markdown table of every arm against the first one, by benchmark and on average."""
+    """Returns a Markdown table of every arm against the first one, by set of questions and on average."""
     first, *others = map(read, directories)
     if not others:
         raise Fault("--compare: give two evaluations or more")
-    head = ["", "benchmark", "questions", "EM", "difference over questions, 95 %", "p", "only this right, only that; p"]
-    head += ["difference over seeds, 95 %", "p", "visible: questions, seeds"]
+    head = ["", "benchmark", "questions", label(first.metric), "difference over questions, 95 %", "p"]
+    head += ["only this right, only that; p", "difference over seeds, 95 %", "p", "visible: questions, seeds"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     headline: list[float] = []
     for arm in others:
-        same(Path(first.name), first.seeds[0], Path(arm.name), arm.seeds[0])
+        same_metric(Path(first.name), first.metric, Path(arm.name), arm.metric)
+        same_questions(Path(first.name), first.seeds[0], Path(arm.name), arm.seeds[0])
         found: dict[str, Difference] = {}
         for data in first.seeds[0]:
             a, b = arm.mean(data), first.mean(data)
             found[data] = paired([a[q] for q in b], list(b.values()))
             single = max(len(arm.seeds), len(first.seeds), arm.samples, first.samples) == 1
-            exact = mcnemar([a[q] for q in b], list(b.values())) if single else None
+            right_or_wrong = {*a.values(), *b.values()} <= {0.0, 1.0}
+            exact = mcnemar([a[q] for q in b], list(b.values())) if single and right_or_wrong else None
             lines.append(_row(arm, first, [data], data, found[data], exact))
         whole = found[next(iter(found))]
         if len(found) > 1:
@@ -95,11 +108,9 @@ def compare(directories: Sequence[str]) -> str:
         headline.append(whole.p if np.isnan(seeds.p) else seeds.p)
     out = [f"Differences from {first.name}.", "", *lines, ""]
     if len(others) > 1:
-        adjusted = holm(headline)
-        out.append(
-            f"Holm's p over the {len(others)} comparisons: "
-            + ", ".join(f"{arm.name} {_p(p)}" for arm, p in zip(others, adjusted, strict=True))
-        )
+        adjusted = zip(others, holm(headline), strict=True)
+        told = ", ".join(f"{arm.name} {_p(p)}" for arm, p in adjusted)
+        out.append(f"Holm's p over the {len(others)} comparisons: {told}")
     out.append(
         "Intervals over questions hold for these policies, those over seeds for other training runs. A test at 5 % "
         "finds a true difference called visible in 80 % of the cases; a smaller one cannot be told here."
@@ -108,7 +119,7 @@ def compare(directories: Sequence[str]) -> str:
 
 
 def _row(
-    arm: Arm, first: Arm, data: list[str], label: str, found: Difference, exact: tuple[int, int, float] | None
+    arm: Arm, first: Arm, data: list[str], title: str, found: Difference, exact: tuple[int, int, float] | None
 ) -> str:
     a, b = arm.of_seeds(data), first.of_seeds(data)
     seeds = between_seeds(a, b)
@@ -116,7 +127,7 @@ def _row(
     if np.isfinite(seeds.interval.low):
         level = [f"{seeds.interval:+}", _p(seeds.p), f", {seeds.visible:.3f}"]
     only = f"{exact[0]}, {exact[1]}; {_p(exact[2])}" if exact else ""
-    cells = [arm.name, label, f"{found.interval.n:,}", f"{over_seeds(a).mean:.3f}, {over_seeds(b).mean:.3f}"]
+    cells = [arm.name, title, f"{found.interval.n:,}", f"{over_seeds(a).mean:.3f}, {over_seeds(b).mean:.3f}"]
     cells += [f"{found.interval:+}", _p(found.p), only, level[0], level[1], f"{found.visible:.3f}{level[2]}"]
     return f"| {' | '.join(cells)} |"
 

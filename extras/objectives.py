@@ -1,46 +1,39 @@
-"""What the policy is trained towards: the advantages of Eq. 3, and the published variants on one seam.
+"""What the policy is trained towards: 34 published variants of GRPO beside Eq. 2 and 3.
+
+    python extras/objectives.py --objective gspo      # and the flags of inspo.py; docs/objectives.md lists all
 
 An objective is a line of `OBJECTIVES` below: it names the stages in which it differs from GRPO. Each stage is a
 function of a `Batch`, the trajectories as columns; those of the variants are in variants.py. Two calls run them:
 
-    set_advantages  a step's trajectories, on rank 0:  reward -> advantage -> credit over turns
-    Objective.plan  a mini-batch's, on every rank:     selection -> weights -> tokens -> clip bounds -> ratio
+    set_advantages   a step's trajectories, on rank 0:  reward -> advantage -> credit over turns
+    Objective.terms  a mini-batch's, on every rank:     selection -> weights -> tokens -> clip bounds -> ratio
 
-What `plan` returns are the arrays that the GRPO head takes (kernels/head.py). Neither it nor the trainer
-knows an objective's name.
+What `terms` returns are arguments of the GRPO head (kernels/head.py), which knows no objective's name.
 """
 
-from __future__ import annotations
-
+if not __package__:
+    import root  # noqa: F401
+from plumbing import stop  # noqa: F401  # isort: skip  (first: from here on a Ctrl-C is one line)
+import math
+import os
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
+from config import Config, knob, parse
 from extras import variants as v
+from grpo import Learner, Terms, group_advantages
+from inspo import train
+from tasks import Trajectory
 from tasks.questions import normalize
-
-if TYPE_CHECKING:
-    from config import Config
-    from rollout import Trajectory
 
 Array = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
-
-
-def compared(tau: Trajectory) -> Hashable:
-    """Returns what the trajectories of one group have in common: Eq. 3 compares those for which it is equal."""
-    return tau.group
-
-
-def group_advantages(r: Array) -> Array:
-    """Returns A-hat (G,) of a group's rewards (G,): their distance to the mean in units of the standard deviation."""
-    A: Array = (r - r.mean()) / (r.std(ddof=1) + 1e-6)  # Eq.3 CHOICE-19
-    return A
 
 
 class Batch:
@@ -64,8 +57,8 @@ class Batch:
 
     @cached_property
     def group(self) -> Ints:
-        """Numbers of those that are compared with each other."""
-        return numbers(compared(tau) for tau in self.taus)
+        """Numbers of those that Eq. 3 compares with each other."""
+        return numbers(tau.group for tau in self.taus)
 
     @cached_property
     def instruction(self) -> Ints:
@@ -77,7 +70,7 @@ class Batch:
 
     @cached_property
     def correct(self) -> Mask:
-        return np.array([tau.reward == 1 for tau in self.taus], bool)
+        return np.array([not tau.failed for tau in self.taus], bool)
 
     @cached_property
     def length(self) -> Ints:
@@ -213,25 +206,6 @@ def token_mean(b: Batch, keep: Mask) -> Array:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What the head takes for the N tokens of a mini-batch; `old_logp` None: the ratio is 1."""
-
-    adv: Array
-    w: Array
-    old_logp: Array | None
-    eps_low: Array | float
-    eps_high: Array | float
-    delta: float
-    kind: str
-    pi_old: Array | None = None  # not for the head: to compare with the engine's
-
-    def rows(self, rows: Ints) -> Plan:
-        """Returns the plan of some of the tokens."""
-        some: dict[str, Any] = {name: x[rows] for name, x in vars(self).items() if isinstance(x, np.ndarray)}
-        return replace(self, **some)
-
-
-@dataclass(frozen=True)
 class Objective:
     """The stages of an objective; the defaults are the paper's (Eq. 2 and 3)."""
 
@@ -244,14 +218,14 @@ class Objective:
     clip: Callable[[Batch], tuple[Array, Array]] | tuple[float, float] | None = None  # None: --eps on both sides
     ratio: Callable[[Batch], Array | None] | None = None  # (N,): the log-probs that rho compares with; None: pi_old's
     kind: str = "clip"  # of the head's loss
-    delta: float = float("inf")  # of the head
+    delta: float = math.inf  # of the head
     tis: float = 0.0  # weight tokens by min(pi_old / pi_engine, this); 0: no weight
     reads: tuple[str, ...] = ()  # "old": pi_old's columns in a step's first mini-batch too; "now": in the later ones
     eps: float = 0.2
     limit: int = 0  # tokens that a trajectory may sample
 
-    def plan(self, b: Batch) -> Plan:
-        """Returns the head's arrays for a mini-batch."""
+    def terms(self, b: Batch) -> Terms:
+        """Returns what the head takes for the N tokens of a mini-batch; "old_logp" None: the ratio is 1."""
         keep = self.select(b) if self.select else np.ones(len(b.tau), bool)
         w = (self.weight or trajectory_mean)(b, keep)
         adv = self.tokens(b, w) if self.tokens else b.A
@@ -259,7 +233,10 @@ class Objective:
         old = self.ratio(b) if self.ratio else b.old
         if self.tis and b.old is not None:
             w = w * np.exp(b.old - b.engine).clip(max=self.tis)
-        return Plan(adv, w, old, low, high, self.delta, self.kind, b.old)
+        return {
+            "adv": adv, "w": w, "old_logp": old, "pi_old": b.old, "eps_low": low, "eps_high": high,
+            "delta": self.delta, "kind": self.kind,
+        }  # fmt: skip
 
 
 # One line a method: what it does differently from GRPO. docs/objectives.md has the sources.
@@ -314,7 +291,29 @@ OBJECTIVES = {
 }
 
 
-def objective_of(cfg: Config) -> Objective:
+@dataclass(frozen=True)
+class ObjectiveConfig(Config):
+    """the objective (docs/objectives.md)"""
+
+    PROGRAM: ClassVar[str] = "extras/objectives.py"
+    objective: str = knob("grpo", "its name; grpo is the paper's Eq. 2 and 3", of=tuple(OBJECTIVES))
+    loss_agg: str = knob(
+        "trajectory", "trajectory: Eq. 2's average; token: verl's token mean; where --objective has none of its own",
+        of=("trajectory", "token"),
+    )  # fmt: skip
+    tis: float = knob(
+        0.0, "truncated importance sampling: weight tokens by min(pi_old / pi_engine, this); 0 disables", least=0
+    )
+
+    def check(self) -> str:
+        own = OBJECTIVES[self.objective]
+        for name, taken in (("eps", own.clip), ("loss_agg", own.weight), ("tis", own.tis)):
+            if taken and getattr(self, name) != getattr(ObjectiveConfig, name):
+                return f"--{name} {getattr(self, name)}: --objective {self.objective} has its own; leave it out"
+        return ""
+
+
+def objective_of(cfg: ObjectiveConfig) -> Objective:
     """Returns the objective that --objective names, with the flags that fill what it leaves open."""
     named = OBJECTIVES[cfg.objective]
     average = {"trajectory": trajectory_mean, "token": token_mean}[cfg.loss_agg]
@@ -325,9 +324,7 @@ def objective_of(cfg: Config) -> Objective:
     )  # fmt: skip
 
 
-def set_advantages(
-    taus: Sequence[Trajectory], objective: Objective = OBJECTIVES["grpo"], memory: dict[str, Any] | None = None
-) -> None:
+def set_advantages(taus: Sequence[Trajectory], objective: Objective, memory: dict[str, Any] | None = None) -> None:
     """Sets `advantage`, and `credit` where turns differ, of a step's trajectories; their rewards stay as they are.
 
     `memory`: what an objective remembers from step to step, plain data for the checkpoint; it is updated.
@@ -338,3 +335,37 @@ def set_advantages(
     credit = objective.credit(b, A).tolist() if objective.credit else [[]] * b.n
     for tau, a, row in zip(taus, A.tolist(), credit, strict=True):
         tau.advantage, tau.credit = a, row[: len(tau.acted or [1])]
+
+
+class ObjectiveLearner(Learner):
+    """A Learner with the objective that --objective names in place of Eq. 2 and 3."""
+
+    def __init__(self, model: Any, reference: Any, cfg: ObjectiveConfig, max_gap: float = math.inf):
+        super().__init__(model, reference, cfg, max_gap)
+        self.objective = objective_of(cfg)
+
+    def set_advantages(self, taus: Sequence[Trajectory]) -> None:
+        set_advantages(taus, self.objective, self.memory)
+
+    def pi_old(self, part: list[Trajectory], share: list[list[int]], k: int) -> Array | None:
+        return self.score(part, share) if k > 0 or "old" in self.objective.reads else None
+
+    def terms(self, part: list[Trajectory], share: list[list[int]], k: int, old: Array | None) -> Terms:
+        now = None
+        if "now" in self.objective.reads:
+            now = self.score(part, share) if k > 0 else old
+        logp, entropy = (None, None) if old is None else old
+        batch = Batch(part, self.objective.limit, old=logp, entropy=entropy, now=None if now is None else now[0])
+        return self.objective.terms(batch)
+
+
+def main(argv: list[str] | None = None) -> None:
+    cfg = parse(argv, ObjectiveConfig)
+    if cfg.objective == "consistent" and os.environ.get("RANK", "0") == "0":
+        print("note: no question has several instructions, so consistent is grpo here; extras/selection.py --rank"
+              " paired --objective consistent asks each under two", flush=True)  # fmt: skip
+    train(cfg, learner=ObjectiveLearner)
+
+
+if __name__ == "__main__":
+    main()

@@ -394,7 +394,7 @@ def imitated(b: Batch, w: Array) -> Array:
 
 
 def steered(b: Batch) -> Mask:
-    return np.array([tau.instruction > 0 for tau in b.taus], bool)[b.tau]
+    return np.array([bool(tau.instruction) for tau in b.taus], bool)[b.tau]
 
 
 def kept_likely(b: Batch, w: Array) -> Array:

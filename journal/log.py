@@ -130,7 +130,7 @@ class Log:
         self.note(f"held-out questions, first policy, first instruction: {shown}")
 
     def begin_step(self, t: int) -> None:
-        self.t, self.phase = t, "rollout"
+        self.t, self.phase, self.step_began = t, "rollout", time.perf_counter()
         self.policy.seconds.clear()
 
     def step(self, t: int, taus: Sequence[Trajectory], P: Population, update: dict[str, float]) -> None:
@@ -142,6 +142,8 @@ class Log:
         self.row = step_metrics(taus, P, self.cfg.G, self.task) | update
         self.row |= {f"time/{name}": seconds for name, seconds in self.policy.seconds.items()}
         self.logged = time.perf_counter()
+        # Rewards are all that takes time beside rollouts and update: a judge may take more than both.
+        self.row["time/reward"] = max(0.0, began - self.step_began - sum(self.policy.seconds.values()))
         self.row["time/log"] = self.logged - began
         self.phase, self.before_evolution = "evolve", dataclasses.replace(self.ledger)
 
@@ -186,7 +188,7 @@ class Log:
         numbers = {k: v for k, v in row.items() if isinstance(v, (int, float))}
         self.track.numbers(numbers | {f"w/{j}": w for j, w in row["w"].items()}, t)
         self.phase = ""
-        seconds = row.get("time/rollout", 0.0) + row["time/update"] + row["time/log"] + row["time/evolve"]
+        seconds = sum(row.get(f"time/{name}", 0.0) for name in ("rollout", "reward", "update", "log", "evolve"))
         self.screen.step(t, row, self.P, seconds)
 
     def save(self, t: int, unfinished: str = "") -> None:

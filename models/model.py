@@ -132,11 +132,22 @@ def load_model(path: str) -> Any:
     _silence_transformers()
     AttentionInterface.register("packed", packed_attention)
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="packed")
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, attn_implementation="packed", output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )  # fmt: skip
     except Exception as e:  # of a damaged directory anything
         raise Fault(
             f"--model {path}: no causal LM can be loaded from it ({_first_line(e)}); check the path or id"
         ) from e
+    # transformers fills what is missing with random numbers.
+    wrong = {what: loaded[f"{what}_keys"] for what in ("missing", "unexpected", "mismatched")}
+    wrong["not finite"] = [name for name, p in model.named_parameters() if not p.isfinite().all()]
+    for what, names in wrong.items():
+        if names:
+            first = min(name if isinstance(name, str) else name[0] for name in names)
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise Fault(f"--model {path}: weights are {what}: {first}{more}; use a complete copy of the model")
     # Memory-mapped weights may be unaligned, and the CPU then rounds matmuls differently. Copy them, so that resumed
     # runs are bit-identical.
     for p in model.parameters():

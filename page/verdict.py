@@ -99,7 +99,7 @@ def cost(run: Run) -> Row:
     rollouts = len(run_steps(run)) * (number(run.config.get("batch")) or 0) * (number(run.config.get("G")) or 0)
     total = number(run.summary.get("seconds")) or max(column(run, "time/total"), default=0.0)
     verify = sum(column(run, "time/verify"))
-    phases = {name: sum(column(run, f"time/{name}")) for name in ("rollout", "update", "evaluate", "log")}
+    phases = {name: sum(column(run, f"time/{name}")) for name in ("rollout", "reward", "update", "evaluate", "log")}
     # The optimizer's calls and the rest of an evolution; the evaluation of a step is measured within it.
     rest = sum(column(run, "time/evolve")) - verify
     phases |= {"verify": verify, "evolve": max(0.0, rest)}

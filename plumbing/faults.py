@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, TextIO, cast
 
 from plumbing.outside import printable
+from plumbing.status import status
 
 
 class Fault(Exception):
@@ -82,5 +83,6 @@ def one_line(program: str = "") -> Iterator[None]:
     except Fault as e:
         sys.exit(printable(f"{program}: {e}" if program else str(e)))
     finally:
+        status("")
         sys.stdout.flush()
         sys.stdout = before

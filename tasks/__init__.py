@@ -21,6 +21,7 @@ import numpy as np
 
 from config import Config
 from plumbing.faults import Fault
+from plumbing.stop import may_stop
 from tasks.tools import Tool
 
 T = TypeVar("T")
@@ -138,8 +139,12 @@ class Task(ABC):
     def check(self) -> None:
         """Raises Fault if what the configuration names is missing; on rank 0, before anything is loaded."""
         for split in ("train", "valid", "test"):
-            if not self.questions(split) and split != "valid":
+            questions = self.questions(split)
+            if not questions and split != "valid":
                 raise Fault(f"--task {self.cfg.task}: there are no questions to {split} on")
+            id, n = Counter(q.id for q in questions).most_common(1)[0] if questions else ("", 0)
+            if n > 1:
+                raise Fault(f"--task {self.cfg.task}: {n} questions to {split} on have the id {id!r}; make it unique")
 
     def start(self, serve: Callable[..., str]) -> str:
         """Starts what the tools need, on rank 0; returns a line for the log. Raises Fault.
@@ -197,7 +202,7 @@ def load_task(cfg: Config) -> Task:
     """Returns the task that --task names; a Fault says what is wrong with it."""
     module, _, name = cfg.task.partition(":")
     where = f"--task {cfg.task}"
-    if not module or not name:
+    if not module or module.startswith(".") or not name:
         raise Fault(f"{where}: give it as module:Class, for example mygame:Game for class Game in mygame.py")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
@@ -210,8 +215,8 @@ def load_task(cfg: Config) -> Task:
     if missing := sorted(getattr(kind, "__abstractmethods__", ())):
         raise Fault(f"{where}: {name} has no {' and no '.join(missing)}; define {'it' if len(missing) < 2 else 'them'}")
     task = kind(cfg)
-    if not hasattr(task, "tools"):
-        raise Fault(f"{where}: {name} has no tools; set `tools`, to () for a task of one turn")
+    if not isinstance(getattr(task, "tools", None), Sequence):
+        raise Fault(f"{where}: {name} has no list of tools; set `tools`, to () for a task of one turn")
     if wrong := [tool for tool in task.tools if not isinstance(tool, Tool)]:
         raise Fault(f"{where}: {wrong[0]!r} among its tools is no tasks.tools.Tool")
     return task
@@ -219,7 +224,8 @@ def load_task(cfg: Config) -> Task:
 
 def reward(task: Task, taus: Sequence[Trajectory]) -> None:
     """Sets `reward` and `failed` of the trajectories; Fault if the task's rewards are not a number for each."""
-    rewards = task.reward(taus)
+    with may_stop():  # a judge may take minutes
+        rewards = task.reward(taus)
     where = f"--task {task.cfg.task}: its reward"
     if not isinstance(rewards, Sequence) or len(rewards) != len(taus):
         n = len(rewards) if isinstance(rewards, Sequence) else type(rewards).__name__
@@ -228,7 +234,14 @@ def reward(task: Task, taus: Sequence[Trajectory]) -> None:
         if isinstance(r, str) or not _finite(r):
             raise Fault(f"{where} of question {tau.question.id} is {r!r}; return a finite number")
         tau.reward = float(r)
-        tau.failed = task.failed(tau)
+        tau.failed = bool(task.failed(tau))
+
+
+# Columns that metrics.jsonl has of every step: none of them can be a task's metric.
+COLUMNS = set(
+    "t metrics loss kl entropy clip_fraction logp_gap grad_norm lr answered failed valid_actions prompt_tokens "
+    "response_tokens context_tokens zero_variance_groups P best w_best w p n r_bar".split()
+)
 
 
 def measure(task: Task, taus: Sequence[Trajectory]) -> list[dict[str, float]]:
@@ -236,11 +249,13 @@ def measure(task: Task, taus: Sequence[Trajectory]) -> list[dict[str, float]]:
     rows = [task.metrics(tau) for tau in taus]
     for tau, row in zip(taus, rows, strict=True):
         where = f"--task {task.cfg.task}: its metrics of question {tau.question.id}"
-        if not row:
-            raise Fault(f"{where} are none; return at least one number with its name")
+        if not row or not isinstance(row, Mapping):
+            raise Fault(f"{where} are {row!r}; return a dict of at least one number by its name")
         if list(row) != list(rows[0]):
             raise Fault(f"{where} are {', '.join(row)}, those of {taus[0].question.id} {', '.join(rows[0])}; return the"
                         " same names, in one order, for all")  # fmt: skip
+        if taken := [name for name in row if name in COLUMNS or any(name == tool.plural for tool in task.tools)]:
+            raise Fault(f"{where}: {taken[0]} is measured of every run; give it another name")
         if wrong := [name for name, x in row.items() if isinstance(x, str) or not _finite(x)]:
             raise Fault(f"{where}: {wrong[0]} is {row[wrong[0]]!r}; return finite numbers")
     return [{name: float(x) for name, x in row.items()} for row in rows]

@@ -48,7 +48,11 @@ def load_questions(path: str | Path, skip: Callable[[str], None] | None = None) 
     if not questions:
         raise Fault(f"{path}: no question in it; give a file with at least one row")
     shared = Counter(q.id for q in questions)
-    return [replace(q, id=f"{q.source}-{q.id}") if shared[q.id] > 1 else q for q in questions]
+    questions = [replace(q, id=f"{q.source}-{q.id}") if shared[q.id] > 1 else q for q in questions]
+    id, n = Counter(q.id for q in questions).most_common(1)[0]
+    if n > 1:
+        raise Fault(f"{path}: {n} questions have the id {id!r}, with their source before it; make the ids unique")
+    return questions
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[int, object]]:
@@ -92,7 +96,7 @@ def _question(row: object, line: int) -> Question:
         raise ValueError("no question; fill `question`, or `prompt` with a user message")
     target = _get(row, "reward_model", "ground_truth", "target", default=())
     golds = _get(row, "golden_answers", default=target)
-    golds = [golds] if isinstance(golds, str) else list(golds) if isinstance(golds, Iterable) else [golds]
+    golds = _answers(golds)
     if wrong := [g for g in golds if not isinstance(g, str)]:
         raise ValueError(f"gold answer {wrong[0]!r} is not text; write it as a string")
     golds = tuple(g.strip() for g in golds if g.strip())
@@ -104,6 +108,18 @@ def _question(row: object, line: int) -> Question:
     except UnicodeEncodeError:  # JSON can spell half a character; no tokenizer accepts it
         raise ValueError("half of a surrogate pair; write the whole character") from None
     return Question(id, text if text.endswith("?") else text + "?", golds, source, _hops(row, source))
+
+
+def _answers(golds: object) -> list[Any]:
+    """Returns the answers in a field: a text, a list, or the dictionary of a known format."""
+    if isinstance(golds, dict):
+        known = [x for key in ("value", "aliases", "text", "target") if key in golds for x in _answers(golds[key])]
+        if not known:  # TriviaQA: value and aliases; SQuAD: text; verl: target
+            raise ValueError(f"gold answers have the keys {sorted(golds)}; give a text or a list of texts")
+        return list(dict.fromkeys(known))
+    if isinstance(golds, str) or not isinstance(golds, Iterable):
+        return [golds]
+    return list(golds)
 
 
 def _hops(row: object, source: str) -> int:

@@ -49,6 +49,10 @@ class SearchQA(Task):
 
     def check(self) -> None:
         super().check()
+        self.check_corpus()
+
+    def check_corpus(self) -> None:
+        """Raises Fault if there are tools and nothing to search."""
         corpus = self.cfg.corpus
         if self.tools and not self.cfg.retriever:
             if not corpus:
@@ -60,6 +64,7 @@ class SearchQA(Task):
         cfg = self.cfg
         if not self.tools:
             return "search: none (--tools none)"
+        self.check_corpus()
         if cfg.retriever:
             try:
                 Search(cfg.retriever, cfg.topk, retries=0).submit("is anyone there").result()
@@ -71,6 +76,8 @@ class SearchQA(Task):
             self.connect(own(), revive=own)
         where = without_password(cfg.retriever)
         where = where or f"{self.search.urls[0]} (BM25 over {cfg.corpus}, started by this run)"
+        if not Path(cfg.train).is_file():  # an evaluation needs none
+            return f"search: {where}"
         return f"search: {where}\n        {try_search(self.search, self.questions('train')[:64])}"
 
     @cache  # noqa: B019 (a run has one task)

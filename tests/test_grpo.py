@@ -4,17 +4,20 @@ import copy
 import math
 from concurrent.futures import Future
 
+import numpy as np
 import pytest
 import torch
+from test_rollout import Plain
 from tiny_model import STOP
 
 from config import Config
-from tasks.questions import Question
 from engines.torch_engine import TorchEngine
+from grpo import Learner, group_advantages, lr_at, micro_batches, minibatches
 from plumbing.faults import EngineFault
-from grpo import Learner, lr_at, micro_batches, minibatches
-from rollout import Job, Trajectory, rollout
-from tasks.tools import Search, Tool
+from rollout import rollout
+from tasks import Job, Question, Trajectory
+from tasks.search import Search
+from tasks.tools import Tool
 
 G = 3
 EPS, BETA = 0.2, 0.1
@@ -24,7 +27,7 @@ QUESTION = Question("q", "Who?", ("x",), "s")
 def settings_of(**settings):
     """At step 2 of 10 the learning rate is at its peak."""
     usual = dict(lr=1e-3, T=10, warmup=0.2, eps=EPS, beta=BETA, temperature=1.0, G=G, mini=1)
-    return Config(**usual | dict(loss_agg="trajectory", micro_tokens=256) | settings)
+    return Config(**usual | dict(micro_tokens=256) | settings)
 
 
 def learner_of(policy, reference=None, **settings):
@@ -87,7 +90,65 @@ def scaled(taus, factor):
     return out
 
 
+# ---- Eq. 3
+
+
+def rewarded(*pairs):
+    """Returns trajectories with these (group, reward)."""
+    return [Trajectory(0, QUESTION, group, [], 0, reward=r) for group, r in pairs]
+
+
+def advantages(*pairs):
+    taus = rewarded(*pairs)
+    object.__new__(Learner).set_advantages(taus)
+    return [tau.advantage for tau in taus]
+
+
+def test_an_advantage_is_the_distance_to_the_group_s_mean_in_units_of_its_spread():
+    """Rewards 1, 0, 0, 0, 1: mean 0.4 and unbiased standard deviation sqrt(1.2 / 4)."""
+    A = advantages(*[(3, r) for r in (1.0, 0.0, 0.0, 0.0, 1.0)])
+    sd = 0.3**0.5
+    assert A == pytest.approx([0.6 / (sd + 1e-6) if k in (0, 4) else -0.4 / (sd + 1e-6) for k in range(5)], rel=1e-12)
+    assert group_advantages(np.array([0.0, 1e-6])) == pytest.approx([-0.5e-6 / (1e-6 / 2**0.5 + 1e-6), 0.2928932])
+
+
+def test_who_is_alone_or_like_the_others_stands_out_nowhere():
+    assert advantages((0, 1.0), (1, 0.5), (1, 0.5), (2, 0.0)) == [0.0] * 4
+    assert advantages() == []
+
+
+def test_groups_may_come_in_any_order():
+    pairs = [(7, 1.0), (2, 0.0), (7, 0.0), (5, 0.5), (2, 3.0), (7, 0.0), (2, 0.0)]
+    got = advantages(*pairs)
+    for group in (7, 2, 5):
+        rewards = [r for g, r in pairs if g == group]
+        alone = advantages(*[(0, r) for r in rewards])
+        assert [a for a, (g, _) in zip(got, pairs, strict=True) if g == group] == alone
+    assert got[0] > 0 > got[2] and got[4] > 0 > got[1] and got[3] == 0
+
+
 # ---- Eq. 2 by hand
+
+
+def test_every_trajectory_weighs_the_same_and_every_token_of_one():
+    """1/G sum_i 1/|tau_i| sum_t of three trajectories with 3, 0 and 2 action tokens, the middle one without a turn."""
+    taus = []
+    for A, turns in [(0.5, [2, 1]), (9.0, []), (-2.0, [2])]:
+        taus.append(tau := Trajectory(0, QUESTION, 0, [], 0, advantage=A))
+        tau.observe([5] * 4)
+        for n in turns:
+            tau.act([6] * n, [-1.0] * n)
+            tau.observe([7] * 3)
+    learner = object.__new__(Learner)
+    learner.cfg = settings_of(eps=0.3)
+    old = np.array([[-1.0, -2.0, -3.0, -4.0, -5.0], [9.0] * 5])  # log-probs, entropies
+    terms = learner.terms(taus, [[0, 1, 2]], 1, old)
+    assert terms["adv"].tolist() == [0.5, 0.5, 0.5, -2.0, -2.0]
+    assert terms["w"].tolist() == pytest.approx([1 / 9] * 3 + [1 / 6] * 2)
+    assert terms["old_logp"].tolist() == terms["pi_old"].tolist() == [-1.0, -2.0, -3.0, -4.0, -5.0]
+    assert (terms["eps_low"], terms["eps_high"]) == (0.3, 0.3)
+    first = learner.terms(taus, [[0, 1, 2]], 0, None)  # pi_old is the policy in training
+    assert first["old_logp"] is first["pi_old"] is None
 
 
 def logprobs(model, tau, temperature=1.0):
@@ -97,7 +158,7 @@ def logprobs(model, tau, temperature=1.0):
     return logp[torch.tensor(tau.mask[1:]).bool()]
 
 
-def eq2(model, reference, taus, old=None, temperature=1.0, beta=BETA, loss_agg="trajectory"):
+def eq2(model, reference, taus, old=None, temperature=1.0, beta=BETA):
     """Returns (loss, mean KL of a token, share of clipped tokens) of a mini-batch.
 
     `old`: id(tau) -> log-probs under pi_old; None: those of the policy itself.
@@ -116,13 +177,10 @@ def eq2(model, reference, taus, old=None, temperature=1.0, beta=BETA, loss_agg="
         terms.append(S - beta * kl)
         kls.append(kl.detach())
         clipped.append((S < rho * tau.advantage).double())
-    if loss_agg == "token":
-        J = torch.cat(terms).mean()
-    else:
-        groups = {}
-        for tau, term in zip(taus, terms, strict=True):
-            groups.setdefault(tau.group, []).append(term.mean())
-        J = torch.stack([torch.stack(means).mean() for means in groups.values()]).mean()
+    groups = {}
+    for tau, term in zip(taus, terms, strict=True):
+        groups.setdefault(tau.group, []).append(term.mean())
+    J = torch.stack([torch.stack(means).mean() for means in groups.values()]).mean()
     return -J, torch.cat(kls).mean().item(), torch.cat(clipped).mean().item()
 
 
@@ -160,12 +218,11 @@ def error(got, want):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("loss_agg", ["trajectory", "token"])
-def test_an_on_policy_update_is_eq_2(model, reference, temperature, loss_agg):
+def test_an_on_policy_update_is_eq_2(model, reference, temperature):
     taus = batch_of(4)
     assert len({sum(tau.mask) for tau in taus}) > 5  # so the two averages differ
-    learner = learner_of(model, reference, temperature=temperature, loss_agg=loss_agg)
-    loss, kl, _ = eq2(learner.model, reference, taus, None, temperature, loss_agg=loss_agg)
+    learner = learner_of(model, reference, temperature=temperature)
+    loss, kl, _ = eq2(learner.model, reference, taus, None, temperature)
     want = gradient(loss, learner.model)
     [got], metrics, _ = gradients(learner, [taus])
     assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-5)
@@ -175,16 +232,15 @@ def test_an_on_policy_update_is_eq_2(model, reference, temperature, loss_agg):
     assert error(got, clip(want)) < 1e-5
 
 
-@pytest.mark.parametrize("loss_agg", ["trajectory", "token"])
-def test_an_off_policy_update_is_eq_2_with_the_policy_before_the_step_as_old(model, reference, loss_agg):
+def test_an_off_policy_update_is_eq_2_with_the_policy_before_the_step_as_old(model, reference):
     taus = batch_of(6)
     parts = [taus[: 3 * G], taus[3 * G :]]
-    learner = learner_of(model, reference, loss_agg=loss_agg)
+    learner = learner_of(model, reference)
     with torch.no_grad():
         old = {id(tau): logprobs(learner.model, tau) for tau in taus}
 
     def expected(k):
-        loss, kl, clipped = eq2(learner.model, reference, parts[k], old, loss_agg=loss_agg)
+        loss, kl, clipped = eq2(learner.model, reference, parts[k], old)
         return loss.item(), gradient(loss, learner.model), clipped
 
     got, metrics, want = gradients(learner, parts, expected)
@@ -242,12 +298,11 @@ def test_the_gradient_is_clipped_to_max_grad_norm(model, reference, limit):
     assert metrics["grad_norm"] == pytest.approx(got.norm().item()) and metrics["grad_norm"] < limit
 
 
-@pytest.mark.parametrize("loss_agg", ["trajectory", "token"])
-def test_the_gradient_does_not_depend_on_micro_batches_nor_on_the_order(model, reference, loss_agg):
+def test_the_gradient_does_not_depend_on_micro_batches_nor_on_the_order(model, reference):
     taus = batch_of(6)
     results = []
     for micro_tokens, order in [(1, taus), (100, taus[::-1]), (250, taus[5:] + taus[:5]), (10**6, taus)]:
-        learner = learner_of(model, reference, loss_agg=loss_agg, micro_tokens=micro_tokens)
+        learner = learner_of(model, reference, micro_tokens=micro_tokens)
         [g], metrics, _ = gradients(learner, [order])
         results.append((g, metrics))
     for g, metrics in results[1:]:
@@ -263,45 +318,6 @@ def test_neither_do_old_log_probs(model, reference):
     (_, b), also, _ = gradients(other, parts)
     assert error(a, b) < 1e-4 and metrics["clip_fraction"] > 0  # Adam's first step magnifies rounding
     assert metrics == pytest.approx(also, rel=1e-3)
-
-
-@pytest.mark.parametrize("name", ["gspo", "hapo", "icpo", "llds", "dppo", "vespo", "r2vpo", "tis", "d3s", "gspo_turn"])
-def test_nor_does_an_objective_that_looks_at_the_whole_mini_batch(model, name):
-    taus = batch_of(4)
-    for tau in taus[::2]:
-        tau.instruction = 1
-        tau.credit = [tau.advantage + k for k in range(len(tau.acted))]
-    for tau in taus[1::2]:
-        tau.credit = [tau.advantage] * len(tau.acted)
-    parts, results = [taus[: 2 * G], taus[2 * G :]], []
-    for micro_tokens in (100, 10**6):
-        learner = learner_of(model, beta=0.0, objective=name, micro_tokens=micro_tokens, lr=1e-4)
-        results.append(gradients(learner, parts))
-    (one, metrics, _), (other, also, _) = results
-    assert all(error(a, b) < 1e-4 and b.norm() > 0 for a, b in zip(one, other, strict=True))
-    assert metrics == pytest.approx(also, rel=1e-3)
-
-
-def test_one_ratio_for_a_whole_sequence(model):
-    """GSPO as it is written, the gradient of exp(mean log rho) by autograd; the second mini-batch is off-policy."""
-    taus = batch_of(4)
-    parts = [taus[: 2 * G], taus[2 * G :]]
-    learner = learner_of(model, beta=0.0, objective="gspo", lr=1e-4)
-    with torch.no_grad():
-        old = {id(tau): logprobs(learner.model, tau) for tau in taus}
-
-    def expected(k):
-        terms, outside = [], 0
-        for tau in parts[k]:
-            s = torch.exp((logprobs(learner.model, tau) - old[id(tau)]).mean())
-            terms.append(torch.minimum(s * tau.advantage, s.clamp(1 - 3e-4, 1 + 4e-4) * tau.advantage))
-            outside += bool(terms[-1] < s * tau.advantage)
-        return gradient(-torch.stack(terms).mean(), learner.model), outside
-
-    got, _, want = gradients(learner, parts, expected)
-    assert 0 < want[1][1] < len(parts[1])
-    for k in range(2):
-        assert error(got[k], clip(want[k][0])) < 1e-5
 
 
 def test_the_float32_gradient_is_eq_2_as_well(world, model, reference):
@@ -353,10 +369,9 @@ def test_a_trajectory_without_a_turn_counts_and_carries_no_gradient(model):
     assert error(got, want * 5 / 6) < 1e-5
 
 
-@pytest.mark.parametrize("loss_agg", ["trajectory", "token"])
-def test_a_mini_batch_without_any_turn_is_survived(model, reference, loss_agg):
+def test_a_mini_batch_without_any_turn_is_survived(model, reference):
     none = [Trajectory(0, QUESTION, 0, [5] * 30, 30, [0] * 30, [0.0] * 30, stop="length") for _ in range(G)]
-    learner = learner_of(model, reference, loss_agg=loss_agg)
+    learner = learner_of(model, reference)
     metrics = learner.update(2, [none])
     assert metrics["loss"] == metrics["grad_norm"] == metrics["logp_gap"] == 0
 
@@ -390,29 +405,6 @@ def test_a_stale_engine_is_refused_before_anything_has_changed(model, reference)
     taus[0].logps[taus[0].mask.index(1)] = math.nan  # an engine that computes nonsense
     with pytest.raises(EngineFault):
         learner.update(3, parts)
-
-
-@pytest.mark.parametrize("cap", [0.5, 2.0])
-def test_truncated_importance_weights_by_hand(model, reference, cap):
-    """The loss of every token times min(pi_old / pi_engine, cap), a constant (no gradient flows through it)."""
-    taus = batch_of(3)
-    learner = learner_of(model, reference, tis=cap)
-    terms = []
-    for tau in taus:
-        logp = logprobs(learner.model, tau)
-        engine = torch.tensor([x for x, m in zip(tau.logps, tau.mask, strict=True) if m], dtype=torch.float64)
-        weight = torch.minimum(torch.exp(logp.detach() - engine), torch.tensor(cap))
-        with torch.no_grad():
-            ref = logprobs(reference, tau)
-        kl = torch.exp(ref - logp) - (ref - logp) - 1
-        terms.append((weight * (torch.exp(logp - logp.detach()) * tau.advantage - BETA * kl)).mean())
-    loss = -torch.stack(terms).mean()
-    want = gradient(loss, learner.model)
-    [got], metrics, _ = gradients(learner, [taus])
-    assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-5)
-    assert error(got, clip(want)) < 1e-5
-    [plain], _, _ = gradients(learner_of(model, reference), [taus])
-    assert error(plain, clip(want)) > 0.05
 
 
 # ---- batches and the learning rate
@@ -482,10 +474,10 @@ def sampled(world):
     """temperature -> trajectories that the engine has sampled with the world's policy."""
     model, tokenizer = world
     asked = ["What is the mayor of the city Pais Kranford?", "Name the base of the producer of the film Leglex?"]
-    jobs = [Job(0, "Search, then answer.", Question("q", asked[k % 2], ("x",), ""), k % 2) for k in range(10)]
+    jobs = [Job(0, "Search, then answer.", Question("q", asked[k % 2]), k % 2) for k in range(10)]
     cfg = Config(max_turns=2, max_response=30, max_observation=60, max_prompt=400)
     engine = TorchEngine(model, tokenizer, STOP)
-    return {T: rollout(engine, tokenizer, [Found()], jobs, cfg, temperature=T, seed=5) for T in (0.7, 1.0)}
+    return {T: rollout(engine, tokenizer, Plain(Found()), jobs, cfg, temperature=T, seed=5) for T in (0.7, 1.0)}
 
 
 def gap(world, taus, temperature, parts=1, lr=1e-3):

@@ -27,6 +27,10 @@ def population(*rewards, tau_s=0.2, window=5):
     return P
 
 
+def rng(seed=0):
+    return np.random.default_rng(seed)
+
+
 def weights(P):
     return [I.w for I in P.active]
 
@@ -41,11 +45,8 @@ def test_selection_probabilities_are_the_softmax_of_the_weights_over_tau_s():
     assert P.probabilities()[0] / P.probabilities()[1] == pytest.approx(math.e)  # 0.2 apart at tau_s 0.2
 
 
-def test_a_fresh_population_is_sampled_uniformly():
-    assert population(*[None] * 7).probabilities() == pytest.approx([1 / 7] * 7)
-
-
 def test_a_low_temperature_exploits_a_high_one_explores_and_neither_overflows():
+    assert population(*[None] * 7).probabilities() == pytest.approx([1 / 7] * 7)  # nobody has been sampled yet
     assert population(1.0, 0.0, tau_s=1e-4).probabilities() == pytest.approx([1, 0])
     assert population(1.0, 0.0, tau_s=1e4).probabilities() == pytest.approx([0.5, 0.5], abs=1e-3)
 
@@ -60,23 +61,19 @@ def test_only_the_active_instructions_have_a_probability():
 def test_sampling_follows_the_probabilities():
     P = population(0.5, 0.4, 0.2, 0.0)
     n = 20_000
-    drawn = Counter(I.id for I in P.sample(np.random.default_rng(0), n))
+    drawn = Counter(I.id for I in P.sample(rng(), n))
     expected = n * P.probabilities()
     chi2 = sum((drawn[k] - expected[k]) ** 2 / expected[k] for k in range(4))
     assert chi2 < 16.27  # the 99.9 % quantile at 3 degrees of freedom
-
-
-def test_sampling_draws_one_instruction_a_question_independently():
-    drawn = population(0.2, 0.2).sample(np.random.default_rng(0), 512)
-    assert len(drawn) == 512
+    drawn = population(0.2, 0.2).sample(rng(), 512)
     same_as_next = sum(a.id == b.id for a, b in zip(drawn, drawn[1:], strict=False))
-    assert 200 < same_as_next < 312  # 256 +- 5 standard deviations
+    assert 200 < same_as_next < 312  # independently: 256 +- 5 standard deviations
 
 
 def test_every_question_is_drawn_an_instruction_that_all_its_trajectories_follow():
     P, asked = population(0.3, 0.3, 0.3), [Question(f"q{k}", "Who?") for k in range(20)]
-    jobs = P.draw(np.random.default_rng(3), asked, 4)
-    drawn = P.sample(np.random.default_rng(3), 20)
+    jobs = P.draw(rng(3), asked, 4)
+    drawn = P.sample(rng(3), 20)
     assert len({I.id for I in drawn}) == 3
     want = [(I.id, I.text, q, k) for k, (I, q) in enumerate(zip(drawn, asked, strict=True)) for _ in range(4)]
     assert [(job.instruction, job.text, job.question, job.group) for job in jobs] == want
@@ -84,7 +81,7 @@ def test_every_question_is_drawn_an_instruction_that_all_its_trajectories_follow
 
 def test_sampling_is_a_function_of_the_generator_alone():
     P = population(0.5, 0.3, 0.1)
-    draw = lambda seed: [I.id for I in P.sample(np.random.default_rng(seed), 50)]  # noqa: E731
+    draw = lambda seed: [I.id for I in P.sample(rng(seed), 50)]  # noqa: E731
     np.random.seed(1)
     first = draw(7)
     np.random.seed(2)
@@ -95,18 +92,12 @@ def test_sampling_is_a_function_of_the_generator_alone():
 # --- Eq. 6 --------------------------------------------------------------------------------------------------------
 
 
-def test_r_bar_is_the_mean_over_all_trajectories_of_the_instruction_in_the_step():
+def test_the_weight_is_the_mean_of_the_steps_r_bar_whatever_their_numbers_of_trajectories():
     P = population(None)
     P.attribute(played({0: [1, 1, 1, 1, 1, 0, 0, 0, 1, 0]}))  # two questions of G = 5
-    assert P.family[0].rewards == [pytest.approx(0.6)]
-    assert weights(P) == [pytest.approx(0.6)]
-
-
-def test_the_weight_is_the_mean_of_the_steps_not_of_the_trajectories():
-    P = population(None)
-    P.attribute(played({0: [1, 1]}))
-    P.attribute(played({0: [0] * 8}))
-    assert weights(P) == [pytest.approx((1 + 0) / 2)]
+    assert P.family[0].rewards == [pytest.approx(0.6)] == [pytest.approx(w) for w in weights(P)]
+    P.attribute(played({0: [0] * 2}))
+    assert weights(P) == [pytest.approx((0.6 + 0) / 2)]
 
 
 def test_the_weight_is_a_moving_average_over_the_last_n_steps():
@@ -270,7 +261,7 @@ def tau(question, reward=0.0, instruction=0, response="response"):
     return Trajectory(instruction, q, 0, [], 0, reward=reward, response=response, failed=reward < 1)
 
 
-def shown(tau):
+def words(tau):
     return f"{tau.question.text} {tau.response}"
 
 
@@ -278,12 +269,8 @@ def buffer(*steps, capacity=1000):
     """Returns a buffer after steps 1, 2, ... with these trajectories."""
     B = ReplayBuffer(capacity)
     for t, taus in enumerate(steps, 1):
-        B.add(t, taus, shown)
+        B.add(t, taus, words)
     return B
-
-
-def rng(seed=0):
-    return np.random.default_rng(seed)
 
 
 def named(failures):
@@ -298,7 +285,7 @@ def test_an_experience_is_a_trajectory_as_the_optimizer_reads_it():
 def test_the_buffer_keeps_the_latest_trajectories_up_to_its_capacity():
     B = buffer(*[[tau(f"q{t}a"), tau(f"q{t}b")] for t in range(1, 5)], capacity=5)
     assert named(B.items) == ["q2b", "q3a", "q3b", "q4a", "q4b"]
-    B.add(9, [tau(f"r{k}") for k in range(8)])  # a step of more than the capacity
+    B.add(9, [tau(f"r{k}") for k in range(8)], words)  # a step of more than the capacity
     assert named(B.items) == ["r3", "r4", "r5", "r6", "r7"]
 
 

@@ -7,19 +7,19 @@ from dataclasses import replace
 import pytest
 from json_server import JsonServer
 
-from config import SEARCH_R1, WORLD, Config, parse
-from tasks.questions import Question
-from plumbing.faults import Fault
-from journal.directory import RunDirectory
-from plumbing.servers import Servers
-from journal.start import check_prompt, connect_optimizer, connect_search, describe, try_search
-from reflect import Optimizer, paraphrase_prompt
-from rollout import prompt_ids
-from tasks.tools import Search
+from config import WORLD, Config, parse
 from models.model import load_tokenizer
+from plumbing.faults import Fault
+from plumbing.servers import Servers
+from reflect import Optimizer, connect, describe, paraphrase_prompt
+from rollout import prompt_ids
+from tasks import Question
+from tasks.search import Search, try_search
+from tasks.search_qa import SearchQA
+from training.checks import check
+from training.ranks import Ranks
 
 QUESTIONS = [Question(str(k), f"Who is number {k}?", (f"Person {k}",), "x") for k in range(5)]
-CFG = Config(batch=8, G=5, max_turns=4)
 
 
 def answer(contents):
@@ -53,50 +53,78 @@ def test_searches_are_timed_and_gold_answers_counted(serving):
     # "Person 1" is not in "Person 12", nor in "person".
     passage = {1: "A\nIt was the person 1!", 2: "A\nPerson, 2.", 3: "A\nPerson 12", 4: "A\nperson"}
     url = serving(answer(lambda query: [passage.get(int(query.split()[-1][:-1]), "A\nnothing")]))
-    said = try_search(Search(url, 3), QUESTIONS, CFG)
-    seconds, once, most = map(
-        float, re.search(r"5 questions took (.*) s, .* wait (.*) s if .*, (.*) s at", said).groups()
-    )
-    assert "a step's 40 trajectories" in said and said.endswith("in the passages of 2")
-    assert once == pytest.approx(8 * seconds, abs=0.1) and most == pytest.approx(32 * seconds, abs=0.3)
+    said = try_search(Search(url, 3), QUESTIONS)
+    seconds, thousand = map(float, re.search(r"5 questions took (.*) s, 1,000 searches .* take (.*) s;", said).groups())
+    assert thousand == pytest.approx(200 * seconds, abs=1.1) and said.endswith("in the passages of 2")
 
 
-def test_a_server_that_finds_nothing_ends_the_run_at_its_start(serving):
+@pytest.mark.parametrize("found", [[], ["", " \n"]], ids=["none", "empty"])
+def test_a_server_that_finds_nothing_ends_the_run_at_its_start(serving, found):
     with pytest.raises(Fault, match="found no passage for any of 5 questions: check its index"):
-        try_search(Search(serving(answer(lambda query: [])), 3), QUESTIONS, CFG)
-
-
-def test_passages_without_text_are_none(serving):
-    with pytest.raises(Fault, match="found no passage for any of 5 questions"):
-        try_search(Search(serving(answer(lambda query: ["", " \n"])), 3), QUESTIONS, CFG)
+        try_search(Search(serving(answer(lambda query: found)), 3), QUESTIONS)
 
 
 def test_a_server_whose_passages_hold_nearly_no_gold_answer_is_suspicious(serving):
-    questions = QUESTIONS * 5
     url = serving(answer(lambda query: ["A\nPerson 1" if "number 1?" in query else "A\nx"]))
-    said = try_search(Search(url, 3), QUESTIONS, CFG)
-    assert said.endswith("in the passages of 1")  # a fifth
-    said = try_search(Search(serving(answer(lambda query: ["A\nx"])), 3), questions, CFG)
-    assert said.endswith("of 0: nearly none; check that index, corpus and questions belong together")
+    assert "nearly none" not in try_search(Search(url, 3), QUESTIONS)  # a fifth
+    said = try_search(Search(serving(answer(lambda query: ["A\nx"])), 3), QUESTIONS * 5)
+    assert "in the passages of 0: nearly none" in said
 
 
 def test_a_refused_topk_is_named(serving):
     with pytest.raises(Fault, match=r"HTTP 422: too many\); check --retriever, and --topk 1000"):
-        try_search(Search(serving((422, {}, "too many")), 1000), QUESTIONS, Config(topk=1000))
+        try_search(Search(serving((422, {}, "too many")), 1000), QUESTIONS)
+
+
+@pytest.mark.parametrize("reply", [{"results": [[]]}, {"result": [[{"text": "x"}]]}, {"result": []}])
+def test_a_server_with_other_field_names_ends_the_run_at_its_start(serving, reply):
+    url = serving(reply)
+    with pytest.raises(Fault, match=rf"--retriever: .*{url}/retrieve: not a Search-R1 answer \((Key|Value)Error"):
+        SearchQA(Config(retriever=url)).start(None)
 
 
 def test_an_instruction_that_leaves_no_room_for_a_turn_ends_the_run_at_its_start():
-    tokenizer = load_tokenizer(str(WORLD / "policy"))
-    lengths = [len(prompt_ids(tokenizer, SEARCH_R1, q.text)) for q in QUESTIONS]
-    check_prompt(tokenizer, QUESTIONS, Config(max_prompt=min(lengths)))
-    with pytest.raises(Fault, match=f"--max_prompt 10: .* are {min(lengths)} tokens at least, .*; raise it"):
-        check_prompt(tokenizer, QUESTIONS, Config(max_prompt=10))
+    cfg = parse(["--mode", "static"])
+    task, tokenizer, ranks = SearchQA(cfg), load_tokenizer(str(WORLD / "policy")), Ranks("cpu", 1)
+    shortest = min(len(prompt_ids(tokenizer, task, task.instruction, q)) for q in task.questions("train")[:64])
+    assert check(replace(cfg, max_prompt=shortest), ranks, task, task.instruction)[0] == "torch"
+    with pytest.raises(Fault, match=f"--max_prompt 10: .* are {shortest} tokens at least, .*; raise it"):
+        check(replace(cfg, max_prompt=10), ranks, task, task.instruction)
+    with pytest.raises(Fault, match="--max_prompt 1000 .*: the model ends at 1024"):
+        check(replace(cfg, max_prompt=1000), ranks, task, task.instruction)
+    with pytest.raises(Fault, match="--canary /dev/null: the file is empty"):
+        check(replace(cfg, canary="/dev/null"), ranks, task, task.instruction)
+
+
+@pytest.mark.parametrize("url", ["", "http://127.0.0.1:8000", "http://localhost:8000"])
+def test_two_nodes_need_a_search_server_that_both_can_reach(monkeypatch, url):
+    cfg = parse(["--mode", "static", "--retriever", url])
+    SearchQA(cfg).check()
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(Fault, match="2 nodes: give --retriever with an address that all of them can reach"):
+        SearchQA(cfg).check()
+    SearchQA(replace(cfg, retriever="http://node-0:8000")).check()
+    SearchQA(replace(cfg, tools="none")).check()
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_questions_set_aside_for_valid_are_never_trained_on(seed):
+    cfg = replace(parse(["--mode", "static"]), valid="", valid_n=50, seed=seed)
+    train, valid = (SearchQA(cfg).questions(split) for split in ("train", "valid"))
+    everyone = SearchQA(replace(cfg, valid_n=0)).questions("train")
+    assert len(valid) == 50 and len(train) == len(everyone) - 50
+    assert {q.id for q in train} | {q.id for q in valid} == {q.id for q in everyone}
+    assert len(SearchQA(replace(cfg, valid_n=500)).questions("valid")) == len(everyone) // 10  # at most a tenth
+    assert SearchQA(replace(cfg, seed=9)).questions("valid") != valid
+    given = SearchQA(replace(cfg, valid=cfg.test))
+    assert given.questions("valid") == given.questions("test") and given.questions("train") == everyone
 
 
 def test_a_scripted_optimizer_that_was_killed_comes_back(tmp_path):
     cfg = replace(parse(["--seed", "3"]), optimizer_retries=1)
     with Servers(tmp_path / "log") as serve:
-        optimizer = connect_optimizer(cfg, serve, RunDirectory(tmp_path / "r"))
+        optimizer = connect(cfg, serve, [])
         prompt = paraphrase_prompt("Answer in <answer> </answer>.", 2)
         first = optimizer.ask(prompt, "t0")
         [child] = serve._running.values()
@@ -107,10 +135,3 @@ def test_a_scripted_optimizer_that_was_killed_comes_back(tmp_path):
 
 def test_no_password_in_a_url_is_shown():
     assert describe(Optimizer("http://me:pass@host/v1", "m")).startswith("m at http://host/v1 ")
-
-
-@pytest.mark.parametrize("reply", [{"results": [[]]}, {"result": [[{"text": "x"}]]}, {"result": []}])
-def test_a_server_with_other_field_names_ends_the_run_at_its_start(serving, reply):
-    url = serving(reply)
-    with pytest.raises(Fault, match=rf"--retriever {url}/retrieve: not a Search-R1 answer \((Key|Value)Error"):
-        connect_search(Config(retriever=url), None)

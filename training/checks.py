@@ -4,11 +4,13 @@ import dataclasses
 
 import torch
 
-from config import Config, EngineKnobs
+from config import Config, read_instruction
 from engines.choose import choose_engine
+from engines.choose import device_of as device_of  # for inspo.py
 from models import layers
 from models.model import load_config, load_tokenizer
 from plumbing.faults import Fault
+from plumbing.status import status
 from rollout import prompt_ids
 from tasks import Task
 from training.fit import estimate, shapes
@@ -17,18 +19,11 @@ from training.speed import CARDS
 from training.speed import table as speed_table
 
 
-def device_of(cfg: EngineKnobs) -> str:
-    """Returns "cuda" or "cpu"."""
-    device = cfg.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise Fault("--device cuda: torch finds no CUDA device here; leave it out, or choose cpu")
-    return device
-
-
 def print_memory(cfg: Config) -> None:
     """Prints the memory that --gpus of --card would need, and a step's seconds; Fault if it does not fit."""
     config, gpu_mem = shapes(cfg.model), cfg.gpu_mem or CARDS[cfg.card].memory
     fit = estimate(cfg, config, "torch" if cfg.engine == "torch" else "vllm", cfg.gpus, gpu_mem)
+    status("")
     print(fit.table(), flush=True)
     if fault := fit.fault():
         raise Fault(fault)
@@ -38,8 +33,11 @@ def print_memory(cfg: Config) -> None:
 def check(cfg: Config, ranks: Ranks, task: Task, instruction: str) -> tuple[str, str]:
     """Returns ("vllm" or "torch", why), the engine to sample with; Fault if the run cannot work.
 
-    It cannot with too little memory or too few positions, or where the first instruction leaves no room for a turn.
+    It cannot with too little memory or too few positions, or where the first instruction leaves no room for a turn;
+    nor without a readable --canary.
     """
+    if cfg.canary:
+        read_instruction("canary", cfg.canary)
     engine, why = choose_engine(cfg, ranks.device)
     if ranks.device == "cuda":
         memory = torch.cuda.get_device_properties(0).total_memory / 1e9

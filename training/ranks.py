@@ -27,7 +27,6 @@ class Ranks:
     def __init__(self, device: str, patience: float):
         """`patience`: minutes after which a collective gives up, so that no rank waits for ever."""
         self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        self.nodes = self.size // int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
         self.device, self.grouped = device, self.size > 1 or device == "cuda"
         if not self.grouped:
             return

@@ -1,4 +1,4 @@
-"""The runs of the campaign: what each arm is, how it is run once, and the row that it leaves behind."""
+"""The runs of a campaign: what each arm is, how it is run once, and the row that it leaves behind."""
 
 import json
 import os
@@ -15,15 +15,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from config import HERE, PRESETS
-from plumbing.faults import Fault
 from journal.directory import read_jsonl
+from plumbing.faults import Fault
 from plumbing.versions import commit
 from world.clauses import BEST, write
 
 Row = dict[str, Any]
 Job = TypeVar("Job")
-
-
 RUNNING: defaultdict[tuple[str, int], threading.Lock] = defaultdict(threading.Lock)
 
 
@@ -40,9 +38,9 @@ ARMS = {
     "static": Arm("Search-R1: one instruction, the policy trains", "--mode static"),
     "frozen": Arm("evolution, the policy frozen", "--lr 0"),
     # the other trained rows of Table 1
-    "grpo": Arm("GRPO without tools", "", "baselines.py grpo"),
-    "sft": Arm("supervised on gold answers, no tools", "", "baselines.py sft"),
-    "sft_reject": Arm("supervised on its own correct rollouts", "", "baselines.py sft_reject"),
+    "grpo": Arm("GRPO without tools", "", "extras/table1.py train grpo"),
+    "sft": Arm("supervised on gold answers, no tools", "", "extras/table1.py train sft"),
+    "sft_reject": Arm("supervised on its own correct rollouts", "", "extras/table1.py train sft_reject"),
     # Fig. 3
     "before": Arm("instruction optimised before RL", "--mode static --instruction {frozen}/I_star.txt"),
     "after": Arm("instruction optimised after RL", "{world} --lr 0 --model {static}/policy"),
@@ -60,7 +58,7 @@ ARMS = {
     "tau-0.05": Arm("tau_s 0.05", "--tau_s 0.05"),
     "tau-1.0": Arm("tau_s 1.0", "--tau_s 1.0"),
     # not in the paper
-    "question-groups": Arm("advantages by question, across instructions", "--groups question"),
+    "question-groups": Arm("advantages by question, across instructions", "", "extras/by_question.py"),
     "guessing": Arm("the optimizer proposes at random", "--optimizer_model guessing"),
     "half": Arm("evolution ends at half its time", "--T_e {half_T_e}"),
 }
@@ -128,12 +126,26 @@ class Campaign(NamedTuple):
 
 
 def launch(what: str, argv: list[str], out: Path, threads: int = 1) -> None:
-    """Runs a program of this project; its output goes to {out}.log, after what is there if it resumes. Raises Fault."""
-    env = os.environ | {"OMP_NUM_THREADS": str(threads)}
-    with open(f"{out}.log", "a" if "--resume" in argv else "w") as log:
-        done = subprocess.run([sys.executable, *argv], cwd=HERE, env=env, stdout=log, stderr=log)
-    if done.returncode:
-        raise Fault(f"{what}: {argv[0]} ended with {done.returncode}; see {out}.log")
+    """Runs a program of this project; raises Fault if it fails.
+
+    Its output goes to {out}.log and the CPU seconds that it took, with its servers, to {out}.cpu: after what is there
+    if it resumes.
+    """
+    env, mode = os.environ | {"OMP_NUM_THREADS": str(threads)}, "a" if "--resume" in argv else "w"
+    with open(f"{out}.log", mode) as log:
+        process = subprocess.Popen([sys.executable, *argv], cwd=HERE, env=env, stdout=log, stderr=log)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    with open(f"{out}.cpu", mode) as file:
+        print(round(usage.ru_utime + usage.ru_stime, 1), file=file)
+    if process.returncode:
+        raise Fault(f"{what}: {argv[0]} ended with {process.returncode}; see {out}.log")
+
+
+def cpu_seconds(out: Path) -> float | None:
+    """Returns the CPU seconds of a run that `launch` has started; None where nobody has counted them."""
+    path = Path(f"{out}.cpu")
+    return round(sum(map(float, path.read_text().split())), 1) if path.exists() else None
 
 
 def collect(
@@ -171,36 +183,33 @@ def row_of(arm: str, seed: int, out: Path, extra: str) -> Row:
 
     `evals`: [step, EM, EM under the canary or null, rollouts so far with those of verification, seconds so far].
     """
-    end = json.loads((out / "summary.json").read_text())
+    summary = json.loads((out / "summary.json").read_text())
     steps = [row for row in read_jsonl(out / "metrics.jsonl") if "reward" in row]
-    cfg = json.loads((out / "config.json").read_text())
-    verified = [(row["t"], (1 + len(row["verified"])) * len(row["D_B"])) for row in verifications(out)]
-    trained = 0 if cfg["mode"] == "supervised" else cfg["batch"] * cfg["G"]
-
-    def rollouts(t: int) -> int:
-        return t * trained + sum(n for s, n in verified if s <= t)
-
-    evals = [[0, end["em_start"], None, 0, 0.0]]
+    played, end = rollouts(out, summary), summary["end"]
+    evals = [[0, summary["start"]["em"], None, 0, 0.0]]
     evals += [
-        [row["t"], row["test/em"], row.get("canary/em"), rollouts(row["t"]), round(row["time/total"], 1)]
+        [row["t"], row["test/em"], row.get("canary/em"), played(row["t"]), round(row["time/total"], 1)]
         for row in steps
         if "test/em" in row
     ]
-    last = end["held_out"].get("trained policy, canary", {}).get("em")
-    evals.append([end["steps"], end["em_best"], last, rollouts(end["steps"]), end["seconds"]])
+    last = summary["held_out"].get("trained policy, canary", {}).get("em")
+    evals.append([summary["steps"], end["em"], last, played(summary["steps"]), summary["seconds"]])
     curves = ("reward", "searches", "prompt_tokens", "response_tokens")
     return {
         "arm": arm, "seed": seed, "flags": f"{extra} {ARMS[arm].flags}".strip(), "program": ARMS[arm].program,
-        **origin(), "minutes": round(end["seconds"] / 60, 2), "em": end["em_best"], "questions": end["questions"],
-        "searches": round(end["searches_end"], 3), "overhead": end["overhead_inference"], "I_star": end["I_star"],
-        "held_out": {name: round(scores["em"], 4) for name, scores in end["held_out"].items()}, "evals": evals,
+        **origin(), "minutes": round(summary["seconds"] / 60, 2), "cpu_seconds": cpu_seconds(out), "em": end["em"],
+        "questions": summary["questions"], "searches": round(end.get("searches", 0.0), 3),
+        "overhead": summary["overhead_inference"], "I_star": summary["I_star"], "evals": evals,
+        "held_out": {name: round(means["em"], 4) for name, means in summary["held_out"].items()},
         "curves": {name: [round(row.get(name, 0.0), 3) for row in steps] for name in curves},
     }  # fmt: skip
 
 
-def verifications(out: Path) -> list[Row]:
-    """Returns the rounds of verification of a run, as they stand in reflections.jsonl."""
-    return [row for row in read_jsonl(out / "reflections.jsonl") if "verified" in row]
+def rollouts(out: Path, summary: Row) -> Callable[[int], int]:
+    """Returns a function from a step of a finished run to the rollouts up to then, those of verification included."""
+    verified = [(row["t"], row["rollouts"]) for row in read_jsonl(out / "reflections.jsonl") if "rollouts" in row]
+    each = summary["ledger"]["training_rollouts"] // summary["steps"]
+    return lambda t: t * each + sum(n for s, n in verified if s <= t)
 
 
 def origin() -> Row:

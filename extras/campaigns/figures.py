@@ -10,8 +10,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402
 
-from extras.campaigns.arms import ARMS  # noqa: E402
 from evaluation.statistics import over_seeds  # noqa: E402
+from extras.campaigns.arms import ARMS  # noqa: E402
 
 Row = dict[str, Any]
 Rows = Mapping[str, Sequence[Row]]
@@ -27,8 +27,6 @@ def draw(rows: Rows, folder: Path) -> list[str]:
     folder.mkdir(parents=True, exist_ok=True)
     made = []
     pair = [arm for arm in COLORS if rows.get(arm)]
-    if len(pair) == len(COLORS):
-        made.append(learning(rows, folder / "learning.png"))
     if {"inspo", "static"} <= {*pair}:
         fig, axes = plt.subplots(1, 4, figsize=(14, 3.2))
         for ax, (name, title) in zip(axes, PANELS.items(), strict=True):

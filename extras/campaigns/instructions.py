@@ -9,18 +9,14 @@ import argparse
 import itertools
 import json
 import random
-import sys
 from pathlib import Path
 
-HERE = Path(__file__).parent.parent
-sys.path.insert(0, str(HERE))
+import numpy as np
 
-import numpy as np  # noqa: E402
-
-from config import PRESETS  # noqa: E402
-from tasks.questions import load_questions  # noqa: E402
-from plumbing.faults import one_line  # noqa: E402
-from world.clauses import CLAUSES, write  # noqa: E402
+from config import HERE, PRESETS
+from plumbing.faults import one_line
+from tasks.questions import load_questions
+from world.clauses import CLAUSES, write
 
 SEARCHING = {"entity": "one entity per query", "whole": "the whole question", "memory": "no search", "": "unsaid"}
 
@@ -41,8 +37,8 @@ def values(policy: str, family: list[tuple[str, ...]], n: int) -> tuple[np.ndarr
     with player(policy) as play:
 
         def value(clauses: tuple[str, ...], questions: list) -> float:
-            dice = random.Random(0)
-            return float(play([write(dice, clauses) for _ in questions], questions, 0.0).mean())
+            rng = random.Random(0)
+            return float(play([write(rng, clauses) for _ in questions], questions, 0.0).mean())
 
         em = np.array([value(clauses, test[:n]) for clauses in family])
         return em, {family[k]: value(family[k], test) for k in np.argsort(-em, kind="stable")[:5]}
@@ -52,8 +48,8 @@ def rho(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float]:
     """Returns Spearman's rho and its 95 % interval by bootstrap."""
     from scipy.stats import spearmanr
 
-    dice = np.random.default_rng(0)
-    draws = [dice.integers(len(x), size=len(x)) for _ in range(2000)]
+    rng = np.random.default_rng(0)
+    draws = [rng.integers(len(x), size=len(x)) for _ in range(2000)]
     low, high = np.percentile([spearmanr(x[k], y[k]).statistic for k in draws], [2.5, 97.5])
     return float(spearmanr(x, y).statistic), float(low), float(high)
 
@@ -65,10 +61,10 @@ def draw(family: list[tuple[str, ...]], first: np.ndarray, trained: np.ndarray, 
     import matplotlib.pyplot as plt
 
     fig, ax = plt.subplots(figsize=(5, 4.2))
-    jitter = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     for said, label in SEARCHING.items():
         mine = [k for k, clauses in enumerate(family) if (set(clauses) & set(SEARCHING) or {""}) == {said}]
-        x = first[mine] + jitter.uniform(-0.004, 0.004, len(mine))  # equal values would hide each other
+        x = first[mine] + rng.uniform(-0.004, 0.004, len(mine))  # equal values would hide each other
         ax.scatter(x, trained[mine], s=14, alpha=0.8, label=label, linewidths=0)
     ax.set(xlabel="exact match under the first policy", ylabel="under the trained policy", ylim=(-0.02, 1.02))
     ax.spines[["top", "right"]].set_visible(False)
@@ -89,8 +85,8 @@ def main() -> None:
     for name, policy in (("first", ""), ("trained", args.policy)):
         em[name], best = values(policy, family, args.questions)
         print(f"\n{name} policy, the best of {len(family)} combinations, all held-out questions:")
-        for clauses, score in sorted(best.items(), key=lambda pair: -pair[1]):
-            print(f"  {score:.3f}  {', '.join(clauses) or 'none'}")
+        for clauses, value in sorted(best.items(), key=lambda pair: -pair[1]):
+            print(f"  {value:.3f}  {', '.join(clauses) or 'none'}")
         found[f"best_{name}"] = round(max(best.values()), 3)
     found["rho"] = [round(x, 3) for x in rho(em["first"], em["trained"])]
     print("\nSpearman's rho of the two rankings: {:.2f}, 95 % interval {:.2f} to {:.2f}".format(*found["rho"]))

@@ -1,8 +1,8 @@
 """Every objective on the embedded world, under one good instruction and with evolution: rows, table, picture.
 
-    make bench-objectives                                          # all of them, 3 seeds, 101 minutes of 2 cores
-    python bench/objectives.py --objectives grpo gspo --seeds 0    # some of them
-    python bench/objectives.py --report                            # table and picture of the rows there are
+    make bench-objectives                                                       # all, 3 seeds, 101 minutes of 2 cores
+    python -m extras.campaigns.objectives --objectives grpo gspo --seeds 0      # some of them
+    python -m extras.campaigns.objectives --report                              # table and picture of the rows there are
 
 Within a mode every run plays the same number of trajectories; `static` trains under one good instruction, for under the
 world's first one there is little to learn. A run's row is appended to results/objectives.jsonl when it ends, and runs
@@ -13,21 +13,18 @@ not moved since it sampled, every ratio is 1.
 import argparse
 import json
 import shutil
-import sys
 import time
 from pathlib import Path
 
-HERE = Path(__file__).parent.parent
-sys.path.insert(0, str(HERE))
+import numpy as np
 
-import numpy as np  # noqa: E402
-
-from extras.campaigns.arms import canary, collect, launch, origin  # noqa: E402
-from extras.campaigns.figures import plt, save  # noqa: E402
-from evaluation.statistics import Difference, adjusted, against, interval, over_seeds  # noqa: E402
-from plumbing.faults import Fault, one_line  # noqa: E402
-from journal.directory import read_jsonl  # noqa: E402
-from extras.objectives import OBJECTIVES  # noqa: E402
+from config import HERE
+from evaluation.statistics import Difference, adjusted, against, interval, over_seeds
+from extras.campaigns.arms import canary, collect, launch, origin
+from extras.campaigns.figures import plt, save
+from extras.objectives import OBJECTIVES
+from journal.directory import read_jsonl
+from plumbing.faults import Fault, one_line
 
 Cell = tuple[str, str]  # mode, objective
 SIZES = "--batch 24 --mini 8 --K_p 3 --K_e 6 --T_e 18 --D_B 24 --eval_n 96 --save_every 1000 --keep 1"
@@ -50,23 +47,24 @@ def mean_and_half(em: list[float], questions: int) -> tuple[float, float]:
 
 
 def run(objective: str, mode: str, seed: int, args: argparse.Namespace) -> dict:
-    """Returns the row of a run of inspo.py, whose directory is removed."""
+    """Returns the row of a run of extras/objectives.py, whose directory is removed."""
     out = args.runs / f"{objective}-{mode}-seed{seed}"
     shutil.rmtree(out, ignore_errors=True)
     flags = f"{args.sizes} {MODES[mode]} --objective {objective} --seed {seed}".split() + ["--out", str(out)]
     flags += ["--instruction", str(canary(args.runs))] if mode == "static" else []
     began = time.time()
-    launch(f"{objective}, {mode}, seed {seed}", ["inspo.py", *flags], out)
-    end = json.loads((out / "summary.json").read_text())
+    launch(f"{objective}, {mode}, seed {seed}", ["extras/objectives.py", *flags], out)
+    summary = json.loads((out / "summary.json").read_text())
+    end = summary["end"]
     steps = [row for row in read_jsonl(out / "metrics.jsonl") if "reward" in row]
     last = {name: float(np.mean([row[name] for row in steps[-LAST:]])) for name in ("reward", "entropy", "answered")}
     shutil.rmtree(out)
     return {
-        "objective": objective, "mode": mode, "seed": seed, "sizes": args.sizes, "em": end["em_best"],
-        "em_start": end["em_start"], "searches": end["searches_end"], "questions": end["questions"],
+        "objective": objective, "mode": mode, "seed": seed, "sizes": args.sizes, "em": end["em"],
+        "em_start": summary["start"]["em"], "searches": end["searches"], "questions": summary["questions"],
         **{name: round(x, 4) for name, x in last.items()},
         "largest_grad_norm": round(max(row["grad_norm"] for row in steps), 3),
-        "trajectories": end["ledger"]["training_rollouts"], "seconds": round(time.time() - began, 1),
+        "trajectories": summary["ledger"]["training_rollouts"], "seconds": round(time.time() - began, 1),
         **origin(),
     }  # fmt: skip
 
@@ -167,7 +165,7 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=2, help="runs at the same time, a thread each")
-    parser.add_argument("--sizes", default=SIZES, help="flags of inspo.py that all runs share")
+    parser.add_argument("--sizes", default=SIZES, help="flags that all runs share")
     parser.add_argument("--runs", type=Path, default=HERE / "runs" / "bench-objectives", help="where runs work")
     parser.add_argument("--out", type=Path, default=HERE / "results", help="where rows, table and picture go")
     parser.add_argument("--report", action="store_true", help="run nothing")
@@ -196,5 +194,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with one_line():
+    with one_line("extras.campaigns.objectives"):
         main()

@@ -1,32 +1,28 @@
 """The paper's tables and figures in the world: runs what is missing, writes results/ from the committed rows.
 
-    make paper                                       # everything, seeds 0 to 4
-    make controls                                    # one seed of inspo, static and frozen
-    python bench/paper.py --arms static --seeds 101 102 --extra "--lr 5e-4" --results runs/tuning   # tuning: 100 and up
+    make paper                                                            # everything, seeds 0 to 4
+    python -m extras.campaigns.paper --arms static --seeds 101 102 --extra "--lr 5e-4" --results runs/tuning
 
 A finished run leaves a row in results/rows.jsonl and is not run again: stop the campaign whenever you like and repeat
-the command. The same commit and seed give the same row on the same machine. Seeds 0 to 4 are reported, never tuned on.
+the command. The same commit and seed give the same row on the same machine. Seeds 0 to 4 are reported and never tuned
+on; tuning takes 100 and up.
 """
 
 import argparse
 import json
-import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-HERE = Path(__file__).parent.parent
-sys.path.insert(0, str(HERE))
+import numpy as np
 
-import numpy as np  # noqa: E402
-
-from extras.campaigns.arms import ARMS, Campaign, Row, origin  # noqa: E402
-from extras.campaigns.claims import CLAIMS, Rows, verdict  # noqa: E402
-from config import PRESETS  # noqa: E402
-from tasks.questions import load_questions  # noqa: E402
-from evaluation.statistics import adjusted, between_seeds, interval, over_seeds  # noqa: E402
-from plumbing.faults import Fault, one_line  # noqa: E402
-from journal.directory import read_jsonl  # noqa: E402
+from config import HERE, PRESETS
+from evaluation.statistics import adjusted, between_seeds, interval, over_seeds
+from extras.campaigns.arms import ARMS, Campaign, Row, origin
+from extras.campaigns.claims import CLAIMS, Rows, verdict
+from journal.directory import read_jsonl
+from plumbing.faults import Fault, one_line
+from tasks.questions import load_questions
 
 SEEDS = 5
 UNTRAINED = ("direct", "ircot", "rag", "search_o1")  # rows of Table 1 that need no run
@@ -36,8 +32,17 @@ TABLE_1 = {  # method -> where its row comes from
 }  # fmt: skip
 
 
+def complete(campaign: Campaign, arms: list[str], seeds: list[int], at_once: int) -> list[str]:
+    """Runs arms that have no row yet, whole seeds first; returns why some failed: the others go on."""
+    jobs = [(arm, seeds[: k + 1]) for k in range(len(seeds)) for arm in arms]
+    if left := {(arm, some[-1]) for arm, some in jobs} - set(campaign.done()):
+        print(f"{len(left)} runs, {at_once} at a time, about 4 minutes each, into {campaign.runs}", flush=True)
+    with ThreadPoolExecutor(at_once) as pool:
+        return [fault for fault in pool.map(lambda job: attempt(campaign, *job), jobs) if fault]
+
+
 def attempt(campaign: Campaign, arm: str, seeds: list[int]) -> str:
-    """Runs an arm with the last of the seeds, unless it has a row; returns why it failed, or "": the others go on."""
+    """Runs an arm with the last of the seeds, unless it has a row; returns why it failed, or ""."""
     if (arm, seeds[-1]) in campaign.done():
         return ""
     try:
@@ -257,14 +262,8 @@ def main(argv: list[str] | None = None) -> None:
     if unknown := [arm for arm in args.arms if arm not in known]:
         parser.error(f"--arms {unknown[0]}: choose from {', '.join(known)}")
     campaign = Campaign(args.runs, args.results / "rows.jsonl", args.every, args.extra)
-    trained = [arm for arm in (*ARMS, "transfer") if arm in args.arms]
-    with one_line("bench/paper.py"):
-        jobs = [(arm, args.seeds[: k + 1]) for k in range(len(args.seeds)) for arm in trained]  # whole seeds first
-        left = {(arm, seeds[-1]) for arm, seeds in jobs} - set(campaign.done())
-        if left:
-            print(f"{len(left)} runs, {args.jobs} at a time, about 4 minutes each, into {args.runs}", flush=True)
-        with ThreadPoolExecutor(args.jobs) as pool:
-            failed = [fault for fault in pool.map(lambda job: attempt(campaign, *job), jobs) if fault]
+    with one_line("extras.campaigns.paper"):
+        failed = complete(campaign, [arm for arm in (*ARMS, "transfer") if arm in args.arms], args.seeds, args.jobs)
         for method in UNTRAINED:
             if method in args.arms:
                 untrained(campaign, method)

@@ -13,21 +13,17 @@ results/selection.jsonl when it ends and is not repeated; a run that was stopped
 import argparse
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent.parent
-sys.path.insert(0, str(HERE))
+import numpy as np
 
-import numpy as np  # noqa: E402
-
-from extras.campaigns.arms import collect, launch, origin  # noqa: E402
-from extras.campaigns.figures import plt, save  # noqa: E402
-from config import Config, parse  # noqa: E402
-from evaluation.statistics import adjusted, against, over_seeds  # noqa: E402
-from plumbing.faults import Fault, one_line  # noqa: E402
-from journal.directory import read_jsonl  # noqa: E402
+from config import Config, parse
+from evaluation.statistics import adjusted, against, over_seeds
+from extras.campaigns.arms import collect, launch, origin
+from extras.campaigns.figures import plt, save
+from journal.directory import read_jsonl
+from plumbing.faults import Fault, one_line
 
 Row = dict[str, Any]
 Cell = tuple[int, str]  # batch size, arm

@@ -21,23 +21,18 @@ below --margin count as ties, which can be no errors. JSON last.
 import argparse
 import json
 import random
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
-HERE = Path(__file__).parent.parent
-sys.path.insert(0, str(HERE))
+import numpy as np
 
-import numpy as np  # noqa: E402
-
-from config import MODES, PRESETS, Config  # noqa: E402
-from tasks.questions import Question, load_questions  # noqa: E402
-from plumbing.faults import one_line  # noqa: E402
-from population import Population  # noqa: E402
-from extras.rivals import RECENT, Pool, instance_wins  # noqa: E402
-from rollout import Trajectory  # noqa: E402
-from extras.selection import Paired, gate, population_of  # noqa: E402
+from config import MODES, PRESETS, Config
+from extras.rivals import RECENT, Pool, instance_wins
+from extras.selection import Paired, gate, population_of
+from plumbing.faults import one_line
+from population import Population
+from rollout import Trajectory
+from tasks.questions import Question, load_questions
 
 NOBODY = Question("", "", (), "")
 PARENTS = (["whole"], ["whole", "exact"], ["entity", "exact"], ["entity", "exact", "state"])

@@ -8,13 +8,8 @@ often the gate of Alg.1 L21 (a revision joins unless it falls short of its paren
 import argparse
 import json
 import random
-import sys
-from pathlib import Path
 
-HERE = Path(__file__).parent.parent
-sys.path.insert(0, str(HERE))
-
-from plumbing.faults import one_line  # noqa: E402
+from plumbing.faults import one_line
 
 SETS = (
     [], ["whole"], ["whole", "exact"], ["whole", "exact", "state"], ["entity"], ["entity", "exact"],
@@ -32,8 +27,8 @@ def main() -> None:
 
     import numpy as np
 
-    from extras.campaigns.player import player
     from config import PRESETS
+    from extras.campaigns.player import player
     from tasks.questions import load_questions
     from world.clauses import CLAUSES, write
     from world.optimizer import revise
@@ -46,23 +41,23 @@ def main() -> None:
         for clauses in SETS:
             row = []
             for wordings, temperature in (("taught", 0.0), ("unseen", 0.0), ("taught", 1.0)):
-                dice = random.Random(0)
-                texts = [write(dice, clauses, 0, wordings) for _ in test]
+                rng = random.Random(0)
+                texts = [write(rng, clauses, 0, wordings) for _ in test]
                 row.append(float(play(texts, test, temperature).mean()))
             print(f"| {', '.join(clauses) or 'none'} | " + " | ".join(f"{x:.2f}" for x in row) + " |")
             found["+".join(clauses)] = [round(x, 3) for x in row]
 
         train = load_questions(PRESETS["world"]["train"])[: args.questions]
-        dice, draws = random.Random(0), np.random.default_rng(0)
+        rng, np_rng = random.Random(0), np.random.default_rng(0)
         joined = {kind: {n: [] for n in SIZES} for kind in ("worse", "better")}
         for clauses in PARENTS:
-            parent = play([write(dice, clauses)] * len(train), train, 1.0)
+            parent = play([write(rng, clauses)] * len(train), train, 1.0)
             for add in [c for c in CLAUSES if c not in clauses]:
-                child = play([revise(dice, clauses, [add])] * len(train), train, 1.0)
+                child = play([revise(rng, clauses, [add])] * len(train), train, 1.0)
                 if abs(gain := child.mean() - parent.mean()) < 0.03:
                     continue
                 for n in SIZES:
-                    k = np.array([draws.choice(len(train), n, replace=False) for _ in range(2000)])
+                    k = np.array([np_rng.choice(len(train), n, replace=False) for _ in range(2000)])
                     passed = float((child[k].mean(1) >= parent[k].mean(1)).mean())
                     joined["better" if gain > 0 else "worse"][n].append(passed)
     print("\n| D_B | worse revisions that join | better revisions rejected |\n|---|---|---|")

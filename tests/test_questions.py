@@ -1,17 +1,17 @@
-"""Questions in files, the batches of a run, exact match and F1 on values computed by hand, the shipped fixture."""
+"""Questions in files, exact match and F1 on values computed by hand, search QA's splits, the shipped fixture."""
 
 import json
-import subprocess
 import sys
-import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from config import Config
-from tasks.questions import Question, draw, em, f1, last_answer, load_questions, normalize, rng, subset
 from plumbing.faults import Fault
+from tasks import Question, Trajectory, measure, reward
+from tasks.questions import _question, em, f1, load_questions, normalize
+from tasks.search_qa import SearchQA
 
 FIXTURE = Path(__file__).parent / "fixture"
 ROW = {"id": "a", "question": "Who?", "golden_answers": ["X"], "data_source": "nq"}
@@ -94,30 +94,15 @@ def test_f1(prediction, golds, want):
     assert f1(prediction, golds) == pytest.approx(want)
 
 
-@pytest.mark.parametrize(
-    "response, want",
-    [
-        ("<answer> Beijing </answer>", "Beijing"),
-        ("<answer>a</answer> no: <answer>b</answer>", "b"),
-        ("<answer>a</answer> then <answer>b", "a"),  # cut off: the complete one stands
-        ("<answer>a</answer> b</answer>", "a"),
-        ("<answer> <answer> x </answer>", "x"),
-        ("<answer>a <answer>b</answer> c</answer>", "b"),
-        ("<answer>two\nlines</answer>", "two\nlines"),
-        ("<answer></answer>", ""),
-        ("</answer>a<answer>", None),
-        ("<answer>a", None),
-        ("a", None),
-        ("", None),
-    ],
-)
-def test_last_answer(response, want):
-    assert last_answer(response) == want
-
-
-def test_last_answer_is_linear_in_a_degenerate_response():
-    assert last_answer("<answer>" * 50_000 + "x") is None
-    assert last_answer("<answer>" + "x" * 500_000) is None
+def test_search_qa_rewards_the_exact_match_and_measures_f1_beside_it():
+    q, task = Question("q", "Who?", ("Utzon", "Jørn Utzon")), SearchQA(Config())
+    taus = [Trajectory(0, q, 0, [], 0, prediction=p) for p in ("the  jørn Utzon!", "Jørn", "", None)]
+    reward(task, taus)
+    assert [(tau.reward, tau.failed) for tau in taus] == [(1.0, False), (0.0, True), (0.0, True), (0.0, True)]
+    two_thirds = pytest.approx(2 / 3)
+    f1s = [1.0, two_thirds, 0.0, 0.0]
+    assert measure(task, taus) == [{"em": tau.reward, "f1": x} for tau, x in zip(taus, f1s, strict=True)]
+    assert list(measure(task, taus)[0]) == ["em", "f1"]  # the first one chooses the best checkpoint
 
 
 # --- files
@@ -181,9 +166,6 @@ def test_parquet_reads_as_jsonl_does(tmp_path):
 
 
 def test_numpy_arrays_as_pandas_hands_them_over():
-    np = pytest.importorskip("numpy")
-    from tasks.questions import _question
-
     prompt = np.array([{"role": "user", "content": "Question: who"}])
     row = search_r1(prompt, np.array(["x", "y"], dtype=object))
     assert _question(row, 1) == Question("nq-1", "who?", ("x", "y"), "nq", 1)
@@ -240,60 +222,14 @@ def test_a_faulty_parquet_is_named(tmp_path):
     assert "no question" in fault(tmp_path / "r.parquet")
 
 
-def test_importing_data_needs_neither_torch_nor_a_reader_of_parquet():
-    code = "import sys, data; assert not {'pyarrow', 'torch', 'transformers'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent, check=True)
-
-
-# --- the batches of a run
-
-
-def batches(n: int, batch: int, steps: int, seed: int = 0) -> list[list[str]]:
-    """Returns the ids of the first steps' questions, of a data set of n."""
-    D = {str(k): Question(str(k), "q?", ("a",), "s") for k in range(n)}
-    return [[q.id for q in draw(D, batch, seed, t)] for t in range(1, steps + 1)]
-
-
-def test_every_epoch_shows_every_question_once_in_another_order():
-    flat = [q for part in batches(7, 3, 14) for q in part]  # 42 questions: 6 epochs of 7, no multiple of 3
-    epochs = [flat[k : k + 7] for k in range(0, 42, 7)]
-    assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs) and len(set(epochs[0])) == 7
-    assert len({tuple(epoch) for epoch in epochs}) > 4
-
-
-def test_a_batch_may_be_larger_than_the_data():
-    (first,) = batches(3, 8, 1)
-    assert len(first) == 8 and all(2 <= first.count(q) <= 3 for q in "012")
-
-
-@pytest.mark.parametrize("n, batch", [(7, 3), (6, 3), (4, 9), (1, 1)])
-def test_the_order_of_the_questions_stays_the_same_from_one_version_to_the_next(n, batch):
-    """A run that is resumed by another version would otherwise see some questions twice and others never."""
-    orders = [np.random.default_rng([5, epoch, zlib.crc32(b"epoch")]).permutation(n) for epoch in range(60)]
-    flat = [str(k) for order in orders for k in order]
-    assert batches(n, batch, 6, seed=5) == [flat[t * batch : (t + 1) * batch] for t in range(6)]
-
-
-def test_the_questions_of_a_step_depend_on_the_seed_and_the_step_alone():
-    assert batches(50, 6, 9)[8] == batches(50, 6, 20)[8]
-    assert batches(50, 6, 1, seed=1) != batches(50, 6, 1, seed=2)
-
-
-def test_randomness_depends_on_seed_step_and_purpose():
-    draws = {float(rng(*key).random()) for key in [(0, 1, "a"), (0, 1, "b"), (0, 2, "a"), (1, 1, "a"), (0, 1, "a")]}
-    assert len(draws) == 4
-
-
 # --- what a run trains on, chooses its checkpoint by, and reports on
 
 
 def split(tmp_path, n=40, **knobs):
-    from journal.start import load_data
-
     train = write(tmp_path / "train.jsonl", *[ROW | {"id": f"q{k}"} for k in range(n)])
     test = write(tmp_path / "test.jsonl", ROW | {"id": "held out"})
-    parts = load_data(Config(train=str(train), test=str(test), **knobs))
-    return [[q.id for q in part] for part in parts]
+    task = SearchQA(Config(train=str(train), test=str(test), **knobs))
+    return [[q.id for q in task.questions(name)] for name in ("train", "valid", "test")]
 
 
 def test_validation_questions_are_those_of_valid(tmp_path):
@@ -384,21 +320,3 @@ def test_tiny_model(tiny, tmp_path):
         assert (again / name).read_bytes() == (tiny / name).read_bytes()
     make_tiny_model(tmp_path, seed=1)
     assert (again / "model.safetensors").read_bytes() != (tiny / "model.safetensors").read_bytes()
-
-
-@pytest.mark.parametrize("n", [1, 7, 50, 99])
-def test_a_subset_is_the_same_every_time_and_has_every_source_in_its_share(n):
-    sizes = {"nq": 70, "musique": 20, "bamboogle": 10}  # one after the other, as in a sorted file
-    questions = [Question(f"{s}-{k}", "Who?", ("A",), s) for s, size in sizes.items() for k in range(size)]
-    found = subset(questions, n)
-    assert found == subset(questions, n) and len(set(found)) == n
-    assert found == sorted(found, key=questions.index)
-    for source, size in sizes.items():
-        assert abs(sum(q.source == source for q in found) - n * size / 100) <= 1
-    assert [q.id for q in found] != [q.id for q in questions[:n]]
-
-
-@pytest.mark.parametrize("n", [0, 100, 1000])
-def test_a_subset_of_all_is_all(n):
-    questions = [Question(str(k), "Who?", ("A",), "nq") for k in range(100)]
-    assert subset(questions, n) == questions

@@ -1,0 +1,321 @@
+"""E-SPL (arXiv 2602.14697): the best prompt of every batch mutates, nothing is verified, TrueSkill rates.
+
+    python extras/espl.py --crossover 0.2      # and the flags of inspo.py
+
+Read: the paper and the authors' code (LunjunZhang/E-SPL, MIT, 2026-02-25), of which no line is copied. Policy, world,
+optimizer, ledger, resume and report are those of INSPO. docs/selection.md lists what is restated and what deviates.
+"""
+
+if not __package__:
+    import root  # noqa: F401
+from plumbing import stop  # noqa: F401  # isort: skip  (first: from here on a Ctrl-C is one line)
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import trueskill
+
+from config import knob, parse
+from extras.objectives import ObjectiveConfig, ObjectiveLearner
+from inspo import ask, train
+from journal.log import Log
+from plumbing.faults import OptimizerDown
+from population import Array, Experience, Instruction, Population, ReplayBuffer
+from reflect import Optimizer, examples, normalized, shorten, token_counter
+from tasks import Job, Question, Task, Trajectory, draw, reward, rng_of
+from training.policy import Policy
+
+RECENT, TIE = 5, 0.01  # programs to draw from; difference of mean rewards that is a draw
+SKILL = trueskill.TrueSkill(mu=25, sigma=25 / 3, beta=25 / 6, tau=25 / 300, draw_probability=0.1)
+GROWTH = 1.0  # sigma that a child adds
+NEVER = 1_000_000  # more steps than any run has
+PRESET: dict[str, Any] = dict(N_P=100, K_e=1, T_e=NEVER, K_p=NEVER, D_B=0, objective="espl")
+Played = dict[int, dict[str, list[float]]]  # rewards by program and problem
+
+# Prompts in words of our own; an example has the form of App. E's.
+MUTATION = """An agent works by this instruction:
+
+<ins_0>
+{instruction}
+</ins_0>
+
+It tried the questions below several times each, and was sometimes right and sometimes wrong. Here are a right and a
+wrong attempt at each:
+
+{attempts}
+
+What did the right attempts do that the wrong ones left out? Change the instruction in at most two places so that it
+says so: mend a sentence or add one, of at most 32 words, that holds for other questions too.
+{one}"""
+
+CROSSOVER = """An agent was tried under two instructions on the same questions. The first did better on the whole:
+
+<ins_0>
+{instruction}
+</ins_0>
+
+It alone was right on:
+{first}
+
+The other one:
+
+<other>
+{other}
+</other>
+
+It alone was right on:
+{second}
+
+What does each of them do for its own questions? Write one instruction that keeps what the first does well and takes
+over from the other what the first lacks.
+{one}"""
+
+ONE = """Keep every XML tag <...> of the instruction, each with its </...>, and name no question or answer of these.
+Put the new instruction into <ins_1>...</ins_1>."""
+
+
+@dataclass(frozen=True)
+class ESPLConfig(ObjectiveConfig):
+    """E-SPL (docs/selection.md)"""
+
+    PROGRAM: ClassVar[str] = "extras/espl.py"
+    mode: str = knob("espl", "espl", of=("espl",), more=True)
+    rivals: int = knob(3, "programs that play the same problems: the newest and some of the latest; 0: all", least=0)
+    crossover: float = knob(0.0, "probability of a child of two parents in a step")
+
+    def check(self) -> str:
+        if self.rivals == 1:
+            return "--rivals 1: one program alone is compared with nobody; 2 or more, or 0 for all"
+        if not 0 <= self.crossover <= 1:
+            return f"--crossover {self.crossover}: a probability, from 0 to 1"
+        if self.buffer < self.batch * self.G:
+            return f"--buffer {self.buffer}: E-SPL learns from whole steps of {self.batch * self.G} trajectories"
+        return ""
+
+
+def espl(
+    cfg: ESPLConfig, task: Task, policy: Policy, optimizer: Optimizer | None, P: "Pool", log: Log
+) -> tuple[Policy, Instruction]:
+    """Trains `policy` while the programs P evolve; returns it with the newest one."""
+    D = {q.id: q for q in task.questions("train")}
+    B = ReplayBuffer(cfg.buffer)
+    first, stopped = log.restore(P, B)
+    if not P.family:
+        P.join(log.first, None, 0)
+        log.started(P)
+    log.begin()
+    for t in range(first, cfg.T + 1):
+        if not stopped:
+            log.begin_step(t)
+            problems = draw(D, cfg.batch, cfg.seed, t)
+            taus = policy.rollout(t, "rollout", P.draw(rng_of(cfg.seed, t, "instructions"), problems, cfg.G))
+            reward(task, taus)
+            policy.learner.set_advantages(taus)
+            update = policy.update(t, taus)
+            P.attribute(taus)
+            log.step(t, taus, P, update)
+            B.add(t, taus, task.shown)
+        # After the last step nobody would play a child.
+        if stopped != "evaluate" and t % cfg.K_e == 0 and t < min(cfg.T, cfg.T_e) and optimizer:
+            offspring(cfg, t, P, B, task, optimizer, D, log)
+
+        stopped = ""
+        if evaluated := cfg.eval_every > 0 and t % cfg.eval_every == 0 and t < cfg.T:
+            log.evaluate_step(t, P.best())
+        log.end_step(t)
+        if evaluated or t % cfg.save_every == 0 or t == cfg.T:
+            log.save(t)
+    return policy, P.best()
+
+
+class Pool(Population):
+    """A queue of programs: the newest and some of the latest play the same problems, and TrueSkill rates them by it.
+
+    A program's notes: "rating", (mu, sigma), and "other", the second parent of a crossover. Weights stay what they are
+    elsewhere, and nobody is drawn by them.
+    """
+
+    def __init__(self, tau_s: float, window: int, rivals: int):
+        super().__init__(tau_s, window)
+        self.rivals = rivals
+
+    def join(self, text: str, parent: int | None, t: int, verified: float | None = None) -> Instruction:
+        I = super().join(text, parent, t, verified)
+        I.notes["rating"] = [SKILL.mu, SKILL.sigma]
+        return I
+
+    def draw(self, rng: np.random.Generator, questions: Sequence[Question], G: int) -> list[Job]:
+        """Returns as many groups as there are questions, of the first of them: all under the same programs."""
+        recent = self.active[-RECENT:]
+        k = min(self.rivals or RECENT, len(recent))
+        others: list[int] = rng.choice(len(recent) - 1, k - 1, replace=False).tolist() if k > 1 else []
+        programs = [recent[-1], *(recent[j] for j in sorted(others))]
+        played = [(q, I) for q in questions for I in programs][: len(questions)]
+        return [Job(I.id, I.text, q, group) for group, (q, I) in enumerate(played) for _ in range(G)]
+
+    def probabilities(self) -> Array:
+        """Returns the share of the problems that each active program can expect."""
+        m = min(RECENT, len(self.ids))
+        k = min(self.rivals or RECENT, m)
+        p = np.zeros(len(self.ids))
+        p[-m:] = (k - 1) / k / max(1, m - 1)
+        p[-1] = 1 / k
+        return p
+
+    def attribute(self, taus: Iterable[Trajectory]) -> None:
+        """Credits every program with its mean reward, and rates them by the problems that all of them played."""
+        taus = list(taus)
+        super().attribute(taus)
+        played = by_program(taus)
+        common = set.intersection(*(set(problems) for problems in played.values()))
+        if len(played) > 1 and common:
+            self.rate({j: mean(r for q in common for r in problems[q]) for j, problems in played.items()})
+
+    def rate(self, means: dict[int, float]) -> None:
+        """Updates the ratings by the mean rewards of one batch; neighbours at most TIE apart are a draw."""
+        order = sorted(means, key=lambda j: -means[j])
+        ranks = [0]
+        for j, after in zip(order, order[1:], strict=False):
+            ranks.append(ranks[-1] + (means[j] - means[after] > TIE))
+        before = [(SKILL.create_rating(*self.rating(j)),) for j in order]
+        for j, (rating,) in zip(order, SKILL.rate(before, ranks), strict=True):
+            self.family[j].notes["rating"] = [rating.mu, rating.sigma]
+
+    def rating(self, j: int) -> tuple[float, float]:
+        """Returns (mu, sigma)."""
+        mu, sigma = self.family[j].notes["rating"]
+        return mu, sigma
+
+    def ranked(self) -> list[Instruction]:
+        """Returns the active programs by falling mu."""
+        return sorted(self.active, key=lambda I: -self.rating(I.id)[0])
+
+    def best(self) -> Instruction:
+        """Returns the newest program, which is what E-SPL evaluates."""
+        return self.active[-1]
+
+    def bear(self, text: str, parents: Sequence[int], t: int) -> Instruction:
+        """Adds a child of one or two parents with the rating that follows from theirs.
+
+        mu: theirs, weighted by precision; sigma^2 = 1 / (sum of precisions) + GROWTH^2, which for one is its own + 1.
+        """
+        precision = [self.rating(j)[1] ** -2 for j in parents]
+        mu = sum(p * self.rating(j)[0] for p, j in zip(precision, parents, strict=True)) / sum(precision)
+        child = self.join(text, parents[0], t)
+        child.notes["rating"] = [mu, math.sqrt(1 / sum(precision) + GROWTH**2)]
+        if len(parents) > 1:
+            child.notes["other"] = parents[1]
+        return child
+
+    def forget(self, size: int, t: int) -> None:
+        """Drops the oldest programs beyond `size`."""
+        self._drop(self.active[: max(0, len(self.ids) - size)], t)
+
+    def noted(self) -> dict[str, Any]:
+        """Returns the ratings as intervals of two sigma."""
+        of = {str(I.id): [round(mu, 4), round(2 * s, 4)] for I in self.active for mu, s in [self.rating(I.id)]}
+        return {"rating": {"name": "by TrueSkill (2 sigma)", "on_w": False, "of": of}}
+
+
+def offspring(
+    cfg: ESPLConfig, t: int, P: Pool, B: ReplayBuffer, task: Task, optimizer: Optimizer, D: dict[str, Question],
+    log: Log,
+) -> None:  # fmt: skip
+    """Adds a mutation of the step's best program, and with probability --crossover its child with another one."""
+    step = [e for e in B.items if e.t == t]
+    played = by_program(step)
+    best = max(played, key=lambda j: (mean(r for rewards in played[j].values() for r in rewards), j))
+    used = {normalized(I.text) for I in P.active}
+    children: list[tuple[str, list[int]]] = []
+    shortfall = log.limit(0)
+    try:
+        crossed = rng_of(cfg.seed, t, "crossover").random() < cfg.crossover
+        if not shortfall and crossed and (found := mate(played, best)):
+            other, wins = found
+            texts = [[D[q].text for q in wins[j]] for j in (best, other)]
+            prompt = crossover_prompt(P.family[best].text, P.family[other].text, *texts)
+            golds = [gold for j in (best, other) for q in wins[j] for gold in D[q].golds]
+            new = ask(cfg, t, 0, prompt, 1, P.family[best], golds, used, task, optimizer, log)
+            children += [(text, [best, other]) for text in new]
+        tried = mixed([e for e in step if e.instruction == best])[: cfg.failures]
+        shortfall = shortfall or ("" if tried else f"no question that #{best} got both right and wrong")
+        if not shortfall:
+            prompt = mutation_prompt(P.family[best].text, tried, cfg.prompt_budget, task)
+            golds = [gold for _, e in tried for gold in e.golds]
+            new = ask(cfg, t, 1, prompt, 1, P.family[best], golds, used, task, optimizer, log)
+            children += [(text, [best]) for text in new]
+    except OptimizerDown as e:
+        shortfall = f"the optimizer gave no reply ({e})"
+    joined = [P.bear(text, parents, t) for text, parents in children]
+    P.forget(cfg.N_P, t)
+    says = f"{len(joined)} joined" if joined else f"nobody joined: {shortfall or 'no well-formed candidate'}"
+    mu, sigma = P.rating(best)
+    log.joined(t, P, f"best #{best} (rated {mu:.1f} ± {2 * sigma:.1f}); {says}", joined)
+
+
+def mutation_prompt(instruction: str, tried: Sequence[tuple[Experience, Experience]], budget: int, task: Task) -> str:
+    """Returns the prompt that asks for a small change after questions `tried`: a right attempt and a wrong one."""
+    count, _ = token_counter()
+    observations, half = [tool.result_tag for tool in task.tools], budget // 2
+    wrong = examples([(e.text, e.golds) for _, e in tried], half, observations)
+    right = [shorten(e.text, half // len(tried), count, observations) for e, _ in tried]
+    attempts = [f"<right>\n{a}\n</right>\n{b}" for a, b in zip(right, wrong, strict=True)]
+    return MUTATION.format(instruction=instruction, attempts="\n".join(attempts), one=ONE)
+
+
+def crossover_prompt(instruction: str, other: str, first: Sequence[str], second: Sequence[str]) -> str:
+    """Returns the prompt that asks for a child of two instructions, with the questions that each alone got right."""
+    won = {"first": "\n".join(first), "second": "\n".join(second)}
+    return CROSSOVER.format(instruction=instruction, other=other, one=ONE, **won)
+
+
+def by_program(rows: Iterable[Trajectory | Experience]) -> Played:
+    """Returns the rewards of a step."""
+    found: Played = {}
+    for row in rows:
+        assert row.instruction is not None
+        q = row.question if isinstance(row.question, str) else row.question.id
+        found.setdefault(row.instruction, {}).setdefault(q, []).append(row.reward)
+    return found
+
+
+def mate(played: Played, best: int) -> tuple[int, dict[int, list[str]]] | None:
+    """Returns (the program to cross the best one with, the questions that each program alone won).
+
+    The one with most such questions; None unless both have some.
+    """
+    wins: dict[int, list[str]] = {j: [] for j in played}
+    for q in set.intersection(*(set(problems) for problems in played.values())):
+        means = {j: mean(problems[q]) for j, problems in played.items()}
+        winners = [j for j, r in means.items() if max(means.values()) - r < TIE]
+        if len(winners) == 1:
+            wins[winners[0]].append(q)
+    wins = {j: sorted(questions) for j, questions in wins.items()}  # a set has no order to resume
+    other = max((j for j in wins if j != best), key=lambda j: (len(wins[j]), j), default=best)
+    return (other, wins) if other != best and wins[other] and wins[best] else None
+
+
+def mixed(played: Sequence[Experience]) -> list[tuple[Experience, Experience]]:
+    """Returns (a right attempt, a wrong one) of each question that was answered both ways, in the order of the step."""
+    right = {e.question: e for e in reversed(played) if not e.failed}
+    wrong = {e.question: e for e in reversed(played) if e.failed}
+    return [(right[q], wrong[q]) for q in dict.fromkeys(e.question for e in played) if q in right and q in wrong]
+
+
+def mean(x: Iterable[float]) -> float:
+    values = list(x)
+    return sum(values) / len(values)
+
+
+def population_of(cfg: ESPLConfig) -> Pool:
+    return Pool(cfg.tau_s, cfg.window, cfg.rivals)
+
+
+def main(argv: list[str] | None = None) -> None:
+    train(parse(argv, ESPLConfig, **PRESET), espl, population_of, ObjectiveLearner)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""FST (arXiv 2605.12484): a round of GEPA every K_e steps; a question's rollouts are spread over the prompts it keeps.
+
+    python extras/fst.py      # and the flags of inspo.py
+
+Read: the paper's abstract and summaries, since its code is not public; GEPA (gepa-ai/gepa, MIT) from its documentation.
+Policy, world, optimizer, ledger, resume and report are those of INSPO. docs/selection.md lists what is restated and
+what deviates.
+"""
+
+if not __package__:
+    import root  # noqa: F401
+from plumbing import stop  # noqa: F401  # isort: skip  (first: from here on a Ctrl-C is one line)
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from config import knob, parse
+from extras.objectives import ObjectiveConfig, ObjectiveLearner
+from inspo import ask, train, verify
+from journal.log import Log
+from plumbing.faults import OptimizerDown
+from population import Array, Experience, Instruction, Population, ReplayBuffer
+from reflect import Optimizer, examples, normalized
+from tasks import Job, Question, Task, draw, reward, rng_of
+from training.policy import Policy
+
+NEVER = 1_000_000  # more steps than any run has
+PRESET: dict[str, Any] = dict(N_P=4, K_e=6, T_e=NEVER, K_p=NEVER, rounds=4, objective="cispo_cap")
+
+# A prompt in words of our own; an example has the form of App. E's.
+FEEDBACK = """I gave an agent this instruction:
+
+<ins_0>
+{instruction}
+</ins_0>
+
+These are attempts of its that went wrong, with the answers that were wanted:
+
+{examples}
+
+Work out what it did and what it should have done, and write a new instruction for the same task that tells it.
+Keep every XML tag <...> of the instruction, each with its </...>, and name no question or answer of these.
+Put the new instruction into <ins_1>...</ins_1>."""
+
+
+@dataclass(frozen=True)
+class FSTConfig(ObjectiveConfig):
+    PROGRAM: ClassVar[str] = "extras/fst.py"
+    mode: str = knob("fst", "fst", of=("fst",), more=True)
+
+    def check(self) -> str:
+        if self.D_B < 1:
+            return f"--D_B {self.D_B}: FST chooses prompts by what they win on D_B; 1 at least"
+        if self.buffer < self.batch * self.G:
+            return f"--buffer {self.buffer}: FST learns from whole steps of {self.batch * self.G} trajectories"
+        return ""
+
+
+def fst(
+    cfg: FSTConfig, task: Task, policy: Policy, optimizer: Optimizer | None, P: "Front", log: Log
+) -> tuple[Policy, Instruction]:
+    """Trains `policy` while the prompts P evolve; returns it with the one of greatest weight."""
+    D = {q.id: q for q in task.questions("train")}
+    B = ReplayBuffer(cfg.buffer)
+    first, stopped = log.restore(P, B)
+    if not P.family:
+        P.join(log.first, None, 0)
+        log.started(P)
+    log.begin()
+    for t in range(first, cfg.T + 1):
+        if not stopped:
+            log.begin_step(t)
+            questions = draw(D, cfg.batch, cfg.seed, t)
+            taus = policy.rollout(t, "rollout", P.draw(rng_of(cfg.seed, t, "instructions"), questions, cfg.G))
+            reward(task, taus)
+            policy.learner.set_advantages(taus)
+            update = policy.update(t, taus)
+            P.attribute(taus)
+            log.step(t, taus, P, update)
+            B.add(t, taus, task.shown)
+        # After the last step nobody would play a new prompt.
+        if stopped != "evaluate" and t % cfg.K_e == 0 and t < min(cfg.T, cfg.T_e) and optimizer:
+            gepa(cfg, t, P, B, task, policy, optimizer, D, log)
+
+        stopped = ""
+        if evaluated := cfg.eval_every > 0 and t % cfg.eval_every == 0 and t < cfg.T:
+            log.evaluate_step(t, P.best())
+        log.end_step(t)
+        if evaluated or t % cfg.save_every == 0 or t == cfg.T:
+            log.save(t)
+    return policy, P.best()
+
+
+class Front(Population):
+    """The prompts of a Pareto front. All of them take turns on every question, whose rollouts are one group."""
+
+    def draw(self, rng: np.random.Generator, questions: Sequence[Question], G: int) -> list[Job]:
+        """Returns G jobs for each question: its rollouts go round the prompts, from a random one."""
+        active, first = self.active, rng.integers(len(self.ids), size=len(questions))
+        turns = [
+            (group, q, active[(k + g) % len(active)])
+            for group, (q, k) in enumerate(zip(questions, first, strict=True))
+            for g in range(G)
+        ]
+        return [Job(I.id, I.text, q, group) for group, q, I in turns]
+
+    def probabilities(self) -> Array:
+        """Returns the share of the rollouts of each active prompt."""
+        return np.full(len(self.ids), 1 / len(self.ids))
+
+    def keep(self, kept: Sequence[int], t: int) -> None:
+        """Drops everyone else."""
+        self._drop([I for I in self.active if I.id not in kept], t)
+
+
+def gepa(
+    cfg: FSTConfig, t: int, P: Front, B: ReplayBuffer, task: Task, policy: Policy, optimizer: Optimizer,
+    D: dict[str, Question], log: Log,
+) -> None:  # fmt: skip
+    """A round of GEPA: `rounds` revisions of prompts drawn by what they win; the N_P that win most are kept.
+
+    A revision passes if it has strictly more reward than its parent on the questions whose failures were shown.
+    """
+    rng = rng_of(cfg.seed, t, "gepa")
+    D_B = [D[q] for q in B.questions(rng, cfg.D_B, [])]
+    shown = ReplayBuffer(cfg.buffer)  # what the optimizer may see: no question that prompts are chosen by
+    shown.items = [e for e in B.items if e.question not in {q.id for q in D_B}]
+    most = (len(P) + cfg.rounds) * len(D_B) + 2 * cfg.rounds * cfg.failures
+    if shortfall := log.limit(most * cfg.gate_samples):
+        return log.joined(t, P, f"nobody joined: {shortfall}", [])
+    prompts: list[tuple[int | None, str]] = [(I.id, I.text) for I in P.active]
+    r = rewards_on(cfg, t, "verify front", task, policy, prompts, D_B, log)  # (prompts, questions)
+    wins, used, passed = instance_wins(r), {normalized(text) for _, text in prompts}, list[tuple[str, int]]()
+    for round in range(cfg.rounds):
+        I_parent = P.active[rng.choice(len(P), p=wins / wins.sum())]
+        tau_fail = shown.failures(rng, cfg.failures, I_parent.id)
+        if not tau_fail:
+            shortfall = "no failure to learn from"
+            break
+        golds = [gold for e in tau_fail for gold in e.golds]
+        prompt = feedback_prompt(I_parent.text, tau_fail, cfg.prompt_budget, task)
+        try:
+            I_new = ask(cfg, t, round, prompt, 1, I_parent, golds, used, task, optimizer, log)
+        except OptimizerDown as e:
+            shortfall = f"the optimizer gave no reply ({e})"
+            break
+        if I_new:
+            batch = [D[e.question] for e in tau_fail]
+            [c] = verify(cfg, t, round, task, policy, I_parent, I_new, batch, log)
+            better = c.r > c.r_parent
+            c.why = "nowhere among the best" if better else "not above its parent"  # unless it joins
+            log.verified(t, round, I_parent, batch, [c], [c] if better else [])
+            passed += [(c.text, I_parent.id)] * better
+    if passed:
+        new = [(None, text) for text, _ in passed]
+        r = np.concatenate([r, rewards_on(cfg, t, "verify passed", task, policy, new, D_B, log)])
+    wins, means = instance_wins(r), r.mean(1)
+    order = sorted(range(len(r)), key=lambda k: (-wins[k], -means[k]))[: cfg.N_P]
+    kept = [P.ids[k] for k in order if k < len(prompts) and wins[k]]
+    won = [(k, *passed[k - len(prompts)]) for k in sorted(order) if k >= len(prompts) and wins[k]]
+    if won:
+        P.keep(kept, t)
+    joined = [P.join(text, parent, t, float(means[k])) for k, text, parent in won]
+    says = f"{len(passed)} passed, {len(joined)} joined" if joined else f"nobody joined: {shortfall or 'none wins'}"
+    log.joined(t, P, f"front of {len(P)} on {len(D_B)} questions; {says}", joined)
+
+
+def feedback_prompt(instruction: str, tau_fail: Sequence[Experience], budget: int, task: Task) -> str:
+    """Returns the prompt that asks for one new instruction after failures."""
+    observations = [tool.result_tag for tool in task.tools]
+    shown = examples([(e.text, e.golds) for e in tau_fail], budget, observations)
+    return FEEDBACK.format(instruction=instruction, examples="\n".join(shown))
+
+
+def rewards_on(
+    cfg: FSTConfig, t: int, purpose: str, task: Task, policy: Policy, prompts: Sequence[tuple[int | None, str]],
+    D_B: Sequence[Question], log: Log,
+) -> Array:  # fmt: skip
+    """Returns the mean rewards (prompts, questions) of the policy under each prompt: its id and its text."""
+    m = cfg.gate_samples
+    plays = [(*prompt, q) for prompt in prompts for q in D_B]
+    taus = policy.rollout(t, purpose, [Job(*play, group) for group, play in enumerate(plays) for _ in range(m)])
+    reward(task, taus)
+    log.scored(t, [text for _, text in prompts], D_B)
+    r: Array = np.array([tau.reward for tau in taus]).reshape(len(prompts), len(D_B), m).mean(2)
+    return r
+
+
+def instance_wins(r: Array) -> npt.NDArray[np.int64]:
+    """Returns on how many questions each prompt is among the best, of rewards (prompts, questions); 0: dominated.
+
+    GEPA's rule: from the lowest mean upwards, a prompt goes if on every question that it wins another that is left
+    wins too.
+    """
+    best = r == r.max(0)
+    left = np.ones(len(r), bool)
+    for k in np.argsort(r.mean(1), kind="stable"):
+        others = best[left & (np.arange(len(r)) != k)]
+        if len(others) and others[:, best[k]].any(0).all():
+            left[k] = False
+    return np.where(left, best.sum(1), 0)
+
+
+def population_of(cfg: FSTConfig) -> Front:
+    return Front(cfg.tau_s, cfg.window)
+
+
+def main(argv: list[str] | None = None) -> None:
+    train(parse(argv, FSTConfig, **PRESET), fst, population_of, ObjectiveLearner)
+
+
+if __name__ == "__main__":
+    main()

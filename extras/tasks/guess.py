@@ -1,0 +1,73 @@
+"""A game that several turns decide: find a hidden number; every guess is answered with higher, lower or right.
+
+    python inspo.py --task extras.tasks.guess:Guess --model Qwen/Qwen2.5-0.5B-Instruct --optimizer_model ...
+
+With 15 numbers and the 4 calls of --max_turns, halving the range always wins.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from typing import ClassVar
+
+from tasks import Question, Task, Trajectory, rng_of
+from tasks.tools import Function, Tool
+
+NUMBERS = 15  # that a question leaves open
+LOWEST = range(1, 51)  # the first of them
+HELD_OUT = {"test": slice(0, 100), "valid": slice(100, 150), "train": slice(150, None)}  # of the 750 questions
+WORST = 10  # however far off, or never guessed at all
+
+
+class Guesses(Function):
+    """One episode: the hidden number, and how near the guesses have come."""
+
+    tag, noun, argument, plural, result_tag = "guess", "a guess", "number", "guesses", "reply"
+
+    def __init__(self, hidden: int = 0):
+        self.hidden, self.missed_by = hidden, WORST
+
+    def run(self, argument: str) -> str:
+        """Returns how the hidden number compares; ends the episode when it is found. ValueError: not a number."""
+        number = int(argument)
+        self.missed_by = min(self.missed_by, abs(self.hidden - number))
+        self.over = number == self.hidden
+        return "right" if self.over else "higher" if number < self.hidden else "lower"
+
+
+class Guess(Task):
+    """r(tau) is 10 for the hidden number, otherwise minus the distance of the nearest guess."""
+
+    tools = (Guesses(),)  # for its tags; `reset` makes one for every episode
+    best_reward: ClassVar[float] = 10.0
+    instruction: ClassVar[str] = (
+        "Find the hidden number. Write a guess inside <guess> and </guess>, for example <guess> 8 </guess>. Between "
+        "<reply> and </reply> you are told whether the hidden number is higher or lower, or that you are right. You "
+        "have four guesses. To give up, write <answer> none </answer>."
+    )
+
+    @cache  # noqa: B019 (a run has one task)
+    def questions(self, split: str) -> list[Question]:
+        """Returns the same questions in every run: all pairs of a range and a hidden number in it, shuffled once."""
+        pairs = [(low, low + k) for low in LOWEST for k in range(NUMBERS)]
+        order = rng_of(0, 0, "guess").permutation(len(pairs))[HELD_OUT[split]]
+        return [
+            Question(f"{low}-{hidden}", f"Which number from {low} to {low + NUMBERS - 1} is hidden?", data=hidden)
+            for low, hidden in (pairs[k] for k in order)
+        ]
+
+    def reset(self, question: Question) -> Sequence[Tool]:
+        return [Guesses(question.data)]
+
+    def ended(self, tau: Trajectory, tools: Sequence[Tool]) -> None:
+        (game,) = tools
+        assert isinstance(game, Guesses)
+        tau.state = game.missed_by
+
+    def reward(self, taus: Sequence[Trajectory]) -> list[float]:
+        return [-float(tau.state) if tau.state else self.best_reward for tau in taus]
+
+    def metrics(self, tau: Trajectory) -> dict[str, float]:
+        return {"won": float(tau.state == 0), "missed_by": tau.state}
+
+    def shown(self, tau: Trajectory) -> str:
+        return f"{super().shown(tau)}\nThe hidden number was {tau.question.data}."

@@ -1,0 +1,62 @@
+"""A checkpoint as a plain Hugging Face directory, with the best instruction beside the weights."""
+
+from pathlib import Path
+
+import torch
+
+from config import read_config
+from journal.directory import RunDirectory, step_of
+from models import lora
+from models.model import empty, export, load_config, load_model, load_tokenizer, weights
+from plumbing.faults import Fault
+from population import Population
+from training import checkpoint
+
+
+def export_checkpoint(
+    path: Path, step: int | None = None, best: bool = False, adapters: bool = False, to: Path | None = None
+) -> tuple[Path, int, int]:
+    """Writes a checkpoint of the run at `path`, its weights or its `adapters` alone, to the directory `to`.
+
+    It is the newest one, that of `step`, or the `best` on the validation questions. Returns the directory, the step,
+    and the id of the instruction in I_star.txt.
+    """
+    cfg = read_config(path)
+    if adapters and not cfg.lora_rank:
+        raise Fault(f"--adapters: {path} has none, it trained all weights (--lora_rank 0)")
+    chosen = choose(RunDirectory(path), step, best)
+    to = to or path / chosen.name
+    if to.exists():
+        raise Fault(f"{to} exists already; remove it, or choose another with --to")
+    if wrong := checkpoint.damage(chosen):
+        raise Fault(f"{chosen} is damaged ({wrong[0]}): choose another with --step")
+    state = checkpoint.load_state(chosen)
+    config = load_config(cfg.model)
+    merge = cfg.lora_rank and not adapters  # such a checkpoint lacks the weights that did not change
+    model = load_model(cfg.model) if merge else empty(config, torch.float32, "cpu")
+    lora.add(model, cfg.lora_rank, cfg.lora_alpha)
+    tensors = {"model": {k: v for k, v in model.state_dict().items() if lora.is_adapter(k) or not cfg.lora_rank}}
+    checkpoint.load(tensors, chosen, alone=True)
+    if adapters:
+        lora.export(model, cfg.model, to)
+    else:
+        export(config, weights(model), load_tokenizer(cfg.model), to)
+    P = Population(cfg.tau_s, cfg.window)
+    P.load_state_dict(state["population"])
+    (to / "I_star.txt").write_text(P.best().text + "\n")
+    return to, step_of(chosen), P.best().id
+
+
+def choose(run: RunDirectory, step: int | None, best: bool) -> Path:
+    """Returns the checkpoint that was asked for; a Fault lists those that there are."""
+    saved = run.checkpoints()
+    if best:
+        found = [chosen] if (chosen := run.best()) else []
+    else:
+        found = [x for x in saved if step in (None, step_of(x))]
+    if not found:
+        steps = ", ".join(str(step_of(x)) for x in saved) or "none"
+        asked = " that was evaluated" if best else "" if step is None else f" of step {step}"
+        remedy = "; choose one with --step, or train with --eval_every and --save_every" if best else ""
+        raise Fault(f"{run.path} has no checkpoint{asked}; it has: {steps}{remedy}")
+    return found[-1]

@@ -1,0 +1,257 @@
+"""The seam between a task and all else: what a task may be and return, the questions of a step, a fair sample."""
+
+import math
+import zlib
+
+import numpy as np
+import pytest
+
+from config import Config
+from plumbing.faults import Fault
+from tasks import Question, Task, Trajectory, by_source, draw, load_task, measure, reward, rng_of, subset
+from tasks.search_qa import SearchQA
+
+GAME = """
+from tasks import Question, Task
+from tasks.tools import Calculator
+
+class Game(Task):
+    tools = ()
+    def questions(self, split):
+        return []
+    def reward(self, taus):
+        return [0.0] * len(taus)
+
+class Half(Task):
+    tools = ()
+    def questions(self, split):
+        return []
+
+class Neither(Task):
+    tools = ()
+
+class Toolless(Task):
+    questions = reward = Game.reward
+
+class OneTool(Game):
+    tools = Calculator()
+
+class Wrong(Game):
+    tools = (Calculator,)
+
+class Stranger:
+    pass
+
+def function(cfg):
+    return Game(cfg)
+"""
+
+
+def refused(function, *args):
+    """Returns the one line with which a task is refused."""
+    with pytest.raises(Fault) as fault:
+        function(*args)
+    line = str(fault.value)
+    assert "\n" not in line
+    return line
+
+
+# ---- which task
+
+
+@pytest.fixture
+def game(tmp_path, monkeypatch):
+    (tmp_path / "my_game.py").write_text(GAME)
+    (tmp_path / "needs.py").write_text("import a_package_that_is_not_installed")
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def test_a_task_is_a_class_of_any_module(game):
+    cfg = Config(task="my_game:Game")
+    task = load_task(cfg)
+    assert isinstance(task, Task) and type(task).__name__ == "Game" and task.cfg is cfg
+    assert type(load_task(Config())) is SearchQA
+
+
+@pytest.mark.parametrize(
+    "name, says",
+    [
+        ("my_game", "give it as module:Class"),
+        ("my_game:", "give it as module:Class"),
+        (":Game", "give it as module:Class"),
+        (".my_game:Game", "give it as module:Class"),
+        ("my_gane:Game", "my_gane cannot be imported (No module named 'my_gane')"),
+        ("needs:Game", "needs cannot be imported (No module named 'a_package_that_is_not_installed')"),
+        ("my_game:Chess", "Chess is no class in my_game"),
+        ("my_game:Stranger", "Stranger is no class in my_game that extends tasks.Task"),
+        ("my_game:function", "function is no class in my_game"),
+        ("my_game:Half", "Half has no reward; define it"),
+        ("my_game:Neither", "Neither has no questions and no reward; define them"),
+        ("my_game:Toolless", "Toolless has no list of tools; set `tools`, to ()"),
+        ("my_game:OneTool", "OneTool has no list of tools; set `tools`"),
+        ("my_game:Wrong", "<class 'tasks.tools.Calculator'> among its tools is no tasks.tools.Tool"),
+    ],
+)
+def test_what_is_no_task_is_refused_by_name(game, name, says):
+    assert refused(load_task, Config(task=name)).startswith(f"--task {name}: {says}")
+
+
+# ---- rewards and metrics
+
+
+class Returning(Task):
+    """A task whose rewards and metrics are what the test says."""
+
+    tools = ()
+
+    def __init__(self, rewards=(), metrics=()):
+        super().__init__(Config(task="mine:Returning"))
+        self.rewards, self.rows = rewards, list(metrics)
+
+    def questions(self, split):
+        return []
+
+    def reward(self, taus):
+        return self.rewards
+
+    def metrics(self, tau):
+        return self.rows[int(tau.question.id)]
+
+
+def taus(n=3, source="data"):
+    return [Trajectory(0, Question(str(k), "Who?", source=source), 0, [], 0) for k in range(n)]
+
+
+def test_a_reward_is_any_number_and_a_failure_what_is_below_the_best():
+    played = taus(4)
+    reward(Returning([1, True, np.float32(0.5), -2.5]), played)
+    assert [(tau.reward, tau.failed) for tau in played] == [(1.0, False), (1.0, False), (0.5, True), (-2.5, True)]
+    assert all(type(tau.reward) is float for tau in played)
+
+    class Golf(Returning):
+        best_reward = -2.5
+
+    reward(Golf([-2.5, -3.0, 0.0, -2.6]), played)
+    assert [tau.failed for tau in played] == [False, True, False, True]
+
+
+def test_a_failure_is_what_the_task_says_of_a_rewarded_trajectory():
+    class Ends(Returning):
+        def failed(self, tau):
+            return tau.reward == 1.0
+
+    played = taus(2)
+    reward(Ends([1.0, 0.0]), played)
+    assert [tau.failed for tau in played] == [True, False]
+
+
+@pytest.mark.parametrize(
+    "rewards, says",
+    [
+        ([1.0, 0.0], "its reward returned 2 for 3 trajectories; return a list with a number for each"),
+        ([0.0] * 4, "its reward returned 4 for 3"),
+        (None, "its reward returned NoneType for 3"),
+        (0.5, "its reward returned float for 3"),
+        ((r for r in [0.0] * 3), "its reward returned generator for 3"),
+        ([0.0, math.nan, 0.0], "its reward of question 1 is nan; return a finite number"),
+        ([0.0, 0.0, -math.inf], "its reward of question 2 is -inf; return"),
+        ([None, 0.0, 0.0], "its reward of question 0 is None; return"),
+        ([0.0, 0.0, "1"], "its reward of question 2 is '1'; return"),
+        ("101", "its reward of question 0 is '1'; return"),
+        ([0.0, 10**400, 0.0], "its reward of question 1 is 1000"),
+        ([0.0, [1.0], 0.0], "its reward of question 1 is [1.0]; return"),
+    ],
+)
+def test_what_is_no_reward_for_each_is_refused_by_name(rewards, says):
+    assert refused(reward, Returning(rewards), taus()).startswith(f"--task mine:Returning: {says}")
+
+
+def test_metrics_are_floats_under_the_names_that_the_task_gives():
+    rows = measure(Returning(metrics=[{"wins": 1, "moves": np.int64(7)}, {"wins": False, "moves": 2.5}]), taus(2))
+    assert rows == [{"wins": 1.0, "moves": 7.0}, {"wins": 0.0, "moves": 2.5}]
+    assert all(type(x) is float for row in rows for x in row.values()) and list(rows[0]) == ["wins", "moves"]
+    assert measure(Returning(), []) == []
+    [tau] = played = taus(1)
+    tau.reward = 0.25
+    assert Task.metrics(Returning(), tau) == {"reward": 0.25} and played
+
+
+@pytest.mark.parametrize(
+    "rows, says",
+    [
+        ([{"wins": 1.0}, {"wins": 0.0, "moves": 3.0}], "question 1 are wins, moves, those of 0 wins; return the same"),
+        ([{"wins": 1.0, "moves": 1.0}, {"wins": 0.0}], "question 1 are wins, those of 0 wins, moves; return the same"),
+        ([{"a": 1.0, "b": 1.0}, {"b": 1.0, "a": 1.0}], "question 1 are b, a, those of 0 a, b; return the same"),
+        ([{"wins": 1.0}, {}], "question 1 are {}; return a dict of at least one number"),
+        ([None, None], "question 0 are None; return a dict"),
+        ([0.5, 0.5], "question 0 are 0.5; return a dict"),
+        ([[0.5], [0.5]], "question 0 are [0.5]; return a dict"),
+        ([{"wins": 1.0}, {"wins": math.nan}], "question 1: wins is nan; return finite numbers"),
+        ([{"wins": 1.0}, {"wins": None}], "question 1: wins is None; return"),
+        ([{"wins": "yes"}, {"wins": "no"}], "question 0: wins is 'yes'; return"),
+    ],
+)
+def test_metrics_that_cannot_be_averaged_are_refused_by_name(rows, says):
+    line = refused(measure, Returning(metrics=rows), taus(2))
+    assert line.startswith(f"--task mine:Returning: its metrics of {says}")
+
+
+def test_means_are_given_over_all_and_over_every_source():
+    rows = [{"em": 1.0, "f1": 1.0}, {"em": 0.0, "f1": 0.5}, {"em": 0.0, "f1": 0.25}]
+    assert by_source([*taus(1, "nq"), *taus(2, "musique")], rows) == {
+        "em": 1 / 3, "em/musique": 0.0, "em/nq": 1.0, "f1": 1.75 / 3, "f1/musique": 0.375, "f1/nq": 1.0,
+    }  # fmt: skip
+
+
+# ---- the questions of a step
+
+
+def batches(n: int, batch: int, steps: int, seed: int = 0) -> list[list[str]]:
+    """Returns the ids of the first steps' questions, of a data set of n."""
+    D = {str(k): Question(str(k), "q?") for k in range(n)}
+    return [[q.id for q in draw(D, batch, seed, t)] for t in range(1, steps + 1)]
+
+
+def test_every_epoch_shows_every_question_once_in_another_order():
+    flat = [q for part in batches(7, 3, 14) for q in part]  # 42 questions: 6 epochs of 7, no multiple of 3
+    epochs = [flat[k : k + 7] for k in range(0, 42, 7)]
+    assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs) and len(set(epochs[0])) == 7
+    assert len({tuple(epoch) for epoch in epochs}) > 4
+
+
+def test_a_batch_may_be_larger_than_the_data():
+    (first,) = batches(3, 8, 1)
+    assert len(first) == 8 and all(2 <= first.count(q) <= 3 for q in "012")
+
+
+@pytest.mark.parametrize("n, batch", [(7, 3), (6, 3), (4, 9), (1, 1)])
+def test_the_order_of_the_questions_stays_the_same_from_one_version_to_the_next(n, batch):
+    """A run that is resumed by another version would otherwise see some questions twice and others never."""
+    orders = [np.random.default_rng([5, epoch, zlib.crc32(b"epoch")]).permutation(n) for epoch in range(60)]
+    flat = [str(k) for order in orders for k in order]
+    assert batches(n, batch, 6, seed=5) == [flat[t * batch : (t + 1) * batch] for t in range(6)]
+
+
+def test_randomness_depends_on_seed_step_and_purpose_alone():
+    keys = [(0, 1, "a"), (0, 1, "b"), (0, 2, "a"), (1, 1, "a"), (0, 1, "a")]
+    assert len({float(rng_of(*key).random()) for key in keys}) == 4
+    assert batches(50, 6, 9)[8] == batches(50, 6, 20)[8]
+
+
+@pytest.mark.parametrize("n", [1, 7, 50, 99])
+def test_a_subset_is_the_same_every_time_and_has_every_source_in_its_share(n):
+    sizes = {"nq": 70, "musique": 20, "bamboogle": 10}  # one after the other, as in a sorted file
+    questions = [Question(f"{s}-{k}", "Who?", source=s) for s, size in sizes.items() for k in range(size)]
+    found = subset(questions, n)
+    assert found == subset(questions, n) and len(set(found)) == n
+    assert found == sorted(found, key=questions.index)
+    for source, size in sizes.items():
+        assert abs(sum(q.source == source for q in found) - n * size / 100) <= 1
+    assert [q.id for q in found] != [q.id for q in questions[:n]]
+    assert n == 99 or subset(questions, n, seed=1) != found
+
+
+@pytest.mark.parametrize("n", [0, 100, 1000])
+def test_a_subset_of_all_is_all(n):
+    questions = [Question(str(k), "Who?") for k in range(100)]
+    assert subset(questions, n) == questions
