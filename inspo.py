@@ -32,6 +32,7 @@ from reflect import (
     reflection_prompt,
 )
 from tasks import Job, Question, Task, draw, load_task, reward, rng_of
+from tasks.tools import ANSWER
 
 if TYPE_CHECKING:  # torch takes seconds to import; --help does not wait for it
     from grpo import Learner
@@ -153,7 +154,8 @@ def ask(
     """Returns at most `n` well-formed instructions of the optimizer's reply to a prompt that shows these golds."""
     call = optimizer.ask(prompt, f"t{t} r{round}")
     log.call(t, round, I_parent, call)  # before anything else can fail: it has been paid for
-    accepted, rejected = candidates(call.reply, I_parent.text, used, golds, cfg.max_instruction, n)
+    parsed = [*(tool.tag for tool in task.tools), ANSWER]
+    accepted, rejected = candidates(call.reply, I_parent.text, used, golds, cfg.max_instruction, n, parsed)
     log.proposed(t, round, I_parent, call, list(accepted), rejected)
     return list(accepted.values())
 

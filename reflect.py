@@ -22,8 +22,7 @@ from plumbing.stop import may_stop
 
 MAX_REPLY = 200_000  # characters of a reply that are read and kept
 CONTROL = re.compile(r"<[|｜][^<>]{1,64}[|｜]>|</?s>|<(?:bos|eos|pad|unk|(?:start|end)_of_turn)>|\[/?INST\]")
-BLOCK = re.compile(r"<(information|answer)>(.*?)</\1>", re.S)
-PLACEHOLDER = set("and or the a an your final answer answers here in inside between x text name tags".split())
+RESULT = re.compile(r"<information>(.*?)</information>", re.S)
 
 # App. E, word for word; {n} stands for its N. (The paraphrase prompt has "6" there, which is N_P - 1.)
 PARAPHRASE = """<ins_0> {instruction} </ins_0>
@@ -169,11 +168,12 @@ def _end_of_thoughts(reply: str) -> int:
 
 
 def candidates(
-    reply: str, parent: str, used: set[str], golds: Iterable[str], max_tokens: int, n: int
+    reply: str, parent: str, used: set[str], golds: Iterable[str], max_tokens: int, n: int, parsed: Sequence[str]
 ) -> tuple[dict[int, str], list[dict[str, Any]]]:
     """Returns the first `n` of a reply's candidates that pass `check`, {k: text}, and the others, {"k", "reason"}.
 
-    k counts the reply's blocks from 1. Adds the accepted texts, normalized, to `used`.
+    k counts the reply's blocks from 1. `parsed`: names of the tags that are read in what the policy writes. Adds the
+    accepted texts, normalized, to `used`.
     """
     count, _ = token_counter()
     golds = list(golds)
@@ -183,7 +183,7 @@ def candidates(
         if len(accepted) == n:
             rejected.append({"k": k, "reason": f"{n} were asked for: neither this nor any after it is read"})
             break
-        if reason := check(text, parent, used, golds, max_tokens, count):
+        if reason := check(text, parent, used, golds, max_tokens, count, parsed):
             rejected.append({"k": k, "reason": reason})
         else:
             accepted[k] = text
@@ -192,9 +192,14 @@ def candidates(
 
 
 def check(
-    candidate: str, parent: str, used: set[str], golds: Iterable[str], max_tokens: int, count: Callable[[str], int]
-) -> str:
-    """Returns why a candidate cannot join, or ""; `used` holds the normalized texts of the instructions in use."""
+    candidate: str, parent: str, used: set[str], golds: Iterable[str], max_tokens: int, count: Callable[[str], int],
+    parsed: Sequence[str],
+) -> str:  # fmt: skip
+    """Returns why a candidate cannot join, or ""; `used` holds the normalized texts of the instructions in use.
+
+    It must keep what its parent says of the tags that are `parsed`, or the policy could not act. Everything else is its
+    own to say: other tags, another example of an answer, other words.
+    """
     words = normalized(candidate)
     if not words:
         return "empty"
@@ -202,8 +207,8 @@ def check(
         return "duplicate"
     if count(candidate) > max_tokens:  # CHOICE-27
         return f"longer than {max_tokens} tokens"
-    tag = r"</?[A-Za-z_][\w-]*>"
-    if lost := sorted(set(re.findall(tag, parent)) - set(re.findall(tag, candidate))):
+    tags = [f"<{slash}{tag}>" for tag in parsed for slash in ("", "/")]
+    if lost := [tag for tag in tags if tag in parent and tag not in candidate]:
         return f"lost {lost[0]}"
     if printable(candidate.replace("\r\n", "\n")) != candidate.replace("\r\n", "\n"):
         return "holds control characters"
@@ -211,14 +216,9 @@ def check(
         return f"holds the control token {new[0]}"
     if _questions(candidate) > _questions(parent):
         return "asks a question of its own"
-    for tag, inside in set(BLOCK.findall(candidate)) - set(BLOCK.findall(parent)):
-        said = normalized(inside).split()
-        if tag == "information" and len(said) > 5:
+    for inside in set(RESULT.findall(candidate)) - set(RESULT.findall(parent)):
+        if len(normalized(inside).split()) > 5:
             return "holds a search result of its own"
-        if tag == "answer" and 0 < len(said) <= 6 and not PLACEHOLDER & set(said):
-            known = {normalized(x) for name, x in BLOCK.findall(parent) if name == "answer"}
-            if " ".join(said) not in known:
-                return "holds an answer of its own"
     said_letters, parent_letters = letters(candidate), letters(parent)
     for gold in golds:
         answer, _ = letters(gold)
