@@ -67,7 +67,7 @@ test-vllm: .venv-vllm/done  ## a real vLLM on the CPU, in an environment of its 
 	$(VLLM) -m pytest tests/test_vllm.py tests/test_vllm_runs.py $(ARGS)
 
 test-trl: .venv-trl/done  ## objectives beside TRL's, in an environment of its own
-	$(TRL) -m pytest tests/test_objectives.py -k trl $(ARGS)
+	$(TRL) -m pytest tests/extras/test_objectives.py -k trl $(ARGS)
 
 resolve: setup        ## check that requirements.txt, for GPUs, can be installed as a whole
 	$(PY) -m pip install -qq --dry-run --ignore-installed --disable-pip-version-check -r requirements.txt
@@ -85,32 +85,35 @@ fuzz: setup           ## hostile servers and files: 10^5 answers of each server,
 mutants: setup        ## mutation tests of the algorithm: is every small fault in it noticed? (2 minutes)
 	$(PY) bench/mutants.py $(ARGS)
 
-controls: setup       ## whose gain is it? inspo beside a static instruction and beside a frozen policy
-	$(PY) bench/paper.py --arms inspo static frozen --seeds 0 --jobs 2 --runs runs/controls --results runs/controls $(ARGS)
+default: setup        ## the embedded default, inspo, static and frozen, 5 seeds: results/default.md (hours; resumable)
+	$(PY) -m extras.campaigns.default $(ARGS)
+
+controls: setup       ## one seed of the same, into runs/controls: whose gain is it?
+	$(PY) -m extras.campaigns.default --seeds 0 --runs runs/controls --results runs/controls $(ARGS)
 
 paper: setup          ## the paper's tables, figures and claims in the world, 5 seeds: results/ (hours; resumable)
-	$(PY) bench/paper.py --jobs 2 $(ARGS)
+	$(PY) -m extras.campaigns.paper --jobs 2 $(ARGS)
 
-evaluate: setup       ## measure the newest run, or ARGS="WHAT --data ... --method ..."
+evaluate: setup       ## measure the newest run, or ARGS="WHAT --data ..." (Table 1's methods: extras/table1.py)
 	$(PY) evaluate.py $(or $(ARGS),$(shell ls -td runs/*/policy | head -1 | xargs dirname))
 
 bench-objectives: setup  ## every objective on the world, 3 seeds: results/objectives.md (3 hours; it resumes)
-	$(PY) bench/objectives.py $(ARGS)
+	$(PY) -m extras.campaigns.objectives $(ARGS)
 
 bench-instructions: setup  ## every combination of clauses under the first policy and under a trained one
-	$(PY) bench/instructions.py $(or $(POLICY),runs/paper/inspo-seed1/policy) $(ARGS)
+	$(PY) -m extras.campaigns.instructions $(or $(POLICY),runs/default/inspo-seed1/policy) $(ARGS)
 
 bench-selection: setup ## which rule of choosing instructions wins, 5 seeds: results/selection.md (3 hours; it resumes)
-	$(PY) bench/rivals.py $(ARGS)
+	$(PY) -m extras.campaigns.rivals $(ARGS)
 
 bench-errors: setup   ## how often prunings and the gate err, by rule, batch size and |D_B|
-	$(PY) bench/selection.py $(ARGS)
+	$(PY) -m extras.campaigns.errors $(ARGS)
 
 bench-world: setup    ## the first policy by instruction; how often verification errs
-	$(PY) bench/world.py
+	$(PY) -m extras.campaigns.world $(ARGS)
 
 bench-step: setup     ## rollouts, update and start-up time of the embedded default, on one thread
-	OMP_NUM_THREADS=1 $(PY) bench/step.py
+	OMP_NUM_THREADS=1 $(PY) bench/step.py $(ARGS)
 
 bench-retrieval: setup ## the search server: queries/s, latency, memory (20 minutes)
 	$(PY) bench/retrieval.py $(ARGS)
@@ -123,11 +126,12 @@ bench-rollout: .venv-vllm/done  ## rollouts with vLLM against raw generation and
 
 gpu:                  ## does it work on this GPU? 10 minutes, in an environment of yours (PYTHON=...), not .venv
 	$(PYTHON) bench/gpu.py $(ARGS)
+
 bench-trl: .venv-trl/done  ## a step of single turns beside TRL's GRPOTrainer, on one thread
 	OMP_NUM_THREADS=1 $(TRL) bench/trl.py $(ARGS)
 
 warm-start: setup     ## rebuild world/files from nothing
-	$(PY) -m world.warm_start
+	$(PY) -m extras.world.warm_start $(ARGS)
 
 one-step: setup       ## rewrite docs/one_step.md from a real run
-	$(PY) docs/one_step.py
+	$(PY) extras/one_step.py $(ARGS)

@@ -1,23 +1,21 @@
-"""Ask the trained agent: it thinks, searches and answers under its best instruction.
+"""Ask the trained agent: it plays its task under its best instruction, turn by turn.
 
 python ask.py "What is the birthplace of the director of the film Gibax Gastaith?"
 python ask.py --run runs/NAME            # questions from the keyboard, one a line
+python ask.py --run runs/NAME ID         # one of the held-out questions, which can be scored
 """
 
 import argparse
-import random
-import tempfile
+import dataclasses
 from pathlib import Path
 
-from plumbing import stop
-from config import HERE, read_config
-from tasks.questions import Question, load_questions
+from plumbing import stop  # isort: skip  (first: from here on a Ctrl-C is one line)
+from evaluation.agents import METHODS, Agent, agent, instruction_of, subject
 from plumbing.faults import Fault, one_line
-from plumbing.servers import Child
-from plumbing.status import status
 from plumbing.outside import clean, printable
-from rollout import Job, Trajectory, rollout
-from tasks.tools import Search, make_tools, stop_strings
+from plumbing.status import status
+from tasks import Question, Task, Trajectory, load_task, measure, reward
+from tasks.search_qa import SearchQA
 
 
 def newest_run() -> Path:
@@ -27,67 +25,91 @@ def newest_run() -> Path:
     return runs[-1].parent
 
 
+def held_out(task: Task) -> list[Question]:
+    """Returns the questions that are known; a run can be asked others where its files are gone."""
+    try:
+        return task.questions("test")
+    except Fault:
+        return []
+
+
+def question_of(task: Task, text: str, known: list[Question]) -> Question:
+    """Returns the known question of this id or text, or a new one. Fault if the task's questions are more than text."""
+    text = clean(text.strip())  # the shell's bytes may be no text
+    if isinstance(task, SearchQA) and not text.endswith("?") and text not in [q.id for q in known]:
+        text += "?"
+    for q in known:
+        if text in (q.id, q.text):
+            return q
+    if any(q.data is not None for q in known):
+        raise Fault(f"{task.cfg.task} has more to a question than its text: give the id of one, such as {known[0].id}")
+    return Question("asked", text, source="asked")
+
+
 def show(tau: Trajectory) -> None:
     """Prints a trajectory turn by turn: what the agent wrote, and what its tools returned."""
     for turn in tau.turns:
         print(printable(f"\n  agent   {turn.text.strip()}"))
-        for k, text in enumerate(turn.result or [], 1):
-            print(printable(f"  doc {k}   {' '.join(text.split())[:160]}"))
-    print(printable(f"\n  answer  {tau.prediction if tau.prediction is not None else f'none ({tau.stop})'}"))
+        for text in turn.result or []:
+            print(printable(f"  {turn.tool:8}{' '.join(text.split())[:160]}"))
+    if tau.prediction is None:
+        print({"over": "\n  the end"}.get(tau.stop, f"\n  answer  none ({tau.stop})"))
+    else:
+        print(printable(f"\n  answer  {tau.prediction}"))
 
 
-def main() -> None:
+def answer(player: Agent, q: Question, known: list[Question]) -> None:
+    """Plays a question and prints how; a known one is scored."""
+    if q in known:
+        print(printable(f"\n  asked   {q.text}"))
+    [tau] = player.play([q])
+    show(tau)
+    if q in known:
+        reward(player.task, [tau])
+        [metrics] = measure(player.task, [tau])
+        print(printable(f"  scored  {', '.join(f'{name} {x:.3g}' for name, x in metrics.items())}"))
+
+
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("question", nargs="?", help="without one, questions are read from the keyboard")
-    parser.add_argument("--run", type=Path, help="directory of a finished run; default: the newest under runs/")
-    parser.add_argument("--retriever", default="", help="URL of a search server; default: serve the run's corpus")
+    parser.add_argument("--run", default="", help="a finished run, or a checkpoint; default: the newest in runs/")
+    parser.add_argument("--retriever", default="", help="URL of a search server; default: as in training")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
+    if args.temperature < 0 or args.seed < 0:
+        parser.error("--temperature and --seed must not be negative")
     with one_line("ask.py"), stop.listening():
         ask(args)
 
 
 def ask(args: argparse.Namespace) -> None:
-    run = args.run or newest_run()
-    if not (run / "I_star.txt").is_file():
-        raise Fault(f"{run} holds no finished run (no I_star.txt)")
-    cfg = read_config(run)
+    run = args.run or str(newest_run())
     status("loading the policy")
-    import torch
-
-    from engines.torch_engine import TorchEngine
-    from models.model import load_policy
-
-    instruction = (run / "I_star.txt").read_text().strip()
-    device = cfg.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    with tempfile.TemporaryDirectory() as tmp:
-        url = args.retriever or cfg.retriever
-        server = None if url else Child([str(HERE / "retrieval_server.py"), "--corpus", cfg.corpus], f"{tmp}/log")
-        tools = make_tools(cfg, Search(server.url if server else url, cfg.topk))
-        model, tokenizer = load_policy(str(run / "policy"), device, stop_strings(tools))
-        engine = TorchEngine(model, tokenizer, stop_strings(tools))
-        status("")
-
-        def answer(text: str) -> None:
-            text = clean(text.strip())  # the shell's bytes may be no text
-            q = Question("asked", text if text.endswith("?") else text + "?", (), "asked")
-            job = Job(0, instruction, q, 0)
-            show(rollout(engine, tokenizer, tools, [job], cfg, temperature=args.temperature, seed=args.seed)[0])
-
-        try:
+    with subject(run) as chosen:
+        if not chosen.I_star:
+            raise Fault(f"{run} holds no finished run (no I_star.txt)")
+        own = {"retriever": args.retriever} if args.retriever else {}
+        task = load_task(dataclasses.replace(chosen.cfg, engine="torch", **own))
+        instruction, known = instruction_of(chosen, task, METHODS["inspo"]), held_out(task)
+        if args.question:
+            q = question_of(task, args.question, known)
+        with agent(chosen, task, instruction, args.temperature, args.seed) as player:
+            status("")
             print(printable(f"{run}\n\n{instruction}"))
             if args.question:
-                return answer(args.question)
-            example = random.choice(load_questions(cfg.test)).text
-            print(printable(f"\nA question a line, an empty line ends. For example: {example}"))
-            while text := input("\n> ").strip():
-                answer(text)
-        except (EOFError, stop.Stopped):
-            print()
-        finally:
-            if server:
-                server.stop()
+                return answer(player, q, known)
+            example = f" For example: {known[args.seed % len(known)].text}" if known else ""
+            print(printable(f"\nA question a line, an empty line ends.{example}"))
+            try:
+                while text := input("\n> ").strip():
+                    try:
+                        answer(player, question_of(task, text, known), known)
+                    except Fault as e:
+                        print(printable(f"  {e}"))
+            except (EOFError, stop.Stopped):
+                print()
 
 
 if __name__ == "__main__":

@@ -390,6 +390,8 @@ def read_config(run: Path, kind: type[C] = Config) -> C:  # type: ignore[assignm
             if type(knobs[f.name]) is not f.type and (f.type, type(knobs[f.name])) != (float, int):
                 raise ValueError(f"{f.name} is {knobs[f.name]!r}")
     except KeyError as e:
+        if (program := found.get("program", "inspo.py")) != kind.PROGRAM:
+            raise Fault(f"--resume: {run} was started by {program}, not {kind.PROGRAM}: resume it with that") from None
         raise Fault(f"{path} has no {e}: it is damaged, or of another version of this program") from None
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as e:
         raise Fault(f"{path} is damaged ({type(e).__name__}: {e}): restore it from a copy") from None

@@ -129,7 +129,8 @@ def table(
         row = [name, f"{part['questions']:,}", f"{Interval(**part[main])}"]
         row += [f"{part[key]['mean']:.3f}" for key in others]
         row += [f"{part['answered']:.3f}", f"{part[f'{main}_answered']:.3f}", *(f"{part[key]:.2f}" for key in tools)]
-        row += [f"{part['gold_recall']:.3f}"] * recall + [f"{part['sampled_tokens']:.0f}"]
+        row += [f"{part['gold_recall']:.3f}"] if recall else []  # of search QA alone
+        row += [f"{part['sampled_tokens']:.0f}"]
         by_hops = {h: Interval(**x) for h, x in part[f"{main}_by_hops"].items()}
         lines.append(row + [f"{by_hops[h]}" if h in by_hops else "" for h in hops])
     if len(parts) > 1:

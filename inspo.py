@@ -31,7 +31,7 @@ from reflect import (
     paraphrase_prompt,
     reflection_prompt,
 )
-from tasks import Job, Question, Task, draw, load_task, reward, rng_of
+from tasks import Job, Question, Task, check_questions, draw, load_task, reward, rng_of
 from tasks.tools import ANSWER
 
 if TYPE_CHECKING:  # torch takes seconds to import; --help does not wait for it
@@ -211,6 +211,7 @@ def train(
         first = read_instruction("instruction", cfg.instruction) if cfg.instruction else task.instruction
         if not cfg.dry_run and os.environ.get("RANK", "0") == "0":
             status("reading the questions")
+            check_questions(task)
             task.check()
         status("importing torch")
         from grpo import Learner

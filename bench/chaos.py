@@ -74,10 +74,10 @@ class Run:
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
 
-    def rank(self, dice: random.Random) -> int:
+    def rank(self, rng: random.Random) -> int:
         """Returns the process id of a rank."""
         found = [pid for pid in descendants(self.process.pid) if "inspo.py" in words(pid) and "-m" not in words(pid)]
-        return dice.choice(found or [self.process.pid])
+        return rng.choice(found or [self.process.pid])
 
     def server(self, name: str) -> int:
         """Returns the process id of a server of the run; 0 if there is none."""
@@ -106,73 +106,73 @@ def words(pid: int) -> list[str]:
         return []
 
 
-# ---- what can happen: each takes (run, dice, seconds of an undisturbed run)
+# ---- what can happen: each takes (run, rng, seconds of an undisturbed run)
 
 
-def at_random(run: Run, dice: random.Random, seconds: float) -> None:
-    moment = time.time() + dice.uniform(0, seconds)
+def at_random(run: Run, rng: random.Random, seconds: float) -> None:
+    moment = time.time() + rng.uniform(0, seconds)
     run.wait_for(lambda: time.time() > moment)
 
 
-def kill(run: Run, dice: random.Random, seconds: float) -> None:
-    at_random(run, dice, seconds)
+def kill(run: Run, rng: random.Random, seconds: float) -> None:
+    at_random(run, rng, seconds)
     run.kill()
 
 
-def kill_a_rank(run: Run, dice: random.Random, seconds: float) -> None:
-    at_random(run, dice, seconds)
+def kill_a_rank(run: Run, rng: random.Random, seconds: float) -> None:
+    at_random(run, rng, seconds)
     with contextlib.suppress(ProcessLookupError):
-        os.kill(run.rank(dice), signal.SIGKILL)
+        os.kill(run.rank(rng), signal.SIGKILL)
 
 
-def kill_in_checkpoint(run: Run, dice: random.Random, seconds: float) -> None:
-    skip = dice.randrange(3)  # which of the checkpoints
+def kill_in_checkpoint(run: Run, rng: random.Random, seconds: float) -> None:
+    skip = rng.randrange(3)  # which of the checkpoints
     for _ in range(skip + 1):
         run.wait_for(lambda: not list(run.out.glob("checkpoints/.*.tmp")))
         run.wait_for(lambda: bool(list(run.out.glob("checkpoints/.*.tmp"))))
-    time.sleep(dice.uniform(0, 0.03))
+    time.sleep(rng.uniform(0, 0.03))
     run.kill()
 
 
-def kill_in_evolution(run: Run, dice: random.Random, seconds: float) -> None:
-    log, calls = run.out / "reflections.jsonl", dice.randint(2, 3)
+def kill_in_evolution(run: Run, rng: random.Random, seconds: float) -> None:
+    log, calls = run.out / "reflections.jsonl", rng.randint(2, 3)
     run.wait_for(lambda: log.exists() and log.read_text().count('"call"') >= calls)
-    time.sleep(dice.uniform(0, 0.5))
+    time.sleep(rng.uniform(0, 0.5))
     run.kill()
 
 
-def kill_in_evaluation(run: Run, dice: random.Random, seconds: float) -> None:
-    in_evaluation(run, dice)
+def kill_in_evaluation(run: Run, rng: random.Random, seconds: float) -> None:
+    in_evaluation(run, rng)
     run.kill()
 
 
-def in_evaluation(run: Run, dice: random.Random) -> None:
-    t = dice.choice([2, 4, 6])
+def in_evaluation(run: Run, rng: random.Random) -> None:
+    t = rng.choice([2, 4, 6])
     run.wait_for((run.out / "trajectories" / f"step-{t:06d}.jsonl.gz").exists)
-    time.sleep(dice.uniform(0.02, 0.3))
+    time.sleep(rng.uniform(0.02, 0.3))
 
 
 def stop(number: signal.Signals) -> Callable[[Run, random.Random, float], None]:
     """Returns a scenario that signals the run at a random moment, in an evolution or in an evaluation."""
 
-    def signals(run: Run, dice: random.Random, seconds: float) -> None:
-        where = dice.choice(["at random", "at random", "evolution", "evaluation"])
+    def signals(run: Run, rng: random.Random, seconds: float) -> None:
+        where = rng.choice(["at random", "at random", "evolution", "evaluation"])
         if where == "evolution":
             run.wait_for(lambda: (run.out / "reflections.jsonl").exists())
-            time.sleep(dice.uniform(0, seconds / 3))
+            time.sleep(rng.uniform(0, seconds / 3))
         elif where == "evaluation":
-            in_evaluation(run, dice)
+            in_evaluation(run, rng)
         else:
-            at_random(run, dice, seconds)
+            at_random(run, rng, seconds)
         run.process.send_signal(number)
 
     return signals
 
 
-def fill_the_disk(run: Run, dice: random.Random, seconds: float) -> None:
+def fill_the_disk(run: Run, rng: random.Random, seconds: float) -> None:
     run.wait_for((run.out / "config.json").exists)
-    at_random(run, dice, seconds * 0.7)
-    left = dice.choice([0, 0, 1 << 14, 1 << 20])  # nothing fits, or a line, or half a checkpoint
+    at_random(run, rng, seconds * 0.7)
+    left = rng.choice([0, 0, 1 << 14, 1 << 20])  # nothing fits, or a line, or half a checkpoint
     with contextlib.suppress(OSError), open(run.out.parent / "filler", "wb", buffering=0) as f:
         while True:
             f.write(bytes(1 << 12))
@@ -184,14 +184,14 @@ def fill_the_disk(run: Run, dice: random.Random, seconds: float) -> None:
 def server(name: str, number: signal.Signals) -> Callable[[Run, random.Random, float], None]:
     """Returns a scenario that kills a server of the run, or lets it hang for some seconds."""
 
-    def signals(run: Run, dice: random.Random, seconds: float) -> None:
+    def signals(run: Run, rng: random.Random, seconds: float) -> None:
         run.wait_for((run.out / "metrics.jsonl").exists)
-        at_random(run, dice, seconds / 2)
+        at_random(run, rng, seconds / 2)
         if pid := run.server(name):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
                 if number == signal.SIGSTOP:
-                    time.sleep(dice.uniform(1, 5))
+                    time.sleep(rng.uniform(1, 5))
                     os.kill(pid, signal.SIGCONT)
 
     return signals
@@ -258,16 +258,16 @@ def place(name: str, tmp: str) -> Iterator[Path]:
 
 
 def disturbed(
-    name: str, ranks: int, dice: random.Random, whole: dict, seconds: float, flags: list[str], tmp: str
+    name: str, ranks: int, rng: random.Random, whole: dict, seconds: float, flags: list[str], tmp: str
 ) -> dict:  # fmt: skip
     """Returns the row of one scenario: what happened, and whether the result is the undisturbed run's."""
     row: dict = {"scenario": name, "ranks": ranks, "ends": [], "resumed": [], "fault": ""}
     killed = name.startswith("SIGKILL")
     with place(name, tmp) as folder:
         out = folder / "run"
-        for _ in range(dice.choice([1, 1, 2])):
+        for _ in range(rng.choice([1, 1, 2])):
             run = Run(out, ranks, flags)
-            SCENARIOS[name](run, dice, seconds)
+            SCENARIOS[name](run, rng, seconds)
             code, output = run.end()
             row["seconds"] = time.time() - run.began
             (folder / "filler").unlink(missing_ok=True)
@@ -311,11 +311,11 @@ def main() -> None:
     parser.add_argument("--log", type=Path, help="file to which a row is appended after each run")
     args = parser.parse_args()
     flags = [*FLAGS.split(), "--T", str(args.steps), "--T_e", str(args.steps - 1)]
-    dice, rows = random.Random(args.seed), []
+    rng, rows = random.Random(args.seed), []
     names = args.only or list(SCENARIOS)
     order = [(names[k % len(names)], args.ranks[k // len(names) % len(args.ranks)]) for k in range(args.runs)]
     if args.runs < len(names) * len(args.ranks):
-        order = [(dice.choice(names), dice.choice(args.ranks)) for _ in range(args.runs)]
+        order = [(rng.choice(names), rng.choice(args.ranks)) for _ in range(args.runs)]
     with tempfile.TemporaryDirectory() as tmp:
         whole: dict[int, dict] = {}
         seconds: dict[int, float] = {}

@@ -142,6 +142,7 @@ def agent(
     """
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
+        task.check()
         tools = task.start(stack.enter_context(Servers(f"{folder}/log")))
         engine, tokenizer = _engine(chosen.weights, task.cfg, stop or stop_strings(task.tools), served)
         stack.callback(engine.close)

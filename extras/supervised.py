@@ -5,94 +5,125 @@ log-likelihood, so one mini-batch a step, no KL and the token mean make GRPO's u
 of Search-R1's SFT rows (axolotl) are not published: T, lr, batch and the schedule are those of this project's flags.
 """
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from config import Config, first_instruction
-from tasks.questions import Question, draw, em
+import numpy as np
+
+from config import Config, knob
 from extras.prompts import wording
+from grpo import Array, Learner, Terms
+from journal.directory import read_jsonl
+from journal.log import Log
 from plumbing.faults import Fault
 from population import Instruction, Population, ReplayBuffer
-from rollout import Job, Trajectory, encode, prompt_ids
+from reflect import Optimizer
+from rollout import encode, prompt_ids
+from tasks import Job, Question, Task, Trajectory, draw, reward
+from training.policy import Policy
 
-if TYPE_CHECKING:
-    from journal.log import Log
-    from reflect import Optimizer
-    from training.policy import Policy
+
+@dataclass(frozen=True)
+class SupervisedConfig(Config):
+    """supervised fine-tuning"""
+
+    FIXED: ClassVar[tuple[str, ...]] = ("supervised",)
+    mode: str = knob("supervised", "supervised", of=("supervised",), more=True)
+
+
+class Demonstrated(Learner):
+    """Averages over the tokens of a mini-batch. Demonstrations were not sampled: their log-probs prove nothing."""
+
+    MAX_GAP: ClassVar[dict[str, float]] = dict.fromkeys(Learner.MAX_GAP, math.inf)
+
+    def terms(self, part: list[Trajectory], share: list[list[int]], k: int, old: Array | None) -> Terms:
+        terms = super().terms(part, share, k, old)
+        return terms | {"w": np.full(len(terms["w"]), 1 / max(1, len(terms["w"])))}
 
 
 def supervised(
-    cfg: Config, policy: Policy, optimizer: Optimizer | None, D: dict[str, Question], log: Log
+    cfg: Config, task: Task, policy: Policy, optimizer: Optimizer | None, P: Population, log: Log
 ) -> tuple[Policy, Instruction]:
     """Trains `policy` on demonstrations, `batch` a step for T steps; returns it with the instruction of all of them.
 
-    With --tools none these are the gold answers; else the policy's own correct rollouts of G a question (rejection
+    Without tools these are the gold answers; else the policy's own correct rollouts of G a question (rejection
     sampling, as in Search-R1). Raises Fault if it has none. The signature is `inspo`'s.
     """
-    instruction = first_instruction(cfg)
-    examples = gold_answers(cfg, policy, D, instruction) if cfg.tools == "none" else own_successes(cfg, policy, D, log)
-    restored = log.restore(Population(cfg.tau_s, cfg.window))
-    P, B = restored or (Population(cfg.tau_s, cfg.window), ReplayBuffer(cfg.buffer))
-    if not restored:
-        P.join(instruction, None, 0)
+    D = task.questions("train")
+    examples = own_successes(cfg, task, policy, D, log) if task.tools else gold_answers(cfg, task, policy, D, log.first)
+    first, stopped = log.restore(P, ReplayBuffer(cfg.buffer))
+    if not P.family:
+        P.join(log.first, None, 0)
         log.started(P)
-    for t in log.steps(P, B):
-        taus = draw(dict(enumerate(examples)), cfg.batch, cfg.seed, t)
-        update = policy.update(t, taus)
-        P.attribute(taus)
-        log.step(t, taus, P, update)
+    log.begin()
+    for t in range(first, cfg.T + 1):
+        if not stopped:
+            log.begin_step(t)
+            taus = draw(dict(enumerate(examples)), cfg.batch, cfg.seed, t)
+            update = policy.update(t, taus)
+            P.attribute(taus)
+            log.step(t, taus, P, update)
+        stopped = ""
+        if evaluated := cfg.eval_every > 0 and t % cfg.eval_every == 0 and t < cfg.T:
+            log.evaluate_step(t, P.best())
+        log.end_step(t)
+        if evaluated or t % cfg.save_every == 0 or t == cfg.T:
+            log.save(t)
     return policy, P.best()
 
 
-def gold_answers(cfg: Config, policy: Policy, D: dict[str, Question], instruction: str) -> list[Trajectory]:
+def gold_answers(cfg: Config, task: Task, policy: Policy, D: list[Question], instruction: str) -> list[Trajectory]:
     """Returns a demonstration of each question's first gold answer, in the words that the instruction asks for."""
     tokenizer, target = policy.worker.tokenizer, wording(cfg.model).target
     examples = []
-    for k, q in enumerate(D.values()):
-        tau = Trajectory(0, q, k, [], 0)
-        tau.observe(prompt_ids(tokenizer, instruction, q.text))
-        tau.prompt_tokens = len(tau.ids)
+    for k, q in enumerate(D):
+        ids = prompt_ids(tokenizer, task, instruction, q)
+        tau = demonstration(q, k, ids, [0] * len(ids), len(ids), q.golds[0])
         tau.response = target.format(answer=q.golds[0])
-        ids = [*encode(tokenizer, tau.response), tokenizer.eos_token_id]
-        tau.act(ids, [0.0] * len(ids))
-        tau.prediction, tau.stop, tau.reward, tau.advantage = q.golds[0], "answer", 1.0, 1.0
+        written = [*encode(tokenizer, tau.response), tokenizer.eos_token_id]
+        tau.act(written, [0.0] * len(written))
         examples.append(tau)
     return examples
 
 
-def own_successes(cfg: Config, policy: Policy, D: dict[str, Question], log: Log) -> list[Trajectory]:
+def own_successes(cfg: Config, task: Task, policy: Policy, D: list[Question], log: Log) -> list[Trajectory]:
     """Returns the first policy's correct rollouts of G a question, of as many questions as the steps can show.
 
     A resumed run finds them in successes.jsonl: its policy is no longer the first.
     """
-    questions = {q.id: q for q in D.values()}
-    kept = log.run.rows("successes")
+    questions = {q.id: q for q in D}
+    kept = read_jsonl(log.run.path / "successes.jsonl")
     if not kept:
-        asked = list(D.values())[: cfg.T * cfg.batch]
-        jobs = [Job(0, first_instruction(cfg), q, k) for k, q in enumerate(asked) for _ in range(cfg.G)]
+        jobs = [Job(0, log.first, q, k) for k, q in enumerate(D[: cfg.T * cfg.batch]) for _ in range(cfg.G)]
         taus = policy.rollout(0, "reject", jobs)
-        right = [tau for tau in taus if em(tau.prediction, tau.question.golds)]
+        reward(task, taus)
+        right = [tau for tau in taus if not tau.failed]
         log.note(f"rejection sampling: {len(right):,} of {len(taus):,} rollouts are right")
         if not right:
             raise Fault(
                 "no rollout of the first policy is right, so there is nothing to learn from; start from another"
             )
-        kept = [
-            {
-                "q": tau.question.id,
-                "ids": tau.ids,
-                "mask": tau.mask,
-                "prompt": tau.prompt_tokens,
-                "said": tau.prediction,
-            }
-            for tau in right
-        ]
+        kept = [success(tau) for tau in right]
         log.run.write("successes.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
-    examples = []
-    for k, row in enumerate(kept):
-        tau = Trajectory(0, questions[row["q"]], k, row["ids"], row["prompt"], row["mask"], [0.0] * len(row["ids"]))
-        tau.prediction, tau.stop, tau.reward, tau.advantage = row["said"], "answer", 1.0, 1.0
-        examples.append(tau)
-    return examples
+    return [
+        demonstration(questions[row["q"]], k, row["ids"], row["mask"], row["prompt"], row["said"])
+        for k, row in enumerate(kept)
+    ]
+
+
+def success(tau: Trajectory) -> dict[str, Any]:
+    """Returns a correct rollout as a row of successes.jsonl."""
+    return {
+        "q": tau.question.id, "ids": tau.ids, "mask": tau.mask, "prompt": tau.prompt_tokens, "said": tau.prediction,
+    }  # fmt: skip
+
+
+def demonstration(
+    q: Question, k: int, ids: list[int], mask: list[int], prompt_tokens: int, answer: str | None
+) -> Trajectory:
+    """Returns the k-th thing to imitate."""
+    tau = Trajectory(0, q, k, ids, prompt_tokens, mask, [0.0] * len(ids))
+    tau.prediction, tau.stop, tau.reward, tau.advantage = answer, "answer", 1.0, 1.0
+    return tau

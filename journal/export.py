@@ -31,6 +31,11 @@ def export_checkpoint(
     if wrong := checkpoint.damage(chosen):
         raise Fault(f"{chosen} is damaged ({wrong[0]}): choose another with --step")
     state = checkpoint.load_state(chosen)
+    P = Population(cfg.tau_s, cfg.window)
+    try:
+        P.load_state_dict(state["population"])
+    except (LookupError, TypeError, ValueError) as e:
+        raise Fault(f"{chosen}/state.pt is of another program ({type(e).__name__}: {e})") from None
     config = load_config(cfg.model)
     merge = cfg.lora_rank and not adapters  # such a checkpoint lacks the weights that did not change
     model = load_model(cfg.model) if merge else empty(config, torch.float32, "cpu")
@@ -41,8 +46,6 @@ def export_checkpoint(
         lora.export(model, cfg.model, to)
     else:
         export(config, weights(model), load_tokenizer(cfg.model), to)
-    P = Population(cfg.tau_s, cfg.window)
-    P.load_state_dict(state["population"])
     (to / "I_star.txt").write_text(P.best().text + "\n")
     return to, step_of(chosen), P.best().id
 

@@ -210,7 +210,8 @@ class Log:
 
     def progress(self, purpose: str, done: int, total: int) -> None:
         """Shows how far the rollouts are."""
-        self.screen.rollouts(self.t, f"{DOING[purpose.split()[0]]} {done}/{total}", done == total)
+        name = purpose.split()[0]
+        self.screen.rollouts(self.t, f"{DOING.get(name, name)} {done}/{total}", done == total)
 
     def evaluate(
         self, id: int | None, instruction: str, t: int, questions: list[Question], keep: str = ""

@@ -137,14 +137,7 @@ class Task(ABC):
         self.cfg = cfg
 
     def check(self) -> None:
-        """Raises Fault if what the configuration names is missing; on rank 0, before anything is loaded."""
-        for split in ("train", "valid", "test"):
-            questions = self.questions(split)
-            if not questions and split != "valid":
-                raise Fault(f"--task {self.cfg.task}: there are no questions to {split} on")
-            id, n = Counter(q.id for q in questions).most_common(1)[0] if questions else ("", 0)
-            if n > 1:
-                raise Fault(f"--task {self.cfg.task}: {n} questions to {split} on have the id {id!r}; make it unique")
+        """Raises Fault if something that `start` will need is missing; on rank 0, before anything is loaded."""
 
     def start(self, serve: Callable[..., str]) -> str:
         """Starts what the tools need, on rank 0; returns a line for the log. Raises Fault.
@@ -220,6 +213,17 @@ def load_task(cfg: Config) -> Task:
     if wrong := [tool for tool in task.tools if not isinstance(tool, Tool)]:
         raise Fault(f"{where}: {wrong[0]!r} among its tools is no tasks.tools.Tool")
     return task
+
+
+def check_questions(task: Task) -> None:
+    """Raises Fault unless there is something to train and to test on, and every question has an id of its own."""
+    for split in ("train", "valid", "test"):
+        questions = task.questions(split)
+        if not questions and split != "valid":
+            raise Fault(f"--task {task.cfg.task}: there are no questions to {split} on")
+        id, n = Counter(q.id for q in questions).most_common(1)[0] if questions else ("", 0)
+        if n > 1:
+            raise Fault(f"--task {task.cfg.task}: {n} questions to {split} on have the id {id!r}; make it unique")
 
 
 def reward(task: Task, taus: Sequence[Trajectory]) -> None:

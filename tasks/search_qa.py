@@ -48,11 +48,6 @@ class SearchQA(Task):
         return ",".join(self.search.urls)
 
     def check(self) -> None:
-        super().check()
-        self.check_corpus()
-
-    def check_corpus(self) -> None:
-        """Raises Fault if there are tools and nothing to search."""
         corpus = self.cfg.corpus
         if self.tools and not self.cfg.retriever:
             if not corpus:
@@ -64,7 +59,6 @@ class SearchQA(Task):
         cfg = self.cfg
         if not self.tools:
             return "search: none (--tools none)"
-        self.check_corpus()
         if cfg.retriever:
             try:
                 Search(cfg.retriever, cfg.topk, retries=0).submit("is anyone there").result()

@@ -22,10 +22,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from config import Config
-from tasks.questions import Question
 from grpo import Learner
-from rollout import Trajectory
 from models.model import fill, load_config, shard, skeleton
+from tasks import Question, Trajectory
 
 
 def storage(t: torch.Tensor):
@@ -67,10 +66,10 @@ def measure(config, source) -> dict[str, int]:
     reference = fill(shard(skeleton(config, torch.bfloat16), "cpu", frozen=True), source)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     learner = Learner(model, reference, Config(lr=1e-3, beta=0.1, temperature=1.0, micro_tokens=256))
-    dice, question = random.Random(0), Question("q", "Who?", ("x",), "")
-    taus = [Trajectory(0, question, k // 2, [dice.randrange(99) for _ in range(128)], 28) for k in range(8)]
+    rng, question = random.Random(0), Question("q", "Who?", ("x",), "")
+    taus = [Trajectory(0, question, k // 2, [rng.randrange(99) for _ in range(128)], 28) for k in range(8)]
     for tau in taus:  # two micro-batches per rank
-        tau.mask, tau.logps, tau.advantage = [0] * 28 + [1] * 100, [0.0] * 128, dice.uniform(-1, 1)
+        tau.mask, tau.logps, tau.advantage = [0] * 28 + [1] * 100, [0.0] * 128, rng.uniform(-1, 1)
     measured = {}
 
     def before_step(*_) -> None:

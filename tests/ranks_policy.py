@@ -10,10 +10,9 @@ import pickle
 import sys
 from pathlib import Path
 
-from tasks.tools import Search
-from training.policy import Policy
+from tasks import load_task
+from training.policy import Policy, worker_loop
 from training.ranks import Ranks
-from training.worker import worker_loop
 
 
 def main() -> None:
@@ -22,7 +21,7 @@ def main() -> None:
     ranks = Ranks("cpu", cfg.patience)
     if ranks.rank:
         return worker_loop(cfg, ranks)
-    policy = Policy(cfg, ranks, "torch", Search("http://127.0.0.1:9", cfg.topk))  # it is never asked
+    policy = Policy(cfg, ranks, "torch", load_task(cfg))
     (out / "metrics.json").write_text(json.dumps(policy.update(1, taus)))
     policy.export(out / "policy")
     policy.close()

@@ -1,4 +1,4 @@
-"""The one rule of retries (harness/client.py), against real HTTP servers that fail in every way it knows."""
+"""The one rule of retries (plumbing/client.py), against real HTTP servers that fail in every way it knows."""
 
 import email.utils
 import gzip

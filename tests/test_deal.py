@@ -4,10 +4,10 @@ import random
 
 import pytest
 import torch.distributed as dist
-from test_rollout import ASKED, Found, Script
+from test_rollout import Found, Plain, Script, jobs
 
 from config import Config
-from rollout import Job, play
+from rollout import play
 from training.ranks import Ranks
 
 GROUPS = [k // 5 for k in range(200)]  # 40 groups of 5
@@ -23,7 +23,7 @@ def ranks_of(size):
 
 @pytest.mark.parametrize("speeds", [[1], [1, 1], [3, 1], [1, 1, 1, 0.05]])
 def test_every_group_is_dealt_once_and_whole_and_faster_ranks_get_more(speeds):
-    dice, ranks = random.Random(0), ranks_of(len(speeds))
+    rng, ranks = random.Random(0), ranks_of(len(speeds))
     for _ in range(2):  # a second rollout starts anew
         takes = [r.deal(GROUPS) for r in ranks]
         played: list[list[int]] = [[] for _ in ranks]
@@ -36,7 +36,7 @@ def test_every_group_is_dealt_once_and_whole_and_faster_ranks_get_more(speeds):
             if not any(in_play):
                 break
             for k, speed in enumerate(speeds):  # a row ends now and then
-                in_play[k] -= min(in_play[k], int(speed > dice.random() * max(speeds)))
+                in_play[k] -= min(in_play[k], int(speed > rng.random() * max(speeds)))
         assert sorted(sum(played, [])) == list(range(200))
         for mine in played:
             assert all(set(range(5 * (k // 5), 5 * (k // 5) + 5)) <= set(mine) for k in mine)
@@ -61,14 +61,13 @@ def test_jobs_join_a_rollout_while_others_run(tiny):
             yield row, tokenizer(text)["input_ids"], [0.0] * len(tokenizer(text)["input_ids"])
 
     engine.generate = generate
-    jobs = [Job(0, "Answer.", ASKED, k) for k in range(6)]
     hands, asked = [[4, 1], [], [5]], []
 
     def deal(in_play):
         asked.append(in_play)
         return hands.pop(0) if hands else []
 
-    taus = play(engine, tokenizer, [Found("A\nb")], jobs, Config(), deal, 1.0, 0)
+    taus = play(engine, tokenizer, Plain(Found("A\nb")), jobs(6), Config(), deal, 1.0, 0)
     assert {k: tau.prediction for k, tau in taus.items()} == {4: "4", 1: "1", 5: "5"}
     assert engine.contexts == [[1, 4], [1, 4], [5], [5]] and asked == [0, 2, 0, 1, 0]
     assert [tau.served("search") for tau in taus.values()] == [1, 1, 1]

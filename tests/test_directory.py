@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from config import Config, parse, read_config
-from plumbing.faults import CheckpointFault, DiskFault, Fault
+from config import Config, knob, parse, read_config
 from journal.directory import RunDirectory, read_jsonl, with_absolute_paths
+from plumbing.faults import CheckpointFault, DiskFault, Fault
 from training import checkpoint
 
 STATE = {"population": {}, "buffer": {}, "ledger": {}, "start": {}, "seconds": 0.0}
@@ -144,12 +144,52 @@ def test_a_foreign_line_in_a_log_is_left_out(run, line):
     assert rewind(run)[1] == [] or line in ("7", '"x"')
 
 
-@pytest.mark.parametrize("content", ["", '{"T": 3', "[]", "7", '{"T": "3"}', '{"no_such": 1}', "\xff", '{"lr": null}'])
+@pytest.mark.parametrize("content", ["", '{"T": 3', "[]", "7", {"T": "3"}, {"T": True}, "\xff", {"lr": None}], ids=str)
 def test_a_damaged_config_is_one_line(run, content):
-    (run.path / "config.json").write_bytes(content.encode("latin1"))
+    path = run.path / "config.json"
+    content = content if isinstance(content, str) else json.dumps(json.loads(path.read_text()) | content)
+    path.write_bytes(content.encode("latin1"))
     with pytest.raises(Fault, match=r"config.json is damaged \(.*: restore it") as e:
         read_config(run.path)
     assert "\n" not in str(e.value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Guest(Config):
+    """another program"""
+
+    own: int = knob(3, "a knob of its own")
+    PROGRAM = "extras/guest.py"
+
+
+@pytest.mark.parametrize("first, second", [(Guest, Config), (Config, Guest)])
+def test_a_run_is_resumed_by_the_program_that_started_it_alone(tmp_path, first, second):
+    out = str(tmp_path / "r")
+    RunDirectory.open(first(out=out), "x").close()
+    RunDirectory.open(first(out=out, resume=True), "x").close()
+    with pytest.raises(Fault, match=f"r was started by {first.PROGRAM}, not {second.PROGRAM}") as e:
+        RunDirectory.open(second(out=out, resume=True), "x")
+    assert "\n" not in str(e.value)
+    if second is Config:
+        assert read_config(tmp_path / "r").out == out  # others than programs that train may read it
+
+
+@pytest.mark.parametrize("missing", ["T", "task"])
+def test_a_config_of_another_version_is_one_line(run, missing):
+    path = run.path / "config.json"
+    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != missing}))
+    with pytest.raises(Fault, match=f"config.json has no '{missing}': it is damaged, or of another version"):
+        read_config(run.path)
+
+
+def test_the_best_checkpoint_is_that_of_the_task_s_first_metric(run):
+    rows = {0: {"metrics": ["mark", "em"]}, 3: {"valid/mark": -2.0, "valid/em": 0.1, "test/mark": 0.0},
+            6: {"valid/mark": -1.0, "valid/em": 0.0, "test/mark": -9.0}, 9: {"valid/em": 0.9}}  # fmt: skip
+    run.write("metrics.jsonl", "".join(json.dumps({"t": t} | row) + "\n" for t, row in rows.items()))
+    assert run.best().name == "step-000006"
+    for t in (10, 11, 12):
+        save(run, t)
+    assert [path.name for path in run.checkpoints()] == [f"step-{t:06d}" for t in (6, 10, 11, 12)]  # it is kept
 
 
 # ---- no code from a checkpoint

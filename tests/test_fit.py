@@ -20,13 +20,14 @@ import inspo
 import training.fit as fit
 import training.speed as speed
 from config import Config, parse
-from tasks.questions import Question
 from kernels import grpo_head
-from rollout import Job, prompt_ids, rollout
-from tasks.tools import Search
 from models import lora
-from training.fit import activations, estimate, kv_bytes
 from models.model import empty, skeleton
+from rollout import prompt_ids, rollout
+from tasks import Job, Question
+from tasks.search_qa import SearchQA
+from tasks.tools import Tool
+from training.fit import activations, estimate, kv_bytes
 
 ROOT = Path(__file__).parent.parent
 P3, P7 = 3_085_938_688, 7_615_616_512
@@ -188,9 +189,8 @@ class LongTurns:
 
 
 def test_the_longest_trajectory_is_the_longest_that_rollout_makes(tiny):
-    class Endless(Search):
-        def __init__(self):
-            pass
+    class Endless(Tool):
+        tag, noun, argument, plural, result_tag = "search", "a search", "query", "searches", "information"
 
         def submit(self, argument):
             future = Future()
@@ -199,13 +199,15 @@ def test_the_longest_trajectory_is_the_longest_that_rollout_makes(tiny):
 
     _, tokenizer = tiny
     question = Question("q", "Who?", ("x",), "")
-    prompt = len(prompt_ids(tokenizer, "Answer.", question.text))
+    task = SearchQA(Config())
+    task.tools = [Endless()]
+    prompt = len(prompt_ids(tokenizer, task, "Answer.", question))
     cfg = replace(CFG7, max_turns=4, max_response=60, max_observation=50)
     longest = 0
     for max_prompt in range(prompt, prompt + 240, 10):  # from a limit that the first turn reaches to one that none does
         jobs = [Job(0, "Answer.", question, 0)]
         limited = replace(cfg, max_prompt=max_prompt)
-        [tau] = rollout(LongTurns(tokenizer), tokenizer, [Endless()], jobs, limited, temperature=1.0, seed=0)
+        [tau] = rollout(LongTurns(tokenizer), tokenizer, task, jobs, limited, temperature=1.0, seed=0)
         longest = max(longest, len(tau.ids) - max_prompt)
     assert longest == 60 + 50  # max_response + max_observation past max_prompt
     cfg = replace(CFG7, micro_tokens=100)

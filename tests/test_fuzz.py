@@ -17,19 +17,23 @@ from hypothesis import strategies as st
 from tokenizers_like import control_ids, made
 
 from config import Config
-from tasks.questions import Question, load_questions
 from plumbing.faults import Fault, OptimizerDown, ToolDown
 from plumbing.outside import printable
 from reflect import MAX_REPLY, Optimizer, candidates, normalized, paid_calls
 from retrieval.corpus import Corpus
-from rollout import Job, encode, prompt_ids, rollout
-from tasks.tools import MAX_PASSAGE, Search, tags_of
+from rollout import encode, prompt_ids, rollout
+from tasks import Job, Question
+from tasks.questions import load_questions
+from tasks.search import MAX_PASSAGE, Search
+from tasks.search_qa import SearchQA
+from tasks.tools import tags_of
 
 N = int(os.environ.get("FUZZ", 0))  # 10^5 in `make fuzz`
 KEY, GOLD = "sk-secret-123", "Zavrazhye"
 PARENT = "Think in <think> </think>, search with <search> </search>, answer in <answer> </answer>."
 TOKENIZERS = ("world", "qwen", "deepseek")
 ASKED = Question("q", "Who?", (GOLD,), "s")
+TASK = SearchQA(Config(max_observation=60, search_retries=0))
 
 
 def examples(some: int, share: float = 1.0):
@@ -156,11 +160,11 @@ def one_line(fault: Exception, secrets: list[str]) -> None:
 @cache
 def scaffold(name: str) -> list[int]:
     """Returns the control tokens of a prompt that are the chat template's own."""
-    return [i for i in prompt_ids(made(name), "x", "x") if i in control_ids(made(name))]
+    return [i for i in prompt_ids(made(name), TASK, "x", Question("x", "x")) if i in control_ids(made(name))]
 
 
 def speaks_for_nobody(name: str, instruction: str, question: str) -> None:
-    ids, forbidden = prompt_ids(made(name), instruction, question, ("search",)), control_ids(made(name))
+    ids, forbidden = prompt_ids(made(name), TASK, instruction, Question("q", question)), control_ids(made(name))
     assert [i for i in ids if i in forbidden] == scaffold(name)
 
 
@@ -229,8 +233,8 @@ class Searcher:
 
 
 def test_a_search_server_may_answer_anything(server):
-    search = Search(server.url, topk=3, retries=0, timeout=20)
-    cfg = Config(max_observation=60, topk=3)
+    task = SearchQA(TASK.cfg)
+    task.tools = [Search(server.url, topk=3, retries=0, timeout=20)]
     engines = {name: Searcher(made(name)) for name in TOKENIZERS}
 
     @examples(50)
@@ -239,7 +243,7 @@ def test_a_search_server_may_answer_anything(server):
         server.status, server.body = status, text.encode()
         tokenizer, job = made(name), Job(0, PARENT, ASKED, 0)
         try:
-            [tau] = rollout(engines[name], tokenizer, [search], [job], cfg, temperature=0.0, seed=0)
+            [tau] = rollout(engines[name], tokenizer, task, [job], task.cfg, temperature=0.0, seed=0)
         except ToolDown as e:
             return one_line(e, [])
         except TimeoutError:

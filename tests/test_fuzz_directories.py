@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from config import WORLD, Config, read_config
-from export import export_checkpoint
-from plumbing.faults import Fault
 from journal.directory import RunDirectory
-from population import Population, ReplayBuffer
-from report import write
-from training import checkpoint
+from journal.export import export_checkpoint
 from models.model import load_model, load_policy
+from page.html import write
+from plumbing.faults import Fault
+from population import Population, ReplayBuffer
+from training import checkpoint
 
 N = int(os.environ.get("FUZZ", 0)) // 10
 STEPS = (3, 6, 9)
@@ -29,10 +29,10 @@ def tensors(t: int) -> dict:
 
 def state(t: int) -> dict:
     I = {"id": 0, "text": "Search.", "parent": None, "born": 0, "rewards": [0.5]}
-    item = {"t": t, "instruction": 0, "question": "q", "text": "x", "golds": ["a"], "reward": 0.0}
+    item = {"t": t, "instruction": 0, "question": "q", "text": "x", "golds": ["a"], "reward": 0.0, "failed": True}
     return {
         "population": {"family": [I], "active": [0]}, "buffer": {"items": [item]}, "ledger": {}, "start": {"em": 0.1},
-        "seconds": 1.0,
+        "seconds": 1.0, "memory": {}, "metrics": ["em"], "spread": {},
     }  # fmt: skip
 
 
@@ -43,7 +43,7 @@ def whole(tmp_path_factory):
     run = RunDirectory.open(Config(out=str(path), keep=3), "x")
     for t in range(10):
         row = {"reward": 0.5, "w_best": 0.5, "searches": 1.0, "w": {"0": 0.5}, "P": 1, "valid/em": t / 10}
-        run.append("metrics", {"t": t} | (row if t else {"test/em": 0.1}))
+        run.append("metrics", {"t": t} | (row if t else {"test/em": 0.1, "metrics": ["em"]}))
         run.append("population", {"t": t, "event": "prune", "text": "", "P": [{"id": 0, "parent": None, "born": 0}]})
         run.append("reflections", {"t": t, "accepted": ["a"]})
     for t in STEPS:
@@ -52,26 +52,26 @@ def whole(tmp_path_factory):
     return path
 
 
-def harm(dice: random.Random, root: Path, files: list[Path]) -> str:
+def harm(rng: random.Random, root: Path, files: list[Path]) -> str:
     """Damages one file under `root`; returns how."""
-    path = dice.choice(files)
+    path = rng.choice(files)
     content = bytearray(path.read_bytes())
-    how = dice.choice(["cut", "empty", "flip", "flips", "noise", "swap", "remove", "insert", "directory"])
-    place = dice.randrange(len(content) + 1)
+    how = rng.choice(["cut", "empty", "flip", "flips", "noise", "swap", "remove", "insert", "directory"])
+    place = rng.randrange(len(content) + 1)
     if how == "cut":
         content = content[:place]
     elif how == "empty":
         content = bytearray()
     elif how in ("flip", "flips") and content:
-        for _ in range(1 if how == "flip" else dice.randint(2, 40)):
-            content[dice.randrange(len(content))] ^= 1 << dice.randrange(8)
+        for _ in range(1 if how == "flip" else rng.randint(2, 40)):
+            content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
     elif how == "noise":
-        content[place : place + 256] = dice.randbytes(256)
+        content[place : place + 256] = rng.randbytes(256)
     elif how == "swap":
-        content = bytearray(dice.choice(files).read_bytes())
+        content = bytearray(rng.choice(files).read_bytes())
     elif how == "insert":
         lines = [b"[]", b"7", b'{"t": 2}', b'{"t": NaN}', b"[" * 9999]
-        content[place:place] = dice.choice([*(b"\n" + line + b"\n" for line in lines), b"\x00", b"\xff\xfe"])
+        content[place:place] = rng.choice([*(b"\n" + line + b"\n" for line in lines), b"\x00", b"\xff\xfe"])
     path.unlink()
     if how == "directory":
         path.mkdir()
@@ -111,11 +111,11 @@ def resume(path: Path) -> int | None:
 def damaged_directories(whole: Path, tmp_path: Path, seeds: range) -> dict[str, int]:
     ends: dict[str, int] = {}
     for seed in seeds:
-        dice, path = random.Random(seed), tmp_path / "r"
+        rng, path = random.Random(seed), tmp_path / "r"
         shutil.copytree(whole, path)
-        done = [harm(dice, path, files_of(path)) for _ in range(dice.choice([1, 1, 1, 2, 5]))]
-        if dice.random() < 0.1:
-            victim = dice.choice(list((path / "checkpoints").iterdir()))
+        done = [harm(rng, path, files_of(path)) for _ in range(rng.choice([1, 1, 1, 2, 5]))]
+        if rng.random() < 0.1:
+            victim = rng.choice(list((path / "checkpoints").iterdir()))
             shutil.rmtree(victim)
             victim.mkdir()
             done.append(f"emptied {victim.name}")
@@ -194,10 +194,10 @@ def test_a_damaged_policy_is_loaded_or_refused(tmp_path):
 
 
 def test_config_json_is_read_right_or_refused(whole, tmp_path):
-    dice, content = random.Random(0), (whole / "config.json").read_text()
+    rng, content = random.Random(0), (whole / "config.json").read_text()
     for _ in range(N or 100):
         knobs = json.loads(content)
-        knobs[dice.choice(list(knobs))] = dice.choice([None, [], {}, "x", 1.5, True, -1, 10**400, "NaN"])
+        knobs[rng.choice(list(knobs))] = rng.choice([None, [], {}, "x", 1.5, True, -1, 10**400, "NaN"])
         (tmp_path / "config.json").write_text(json.dumps(knobs))
         try:
             assert isinstance(read_config(tmp_path), Config)

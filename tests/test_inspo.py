@@ -109,18 +109,18 @@ def test_a_run_prunes_and_evolves_at_its_steps_only(whole):
     evolved = [t for t, event, _ in events if event == "evolve"]
     assert evolved == [3, 6]  # every K_e = 3 steps while t < T_e = 9: not at 9
     assert events[0][:2] == (0, "start") and 5 <= events[0][2] <= 7  # an optimizer's reply may have faulty candidates
-    n = events[0][2]
-    for t, event, size in events[1:]:  # K_p = 1: half of P leaves at every step, also after T_e, until one is left
-        assert size == n - n // 2 if event == "prune" else (n == 1 and 1 <= size <= 7), (t, event)
-        n = size
-    assert [t for t, event, _ in events if event == "prune"] == [*range(1, 10)]  # at 10 there is one
-    assert events.index((3, "prune", 1)) == [e[:2] for e in events].index((3, "evolve")) - 1  # before it evolves
-
-
-def test_weights_restart_at_zero_when_P_evolves(whole):
-    for event in read_jsonl(whole[0] / "population.jsonl"):
-        if event["event"] == "evolve":
-            assert all(I["rewards"] == [] for I in event["P"])
+    sizes = {0: events[0][2]}  # after each step
+    for t in range(1, 11):
+        happened = {event: size for at, event, size in events if at == t}
+        n = sizes[t] = sizes[t - 1]
+        assert ("prune" in happened) == (n > 1)  # K_p = 1: half of P leaves, also after T_e, until one is left
+        if n > 1:
+            assert happened["prune"] == n - n // 2
+            sizes[t] = happened["prune"]
+        if "evolve" in happened:  # after the pruning
+            assert sizes[t] == 1 <= happened["evolve"] <= 7
+            sizes[t] = happened["evolve"]
+    assert max(sizes[6], sizes[3]) > 2 and events.index((3, "prune", 1)) < [e[:2] for e in events].index((3, "evolve"))
 
 
 def test_verification_questions_are_none_of_the_failures_shown(whole):

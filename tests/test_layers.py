@@ -16,7 +16,7 @@ from config import Config
 from training.fit import activations
 from models.layers import FAMILIES, fuse, installed
 from models.model import empty, load_model, score, skeleton
-from training.worker import Worker
+from training.policy import Worker
 
 triton = pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 pytest.importorskip("liger_kernel")

@@ -17,7 +17,7 @@ import export
 from config import WORLD, Config
 from engines.torch_engine import TorchEngine
 from grpo import Learner, minibatches
-from tasks.tools import Search
+from tasks import load_task
 from models import lora
 from models.model import load_policy, weights
 from training.policy import Policy
@@ -51,6 +51,11 @@ def trained(model, rank=RANK, alpha=ALPHA, size=0.05):
 
 def learner_of(model, **settings):
     return Learner(model, None, settings_of(lora_rank=RANK, lora_alpha=ALPHA, **settings))
+
+
+def loss_of(learner, taus):
+    """Returns (loss, extras) of one on-policy mini-batch."""
+    return learner.loss(taus, learner.terms(taus, [list(range(len(taus)))], 0, None))
 
 
 def logps_of(model, taus):
@@ -135,7 +140,7 @@ def test_the_kl_is_that_to_the_first_policy(world):
     learner, first = learner_of(model), copy.deepcopy(world[0]).double()
     assert learner.reference is model
     want, kl, _ = eq2(model, first, taus)
-    loss, extras = learner.loss(taus, learner.plan(taus))
+    loss, extras = loss_of(learner, taus)
     assert kl > 1e-3 and extras["kl"].mean().item() == pytest.approx(kl, rel=1e-6)
     assert loss.item() == pytest.approx(want.item(), rel=1e-6)
 
@@ -159,7 +164,7 @@ def gradients(model, taus, **settings):
     """Returns the gradients of Eq. 2, KL to a first policy left out."""
     learner = Learner(model, None, settings_of(beta=0.0, **settings))
     model.train()
-    learner.loss(taus, learner.plan(taus))[0].backward()
+    loss_of(learner, taus)[0].backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -247,7 +252,7 @@ def test_reset_restores_the_first_policy_and_load_the_trained_one(tiny_path, tin
         model=tiny_path, engine="torch", lr=1e-2, T=2, warmup=0.0, beta=0.1, lora_rank=RANK, lora_alpha=ALPHA,
         micro_tokens=300, G=3, mini=4,
     )  # fmt: skip
-    policy = Policy(cfg, Ranks("cpu", 1), "torch", Search("http://127.0.0.1:9", 1))
+    policy = Policy(cfg, Ranks("cpu", 1), "torch", load_task(cfg))
     taus, model = made_up(2), policy.worker.learner.model
     policy.worker.learner.max_gap = 1e9  # the trajectories are made up
     first = logps_of(tiny[0], taus)

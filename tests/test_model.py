@@ -7,13 +7,13 @@ import pytest
 import torch
 import transformers
 from tiny_model import STOP
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import models.model
 from config import WORLD
 from engines.torch_engine import TorchEngine
-from plumbing.faults import Fault
 from models.model import (
     blocks,
     empty,
@@ -27,6 +27,7 @@ from models.model import (
     score,
     weights,
 )
+from plumbing.faults import Fault
 
 LENGTHS = [7, 1, 30, 12, 30]
 
@@ -271,7 +272,7 @@ def test_a_chat_template_that_cannot_ask_a_question(changed, template, reason):
 
 
 def test_a_tokenizer_that_cannot_write_the_stop_strings(tmp_path):
-    words = Tokenizer(models.WordLevel({"<unk>": 0, "x": 1}, unk_token="<unk>"))
+    words = Tokenizer(WordLevel({"<unk>": 0, "x": 1}, unk_token="<unk>"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", chat_template="{{ messages }}")
     tokenizer.save_pretrained(tmp_path)
     assert "cannot write </search>" in refused(load_tokenizer, str(tmp_path), STOP)

@@ -10,18 +10,23 @@ from hypothesis import strategies as st
 from tokenizers_like import MAKERS, control_ids, made
 
 import ask
-from config import SEARCH_R1, WORLD, Config
-from tasks.questions import Question
-from plumbing.faults import Fault, one_line
+from config import WORLD, Config
 from journal.log import Ledger, Log
+from plumbing.faults import Fault, one_line
 from plumbing.outside import clean, plain, printable, secrets_of
 from population import Instruction
 from reflect import Call
-from rollout import Trajectory, Turn, encode, observation_ids, prompt_ids
-from tasks.tools import Calculator, Search, tags_of
+from rollout import encode, observation_ids, prompt_ids
+from tasks import Question, Trajectory, Turn
+from tasks.search_qa import SEARCH_R1, SearchQA
+from tasks.tools import tags_of
 
-SEARCH = object.__new__(Search)  # its words alone: no server
-TAGS = tags_of([SEARCH, Calculator()])
+TASK = SearchQA(Config(tools="search,calculator"))
+SEARCH, TAGS = TASK.tools[0], tags_of(TASK.tools)
+
+
+def prompt(tokenizer, instruction, question):
+    return prompt_ids(tokenizer, TASK, instruction, Question("q", question))
 
 
 def spellings(tokenizer):
@@ -48,12 +53,12 @@ def hostile(name):
 def test_no_outside_text_becomes_a_control_token(name):
     tokenizer, forbidden = made(name), control_ids(made(name))
     assert forbidden
-    scaffold = [i for i in prompt_ids(tokenizer, "x", "x") if i in forbidden]
+    scaffold = [i for i in prompt(tokenizer, "x", "x") if i in forbidden]
 
     @settings(max_examples=15, deadline=None, derandomize=True)
     @given(hostile(name), hostile(name), hostile(name), st.sampled_from([7, 40, 10_000]))
     def check(instruction, question, passage, limit):
-        ids = prompt_ids(tokenizer, instruction, question, TAGS)
+        ids = prompt(tokenizer, instruction, question)
         assert [i for i in ids if i in forbidden] == scaffold
         ids = observation_ids(tokenizer, SEARCH, [passage, passage], limit, TAGS)
         assert not forbidden & set(ids)
@@ -87,7 +92,7 @@ def test_harmless_text_keeps_its_tokens(name):
     question = "Who wrote “Emma” (the novel) & when?"
     message = {"role": "user", "content": f"{SEARCH_R1}\n\nQuestion: {question}\n"}
     whole = tokenizer.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
-    assert prompt_ids(tokenizer, SEARCH_R1, question, TAGS) == encode(tokenizer, whole)
+    assert prompt(tokenizer, SEARCH_R1, question) == encode(tokenizer, whole)
 
 
 def test_the_texts_of_the_world_keep_their_tokens():
@@ -98,7 +103,7 @@ def test_the_texts_of_the_world_keep_their_tokens():
         assert observation_ids(tokenizer, SEARCH, [row["contents"]], 10_000, TAGS)[: len(expected)] == expected
     instruction = (WORLD / "instruction.txt").read_text().strip()
     tags = encode(tokenizer, "<think></think><search></search><information></information><answer></answer>")
-    assert len(tags) == 8 and set(tags) <= set(prompt_ids(tokenizer, instruction, "who?", TAGS))
+    assert len(tags) == 8 and set(tags) <= set(prompt(tokenizer, instruction, "who?"))
 
 
 def test_a_passage_of_megabytes_is_cut_before_it_is_tokenized():

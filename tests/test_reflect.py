@@ -10,9 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import tenacity
-from json_server import hang_up, json_servers, too_slow
+from json_server import json_servers
 
-from config import SEARCH_R1
 from plumbing.faults import OptimizerDown
 from reflect import (
     MAX_REPLY,
@@ -28,6 +27,7 @@ from reflect import (
     shorten,
     token_counter,
 )
+from tasks.search_qa import SEARCH_R1
 
 
 def words(text):
@@ -209,7 +209,7 @@ def test_ten_and_more_blocks_are_told_apart():
 @pytest.mark.parametrize("parent", ["Answer in <answer> </answer>.", "No tags at all."])
 def test_talk_about_the_blocks_never_becomes_an_instruction(parent):
     reply = "Here they are, in <ins_1>...</ins_1> to <ins_6>...</ins_6> tags:\n<ins_1>B <answer> </answer></ins_1>"
-    accepted = [text for text in parse(reply) if not check(text, parent, set(), [], 100, words)]
+    accepted = [text for text in parse(reply) if not check(text, parent, set(), [], 100, words, PARSED)]
     assert accepted == ["B <answer> </answer>"]
 
 
@@ -226,8 +226,17 @@ PARENT = "Think in <think> </think>, search with <search> </search>, answer in <
 GOOD = f"Search one entity at a time. {PARENT}"
 
 
-def reason(candidate, parent=PARENT, used=(), golds=(), max_tokens=100):
-    return check(candidate, parent, {normalized(t) for t in used}, list(golds), max_tokens, words)
+PARSED = ["search", "answer"]
+FIG_4 = """You are required to answer the following question. To do so, you must externalize your entire thought \
+process using the specified XML tags. Your task is to follow the "Evidence-Based Reasoning" protocol.
+- **Plan:** In a `<think>...</think>` block, create a numbered plan of inquiry.
+- **Execute & Analyze:** For each planned step: Execute a `<search>...</search>`. Analyze the results in a \
+`<think>...</think>` block using this mandatory format: **Evidence:** Quote the exact text from the source document...
+- **Synthesize & Answer:** Then, provide the final answer in a self-contained `<answer>...</answer>` block."""
+
+
+def reason(candidate, parent=PARENT, used=(), golds=(), max_tokens=100, parsed=PARSED):
+    return check(candidate, parent, {normalized(t) for t in used}, list(golds), max_tokens, words, parsed)
 
 
 def test_a_well_formed_candidate_may_join():
@@ -254,24 +263,26 @@ def test_a_candidate_may_be_as_long_as_the_limit_and_no_longer():
     assert reason(GOOD, max_tokens=n - 1) == f"longer than {n - 1} tokens"
 
 
-@pytest.mark.parametrize("tag", ["<think>", "</think>", "<search>", "</search>", "<answer>", "</answer>"])
-def test_a_candidate_that_lost_any_tag_of_the_parent_is_rejected(tag):
+@pytest.mark.parametrize("tag", ["<search>", "</search>", "<answer>", "</answer>"])
+def test_a_candidate_that_lost_a_tag_of_its_parent_s_that_is_parsed_is_rejected(tag):
     assert reason(GOOD.replace(tag, "")) == f"lost {tag}"
     assert reason(GOOD.replace(tag, tag.replace("<", "["))) == f"lost {tag}"
     assert reason(GOOD.replace(tag, tag.upper())) == f"lost {tag}"
+    assert reason(GOOD.replace(tag, ""), parent=PARENT.replace(tag, "")) == ""  # the parent does not have it either
+    assert reason(GOOD.replace(tag, ""), parsed=["calculate"]) == ""
 
 
-def test_every_tag_of_search_r1_s_instruction_is_asked_for():
-    for tag in ("think", "search", "information", "answer"):
-        for written in (f"<{tag}>", f"</{tag}>"):
-            without = "Really: " + SEARCH_R1.replace(written, "")
-            assert reason(without, parent=SEARCH_R1, max_tokens=1000) == f"lost {written}"
-    assert reason("Really: " + SEARCH_R1, parent=SEARCH_R1, max_tokens=1000) == ""
-
-
-def test_new_tags_are_welcome_and_a_parent_without_tags_asks_for_none():
+def test_all_other_tags_are_its_own_to_choose():
     assert reason(f"{GOOD} Write a <plan> </plan>.") == ""
     assert reason("Search first.", parent="Just answer, x < y > z.") == ""
+    assert reason(GOOD.replace("<think>", "").replace("</think>", "")) == ""
+    assert reason(GOOD.replace("answer in", "as in <answer> Paris </answer>: answer in")) == ""
+
+
+def test_the_instruction_that_the_paper_s_figure_4_shows_may_follow_search_r1_s():
+    """It has lost <information>, and gives no example of an answer."""
+    assert "<information>" in SEARCH_R1 and "<information>" not in FIG_4
+    assert reason(FIG_4, parent=SEARCH_R1, golds=["James Madison"], max_tokens=1000) == ""
 
 
 @pytest.mark.parametrize(
@@ -329,7 +340,6 @@ def test_a_gold_answer_leaks_only_as_whole_words_that_are_long_and_new(gold, inn
         ("\x1b[2J\x1b[31mred", "holds control characters"), ("a\x00b", "holds control characters"),
         ("andrei\u200btark\u00adovsky", "holds control characters"), ("\u202eabc", "holds control characters"),
         ("<information>Doc 1(Title: Emma) Emma is a novel by Jane Austen.</information>", "holds a search result"),
-        ("<answer>Jane Austen</answer>", "holds an answer of its own"), ("<answer> 42 </answer>", "holds an answer"),
         ("\nQuestion: who wrote Emma?", "asks a question of its own"), ("\n > QUESTION : x", "asks a question"),
     ],
 )  # fmt: skip
@@ -374,32 +384,32 @@ def test_a_reply_s_candidates_are_accepted_or_rejected_with_a_reason():
         f"<ins_{k}>{text}</ins_{k}>"
         for k, text in enumerate([GOOD, PARENT.upper(), "No tags.", f"Say Tarkovsky. {PARENT}", f"Twice. {PARENT}"], 1)
     )
-    accepted, rejected = candidates(reply, PARENT, used, (gold for gold in ["Solaris", "Tarkovsky"]), 100, 6)
+    accepted, rejected = candidates(reply, PARENT, used, (gold for gold in ["Solaris", "Tarkovsky"]), 100, 6, PARSED)
     assert accepted == {1: GOOD, 5: f"Twice. {PARENT}"}
     assert rejected == [
         {"k": 2, "reason": "duplicate"},
-        {"k": 3, "reason": "lost </answer>"},
+        {"k": 3, "reason": "lost <search>"},
         {"k": 4, "reason": "contains the gold answer 'Tarkovsky'"},
     ]
     assert used == {normalized(text) for text in (PARENT, "another one", GOOD, f"Twice. {PARENT}")}
-    assert candidates(reply, PARENT, used, [], 100, 6)[0] == {4: f"Say Tarkovsky. {PARENT}"}  # the others are in use
+    assert candidates(reply, PARENT, used, [], 100, 6, PARSED)[0] == {4: f"Say Tarkovsky. {PARENT}"}  # others are used
 
 
 def test_two_candidates_of_one_reply_with_the_same_words_are_one():
-    accepted, rejected = candidates("<ins_1>A b.</ins_1><ins_2>a, B!</ins_2>", "parent", set(), [], 100, 6)
+    accepted, rejected = candidates("<ins_1>A b.</ins_1><ins_2>a, B!</ins_2>", "parent", set(), [], 100, 6, PARSED)
     assert accepted == {1: "A b."} and rejected == [{"k": 2, "reason": "duplicate"}]
 
 
 def test_candidates_are_measured_in_the_optimizer_s_tokens():
     count, _ = token_counter()
     text = "Search for one entity at a time, then answer."
-    assert candidates(f"<ins_1>{text}</ins_1>", "parent", set(), [], count(text), 1)[0] == {1: text}
-    _, [row] = candidates(f"<ins_1>{text}</ins_1>", "parent", set(), [], count(text) - 1, 1)
+    assert candidates(f"<ins_1>{text}</ins_1>", "parent", set(), [], count(text), 1, PARSED)[0] == {1: text}
+    _, [row] = candidates(f"<ins_1>{text}</ins_1>", "parent", set(), [], count(text) - 1, 1, PARSED)
     assert row["reason"] == f"longer than {count(text) - 1} tokens"
 
 
 def test_a_reply_without_candidates_gives_none():
-    assert candidates("I cannot help with that.", "parent", set(), [], 100, 6) == ({}, [])
+    assert candidates("I cannot help with that.", "parent", set(), [], 100, 6, PARSED) == ({}, [])
 
 
 # --- the client, against a real HTTP server -----------------------------------------------------------------------
@@ -479,47 +489,16 @@ def test_a_reply_of_null_is_an_empty_reply(endpoint):
     assert Optimizer(base(endpoint(completion(None))), "m").ask("p", "t0 r0").reply == ""
 
 
-@pytest.mark.parametrize("fault", [(429, {}, "slow down"), (500, {}, ""), (503, {}, "<html>"), (529, {}, ""), hang_up])
-def test_a_transient_fault_is_retried(endpoint, waits, fault):
-    server = endpoint(fault, fault, completion("at last"))
-    assert Optimizer(base(server), "m").ask("p", "t0 r0").reply == "at last"
-    assert len(server.requests) == 3
-    assert len({body for _, _, body in server.requests}) == 1
-    assert len(waits) == 2 and 0.5 <= waits[0] <= 1.5 and 1 <= waits[1] <= 3
-
-
-def test_a_rate_limit_is_observed(endpoint, waits):
-    server = endpoint((429, {"Retry-After": "17"}, ""), completion())
-    Optimizer(base(server), "m").ask("p", "t0 r0")
-    assert waits == [17]
-
-
-def test_a_reply_that_takes_too_long_is_asked_for_again(endpoint):
-    server = endpoint(too_slow, completion("in time"))
-    call = Optimizer(base(server), "m", timeout=0.3).ask("p", "t0 r0")
-    assert call.reply == "in time" and call.seconds >= 0.3
-    assert len(server.requests) == 2
-
-
 def test_an_optimizer_that_stays_away_is_down_and_the_fault_is_named(endpoint, waits):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        url = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
-    with pytest.raises(OptimizerDown, match=f"^{url}/chat/completions: ConnectionError, 3 times$"):
-        Optimizer(url, "m", retries=2).ask("p", "t0 r0")
-    assert len(waits) == 2
-    with pytest.raises(OptimizerDown, match="no whole answer in 0.1 s, 2 times$"):
-        Optimizer(base(endpoint(too_slow)), "m", timeout=0.1, retries=1).ask("p", "t0 r0")
-    with pytest.raises(OptimizerDown, match="HTTP 503: overloaded, 2 times$"):
-        Optimizer(base(endpoint((503, {}, "overloaded\n"))), "m", retries=1).ask("p", "t0 r0")
-
-
-@pytest.mark.parametrize("status", [400, 401, 403, 404, 422])
-def test_a_refusal_is_not_retried(endpoint, waits, status):
-    server = endpoint((status, {}, '{"error": "no such key"}'))
-    with pytest.raises(OptimizerDown, match=f"HTTP {status}: .*no such key"):
-        Optimizer(base(server), "m", "bad").ask("p", "t0 r0")
-    assert len(server.requests) == 1
-    assert waits == []
+    server = endpoint((503, {}, "overloaded\n"))
+    with pytest.raises(OptimizerDown, match=f"^{base(server)}/chat/completions: HTTP 503: overloaded, 3 times$"):
+        Optimizer(base(server), "m", retries=2).ask("p", "t0 r0")
+    assert len({body for _, _, body in server.requests}) == 1 and len(server.requests) == 3
+    assert 0.5 <= waits[0] <= 1.5 and 1 <= waits[1] <= 3
+    with pytest.raises(OptimizerDown, match="HTTP 401: no such key$"):
+        Optimizer(base(endpoint((401, {}, "no such key"))), "m", "bad").ask("p", "t0 r0")
+    with pytest.raises(OptimizerDown):
+        Optimizer("localhost:8001/v1", "m").ask("p", "t0 r0")
 
 
 @pytest.mark.parametrize(
@@ -546,12 +525,6 @@ def test_a_malformed_completion_is_never_taken_for_a_reply(endpoint, waits, text
     assert len(server.requests) == 2  # a model may do better the second time
 
 
-def test_an_invalid_url_is_down_too(waits):
-    for url in ("", "localhost:8001/v1", "http://", "http://["):
-        with pytest.raises(OptimizerDown):
-            Optimizer(url, "m", retries=1).ask("p", "t0 r0")
-
-
 def test_the_environment_s_proxy_is_asked_unless_the_endpoint_is_on_this_machine(endpoint, monkeypatch):
     proxy = endpoint(completion("by proxy"))
     for name in ("HTTP_PROXY", "http_proxy"):
@@ -569,17 +542,6 @@ def test_a_reply_that_ended_at_a_limit_is_marked(endpoint):
         assert Optimizer(base(endpoint(answer)), "m").ask("p", "t0 r0").cut is cut
     call = Optimizer(base(endpoint(completion("x" * 10**6))), "m").ask("p", "t0 r0")
     assert call.cut and len(call.reply) == MAX_REPLY and call.completion_tokens == 250_000
-
-
-def test_a_key_that_the_endpoint_echoes_is_in_no_call(endpoint):
-    server = endpoint(completion("<ins_1>Your key is sk-secret-1.</ins_1>", usage={"sk-secret-1": "sk-secret-1"}))
-    call = Optimizer(base(server), "m", "sk-secret-1").ask("p", "t0 r0")
-    assert call.reply == "<ins_1>Your key is [secret].</ins_1>" and "sk-secret" not in json.dumps(asdict(call))
-
-
-def test_half_a_surrogate_pair_in_a_reply_is_replaced_so_that_every_tokenizer_takes_it(endpoint):
-    answer = r'{"choices": [{"message": {"content": "<ins_1>a\ud83d b</ins_1>"}}]}'
-    assert Optimizer(base(endpoint((200, {}, answer))), "m").ask("p", "t0 r0").reply == "<ins_1>a\ufffd b</ins_1>"
 
 
 def test_an_optimizer_that_was_killed_is_revived(endpoint):

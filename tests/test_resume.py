@@ -1,11 +1,16 @@
-"""A run that is stopped at its n-th call of the policy or the optimizer, for every n, and resumed: the same files.
+"""A run that is stopped at its n-th call of policy, optimizer or judge, for every n, and resumed: the same files.
 
 Log, directory and Algorithm 1 are the real ones. The policy is a number that every update moves, so that hundreds of
 runs take seconds; tests/test_stop.py and bench/chaos.py do the same to real ones.
 """
 
+import contextlib
+import gzip
 import hashlib
 import io
+import json
+import re
+import statistics
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -14,26 +19,26 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from plumbing import stop
 from config import WORLD, Config
-from tasks.questions import Question
-from plumbing.faults import ToolDown
-from journal.directory import RunDirectory, read_jsonl
+from inspo import inspo, population_of
+from journal.directory import RunDirectory, read_jsonl, step_of
 from journal.log import Log
 from journal.screen import Screen
-from inspo import inspo
-from reflect import Call, paid_calls
-from rollout import Trajectory, Turn
-from training import checkpoint
 from models.model import load_tokenizer
+from plumbing import stop
+from plumbing.faults import Fault, Outage
+from reflect import Call, paid_calls
+from tasks import Question, Task, Trajectory, Turn
+from training import checkpoint
 
-D = {f"q{k}": Question(f"q{k}", f"Which {k}?", (f"gold {k}",), "s") for k in range(20)}
+QUESTIONS = [Question(f"q{k}", f"Which {k}?", source=f"s{k % 2}", data=f"right {k}") for k in range(20)]
+FIRST = "Think in <think> </think>, answer in <answer> </answer>."
 CFG = Config(
     batch=4, mini=4, G=2, T=7, K_p=1, K_e=2, T_e=6, D_B=3, N_P=3, rounds=2, eval_every=3, save_every=3, failures=2,
-    instruction=str(Path(__file__).parent / "fixture" / "instruction.txt"), keep=2,
+    keep=2,
 )  # fmt: skip
-
 TOKENIZER = load_tokenizer(str(WORLD / "policy"))
+AWAY = "the judge at http://judge:1 does not answer"
 
 
 class Calls:
@@ -48,22 +53,49 @@ class Calls:
             raise self.fault
 
 
+class Judged(Task):
+    """Its rewards, -1 or 3, come from a judge that may be away; nobody has gold answers."""
+
+    tools = ()
+    best_reward = 3.0
+
+    def __init__(self, cfg, calls):
+        super().__init__(cfg)
+        self.calls, self.asked = calls, ""
+
+    def questions(self, split):
+        return {"train": QUESTIONS, "valid": QUESTIONS[:3], "test": QUESTIONS[5:10]}[split]
+
+    def reward(self, taus):
+        self.calls(f"{self.asked} judge")
+        return [3.0 if tau.prediction == tau.question.data else -1.0 for tau in taus]
+
+    def metrics(self, tau):
+        return {"mark": tau.reward / 2, "letters": float(len(tau.response))}
+
+
 class Policy:
     """One number; what it answers depends on it, on the question, the instruction and the purpose."""
 
-    def __init__(self, calls: Calls):
-        self.calls, self.weight, self.t, self.seconds = calls, 1.0, 0, defaultdict(float)
-        search = SimpleNamespace(tag="search", plural="searches")
-        self.worker = SimpleNamespace(tools=[search], engine=SimpleNamespace(unproven=0), tokenizer=TOKENIZER)
-        self.memory = {}
+    def __init__(self, calls: Calls, task: Judged):
+        self.calls, self.task, self.weight, self.t, self.seconds = calls, task, 1.0, 0, defaultdict(float)
+        self.worker = SimpleNamespace(engine=SimpleNamespace(unproven=0), tokenizer=TOKENIZER)
+        self.learner = SimpleNamespace(memory={}, set_advantages=self.set_advantages)
+
+    def set_advantages(self, taus):
+        memory = self.learner.memory
+        for tau in taus:
+            tau.advantage = tau.reward - memory.get(tau.question.id, 0.0)
+            memory[tau.question.id] = tau.reward
 
     def rollout(self, t, purpose, jobs, temperature=None):
-        self.calls(f"{t} {purpose}")
+        self.task.asked = f"{t} {purpose}"
+        self.calls(self.task.asked)
         self.seconds[purpose.split()[0]] += 0.1
         taus = []
         for k, job in enumerate(jobs):
             bits = hashlib.sha256(f"{self.weight} {t} {purpose} {k} {job.text} {job.question.id}".encode()).digest()
-            answer = job.question.golds[0] if bits[0] < 100 else "nothing"
+            answer = job.question.data if bits[0] < 100 else "nothing"
             tau = Trajectory(job.instruction, job.question, job.group, [1, 2], 1, [0, 1], [0.0, -1.0])
             tau.turns, tau.stop, tau.response, tau.prediction = [Turn(answer)], "answer", answer, answer
             taus.append(tau)
@@ -111,21 +143,16 @@ class Optimizer:
         return Call(when, prompt, reply, 10, 20, 0.5, False)
 
 
-def play(out: Path, calls: Calls, resume: bool) -> None:
-    """A run in this process, ended as journal.start.prepare ends one."""
-    run = RunDirectory.open(replace(CFG, out=str(out), resume=resume), "x")
-    policy, optimizer = Policy(calls), Optimizer(calls, paid_calls(run.rows("reflections")))
-    screen = Screen(CFG.T, Console(file=io.StringIO()))
-    test = list(D.values())[:5]
-    log = Log(replace(CFG, out=str(out), resume=resume), run, policy, test, test, screen, began=0.0)
-    try:
-        _, I_star = inspo(log.cfg, policy, optimizer, D, log)
-        log.finish(I_star)
-    except (stop.Stopped, ToolDown):
-        log.rescue()
-        raise
-    finally:
-        run.close()
+def play(out: Path, calls: Calls) -> None:
+    """A run in this process, or the rest of one, as inspo.train plays it."""
+    cfg = replace(CFG, out=str(out), resume=(out / "config.json").exists())
+    task = Judged(cfg, calls)
+    with stop.listening(), RunDirectory.opened(cfg) as run:
+        policy, optimizer = Policy(calls, task), Optimizer(calls, paid_calls(run.rows("reflections")))
+        log = Log(cfg, run, policy, task, FIRST, Screen(cfg.T, [], Console(file=io.StringIO())))
+        with log.rescued():
+            _, I_star = inspo(cfg, task, policy, optimizer, population_of(cfg), log)
+            log.finish(I_star)
 
 
 def left(out: Path) -> dict[str, object]:
@@ -136,51 +163,78 @@ def left(out: Path) -> dict[str, object]:
     return rows | {name: (out / name).read_text() for name in ("I_star.txt", "policy/weights")}
 
 
-@pytest.fixture(autouse=True)
-def no_page(monkeypatch):
-    monkeypatch.setattr("report.write", lambda runs, out: out)
+@pytest.fixture(scope="module", autouse=True)
+def no_page():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("page.html.write", lambda runs, out: out)
+        yield
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """(files, names of all calls) of a run that nobody stops."""
+    """(files, names of all calls, directory, standard output) of a run that nobody stops."""
     out, calls = tmp_path_factory.mktemp("runs") / "whole", Calls()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("report.write", lambda runs, out: out)
-        play(out, calls, resume=False)
-    return left(out), calls.names
+    with contextlib.redirect_stdout(io.StringIO()) as stdout:
+        play(out, calls)
+    return left(out), calls.names, out, stdout.getvalue()
 
 
 def test_the_run_has_every_phase(whole):
-    names = {name.split(" ", 1)[1].split()[0] for name in whole[1]}
-    assert names == {"rollout", "verify", "evaluate", "r0", "r1"} or names == {"rollout", "verify", "evaluate", "r0"}
+    phases = {name.split(" ", 1)[1].split()[0] for name in whole[1]}
+    assert phases - {"r1"} == {"rollout", "verify", "evaluate", "r0"}
     assert any(row["event"] == "evolve" and len(row["P"]) > 1 for row in whole[0]["population"])
 
 
-@pytest.mark.parametrize("fault", [stop.Stopped("stopped"), ToolDown("away")], ids=["stopped", "outage"])
+def test_everything_is_measured_in_the_task_s_own_metrics(whole):
+    files, _, out, stdout = whole
+    rows, summary = files["metrics"], json.loads((out / "summary.json").read_text())
+    assert rows[0]["metrics"] == summary["metrics"] == ["mark", "letters"] and summary["metric"] == "mark"
+    assert {row["t"] for row in rows if {"valid/mark", "test/mark", "test/letters/s0"} <= set(row)} == {3, 6}
+    for row in rows[1:]:
+        assert row["mark"] == row["reward"] / 2 and row["failed"] == pytest.approx((3 - row["reward"]) / 4)
+    valid = {row["t"]: row["valid/mark"] for row in rows if "valid/mark" in row}
+    assert step_of(RunDirectory(out).best()) == max(valid, key=lambda t: (valid[t], -t))
+    assert summary["tools"] == [] and summary["ledger"]["tool_calls"] == 0
+    assert summary["start"] == {k.removeprefix("test/"): x for k, x in rows[0].items() if k.startswith("test/")}
+    for name, means in summary["held_out"].items():
+        with gzip.open(out / "trajectories" / f"test-{name.replace(', ', '-').replace(' ', '_')}.jsonl.gz", "rt") as f:
+            marks = [row["metrics"]["mark"] for row in map(json.loads, f)]
+        assert means["mark"] == pytest.approx(statistics.fmean(marks)) and set(marks) <= {-0.5, 1.5}
+        assert summary["spread"][name] == pytest.approx(statistics.pstdev(marks))
+        cells = [means[k] for k in ("mark", "mark/s0", "mark/s1", "letters")]
+        assert " ".join([name, *(f"{x:.3f}" for x in cells)]) in re.sub(" +", " ", stdout)
+    assert re.search(r"^mark [+-]\d", stdout, re.M) and not re.search(r"\b(EM|F1|em|f1|searches)\b", stdout)
+    prompts = [row["call"]["prompt"] for row in read_jsonl(out / "reflections.jsonl") if "call" in row]
+    assert any("Response: Question: Which" in prompt for prompt in prompts)
+    assert not any("Correct answer" in prompt for prompt in prompts)
+
+
+@pytest.mark.parametrize("fault", [stop.Stopped("stopped"), Outage(AWAY)], ids=["stopped", "outage"])
 def test_stopped_at_any_call_and_resumed_a_run_leaves_the_same(whole, tmp_path, fault):
-    files, names = whole
+    files, names, _, _ = whole
     for n in range(1, len(names) + 1):
         out = tmp_path / f"r{n}"
-        with pytest.raises(type(fault)):
-            play(out, Calls(n, fault), resume=False)
+        with pytest.raises((Fault, stop.Stopped)) as end:
+            play(out, Calls(n, fault))
+        assert str(fault) in str(end.value)
+        assert not out.exists() or str(end.value).endswith(f"with --out {out} --resume"), names[n - 1]
         last = RunDirectory(out).checkpoints()
         done = int(names[n - 1].split()[0].lstrip("t")) - 1  # steps that were complete; no more than one is repeated
-        assert done < 1 or (last and int(last[-1].name.split("-")[1]) >= done), names[n - 1]
+        assert done < 1 or step_of(last[-1]) >= done, names[n - 1]
         again = Calls()
-        play(out, again, resume=True)
+        play(out, again)
         assert left(out) == files, names[n - 1]
-        assert len(again.names) <= len(names) - n + 3, names[n - 1]  # what was done is not done again
+        assert len(again.names) <= len(names) - n + 6, names[n - 1]  # an evaluation, or an evolution, is done again
 
 
 def test_stopped_at_every_call_again_and_again_a_run_still_ends_the_same(whole, tmp_path):
-    """Each process dies at its second call or third, so that resumed steps are stopped too."""
+    """Each process dies at its seventh call or so, so that resumed steps are stopped too."""
     out, ended, n = tmp_path / "r", False, 0
     while not ended and n < 200:
         n += 1
         try:
-            play(out, Calls(5 + n % 3, stop.Stopped("stopped")), resume=n > 1)
+            play(out, Calls(7 + n % 3, stop.Stopped("stopped")))
             ended = True
-        except stop.Stopped:
+        except (Fault, stop.Stopped):
             pass
     assert ended and n > 3 and left(out) == whole[0]

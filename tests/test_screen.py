@@ -32,7 +32,7 @@ def shown(screen: Screen, width: int) -> str:
 
 
 def test_without_a_terminal_lines_are_plain(capsys):
-    with Screen(100) as screen:
+    with Screen(100, ["searches"]) as screen:
         screen.note("a note\x1b[2J")
         screen.event(10, "prune", population(), "|P| 4 -> 2")
         for t in range(1, 11):
@@ -47,7 +47,7 @@ def test_without_a_terminal_lines_are_plain(capsys):
 @pytest.mark.parametrize("width", [60, 100, 200])
 def test_the_view_has_curves_population_and_last_events(width):
     console = Console(file=io.StringIO(), force_terminal=True, width=width)
-    screen = Screen(100, console)
+    screen = Screen(100, ["searches"], console)
     for t in range(1, 61):
         screen.step(t, ROW | {"reward": t / 100}, population(), 3.0)
     for t in range(1, 7):

@@ -8,8 +8,21 @@ import pytest
 
 from config import Config
 from plumbing.faults import Fault
-from tasks import Question, Task, Trajectory, by_source, draw, load_task, measure, reward, rng_of, subset
+from tasks import (
+    Question,
+    Task,
+    Trajectory,
+    by_source,
+    check_questions,
+    draw,
+    load_task,
+    measure,
+    reward,
+    rng_of,
+    subset,
+)
 from tasks.search_qa import SearchQA
+from tasks.tools import Calculator
 
 GAME = """
 from tasks import Question, Task
@@ -94,6 +107,21 @@ def test_a_task_is_a_class_of_any_module(game):
 )
 def test_what_is_no_task_is_refused_by_name(game, name, says):
     assert refused(load_task, Config(task=name)).startswith(f"--task {name}: {says}")
+
+
+@pytest.mark.parametrize(
+    "split, ids, says",
+    [("train", [], "no questions to train on"), ("test", [], "no questions to test on"),
+     ("valid", ["a", "b", "a"], "have the id 'a'")],
+)  # fmt: skip
+def test_a_task_without_questions_or_with_an_id_twice_is_refused(split, ids, says):
+    class Asking(Returning):
+        def questions(self, name):
+            return [Question(id, "Who?") for id in ({split: ids}.get(name, [name]))]
+
+    assert says in refused(check_questions, Asking())
+    split, ids = "valid", []
+    check_questions(Asking())  # without validation questions a run has no best checkpoint, and needs none
 
 
 # ---- rewards and metrics
@@ -189,10 +217,14 @@ def test_metrics_are_floats_under_the_names_that_the_task_gives():
         ([{"wins": 1.0}, {"wins": math.nan}], "question 1: wins is nan; return finite numbers"),
         ([{"wins": 1.0}, {"wins": None}], "question 1: wins is None; return"),
         ([{"wins": "yes"}, {"wins": "no"}], "question 0: wins is 'yes'; return"),
+        ([{"loss": 1.0}, {"loss": 0.0}], "question 0: loss is measured of every run; give it another name"),
+        ([{"calculations": 1.0}, {"calculations": 0.0}], "question 0: calculations is measured of every run; give"),
     ],
 )
 def test_metrics_that_cannot_be_averaged_are_refused_by_name(rows, says):
-    line = refused(measure, Returning(metrics=rows), taus(2))
+    task = Returning(metrics=rows)
+    task.tools = [Calculator()]
+    line = refused(measure, task, taus(2))
     assert line.startswith(f"--task mine:Returning: its metrics of {says}")
 
 

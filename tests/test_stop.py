@@ -13,11 +13,13 @@ from types import SimpleNamespace
 import pytest
 from test_inspo import ENV, ROOT, SMALL, finish, metrics, read_jsonl, run_here, start
 
-from plumbing import stop
+import reflect
 from bench.chaos import hear_signals
 from journal.directory import RunDirectory
 from journal.log import Log
 from journal.screen import Screen
+from plumbing import stop
+from training.policy import Policy
 
 
 def mapped(process, library: str) -> bool:
@@ -73,7 +75,7 @@ def test_a_terminal_shows_what_a_run_does_before_its_first_line(tmp_path):
         while True:
             shown += os.read(terminal, 1000)
     os.close(terminal)
-    assert process.wait(60) == 1 and shown.endswith(b"stopped by SIGTERM\r\n")
+    assert process.wait(60) == 1 and shown.endswith(b"\r\x1b[Kstopped by SIGTERM\r\n")  # in the place of that line
 
 
 def test_without_a_terminal_rollouts_are_a_line_now_and_then(capsys):
@@ -85,7 +87,8 @@ def test_without_a_terminal_rollouts_are_a_line_now_and_then(capsys):
 
 
 def test_a_signal_that_the_shell_ignores_stays_ignored():
-    code = "import signal, stop; stop.listen(); print([signal.getsignal(n).__class__.__name__ for n in stop.SIGNALS])"
+    code = "import signal; from plumbing import stop; stop.listen()\n"
+    code += "print([signal.getsignal(n).__class__.__name__ for n in stop.SIGNALS])"
     command = ["nohup", sys.executable, "-c", code]
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=ROOT, stdin=subprocess.DEVNULL, preexec_fn=hear_signals
@@ -153,41 +156,37 @@ def whole(tmp_path_factory):
     return out
 
 
-CASES = {  # where the signal comes -> the checkpoint that the run leaves
-    "rollout": "step-000002",
-    "update": "step-000003-unfinished",  # the update is finished; the evolution of step 3 waits
-    "verify": "step-000003-unfinished",
-    "evaluate": "step-000002-unfinished",
-    "optimizer": "step-000003-unfinished",
-    "save": "step-000004",
+CASES = {  # where the signal comes -> which, and the checkpoint that the run leaves
+    "rollout": (signal.SIGINT, "step-000002"),
+    "update": (signal.SIGTERM, "step-000003-unfinished"),  # the update is finished; the evolution of step 3 waits
+    "verify": (signal.SIGHUP, "step-000003-unfinished"),
+    "evaluate": (signal.SIGINT, "step-000002-unfinished"),
+    "optimizer": (signal.SIGTERM, "step-000003-unfinished"),
+    "save": (signal.SIGHUP, "step-000004"),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("phase", CASES)
-def test_a_signal_in_any_phase_is_resumed_to_the_bit(whole, tmp_path, phase, number):
-    import reflect
-    import training.policy
-
-    out, policy = tmp_path / "r", training.policy.Policy
+def test_a_signal_in_any_phase_is_resumed_to_the_bit(whole, tmp_path, phase):
+    out, (number, saved) = tmp_path / "r", CASES[phase]
     with pytest.MonkeyPatch.context() as patch:
         if phase == "rollout":
-            Phase(patch, policy, "rollout", 1, purposes("3 rollout"), number)
+            Phase(patch, Policy, "rollout", 1, purposes("3 rollout"), number)
         elif phase == "verify":
-            Phase(patch, policy, "rollout", 1, purposes("3 verify 0", "3 verify 1"), number)
+            Phase(patch, Policy, "rollout", 1, purposes("3 verify 0", "3 verify 1"), number)
         elif phase == "evaluate":
-            Phase(patch, policy, "rollout", 1, purposes("2 evaluate"), number)
+            Phase(patch, Policy, "rollout", 1, purposes("2 evaluate"), number)
         elif phase == "update":
-            Phase(patch, policy, "update", 3, number=number)
+            Phase(patch, Policy, "update", 3, number=number)
         elif phase == "optimizer":
             Phase(patch, reflect.Optimizer, "ask", 2, number=number)
         else:
-            Phase(patch, policy, "save", 1, lambda policy, path: "000004" in path.name, number)
+            Phase(patch, Policy, "save", 1, lambda policy, path: "000004" in path.name, number)
         said, _, stderr = run_here("--out", out, *SHORT)
     lines = str(said).strip().splitlines()
     assert lines[0] == f"stopped by {number.name}" and len(lines) == 2 and "--resume" in lines[1], (said, stderr)
-    assert [path.name for path in RunDirectory(out).checkpoints()][-1] == CASES[phase]
+    assert [path.name for path in RunDirectory(out).checkpoints()][-1] == saved
     code, _, stderr = run_here("--out", out, "--resume")
     assert code == 0, (code, stderr)
     assert metrics(out) == metrics(whole)

@@ -4,7 +4,8 @@ import json
 from functools import cache
 
 from tiny_model import CHAT_TEMPLATE, _train_tokenizer
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, trainers
+from tokenizers.models import BPE, Unigram
 from transformers import PreTrainedTokenizerFast
 
 from models.model import load_tokenizer
@@ -33,7 +34,7 @@ def _wrapped(core: Tokenizer, template: str, eos: str, unk: str | None = None) -
 
 
 def _bytes(ignore_merges: bool, added: list[AddedToken]) -> Tokenizer:
-    core = Tokenizer(models.BPE(ignore_merges=ignore_merges))
+    core = Tokenizer(BPE(ignore_merges=ignore_merges))
     core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     core.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False))
@@ -49,7 +50,7 @@ def llama_3() -> PreTrainedTokenizerFast:
 def llama_2() -> PreTrainedTokenizerFast:
     """A vocabulary of sentencepiece that holds its control tokens, matched after normalization."""
     control = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]"]
-    core = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    core = Tokenizer(BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     special = [*control, *(f"<0x{b:02X}>" for b in range(256))]
     core.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=450, special_tokens=special, show_progress=False))
@@ -65,7 +66,7 @@ def llama_2() -> PreTrainedTokenizerFast:
 
 def unigram() -> PreTrainedTokenizerFast:
     """A unigram vocabulary: pieces are matched whole, the control tokens among them."""
-    core = Tokenizer(models.Unigram())
+    core = Tokenizer(Unigram())
     core.normalizer = normalizers.NFKC()
     core.pre_tokenizer, core.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     special = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]"]

@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from config import Config
+from config import Config, evolves
 from engines.vllm_engine import MAX_SEQS
 from models.layers import fuse_shapes
 from models.model import blocks, skeleton
@@ -301,7 +301,7 @@ def step_seconds(
     parts |= update_seconds(cfg, shape, card, gpus, lengths, assumed)
     if kv_tokens:
         parts["weights to vLLM"] = sync_seconds(shape, card, gpus, assumed)
-        if cfg.mode in ("inspo", "prompt") and cfg.T_e > cfg.K_e:
+        if evolves(cfg) and cfg.T_e > cfg.K_e:
             jobs = (1 + cfg.N_P - cfg.N_parent) * cfg.D_B * cfg.gate_samples  # the parent's and its revisions'
             once = sum(rollout_seconds(*play, jobs, 1, lengths, assumed).values())
             parts["verification before T_e, spread over K_e steps"] = lengths.rounds * once / cfg.K_e

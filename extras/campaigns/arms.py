@@ -58,7 +58,7 @@ ARMS = {
     "tau-0.05": Arm("tau_s 0.05", "--tau_s 0.05"),
     "tau-1.0": Arm("tau_s 1.0", "--tau_s 1.0"),
     # not in the paper
-    "question-groups": Arm("advantages by question, across instructions", "", "extras/by_question.py"),
+    "question-groups": Arm("advantages by question, across instructions", "--groups question", "extras/selection.py"),
     "guessing": Arm("the optimizer proposes at random", "--optimizer_model guessing"),
     "half": Arm("evolution ends at half its time", "--T_e {half_T_e}"),
 }

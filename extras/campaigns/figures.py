@@ -79,8 +79,8 @@ def learning(rows: Rows, path: Path) -> str:
         ("the same policies under one good\ninstruction, never the run's own", lambda row: evals_of(row, 2)),
     ]
     for ax, (title, points) in zip(axes, panels, strict=True):
-        for arm, color in COLORS.items():
-            seeds = [points(row) for row in rows[arm] if points(row)]
+        for arm in [arm for arm in COLORS if rows.get(arm)]:
+            color, seeds = COLORS[arm], [points(row) for row in rows[arm] if points(row)]
             for seed in seeds:
                 ax.plot(*zip(*seed, strict=True), color=color, lw=1, alpha=0.35)
             steps = sorted(set.intersection(*({t for t, _ in seed} for seed in seeds))) if seeds else []

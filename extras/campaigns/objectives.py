@@ -1,8 +1,8 @@
 """Every objective on the embedded world, under one good instruction and with evolution: rows, table, picture.
 
-    make bench-objectives                                                       # all, 3 seeds, 101 minutes of 2 cores
-    python -m extras.campaigns.objectives --objectives grpo gspo --seeds 0      # some of them
-    python -m extras.campaigns.objectives --report                              # table and picture of the rows there are
+    make bench-objectives                                                     # all, 3 seeds, 101 minutes of 2 cores
+    python -m extras.campaigns.objectives --objectives grpo gspo --seeds 0    # some of them
+    python -m extras.campaigns.objectives --report                            # table and picture of the rows there are
 
 Within a mode every run plays the same number of trajectories; `static` trains under one good instruction, for under the
 world's first one there is little to learn. A run's row is appended to results/objectives.jsonl when it ends, and runs

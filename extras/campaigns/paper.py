@@ -59,10 +59,10 @@ def untrained(campaign: Campaign, method: str) -> Row:
     """Returns the row of a method that does not train, played greedily by the world's first policy."""
     if found := campaign.done().get((method, 0)):
         return found
-    from evaluate import main as evaluate
+    from extras.table1 import main as table1
 
     out = campaign.runs / f"evaluation-{method}"
-    evaluate(["world", "--method", method, "--data", "world", "--out", str(out)])
+    table1(["world", "--method", method, "--data", "world", "--out", str(out)])
     part = json.loads((out / "summary.json").read_text())["benchmarks"]["world"]
     row = {"arm": method, "seed": 0, **origin(), "em": part["em"]["mean"]}
     row |= {"questions": part["questions"], "searches": part["searches"], "gold_recall": part["gold_recall"]}

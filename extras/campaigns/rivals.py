@@ -1,8 +1,8 @@
 """Which rule of choosing instructions wins? Algorithm 1, its paired variant, E-SPL and FST in the world: rows, table.
 
-    make bench-selection                                      # 4 arms, batch 24 and 96, 5 seeds (hours)
-    python bench/rivals.py --arms paper paired --seeds 0 1    # some of them
-    python bench/rivals.py --report                           # the table of the rows there are
+    make bench-selection                                                   # 4 arms, batch 24 and 96, 5 seeds (hours)
+    python -m extras.campaigns.rivals --arms paper paired --seeds 0 1      # some of them
+    python -m extras.campaigns.rivals --report                             # the table of the rows there are
 
 Every run gets the same policy, data and optimizer, and at a batch size the same budget of trajectories: those of
 `paper` with all that its verifications can take. An arm's T is the largest with which its own training and all that its
@@ -18,27 +18,40 @@ from typing import Any
 
 import numpy as np
 
-from config import Config, parse
+from config import HERE, Config, parse
 from evaluation.statistics import adjusted, against, over_seeds
-from extras.campaigns.arms import collect, launch, origin
+from extras import espl, fst
+from extras.campaigns.arms import collect, launch, origin, rollouts
 from extras.campaigns.figures import plt, save
+from extras.selection import SelectionConfig
 from journal.directory import read_jsonl
 from plumbing.faults import Fault, one_line
 
 Row = dict[str, Any]
 Cell = tuple[int, str]  # batch size, arm
-ARMS = {
-    "paper": "",
-    "paired": "--rank paired",
-    "espl": "--mode espl --crossover 0.2",
-    "fst": "--mode fst --D_B 24",
-    "bound": "--rank paired --gate lower_bound --gate_samples 2",  # not among the default's
+ARMS = {  # program and flags
+    "paper": "inspo.py",
+    "paired": "extras/selection.py --rank paired",
+    "espl": "extras/espl.py --crossover 0.2",
+    "fst": "extras/fst.py --D_B 24",
+    "bound": "extras/selection.py --rank paired --gate lower_bound --gate_samples 2",  # not among the default's
 }
+KINDS: dict[str, tuple[type[Config], Row]] = {  # program -> its configuration, and what it changes of every preset
+    "inspo.py": (Config, {}), "extras/selection.py": (SelectionConfig, {}),
+    "extras/espl.py": (espl.ESPLConfig, espl.PRESET), "extras/fst.py": (fst.FSTConfig, fst.PRESET),
+}  # fmt: skip
 SIZES = {24: "--batch 24 --mini 24 --T 80", 96: "--batch 96 --mini 96 --T 40"}
 HONEST = (
     "A world of 0.6M parameters, built so that it takes an instruction and a policy, whose instructions differ by tens"
     " of EM: rules that tell small differences apart gain least here. No learning rate was tuned for any arm."
 )
+
+
+def config_of(arm: str, sizes: str) -> Config:
+    """Returns the configuration of an arm's runs."""
+    program, *flags = ARMS[arm].split()
+    kind, preset = KINDS[program]
+    return parse([*sizes.split(), *flags], kind, **preset)
 
 
 def verification(cfg: Config, T: int) -> int:
@@ -60,20 +73,21 @@ def spent(cfg: Config, T: int) -> int:
 
 def steps_of(arm: str, sizes: str) -> int:
     """Returns the T of an arm: the largest that stays within what the paper's takes at these sizes."""
-    paper, cfg = (parse([*sizes.split(), *ARMS[name].split()]) for name in ("paper", arm))
+    paper, cfg = config_of("paper", sizes), config_of(arm, sizes)
     budget = spent(paper, paper.T)
     return max(T for T in range(1, 4 * paper.T) if spent(cfg, T) <= budget)
 
 
 def run(arm: str, batch: int, seed: int, args: argparse.Namespace) -> Row:
-    """Returns the row of a run of inspo.py; it resumes what is there, and removes it in the end."""
+    """Returns the row of a run; it resumes what is there, and removes it in the end."""
     out = args.runs / f"{arm}-{batch}-seed{seed}"
     sizes = f"{SIZES[batch]} {args.extra}".strip()
     T = steps_of(arm, sizes)
-    flags = [*sizes.split(), *ARMS[arm].split(), "--T", str(T), "--seed", str(seed), "--eval_every", str(args.every)]
-    flags += ["--out", str(out), *(["--resume"] if (out / "config.json").exists() else [])]
+    program, *flags = ARMS[arm].split()
+    argv = [program, *sizes.split(), *flags, "--T", str(T), "--seed", str(seed), "--eval_every", str(args.every)]
+    argv += ["--out", str(out), *(["--resume"] if (out / "config.json").exists() else [])]
     if not (out / "summary.json").exists():
-        launch(f"{arm}, batch {batch}, seed {seed}", ["inspo.py", *flags], out)
+        launch(f"{arm}, batch {batch}, seed {seed}", argv, out)
     row = row_of(out) | {"arm": arm, "batch": batch, "seed": seed, "sizes": sizes, "T": T}
     shutil.rmtree(out)
     return row
@@ -81,25 +95,21 @@ def run(arm: str, batch: int, seed: int, args: argparse.Namespace) -> Row:
 
 def row_of(out: Path) -> Row:
     """Returns what a finished run leaves. `evals`: [step, held-out EM, trajectories so far, verification's too]."""
-    end = json.loads((out / "summary.json").read_text())
+    summary = json.loads((out / "summary.json").read_text())
     steps = [row for row in read_jsonl(out / "metrics.jsonl") if "reward" in row]
-    cfg, ledger = json.loads((out / "config.json").read_text()), end["ledger"]
-    verified = [(row["t"], row["rollouts"]) for row in read_jsonl(out / "reflections.jsonl") if "rollouts" in row]
-
-    def played(t: int) -> int:
-        return t * cfg["batch"] * cfg["G"] + sum(n for s, n in verified if s <= t)
-
-    evals = [[0, round(end["em_start"], 4), 0]]
+    start, end, ledger = summary["start"]["em"], summary["end"]["em"], summary["ledger"]
+    played = rollouts(out, summary)
+    evals = [[0, round(start, 4), 0]]
     evals += [[row["t"], round(row["test/em"], 4), played(row["t"])] for row in steps if "test/em" in row]
-    evals.append([end["steps"], round(end["em_best"], 4), played(end["steps"])])
+    evals.append([summary["steps"], round(end, 4), played(summary["steps"])])
     events = read_jsonl(out / "population.jsonl")
     return {
-        "em": end["em_best"], "em_start": end["em_start"], "questions": end["questions"], "evals": evals,
+        "em": end, "em_start": start, "questions": summary["questions"], "evals": evals,
         "training": ledger["training_rollouts"], "verification": ledger["verification_rollouts"],
         "calls": ledger["optimizer_calls"], "evolutions": ledger["evolutions"] - ledger["evolutions_in_vain"],
         "prunings": sum(e["event"] == "prune" for e in events),
         "undecided": sum(len(e.get("undecided", [])) for e in events if e["event"] == "prune"),
-        "seconds": end["seconds"], **origin(),
+        "seconds": summary["seconds"], **origin(),
     }  # fmt: skip
 
 
@@ -188,7 +198,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--jobs", type=int, default=2, help="runs at the same time, a thread each")
     parser.add_argument("--every", type=int, default=10, help="steps between held-out evaluations")
-    parser.add_argument("--extra", default="", help="flags of inspo.py for every run, in one string")
+    parser.add_argument("--extra", default="", help="flags for every run, in one string")
     parser.add_argument("--target", type=float, default=0.5, help="EM whose price the table has")
     parser.add_argument("--runs", type=Path, default=HERE / "runs" / "bench-selection", help="where runs work")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="where rows and table go")
@@ -215,5 +225,5 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    with one_line("bench/rivals.py"):
+    with one_line("extras.campaigns.rivals"):
         main()

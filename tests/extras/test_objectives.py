@@ -6,23 +6,25 @@ variants.py. What is compared is dL/dlogp of every token, with the head's rows (
 
 import copy
 import math
+import pickle
 import random
-import re
+import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from test_grpo import G, batch_of, clip, error, gradient, gradients, logprobs, settings_of
+from test_inspo import SMALL, finish, metrics
 
-from extras import variants
-from config import PRESETS, Config, validate
-from tasks.questions import Question
+from config import PRESETS, validate
+from extras import objectives, variants
+from extras.objectives import OBJECTIVES, Batch, ObjectiveConfig, ObjectiveLearner, objective_of, set_advantages
+from grpo import Learner, minibatches
 from kernels import rows_torch
-from extras.objectives import OBJECTIVES, Batch, group_advantages, objective_of, set_advantages
-from rollout import Trajectory, Turn
+from models.model import load_policy
+from tasks import Question, Trajectory, Turn
 
-QUESTION = Question("q", "Who?", ("x",), "s")
 LIMIT = 10  # tokens that a trajectory may sample
 GROUPS = [  # instruction, question, rewards
     (0, "q0", [1, 0, 0, 1]), (0, "q1", [1, 1, 1]), (1, "q2", [1]), (1, "q0", [0, 1, 1, 1]), (1, "q3", [0, 0, 0, 0]),
@@ -66,7 +68,7 @@ def trajectories(rows, columns):
             tau.observe([4, 4])
             tau.turns.append(Turn("", "search" if turn["called"] else "", "", turn["result"]))
             at += turn["n"]
-        tau.reward, tau.prediction, tau.stop = row["r"], row["answer"], row["stop"]
+        tau.reward, tau.prediction, tau.stop, tau.failed = row["r"], row["answer"], row["stop"], row["r"] < 1
         out.append(tau)
     return out
 
@@ -103,22 +105,22 @@ class Case:
 
 
 def ours(name, case, taus=None):
-    """Returns (dL/dlogp (N,), the trajectories, the plan) of an objective."""
-    objective = replace(objective_of(Config(objective=name)), limit=LIMIT)
+    """Returns (dL/dlogp (N,), the trajectories, what the head is given) of an objective."""
+    objective = replace(objective_of(ObjectiveConfig(objective=name)), limit=LIMIT)
     taus = taus or trajectories(case.rows, case.columns)
     set_advantages(taus, objective, case.memory)
     c, reads = case.columns, objective.reads
     known = not case.first or "old" in reads
-    plan = objective.plan(
+    terms = objective.terms(
         Batch(
             taus, LIMIT, old=c["old"] if known else None, entropy=c["entropy"] if known else None,
             now=c["now"] if "now" in reads and known else None,
         )
     )  # fmt: skip
-    return through_the_head(plan, c["now"]), taus, plan
+    return through_the_head(terms, c["now"]), taus, terms
 
 
-def through_the_head(plan, now):
+def through_the_head(terms, now):
     """Returns dL/dlogp of tokens with these log-probs, by the head's rows: two logits a token, log p and log(1 - p)."""
     logp = torch.tensor(now)
     z = torch.stack([logp, torch.log1p(-logp.exp())], 1)
@@ -126,10 +128,11 @@ def through_the_head(plan, now):
     def column(x):
         return torch.as_tensor(x, dtype=torch.float64).expand(len(now))
 
+    columns = {name: column(terms[name]) for name in ("adv", "w", "eps_low", "eps_high")}
     *_, dz = rows_torch.loss_rows(
-        z, torch.zeros(len(now), dtype=torch.long), torch.float64, adv=column(plan.adv), w=column(plan.w),
-        eps_low=column(plan.eps_low), eps_high=column(plan.eps_high), temperature=1.0, delta=plan.delta, beta=0.0,
-        entropy_coef=0.0, kind=plan.kind, old=None if plan.old_logp is None else column(plan.old_logp),
+        z, torch.zeros(len(now), dtype=torch.long), torch.float64, **columns, temperature=1.0, delta=terms["delta"],
+        beta=0.0, entropy_coef=0.0, kind=terms["kind"],
+        old=None if terms["old_logp"] is None else column(terms["old_logp"]),
     )  # fmt: skip
     return dz[:, 0] / (1 - logp.exp())
 
@@ -607,25 +610,12 @@ FORMULAS = {
 REMEMBER = ("spo", "hapo_history", "riskpo")
 
 
-def error(got, want):
-    return ((got - want).norm() / want.norm()).item()
-
-
 def reference(name, case):
     return torch.autograd.grad(FORMULAS[name](case), case.logp)[0]
 
 
-def test_every_objective_has_a_formula_and_a_row_in_the_table_that_names_its_stages():
+def test_every_objective_has_a_formula():
     assert set(FORMULAS) == set(OBJECTIVES)
-    page = (Path(__file__).parent.parent / "docs" / "objectives.md").read_text()
-    rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]*)\|", page, re.M))
-    assert list(rows) == list(OBJECTIVES)
-    for name, named in OBJECTIVES.items():
-        stages = "reward advantage credit select weight tokens clip ratio kind".split()
-        changed = {s for s in stages if getattr(named, s) != getattr(OBJECTIVES["grpo"], s)}
-        changed -= {"clip"} if named.kind in ("sapo", "dppo", "quadratic") else set()  # they are the kind's constants
-        changed |= {"weight"} if named.tis else set()
-        assert set(rows[name].replace(",", "").split()) == changed, name
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["first mini-batch", "later mini-batch"])
@@ -663,7 +653,7 @@ LIGER = {
 }
 
 
-def padded(case, plan):
+def padded(case, terms):
     """Returns what is sampled, what of it is kept, log-probs and old ones, each (trajectories, longest)."""
     mask = torch.zeros(len(case.rows), max(row["L"] for row in case.rows), dtype=torch.bool)
     for k, row in enumerate(case.rows):
@@ -671,7 +661,7 @@ def padded(case, plan):
     logp, old = torch.full(mask.shape, -1.0), torch.full(mask.shape, -1.0)
     logp[mask], old[mask] = (torch.tensor(case.columns[x], dtype=torch.float32) for x in ("now", "old"))
     kept = mask.clone()
-    kept[mask] = torch.tensor(plan.w != 0)
+    kept[mask] = torch.tensor(terms["w"] != 0)
     return mask, kept, logp, old
 
 
@@ -680,8 +670,8 @@ def test_liger_computes_the_same_gradient(name):
     """Its hidden states are two logits a token, log p and log(1 - p), its head the identity; advantages are ours."""
     grpo_loss = pytest.importorskip("liger_kernel.chunked_loss.grpo_loss", reason="liger-kernel is not installed")
     case = Case(rows=[row for row in drawn(3) if row["L"]], seed=3)
-    got, taus, plan = ours(name, case)
-    mask, _, logp, old = padded(case, plan)
+    got, taus, terms = ours(name, case)
+    mask, _, logp, old = padded(case, terms)
     X = torch.stack([logp, torch.log1p(-logp.exp())], -1).requires_grad_()
     liger = grpo_loss.LigerFusedLinearGRPOLoss(**LIGER[name], beta=0.0, use_ref_model=False, compiled=False)
     A = torch.tensor([tau.advantage for tau in taus], dtype=torch.float32)
@@ -710,8 +700,8 @@ def test_trl_computes_the_same_gradient(name, tmp_path):
     from datasets import Dataset
 
     case = Case(rows=[row for row in drawn(3) if row["L"]], seed=3)
-    got, taus, plan = ours(name, case)
-    mask, kept, logp, old = padded(case, plan)
+    got, taus, terms = ours(name, case)
+    mask, kept, logp, old = padded(case, terms)
     flags = dict(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", beta=0.0)
     trainer = trl.GRPOTrainer(
         PRESETS["world"]["model"], lambda completions, **_: [0.0] * len(completions),
@@ -763,17 +753,10 @@ def test_batches_that_teach_nothing_are_survived(name):
     empty = [rows[9], rows[9] | {"group": 99}]
     for some in ([], empty, rows[7:8], rows[4:7], [row for row in rows if row["group"] == 4]):
         for first in (True, False):
-            got, taus, plan = ours(name, Case(first, rows=copy.deepcopy(some)))
-            assert torch.isfinite(got).all() and np.isfinite(plan.adv).all() and np.isfinite(plan.w).all()
+            got, taus, terms = ours(name, Case(first, rows=copy.deepcopy(some)))
+            assert torch.isfinite(got).all() and np.isfinite(terms["adv"]).all() and np.isfinite(terms["w"]).all()
             assert all(math.isfinite(tau.advantage) for tau in taus)
-
-
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_rewards_and_what_instructions_are_credited_with_stay_exact_match(name):
-    """Shaping and selection make an advantage; Population.attribute reads the rewards themselves."""
-    case = Case()
-    _, taus, _ = ours(name, case)
-    assert [tau.reward for tau in taus] == [row["r"] for row in case.rows]
+            assert [tau.reward for tau in taus] == [row["r"] for row in some]  # what instructions are credited with
 
 
 CENTRED = {"spo": "beta_tracker", "copo": "consistency", "riskpo": "risk", "hbpo": "across_budgets"}
@@ -827,83 +810,140 @@ def flat(x):
 
 def test_hapo_s_branch_for_low_entropy_acts():
     """The released code divides by the minimum itself: -h would be from 0 to 1 there, and no token below 0."""
-    _, _, plan = ours("hapo", Case())
+    _, _, terms = ours("hapo", Case())
     h = variants.heterogeneity(
         Batch(trajectories((case := Case()).rows, case.columns), entropy=case.columns["entropy"])
     )
     assert h.min() == -1 and h.max() == 1 and (h < 0).sum() > (h > 0).sum()
-    assert plan.eps_low.max() == pytest.approx(0.4) and plan.eps_high.max() == pytest.approx(0.56)
+    assert terms["eps_low"].max() == pytest.approx(0.4) and terms["eps_high"].max() == pytest.approx(0.56)
+
+
+# ---- the flags, the learner
 
 
 def test_flags_fill_what_an_objective_leaves_open():
-    open_ones = objective_of(Config(eps=0.1, loss_agg="token", tis=1.5))
+    open_ones = objective_of(ObjectiveConfig(eps=0.1, loss_agg="token", tis=1.5))
     assert (open_ones.eps, open_ones.tis, open_ones.reads) == (0.1, 1.5, ("old",))
     assert open_ones.weight is OBJECTIVES["dapo"].weight
-    assert objective_of(Config(max_turns=2, max_response=10)).limit == 30
-    assert objective_of(Config(objective="tis")).tis == 2.0
+    assert objective_of(ObjectiveConfig(max_turns=2, max_response=10)).limit == 30
+    assert objective_of(ObjectiveConfig(objective="tis")).tis == 2.0
 
 
 @pytest.mark.parametrize(
     "flags, line",
     [
         (dict(objective="ppo"), "--objective ppo: choose grpo, dr_grpo, "),
+        (dict(loss_agg="mean"), "--loss_agg mean: choose trajectory or token"),
         (dict(objective="gspo", eps=0.1), "--eps 0.1: --objective gspo has its own; leave it out"),
         (dict(objective="dapo", loss_agg="token"), "--loss_agg token: --objective dapo has its own; leave it out"),
         (dict(objective="tis", tis=3.0), "--tis 3.0: --objective tis has its own; leave it out"),
+        (dict(tis=-1.0), "--tis -1.0: must not be negative"),
     ],
 )
 def test_an_impossible_objective_is_one_line(flags, line):
-    assert validate(Config(**flags)).startswith(line)
+    assert validate(ObjectiveConfig(**PRESETS["world"] | flags)).startswith(line)
 
 
-# ---- Eq. 3 by hand
+
+@pytest.fixture(scope="module")
+def model(world):
+    """The world's policy in float64, so that what differs is the mathematics."""
+    return copy.deepcopy(world[0]).double()
 
 
-def rewarded(*groups):
-    """Returns the trajectories of groups 0, 1, ... with these rewards."""
-    return [Trajectory(0, QUESTION, k, [1], 1, reward=r) for k, rewards in enumerate(groups) for r in rewards]
+def learner_of(model, name, kind=ObjectiveLearner, **settings):
+    cfg = vars(settings_of(**dict(beta=0.0, lr=1e-4) | settings))
+    return kind(copy.deepcopy(model), None, ObjectiveConfig(**cfg, objective=name))
 
 
-def advantages(taus):
-    set_advantages(taus)
-    return [tau.advantage for tau in taus]
-
-
-def test_advantages_by_hand():
-    std = math.sqrt((2 * 0.6**2 + 3 * 0.4**2) / 4)  # mean 0.4, unbiased
-    want = [0.6 / std, -0.4 / std, -0.4 / std, -0.4 / std, 0.6 / std]
-    want += [-0.5 / math.sqrt(0.5), 0.5 / math.sqrt(0.5)]
-    want += [1, 0, -1]  # mean 0.25, std 0.25
-    assert advantages(rewarded([1, 0, 0, 0, 1], [0, 1], [0.5, 0.25, 0.0])) == pytest.approx(want, abs=1e-5)
-
-
-@pytest.mark.parametrize("rewards", [[0] * 5, [1] * 5, [0.1] * 7])
-def test_a_group_without_variance_has_advantage_0(rewards):
-    taus = rewarded(rewards)
+def test_grpo_on_these_stages_is_the_core_s(model):
+    """Advantages and the gradients of both mini-batches."""
+    taus, g = batch_of(4), np.random.default_rng(0)
     for tau in taus:
-        tau.advantage = 5.0  # of an earlier step: it is overwritten
-    assert advantages(taus) == pytest.approx([0] * len(rewards), abs=1e-9)
+        tau.reward = float(g.integers(3))
+    results = []
+    for kind in (Learner, ObjectiveLearner):
+        learner = learner_of(model, "grpo", kind)
+        learner.set_advantages(taus)
+        advantages = [tau.advantage for tau in taus]
+        results.append((advantages, gradients(learner, [taus[: 2 * G], taus[2 * G :]])[0]))
+    assert results[0][0] == results[1][0] and len(set(results[0][0])) > 4
+    assert all(error(b, a) < 1e-9 and a.norm() > 0 for a, b in zip(results[0][1], results[1][1], strict=True))
 
 
-def test_groups_are_told_apart_by_their_number_alone():
-    """Not by their question, their instruction or their place in the list."""
-    taus = rewarded([1, 1], [1, 0])
-    set_advantages([taus[k] for k in (2, 0, 3, 1)])
-    assert [tau.advantage for tau in taus] == pytest.approx([0, 0, 0.5**0.5, -(0.5**0.5)], abs=1e-5)
+@pytest.mark.parametrize("name", ["gspo", "hapo", "icpo", "llds", "dppo", "vespo", "r2vpo", "tis", "d3s", "gspo_turn"])
+def test_an_objective_that_looks_at_the_whole_mini_batch_does_not_depend_on_micro_batches(model, name):
+    taus = batch_of(4)
+    for tau in taus[::2]:
+        tau.instruction = 1
+        tau.credit = [tau.advantage + k for k in range(len(tau.acted))]
+    for tau in taus[1::2]:
+        tau.credit = [tau.advantage] * len(tau.acted)
+    parts = [taus[: 2 * G], taus[2 * G :]]
+    (one, metrics, _), (other, also, _) = (
+        gradients(learner_of(model, name, micro_tokens=micro_tokens), parts) for micro_tokens in (100, 10**6)
+    )
+    assert all(error(a, b) < 1e-4 and b.norm() > 0 for a, b in zip(one, other, strict=True))
+    assert metrics == pytest.approx(also, rel=1e-3)
 
 
-def test_an_advantage_is_a_float_whatever_the_rewards_are():
-    assert {type(a) for a in advantages(rewarded([1, 0], [0.5, np.float64(0.25)]))} == {float}
+def test_one_ratio_for_a_whole_sequence(model):
+    """GSPO as it is written, the gradient of exp(mean log rho) by autograd; the second mini-batch is off-policy."""
+    taus = batch_of(4)
+    parts = [taus[: 2 * G], taus[2 * G :]]
+    learner = learner_of(model, "gspo")
+    with torch.no_grad():
+        old = {id(tau): logprobs(learner.model, tau) for tau in taus}
+
+    def expected(k):
+        terms, outside = [], 0
+        for tau in parts[k]:
+            s = torch.exp((logprobs(learner.model, tau) - old[id(tau)]).mean())
+            terms.append(torch.minimum(s * tau.advantage, s.clamp(1 - 3e-4, 1 + 4e-4) * tau.advantage))
+            outside += bool(terms[-1] < s * tau.advantage)
+        return gradient(-torch.stack(terms).mean(), learner.model), outside
+
+    got, _, want = gradients(learner, parts, expected)
+    assert 0 < want[1][1] < len(parts[1])
+    for k in range(2):
+        assert error(got[k], clip(want[k][0])) < 1e-5
 
 
-def test_advantages_of_an_array_depend_on_the_differences_alone():
-    r = np.array([1.0, 0.0, 0.0])
-    assert group_advantages(r + 5) == pytest.approx(group_advantages(r))
-    assert group_advantages(100 * r) == pytest.approx(group_advantages(r), rel=1e-4)  # in units of their deviation
-    assert group_advantages(r[::-1]) == pytest.approx(group_advantages(r)[::-1])
-    assert group_advantages(r).sum() == pytest.approx(0, abs=1e-9)
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", ["gspo", "hapo"])
+def test_an_objective_sees_the_whole_mini_batch_on_every_rank(tiny_path, tmp_path, name):
+    """GSPO needs a ratio a sequence, HAPO the quantiles and groups of all tokens, from several passes."""
+    from test_ranks import CFG, LIMIT, Update, same, torchrun, weights_of
+
+    cfg, taus = ObjectiveConfig(**vars(CFG), objective=name), batch_of(7, seed=3)
+    for tau in taus:
+        tau.ids = [i % 600 for i in tau.ids]
+        tau.advantage *= 3
+    parts = minibatches(taus, cfg)
+    (tmp_path / "b.pkl").write_bytes(pickle.dumps((cfg, parts)))
+    whole = load_policy(tiny_path, "cpu")[0]
+    first, learner = weights_of(whole), ObjectiveLearner(whole, copy.deepcopy(whole), cfg)
+    one = Update([learner.update(t, parts) for t in (1, 2)], weights_of(whole), first)
+    process = torchrun(2, "tests/extras/ranks_objective.py", tiny_path, tmp_path / "b.pkl", tmp_path / "out")
+    code, _, stderr = finish(process, LIMIT)
+    assert code == 0, stderr
+    found = torch.load(tmp_path / "out" / "result.pt")
+    same(found["metrics"], found["weights"], one)
 
 
-def test_a_difference_as_small_as_epsilon_counts_less():
-    """Rewards 0 and 2e-6: distance 1e-6, unbiased deviation 1e-6 * sqrt(2), and 1e-6 is added to it."""
-    assert group_advantages(np.array([2e-6, 0.0])) == pytest.approx([1 / (2**0.5 + 1), -1 / (2**0.5 + 1)])
+@pytest.mark.slow
+def test_what_an_objective_remembers_is_resumed(tmp_path):
+    """A run that lost all after step 3 ends as one that lost nothing, and remembers the questions of all its steps."""
+    flags = [*SMALL, "--objective", "spo", "--T", "6", "--keep", "9"]
+    objectives.main([*flags, "--out", str(tmp_path / "whole")])
+    out = shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
+    shutil.rmtree(out / "checkpoints" / "step-000006")
+    objectives.main([*flags, "--out", str(out), "--resume"])
+    assert metrics(out) == metrics(tmp_path / "whole")
+    weights = [(tmp_path / name / "policy/model.safetensors").read_bytes() for name in ("whole", "resumed")]
+    assert weights[0] == weights[1]
+    memories = [
+        torch.load(path / "checkpoints" / f"step-00000{t}" / "state.pt", weights_only=True)["memory"]["beta"]
+        for path, t in ((out, 3), (out, 6), (tmp_path / "whole", 6))
+    ]
+    assert memories[1] == memories[2] and len(memories[0]) == 6 and len(memories[1]) == 12

@@ -1,28 +1,30 @@
-"""`--rank paired` and `--gate lower_bound` (selection.py): least squares, balance, error rates, power."""
+"""Rules of choosing (extras/selection.py): least squares, balance, error rates, power; who joins by which gate."""
 
 import itertools
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from scipy import stats
 from test_algorithm import Evolution, questions, restored, run
 
-import inspo
-from extras import selection
-from config import Config
-from tasks.questions import Question
-from population import Population, significantly_worse
-from rollout import Trajectory
-from extras.selection import ALPHA, Design, Paired, gate, population_of
+from config import PRESETS, validate
+from extras.selection import ALPHA, ByQuestion, Fill, LowerBound, Paired, SelectionConfig, lower_bound, population_of
+from population import Candidate
+from tasks import Question, Trajectory
 
 PAIRS = {n: np.array(list(itertools.combinations(range(n), 2))) for n in range(2, 8)}
 
 
+def paired(rivals=2):
+    return Paired(SelectionConfig(rivals=rivals))
+
+
 def of(n, rivals=2):
     """Returns a population of n instructions."""
-    P = Paired(0.2, 5, rivals)
+    P = paired(rivals)
     for k in range(n):
         P.join(f"I{k}", None, 0)
     return P
@@ -61,13 +63,13 @@ def test_two_questions_by_hand():
     distance, se = fit.behind(0)
     assert fit.df == 1 and distance == pytest.approx([0, 0.375]) and se == pytest.approx([0, 0.125])
     assert [I.w for I in P.active] == pytest.approx([0.75, 0.375])  # the plain means, as everyone had every question
-    assert P.family[0].rating == pytest.approx([0.75, 0.0625])
+    assert P.family[0].notes["rating"] == pytest.approx([0.75, 0.0625])
 
 
 def test_effects_errors_and_weights_are_those_of_an_independent_solver():
-    dice = np.random.default_rng(0)
-    members = [list(dice.permutation(5)[: 1 + k % 4]) for k in range(60)]  # questions under 1 to 4 of 5 instructions
-    r = [list(dice.random(len(js)) + 0.1 * np.array(js)) for js in members]
+    rng = np.random.default_rng(0)
+    members = [list(rng.permutation(5)[: 1 + k % 4]) for k in range(60)]  # questions under 1 to 4 of 5 instructions
+    r = [list(rng.random(len(js)) + 0.1 * np.array(js)) for js in members]
     P = of(5)
     for js, xs in zip(members, r, strict=True):
         P.learn([js], [xs])
@@ -80,11 +82,11 @@ def test_effects_errors_and_weights_are_those_of_an_independent_solver():
         var = cov.diagonal() + cov[leader, leader] - 2 * cov[leader]
         assert distance == pytest.approx(a[leader] - a, abs=1e-10) and se == pytest.approx(np.sqrt(var), abs=1e-7)
     assert [I.w for I in P.active] == pytest.approx(level + a, abs=1e-10)
-    assert [I.rating[1] for I in P.active] == pytest.approx(np.sqrt(cov.diagonal()), abs=1e-8)
+    assert [I.notes["rating"][1] for I in P.active] == pytest.approx(np.sqrt(cov.diagonal()), abs=1e-8)
     P.ids = [4, 1, 2]  # two have left: errors are against the mean of those that stay, weights do not change
     P.weigh()
     C = np.eye(5)[P.ids] - np.isin(np.arange(5), P.ids) / 3
-    assert [I.rating[1] for I in P.active] == pytest.approx(np.sqrt(np.diag(C @ cov @ C.T)), abs=1e-8)
+    assert [I.notes["rating"][1] for I in P.active] == pytest.approx(np.sqrt(np.diag(C @ cov @ C.T)), abs=1e-8)
     assert [I.w for I in P.active] == pytest.approx(level + a[P.ids], abs=1e-10)
 
 
@@ -110,12 +112,16 @@ def test_trajectories_are_read_as_groups_of_a_question_and_instruction():
 
 @pytest.mark.parametrize("n, rivals, batch, bound", [(7, 2, 24, 1), (7, 2, 25, 2), (4, 0, 10, 2), (5, 3, 31, 3)])
 def test_a_batch_has_as_many_groups_as_the_paper_s_and_its_pairs_are_balanced(n, rivals, batch, bound):
-    P, dice, asked = of(n, rivals), np.random.default_rng(0), list(questions("q", 60).values())[:batch]
+    P, rng, asked = of(n, rivals), np.random.default_rng(0), list(questions("q", 60).values())[:batch]
     for _ in range(12):
-        drawn = P.draw(dice, asked)
-        assert len(drawn) == batch
-        blocks = {q: [I.id for p, I in drawn if p == q] for q, _ in drawn}
-        assert [q for q, _ in drawn] == [q for q in blocks for _ in blocks[q]]  # a question's stand together
+        jobs = P.draw(rng, asked, 3)
+        assert [job.group for job in jobs] == [k // 3 for k in range(3 * batch)]
+        drawn = [(job.question.id, job.instruction) for job in jobs]
+        assert drawn == [x for x in drawn[::3] for _ in range(3)]  # three of each group
+        blocks = {}
+        for q, j in drawn[::3]:
+            blocks.setdefault(q, []).append(j)
+        assert [q for q, _ in drawn[::3]] == [q for q in blocks for _ in blocks[q]]  # a question's stand together
         m = min(rivals or n, n)
         assert all(len(set(b)) == len(b) == m for b in list(blocks.values())[: batch // m])
         P.learn([b for b in blocks.values() if len(b) == m], [[0.0] * m for b in blocks.values() if len(b) == m])
@@ -128,10 +134,13 @@ def test_a_batch_has_as_many_groups_as_the_paper_s_and_its_pairs_are_balanced(n,
     assert P.probabilities() == pytest.approx([1 / n] * n)
 
 
+def ids_of(P, seed, asked, G=1):
+    return [job.instruction for job in P.draw(np.random.default_rng(seed), list(questions("q", asked).values()), G)]
+
+
 def test_draws_depend_on_the_generator_and_on_what_was_drawn_before_alone():
-    draw = lambda P, seed: [I.id for _, I in P.draw(np.random.default_rng(seed), list("abcdefgh"))]  # noqa: E731
-    assert draw(of(5), 1) == draw(of(5), 1) != draw(of(5), 2)
-    assert len({tuple(sorted(draw(of(5), s)[:2])) for s in range(150)}) == 10  # any pair may come first
+    assert ids_of(of(5), 1, 8) == ids_of(of(5), 1, 8) != ids_of(of(5), 2, 8)
+    assert len({tuple(sorted(ids_of(of(5), seed, 8)[:2])) for seed in range(150)}) == 10  # any pair may come first
 
 
 def test_a_pair_that_has_not_met_comes_before_one_with_fewer_questions():
@@ -144,23 +153,25 @@ def test_a_pair_that_has_not_met_comes_before_one_with_fewer_questions():
 
 
 def test_who_is_alone_gets_every_question():
-    assert [I.id for _, I in of(1).draw(np.random.default_rng(0), "abc")] == [0, 0, 0]
+    assert ids_of(of(1), 0, 3) == [0, 0, 0]
 
 
-def test_the_paper_s_draw_is_one_choice_of_the_generator():
-    P, _ = restored("a", "b", "c")
-    P.family[1].rewards = [0.1]
-    drawn = P.draw(np.random.default_rng(3), "pqrs", 2)
-    ids = np.random.default_rng(3).choice(3, size=8, p=P.probabilities()).tolist()
-    assert ids != ids[::-1]
-    assert [(q, I.id) for q, I in drawn] == list(zip("ppqqrrss", ids, strict=True))
-    assert type(population_of(Config())) is Population and type(population_of(Config(rank="paired"))) is Paired
+def test_by_question_every_rollout_of_a_group_draws_its_instruction():
+    P = ByQuestion(SelectionConfig())
+    for text, w in zip("abc", (0.1, 0.3, 0.2), strict=True):
+        P.join(text, None, 0).rewards = [w]
+    D = list(questions("q", 4).values())
+    jobs = P.draw(np.random.default_rng(3), D, 5)
+    assert [(job.group, job.question) for job in jobs] == [(k, q) for k, q in enumerate(D) for _ in range(5)]
+    drawn = np.random.default_rng(3).choice(3, size=20, p=P.probabilities()).tolist()
+    assert [job.instruction for job in jobs] == drawn and [job.text for job in jobs] == ["abc"[j] for j in drawn]
+    assert any(len(set(drawn[k : k + 5])) > 1 for k in range(0, 20, 5))
 
 
 # ---- pruning
 
 
-def generation(true, look, dice, rivals=2, looks=3, difficulty=0.6):
+def generation(true, look, rng, rivals=2, looks=3, difficulty=0.6):
     """Plays a generation with these effects; returns (P, ids dropped at each of its prunings).
 
     `look`: questions between two prunings. A question's probability of success is Beta with mean .35, and `difficulty`
@@ -172,9 +183,9 @@ def generation(true, look, dice, rivals=2, looks=3, difficulty=0.6):
     for at in range(1, looks + 1):
         if len(P) > 1:
             pairs = np.array(P.ids)[PAIRS[len(P)]]
-            members = pairs[dice.permutation(len(pairs) * (look // len(pairs) + 1))[:look] % len(pairs)]
-            p = np.clip(dice.beta(0.35 * k, 0.65 * k, (look, 1)) + np.asarray(true)[members], 0, 1)
-            P.learn(members, dice.binomial(5, p) / 5)
+            members = pairs[rng.permutation(len(pairs) * (look // len(pairs) + 1))[:look] % len(pairs)]
+            p = np.clip(rng.beta(0.35 * k, 0.65 * k, (look, 1)) + np.asarray(true)[members], 0, 1)
+            P.learn(members, rng.binomial(5, p) / 5)
             P.weigh()
         dropped.append([I.id for I in P.prune(P.ranked(), 1, at)])
     assert len(P) + sum(map(len, dropped)) == n
@@ -184,8 +195,8 @@ def generation(true, look, dice, rivals=2, looks=3, difficulty=0.6):
 @pytest.mark.parametrize("n", [120, pytest.param(2000, marks=pytest.mark.slow)])
 def test_a_generation_of_equals_loses_anyone_in_at_most_alpha_of_the_cases(n):
     """7 of them with 3 prunings. Were alpha shared over the leader's 6 rivals alone, it would be more than half."""
-    dice = np.random.default_rng(0)
-    wrong = sum(any(sum(generation([0.0] * 7, 24, dice)[1], [])) for _ in range(n)) / n
+    rng = np.random.default_rng(0)
+    wrong = sum(any(sum(generation([0.0] * 7, 24, rng)[1], [])) for _ in range(n)) / n
     print(f"{wrong:.4f}")
     assert 0.01 < wrong <= ALPHA
 
@@ -194,10 +205,10 @@ def test_a_generation_of_equals_loses_anyone_in_at_most_alpha_of_the_cases(n):
 @pytest.mark.parametrize("sd, best, regret", [(0.02, 0.65, 0.003), (0.04, 0.8, 0.0015)])
 def test_at_the_paper_s_sizes_the_parent_is_mostly_the_best(n, sd, best, regret):
     """256 questions a step under pairs, 5 steps a pruning; n generations, whose instructions have this deviation."""
-    dice, found, lost, dropped = np.random.default_rng(1), [], [], []
+    rng, found, lost, dropped = np.random.default_rng(1), [], [], []
     for _ in range(n):
-        true = dice.normal(0, sd, 7)
-        P, left = generation(true, 5 * 256, dice)
+        true = rng.normal(0, sd, 7)
+        P, left = generation(true, 5 * 256, rng)
         found.append(true.argmax() == P.best().id)
         lost.append(true.max() - true[P.best().id])
         dropped.append(len(sum(left, [])))
@@ -208,9 +219,9 @@ def test_at_the_paper_s_sizes_the_parent_is_mostly_the_best(n, sd, best, regret)
 
 def test_who_is_behind_for_certain_goes_and_who_may_not_be_is_undecided():
     P = of(4)
-    dice = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     for pair in PAIRS[4]:
-        r = np.array([0.6, 0.58, 0.1, 0.05])[pair] + dice.normal(0, 0.1, (30, 2))
+        r = np.array([0.6, 0.58, 0.1, 0.05])[pair] + rng.normal(0, 0.1, (30, 2))
         P.learn([pair] * 30, r)
     P.weigh()
     assert [I.id for I in P.prune(P.ranked(), 1, t=5)] == [2, 3] and P.undecided == [1] and P.family[2].left == 5
@@ -237,14 +248,14 @@ def test_without_noise_or_without_a_link_nobody_leaves_by_chance():
     P.learn([[0, 1]] * 20, [[0.5, 0.5]] * 20)
     P.weigh()
     assert P.prune(P.ranked(), 1, 5) == [] and P.family[2].w == 0
-    assert [I.rating for I in P.active] == [None] * 3  # two without a residual, one without a question
+    assert [I.notes for I in P.active] == [{}] * 3  # two without a residual, one without a question
     P = of(4)  # two pairs that never met
     P.learn([[0, 1]] * 20 + [[2, 3]] * 20, [[1.0, 0.9 + k % 2 / 100] for k in range(20)] + [[0.2, 0.1]] * 20)
     P.weigh()
     distance, se = P.design.fit().behind(0)
     assert np.isinf(se[2:]).all() and np.isfinite(se[:2]).all()
     assert [I.w for I in P.active] == pytest.approx([1, 0.905, 0.2, 0.1], abs=0.005)  # each part on its own level
-    assert [I.rating[1] for I in P.active] == pytest.approx(se[[1, 1, 1, 1]] / 2)  # and against its own mean
+    assert [I.notes["rating"][1] for I in P.active] == pytest.approx(se[[1, 1, 1, 1]] / 2)  # and against its own mean
     assert [I.id for I in P.prune(P.ranked(), 1, 5)] == [1] and P.undecided == [2, 3]
 
 
@@ -262,19 +273,35 @@ def test_the_later_prunings_of_a_generation_ask_for_more():
     assert [I.id for I in P.prune(P.ranked(), 1, 5)] == [1]
 
 
+def test_ratings_and_who_is_undecided_are_noted():
+    P = of(3)
+    assert P.noted() == {}
+    P.learn([[0, 1]] * 20, [[0.5, 0.2 + k % 2 / 2] for k in range(20)])
+    P.weigh()
+    P.prune(P.ranked(), 1, 5)
+    noted = P.noted()
+    assert list(noted["rating"]["of"]) == ["0", "1"] and noted["rating"]["on_w"]
+    w, half = noted["rating"]["of"]["0"]
+    se = P.family[0].notes["rating"][1]
+    assert (w, half) == pytest.approx((P.family[0].w, stats.norm.ppf(0.975) * se), abs=1e-4) and half > 0.001
+    assert noted["undecided"] == [1, 2] and "#1, #2" in noted["says"]
+    P.attribute([Trajectory(j, Question("q", "Who?"), 0, [], 0) for j in (0, 1)])
+    assert "undecided" not in P.noted()  # that is said of the pruning
+
+
 def test_the_comparison_begins_anew_with_a_generation():
     P, _ = generation([0.3, 0, 0], 40, np.random.default_rng(0), looks=1)
-    P.succeed(P.ranked()[:1], 15)
-    assert (P.design, P.looks, P.undecided, P.family[0].rewards) == (None, 0, [], [])
-    P.join("new", 0, 15)
-    P.draw(np.random.default_rng(0), "abcd")
+    assert P.succeed(P.ranked()[:1], [], 15) == [] and P.design and P.looks == 1  # nobody new: it goes on
+    assert [I.id for I in P.succeed(P.ranked()[:1], [Candidate("new", 0, [1.0], [0.0])], 15)] == [3]
+    assert (P.design, P.looks, P.undecided, P.family[0].rewards, P.family[0].notes) == (None, 0, [], [], {})
+    ids_of(P, 0, 4)
     assert P.design.ids == [0, 3]
 
 
 def test_a_paired_population_restored_from_json_continues_identically():
-    dice = np.random.default_rng(0)
-    P, _ = generation([0.2, 0.1, 0, 0, 0], 30, dice, looks=2)
-    Q = Paired(0.2, 5, 2)
+    rng = np.random.default_rng(0)
+    P, _ = generation([0.2, 0.1, 0, 0, 0], 30, rng, looks=2)
+    Q = paired()
     Q.load_state_dict(json.loads(json.dumps(P.state_dict())))
     before = json.dumps(Q.state_dict())
     assert Q.state_dict() == P.state_dict() and Q.family == P.family and Q.looks == 2
@@ -284,89 +311,131 @@ def test_a_paired_population_restored_from_json_continues_identically():
         X.weigh()
         X.prune(X.ranked(), 1, 15)
     assert Q.state_dict() == P.state_dict()
-    fresh = Paired(0.2, 5, 2)
+    fresh = paired()
     fresh.load_state_dict(json.loads(json.dumps(of(3).state_dict())))
     assert fresh.design is None and json.loads(before)["looks"] == 2
 
 
-def test_an_instruction_of_an_older_run_is_read():
-    P = Population(0.2, 5)
-    row = {"id": 0, "text": "I", "parent": None, "born": 0, "verified": None, "left": None, "rewards": [0.5]}
-    P.load_state_dict({"family": [row], "active": [0]})
-    assert P.family[0].other is None and P.family[0].rating is None and P.best().w == 0.5
+def knobs_of(cfg, **more):
+    """Returns a Config's knobs with those of the rules."""
+    return SimpleNamespace(**vars(SelectionConfig()) | vars(cfg) | more)
 
 
 def test_algorithm_1_runs_with_pairs_in_place_of_the_paper_s_draw():
-    P = of(3)
     right = {"I0": 6, "I1": 0, "I2": 3, "new": 6}
-    before = (P, restored()[1])
-    common = dict(rank="paired", restored=before, T=4, K_p=2, K_e=4, batch=6, G=2, N_P=3, D_B=2)
-    _, policy, log, _ = run(right, ["new"], **common)
+    before = (of(3), restored()[1])
+    common = dict(restored=before, T=4, K_p=2, K_e=4, T_e=9, batch=6, G=2, N_P=3, D_B=2)
+    population = lambda cfg: Paired(knobs_of(cfg))  # noqa: E731
+    _, policy, log, _ = run(right, ["new"], population=population, **common)
     for _, purpose, jobs, _ in policy.rollouts[:4]:
         assert purpose == "rollout" and len(jobs) == 12 and [job.group for job in jobs] == [k // 2 for k in range(12)]
         asked = [{job.instruction for job in jobs if job.question == q} for q in {job.question for job in jobs}]
         assert [len(ids) for ids in asked] == [2, 2, 2]
-    assert log.of("evolved") and log.of("pruned") and P.family[0].left is None
+    assert log.of("evolved") and log.of("pruned") and log.P.family[0].left is None
 
 
-# ---- the gate
+# ---- who joins
 
 
 def test_the_lower_bound_by_hand():
     """d = 1/4 with sd 1/2 over 4 questions: .25 - .978 x .25 = .0054 is above -.01; +1 and -1 alone are not."""
-    r_parent = [0.0, 1.0, 0.0, 1.0]
-    t = stats.t.ppf(0.8, 3)
-    bound, worse = gate([1.0, 1.0, 0.0, 1.0], r_parent, "lower_bound")
-    assert bound == pytest.approx(0.75 - t * 0.25 + 0.01) and bound > 0.5 and not worse
-    bound, worse = gate([1.0, 0.0, 0.0, 1.0], r_parent, "lower_bound")
-    assert bound == pytest.approx(0.5 - t * math.sqrt(2 / 3) / 2 + 0.01) and worse
-    assert not gate([0.5] * 9, [0.5] * 9, "lower_bound")[1] and not gate([0.495] * 9, [0.5] * 9, "lower_bound")[1]
-    assert gate([0.48] * 9, [0.5] * 9, "lower_bound")[1]
-    for r in ([1.0, 0.0, 0.0], [0.0, 0.0, 0.0]):
-        assert gate(r, [0.0, 1.0, 1.0], "paper") == (sum(r) / 3, significantly_worse(r, [0.0, 1.0, 1.0]))
-    assert gate([], [], "paper") == (0.0, False)
+    r_parent, t = [0.0, 1.0, 0.0, 1.0], stats.t.ppf(0.8, 3)
+    assert lower_bound([1.0, 1.0, 0.0, 1.0], r_parent) == pytest.approx(0.75 - t * 0.25)
+    assert lower_bound([1.0, 0.0, 0.0, 1.0], r_parent) == pytest.approx(0.5 - t * math.sqrt(2 / 3) / 2)
+    P = LowerBound(SelectionConfig())
+    near = [
+        ([1.0, 1.0, 0.0, 1.0], r_parent), ([1.0, 0.0, 0.0, 1.0], r_parent),
+        ([0.5] * 9, [0.5] * 9), ([0.495] * 9, [0.5] * 9), ([0.48] * 9, [0.5] * 9),
+    ]  # fmt: skip
+    found = [P.admit([Candidate("new", 0, *c)], 1) != [] for c in near]
+    assert found == [True, False, True, True, False]
 
 
-def test_the_gate_has_its_error_rate_on_equals():
+def test_the_gates_have_their_error_rates_on_equals():
     """An equal revision passes about as often as a one-sided interval of 80 % excludes it, given 1 EM."""
-    dice = np.random.default_rng(0)
-    p = dice.beta(0.5, 1, (400, 1, 200)).repeat(2, 1)
-    r = (dice.random((400, 2, 200)) < p) * 1.0
-    passed = np.mean([not gate(a, b, "lower_bound")[1] for a, b in r.tolist()])
+    rng = np.random.default_rng(0)
+    p = rng.beta(0.5, 1, (400, 1, 200)).repeat(2, 1)
+    found = [Candidate(str(k), 0, *pair) for k, pair in enumerate(((rng.random((400, 2, 200)) < p) * 1.0).tolist())]
+    passed = len(LowerBound(SelectionConfig()).admit(found, 400)) / 400
     assert passed == pytest.approx(0.2 + 0.09, abs=0.06)  # 1 EM is .3 standard errors
-    assert np.mean([gate(a, b, "paper")[0] >= sum(b) / 200 for a, b in r.tolist()]) > 0.45
+    assert len(population_of(SelectionConfig()).admit(found, 400)) / 400 > 0.45
 
 
-def test_the_lower_bound_keeps_out_who_may_be_worse_and_leaves_their_places_empty():
+def test_the_lower_bound_keeps_out_who_may_be_worse():
     right = {"old": 5, "above": 10, "equal": 5, "near": 4}
-    replies = ["near", "equal", "above"]
-    e = Evolution({"old": 0.5}, right, replies, N_P=4, gate="lower_bound")
-    assert e.joined == [["above", "equal"]] and e.texts == ["old", "above", "equal"] and "empty" not in e.shortfall
-    assert len(e.optimizer.prompts) == 5 and e.shortfall == "too few candidates"
-    e = Evolution({"old": 0.5}, right, replies, N_P=4)
-    assert e.texts == ["old", "above", "equal", "near"]
+    e = Evolution({"old": 0.5}, right, ["near", "equal", "above"], population=LowerBound, N_P=4)
+    assert e.joined == [["above", "equal"]] and e.texts == ["old", "above", "equal"]
+    [(*_, verified, _), *_] = e.log.of("verified")
+    assert [bool(c.why) for c in verified] == [False, False, True] and "0.01 below its parent" in verified[2].why
 
 
-def test_it_is_the_bound_that_has_to_reach_the_parent_s_mean(monkeypatch):
-    monkeypatch.setattr(inspo, "gate", lambda r, r_parent, rule: (sum(r) / len(r) - 0.4, False))
-    e = Evolution({"old": 0.5}, {"old": 5, "above": 8, "far above": 10}, ["above", "far above"], N_P=3, rounds=1)
-    assert e.joined == [["far above"]] and e.texts == ["old", "far above", "above"]  # no worse: it fills a place
+def filled(right, *replies, **knobs):
+    return Evolution({"old": right["old"] / 10}, right, *replies, population=Fill, **knobs)
 
 
-def test_parent_and_candidates_get_the_same_number_of_rollouts_a_question(monkeypatch):
-    rewards = itertools.cycle([1.0, 0.0, 0.0])
-    monkeypatch.setattr(inspo, "reward", lambda tau: next(rewards))
-    e = Evolution({"old": 0.5}, dict.fromkeys(["old", "a"], 5), ["a"], N_P=2, gate_samples=3, D_B=4)
-    [(_, _, jobs, _)] = e.policy.rollouts
-    counts = {(job.text, job.question.id): 0 for job in jobs}
-    for job in jobs:
-        counts[job.text, job.question.id] += 1
-    assert set(counts.values()) == {3} and len(counts) == 8 and e.log.rollouts == 2 * 4 * 3
-    assert len({job.group for job in jobs}) == 8
-    [(*_, scored, _)] = e.log.of("verified")
-    assert scored[0].r == scored[0].r_parent == pytest.approx(1 / 3)
+def test_places_left_go_to_candidates_below_their_parent_of_any_round():
+    e = filled({"old": 5, "good": 6, "near": 4, "far": 3}, ["far", "good"], ["near"], N_P=3)
+    assert e.joined[0] == ["good"] and e.texts == ["old", "good", "near"]
+    assert filled({"old": 5, "near": 4, "far": 3}, ["near"], ["far"], N_P=3).texts == ["old", "near", "far"]
 
 
-def test_the_module_stands_on_the_population_alone():
-    source = open(selection.__file__).read()
-    assert "import torch" not in source and "import inspo" not in source and Design([1, 2]).df == 0
+def test_no_candidate_significantly_worse_than_its_parent_fills_a_place():
+    right = {"old": 9, "four lost": 5, "five lost": 4}
+    e = filled(right, ["five lost", "four lost"], N_P=4)
+    assert e.texts == ["old", "four lost"]  # 4 of 4 is no proof at 5 %, 5 of 5 is
+    [(*_, verified, _), *_] = e.log.of("verified")
+    assert [(c.text, bool(c.why)) for c in verified] == [("four lost", False), ("five lost", True)]
+    assert filled(right, ["five lost"], N_P=4).texts == ["old"]
+
+
+def test_the_smallest_loss_against_its_own_parent_fills_a_place_first():
+    """Parents differ in how much they know: raw rewards of different rounds do not compare."""
+    P = Fill(SelectionConfig(N_P=4))
+    strong, weak = P.join("strong", None, 0), P.join("weak", None, 0)
+    x = Candidate("x", 0, [1.0] * 5 + [0.0] * 5, [1.0] * 8 + [0.0] * 2)
+    y = Candidate("y", 1, [1.0] * 2 + [0.0] * 8, [1.0] * 3 + [0.0] * 7)
+    z = Candidate("z", 1, [1.0] * 1 + [0.0] * 9, [1.0] * 3 + [0.0] * 7)
+    assert [P.admit([c], 2) for c in (x, y, z)] == [[], [], []]
+    assert [I.text for I in P.succeed([strong, weak], [], 9)] == ["y", "z"]
+    assert P.succeed([strong, weak], [], 20) == []  # those of an earlier evolution are forgotten
+
+
+def test_a_good_candidate_beyond_top_n_fills_a_place_before_worse_ones():
+    e = filled({"old": 5, "a": 8, "b": 7, "c": 4}, ["c", "b", "a"], N_P=4, top_n=1, rounds=1)
+    assert e.joined[0] == ["a"] and e.texts == ["old", "a", "b", "c"]
+
+
+# ---- the rules together
+
+
+def test_rules_combine():
+    """Paired with Fill: the draw and the fresh comparison of the one, the filled places of the other."""
+    P = population_of(SelectionConfig(rank="paired", gate="fill", N_P=2))
+    assert isinstance(P, Paired) and isinstance(P, Fill) and not isinstance(P, LowerBound)
+    old = P.join("old", None, 0)
+    P.learn([[0]] * 2, [[0.5]] * 2)
+    assert P.admit([Candidate("near", 0, [0.0, 1.0], [1.0, 1.0])], 1) == []
+    assert [I.text for I in P.succeed([old], [], 9)] == ["near"] and P.design is None
+    P = population_of(SelectionConfig(gate="lower_bound", groups="question"))
+    assert isinstance(P, LowerBound) and isinstance(P, ByQuestion)
+    paper = population_of(SelectionConfig())
+    assert not isinstance(paper, (Paired, Fill, LowerBound, ByQuestion))
+
+
+@pytest.mark.parametrize(
+    "flags, says",
+    [
+        (dict(rank="best"), "--rank best: choose paper or paired"),
+        (dict(gate="upper"), "--gate upper: choose paper, lower_bound or fill"),
+        (dict(groups="pairs"), "--groups pairs: choose pair or question"),
+        (dict(rank="paired", mode="static"), "--rank paired: --mode static"),
+        (dict(gate="fill", mode="static"), "--gate fill: --mode static"),
+        (dict(rank="paired", groups="question"), "--groups question: --rank paired compares whole groups"),
+        (dict(rank="paired", rivals=1), "--rivals 1: one instruction alone"),
+        (dict(rank="paired", rivals=-1), "--rivals -1"),
+        (dict(rivals=3), "--rivals 3: only --rank paired"),
+        (dict(gate="lower_bound", D_B=1), "--D_B 1: --gate lower_bound needs at least 2"),
+    ],
+)
+def test_an_impossible_rule_is_one_line(flags, says):
+    assert validate(SelectionConfig(**PRESETS["world"] | flags)).startswith(says)

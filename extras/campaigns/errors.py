@@ -21,20 +21,26 @@ below --margin count as ties, which can be no errors. JSON last.
 import argparse
 import json
 import random
-from dataclasses import replace
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from config import MODES, PRESETS, Config
-from extras.rivals import RECENT, Pool, instance_wins
-from extras.selection import Paired, gate, population_of
+import inspo
+from config import PRESETS, Config
+from extras import espl
+from extras.espl import RECENT, ESPLConfig, Pool
+from extras.fst import instance_wins
+from extras.selection import Paired, SelectionConfig, population_of
 from plumbing.faults import one_line
-from population import Population
-from rollout import Trajectory
-from tasks.questions import Question, load_questions
+from population import Candidate, Population
+from tasks import Question, Trajectory
+from tasks.questions import load_questions
 
-NOBODY = Question("", "", (), "")
+NOBODY = Question("", "")
+WORLD = PRESETS["world"]
+Rule = Callable[[Any], Population]  # makes the empty population of a configuration
 PARENTS = (["whole"], ["whole", "exact"], ["entity", "exact"], ["entity", "exact", "state"])
 BATCHES, SIZES = (6, 12, 24, 48, 96, 512), (12, 24, 48, 96, 200)
 
@@ -49,18 +55,18 @@ class Errors(NamedTuple):
     pruned: float  # instructions a trial
 
 
-def step(P: Population, R: np.ndarray, batch: int, G: int, dice: np.random.Generator) -> None:
+def step(P: Population, R: np.ndarray, batch: int, G: int, rng: np.random.Generator) -> None:
     """Plays a step's `batch` groups of G rollouts under a population, with rewards drawn from R, and credits them."""
     _, questions, rollouts = R.shape
     if isinstance(P, Pool):  # the first question's programs play all questions
         k = min(P.rivals, len(P))
-        blocks = [[I.id for _, I in P.draw(dice, [0] * k)]] * (batch // k)
+        blocks = [[job.instruction for job in P.draw(rng, [NOBODY] * k, 1)]] * (batch // k)
     else:
-        blocks = P.blocks(dice, batch) if isinstance(P, Paired) else [[I.id] for I in P.sample(dice, batch)]
+        blocks = P.blocks(rng, batch) if isinstance(P, Paired) else [[I.id] for I in P.sample(rng, batch)]
     for m in {len(block) for block in blocks}:  # the last one of a step may be smaller
         ids = np.array([block for block in blocks if len(block) == m])
-        asked = dice.integers(questions, size=(len(ids), 1, 1))
-        r = R[ids[:, :, None], asked, dice.integers(rollouts, size=(len(ids), m, G))].mean(2)
+        asked = rng.integers(questions, size=(len(ids), 1, 1))
+        r = R[ids[:, :, None], asked, rng.integers(rollouts, size=(len(ids), m, G))].mean(2)
         if isinstance(P, Paired):
             P.learn(ids.tolist(), r.tolist())
         elif isinstance(P, Pool):
@@ -74,30 +80,31 @@ def step(P: Population, R: np.ndarray, batch: int, G: int, dice: np.random.Gener
 
 
 def choosing_errors(
-    R: np.ndarray, batch: int, cfg: Config, dice: np.random.Generator, trials: int, margin: float
+    rule: Rule, R: np.ndarray, batch: int, cfg: Config, rng: np.random.Generator, trials: int, margin: float
 ) -> Errors:
-    """Returns what ranking and the first pruning of a generation do wrong, by --rank and --mode.
+    """Returns what ranking and the first pruning of a generation do wrong, by the population's own rules.
 
-    R (instructions, questions, rollouts): rewards to draw from. Plays the populations' own rules.
+    R (instructions, questions, rollouts): rewards to draw from.
     """
-    R = R[:RECENT] if cfg.mode == "espl" else R
+    prunes = not isinstance(rule(cfg), Pool)
+    R = R if prunes else R[:RECENT]
     true = R.mean((1, 2))
     best = int(true.argmax())
     clear = true[best] - np.delete(true, best).max() > margin
     misranked, ranks, wrong, pairs, missed, lost, left = (0,) * 7
     for _ in range(trials):
-        P = Pool(cfg.tau_s, cfg.window, cfg.rivals) if cfg.mode == "espl" else population_of(cfg)
+        P = rule(cfg)
         for k in range(len(R)):
             P.join(str(k), None, 0)
         for _ in range(cfg.K_p):
-            step(P, R, batch, cfg.G, dice)
+            step(P, R, batch, cfg.G, rng)
         ranked = P.ranked()
         order = true[[I.id for I in ranked]]
         ahead = np.subtract.outer(order, order)[np.triu_indices(len(order), 1)]  # of the higher over the lower one
         misranked += int((ahead < -margin).sum())
         ranks += int((np.abs(ahead) > margin).sum())
         missed += int(clear and ranked[0].id != best)
-        pruned = [] if cfg.mode == "espl" else P.prune(ranked, cfg.N_parent, cfg.K_p)
+        pruned = P.prune(ranked, cfg.N_parent, cfg.K_p) if prunes else []
         left += len(pruned)
         for a in pruned:
             gains = true[a.id] - true[P.ids]
@@ -108,34 +115,34 @@ def choosing_errors(
 
 
 def joining_errors(
-    parent: np.ndarray, child: np.ndarray, n: int, dice: np.random.Generator, trials: int, cfg: Config
+    rule: Rule, parent: np.ndarray, child: np.ndarray, n: int, rng: np.random.Generator, trials: int, cfg: Config
 ) -> float:
-    """Returns how often a revision joins by --gate, or is turned away if it is truly better: the wrong decision.
+    """Returns how often a revision joins, or is turned away if it is truly better: the wrong decision.
 
     parent, child (questions, rollouts): rewards to draw --gate_samples a question from, on `n` of the questions.
     """
-    better, rows = child.mean() > parent.mean(), np.arange(n)[:, None]
+    P, better, rows = rule(cfg), child.mean() > parent.mean(), np.arange(n)[:, None]
     wrong = 0
     for _ in range(trials):
-        q = dice.choice(len(parent), n, replace=False)
-        k = dice.integers(parent.shape[1], size=(2, n, cfg.gate_samples))
+        q = rng.choice(len(parent), n, replace=False)
+        k = rng.integers(parent.shape[1], size=(2, n, cfg.gate_samples))
         r, r_parent = child[q][rows, k[0]].mean(1).tolist(), parent[q][rows, k[1]].mean(1).tolist()
-        joins = gate(r, r_parent, cfg.gate)[0] >= sum(r_parent) / n
+        joins = bool(P.admit([Candidate("", 0, r, r_parent)], 1))
         wrong += int(joins != better)
     return wrong / trials
 
 
 def front_errors(
-    parent: np.ndarray, child: np.ndarray, n: int, dice: np.random.Generator, trials: int, cfg: Config
+    parent: np.ndarray, child: np.ndarray, n: int, rng: np.random.Generator, trials: int, cfg: Config
 ) -> float:
     """Returns the same of a round of GEPA with one revision; D_B has none of the questions that were shown."""
     better, wrong = child.mean() > parent.mean(), 0
 
     def play(rewards: np.ndarray, asked: np.ndarray) -> np.ndarray:
-        return rewards[asked, dice.integers(rewards.shape[1], size=len(asked))]
+        return rewards[asked, rng.integers(rewards.shape[1], size=len(asked))]
 
     for _ in range(trials):
-        asked = dice.permutation(len(parent))
+        asked = rng.permutation(len(parent))
         shown = asked[play(parent, asked) < 1][: cfg.failures]
         D_B = asked[~np.isin(asked, shown)][:n]
         passes = len(shown) and play(child, shown).mean() > play(parent, shown).mean()
@@ -157,8 +164,8 @@ def main(argv: list[str] | None = None) -> None:
     from world.clauses import CLAUSES, write
     from world.optimizer import revise
 
-    cfg, dice, texts = Config(**PRESETS["world"]), np.random.default_rng(0), random.Random(0)
-    questions = load_questions(PRESETS["world"]["train"])[: args.questions]
+    cfg, rng, texts = Config(**WORLD), np.random.default_rng(0), random.Random(0)
+    questions = load_questions(WORLD["train"])[: args.questions]
     found: dict[str, Any] = {"questions": len(questions), "repeat": args.repeat, "choosing": {}, "joining": {}}
     with player(args.policy) as play:
 
@@ -171,16 +178,19 @@ def main(argv: list[str] | None = None) -> None:
             others = texts.sample([c for c in CLAUSES if c not in clauses], cfg.N_P - 1)
             children = [rewards(revise(texts, clauses, [add])) for add in others]
             families.append((rewards(write(texts, clauses)), children))
-    rules = {"paper": cfg, "paired": replace(cfg, rank="paired")}
-    rules["espl"] = replace(cfg, mode="espl", rivals=MODES["espl"]["rivals"])
+    rules: dict[str, tuple[Rule, Config]] = {
+        "paper": (inspo.population_of, cfg),
+        "paired": (population_of, SelectionConfig(**WORLD, rank="paired")),
+        "espl": (espl.population_of, ESPLConfig(**WORLD)),
+    }
     print(
         "| groups a step | | pairs ranked in the wrong order | the best one missed | pairs pruned in the wrong order |"
         " the best one lost | pruned |\n|---|---|---|---|---|---|---|"
     )
     for batch in BATCHES:
-        for name, rule in rules.items():
+        for name, (rule, knobs) in rules.items():
             each = [
-                choosing_errors(np.stack([parent, *children]), batch, rule, dice, args.trials, args.margin)
+                choosing_errors(rule, np.stack([parent, *children]), batch, knobs, rng, args.trials, args.margin)
                 for parent, children in families
             ]
             mean = Errors(*(float(np.mean(x)) for x in zip(*each, strict=True)))
@@ -189,11 +199,14 @@ def main(argv: list[str] | None = None) -> None:
             found["choosing"][f"{batch} {name}"] = [round(x, 3) for x in mean]
     print("\n| D_B | gate | rollouts | worse revisions that join | better revisions rejected |\n|---|---|---|---|---|")
     told = [(p, c) for p, children in families for c in children if abs(c.mean() - p.mean()) > args.margin]
-    gates = [(gate, samples, joining_errors) for gate in ("paper", "lower_bound") for samples in (1, 2)]
+    gates = [(gate, samples) for gate in ("paper", "lower_bound") for samples in (1, 2)]
     for n in [n for n in SIZES if n <= len(questions)]:
-        for name, samples, errs in [*gates, ("fst", 1, front_errors)]:
-            rule = cfg if name == "fst" else replace(cfg, gate=name, gate_samples=samples)
-            errors = [(c.mean() > p.mean(), errs(p, c, n, dice, args.trials, rule)) for p, c in told]
+        for name, samples in [*gates, ("fst", 1)]:
+            errs = front_errors
+            if name != "fst":
+                cfg = SelectionConfig(**WORLD, gate=name, gate_samples=samples)
+                errs = partial(joining_errors, population_of)
+            errors = [(c.mean() > p.mean(), errs(p, c, n, rng, args.trials, cfg)) for p, c in told]
             rates = [
                 float(np.mean([error for better, error in errors if better == kind]))
                 if any(better == kind for better, _ in errors)
@@ -206,5 +219,5 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    with one_line("bench/selection.py"):
+    with one_line("extras.campaigns.errors"):
         main()
