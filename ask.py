@@ -42,8 +42,14 @@ def question_of(task: Task, text: str, known: list[Question]) -> Question:
         if text in (q.id, q.text):
             return q
     if any(q.data is not None for q in known):
-        raise Fault(f"{task.cfg.task} has more to a question than its text: give the id of one, such as {known[0].id}")
+        raise Fault(f"a question of {task.cfg.task} is more than its text: give the id of one, such as {known[0].id}")
     return Question("asked", text, source="asked")
+
+
+def example_of(known: list[Question]) -> str:
+    if not known:
+        return ""
+    return f" For example: {known[0].text if known[0].data is None else known[0].id}"
 
 
 def show(tau: Trajectory) -> None:
@@ -100,8 +106,7 @@ def ask(args: argparse.Namespace) -> None:
             print(printable(f"{run}\n\n{instruction}"))
             if args.question:
                 return answer(player, q, known)
-            example = f" For example: {known[args.seed % len(known)].text}" if known else ""
-            print(printable(f"\nA question a line, an empty line ends.{example}"))
+            print(printable(f"\nA question a line, an empty line ends.{example_of(known)}"))
             try:
                 while text := input("\n> ").strip():
                     try:

@@ -10,6 +10,7 @@ import importlib.util
 import math
 import os
 import unicodedata
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, TypeVar
@@ -434,17 +435,25 @@ def read_instruction(knob: str, path: str) -> str:
 
 def validate(cfg: Config) -> str:
     """Returns what makes a configuration impossible, in one line; "" if nothing does."""
-    for f in dataclasses.fields(cfg):
-        value, least, of = getattr(cfg, f.name), f.metadata["least"], f.metadata["of"]
-        if of and value not in of:
-            names = [str(x) for x in of if x != ""]
-            return f"--{f.name} {value}: choose {', '.join(names[:-1])}{' or ' * (len(names) > 1)}{names[-1]}"
-        if isinstance(value, float) and not math.isfinite(value):
-            return f"--{f.name} {value}: must be a finite number"
-        if least is not None and value < least:
-            return f"--{f.name} {value}: must {'not be negative' if least == 0 else f'be at least {least}'}"
+    if fault := out_of_range(cfg, [f.name for f in dataclasses.fields(cfg)]):
+        return fault
     parts = [vars(concern)["check"] for concern in reversed(type(cfg).__mro__) if "check" in vars(concern)]
     return next((fault for check in parts if (fault := check(cfg))), "")
+
+
+def out_of_range(cfg: Config, names: Iterable[str]) -> str:
+    """Returns which of these knobs has a value that it cannot have; "" if none has."""
+    knobs = {f.name: f.metadata for f in dataclasses.fields(cfg)}
+    for name in names:
+        value, least, of = getattr(cfg, name), knobs[name]["least"], knobs[name]["of"]
+        if of and value not in of:
+            choices = [str(x) for x in of if x != ""]
+            return f"--{name} {value}: choose {', '.join(choices[:-1])}{' or ' * (len(choices) > 1)}{choices[-1]}"
+        if isinstance(value, float) and not math.isfinite(value):
+            return f"--{name} {value}: must be a finite number"
+        if least is not None and value < least:
+            return f"--{name} {value}: must {'not be negative' if least == 0 else f'be at least {least}'}"
+    return ""
 
 
 def evolves(cfg: RunKnobs) -> bool:

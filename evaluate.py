@@ -23,7 +23,7 @@ from typing import Any
 from plumbing import stop  # isort: skip  (first: from here on a Ctrl-C is one line)
 from tqdm import tqdm
 
-from config import Config
+from config import Config, RolloutKnobs, TaskKnobs, out_of_range
 from evaluation.agents import METHODS, Agent, Method, agent, instruction_of, method_of, subject
 from evaluation.benchmarks import SIZES, load, size_note
 from evaluation.compare import compare
@@ -111,8 +111,7 @@ def summarize(rows: Sequence[Row], metrics: Sequence[str], tools: Sequence[str])
     out[f"{main}_answered"] = sum(row[main] for row in answered) / max(1, len(answered))
     hops = sorted({row["hops"] for row in rows} - {0})
     strata = {str(h): by_question([row for row in rows if row["hops"] == h], main) for h in hops}
-    out[f"{main}_by_hops"] = {h: interval(x)._asdict() for h, x in strata.items()}
-    return out
+    return out | ({f"{main}_by_hops": {h: interval(x)._asdict() for h, x in strata.items()}} if strata else {})
 
 
 def table(
@@ -121,8 +120,9 @@ def table(
     """Returns the Markdown table of an evaluation; the first metric is the main one."""
     (main, *others), recall = metrics, any("gold_recall" in part for part in parts.values())
     shown = label(main)
-    hops = sorted({h for part in parts.values() for h in part[f"{main}_by_hops"]})
-    head = ["", "questions", f"{shown}, 95 %", *map(label, others), "answered", f"{shown} of answered", *tools]
+    hops = sorted({h for part in parts.values() for h in part.get(f"{main}_by_hops", {})})
+    done = "answered" if recall else "finished"  # what a tool ends has no answer
+    head = ["", "questions", f"{shown}, 95 %", *map(label, others), done, f"{shown} of {done}", *tools]
     head += ["gold recall"] * recall + ["sampled tokens"] + [f"{shown}, {h} hop{'s' * (h != '1')}" for h in hops]
     lines = [head]
     for name, part in parts.items():
@@ -131,7 +131,7 @@ def table(
         row += [f"{part['answered']:.3f}", f"{part[f'{main}_answered']:.3f}", *(f"{part[key]:.2f}" for key in tools)]
         row += [f"{part['gold_recall']:.3f}"] if recall else []  # of search QA alone
         row += [f"{part['sampled_tokens']:.0f}"]
-        by_hops = {h: Interval(**x) for h, x in part[f"{main}_by_hops"].items()}
+        by_hops = {h: Interval(**x) for h, x in part.get(f"{main}_by_hops", {}).items()}
         lines.append(row + [f"{by_hops[h]}" if h in by_hops else "" for h in hops])
     if len(parts) > 1:
         lines.append(["average", f"{average.n:,}", f"{average}"] + [""] * (len(head) - 3))
@@ -156,6 +156,8 @@ def asked(task: Task, args: argparse.Namespace) -> tuple[dict[str, list[Question
             raise Fault(f"--data {name}: there is a {title} already; give each once, and files different names")
         if not found:
             raise Fault(f"--data {name}: {task.cfg.task} has no such questions")
+        if len({q.id for q in found}) < len(found):
+            raise Fault(f"--data {name}: some questions of {task.cfg.task} share an id; make the ids unique")
         questions[title] = subset(found, args.n, args.seed)
     for line in skipped:
         print(f"skipped {line}")
@@ -169,7 +171,10 @@ def evaluate(args: argparse.Namespace, methods: Mapping[str, Method]) -> Row:
         name = args.method or method_of(chosen, methods)
         method = methods[name]
         flags = {key: value for key in (*PLAYED, *SERVED) if (value := getattr(args, key)) is not None}
-        task = load_task(dataclasses.replace(chosen.cfg, **flags | dict(method.knobs)))
+        cfg = dataclasses.replace(chosen.cfg, **flags | dict(method.knobs))
+        if fault := out_of_range(cfg, flags) or RolloutKnobs.check(cfg) or TaskKnobs.check(cfg):
+            raise Fault(fault)
+        task = load_task(cfg)
         if not isinstance(task, method.task):
             raise Fault(f"--method {name} cannot play {task.cfg.task}: it is for {method.task.__name__}")
         instruction = instruction_of(chosen, task, method, args.instruction)
@@ -202,7 +207,7 @@ def evaluate(args: argparse.Namespace, methods: Mapping[str, Method]) -> Row:
                     served=args.served_model,
                 )  # fmt: skip
                 with player as one, open(out / "results.jsonl", "a") as file:
-                    print(one.tools or f"{task.cfg.task}", flush=True)
+                    print(one.tools or f"task: {task.cfg.task}", flush=True)
                     with tqdm(total=total, unit="question", dynamic_ncols=True, disable=None) as bar:
                         for title, some in questions.items():
                             bar.set_description(title)
@@ -229,24 +234,26 @@ def resume(out: Path, setting: Row, sizes: dict[str, int]) -> tuple[list[Row], l
     `sizes`: questions of each set. Raises Fault if its setting differs.
     """
     out.mkdir(parents=True, exist_ok=True)
-    metrics: list[str] = []
+    files, metrics, rows = RunDirectory(out), list[str](), list[Row]()
     if (out / "summary.json").exists():
         try:
             summary = decoded((out / "summary.json").read_text())
             theirs, metrics = dict(summary["setting"]), list(summary.get("metrics", []))
         except (ValueError, LookupError, TypeError, AttributeError):
             raise Fault(f"{out / 'summary.json'} is no evaluation's, or damaged: choose another --out") from None
-        if theirs != setting:
+        if metrics and theirs != setting:
             key = next(k for k in sorted({*theirs, *setting}) if theirs.get(k) != setting.get(k))
             was, now = theirs.get(key), setting.get(key)
             raise Fault(f"{out} was started with {key} {was!r}, not {now!r}: choose another --out")
-    else:
-        RunDirectory(out).write("summary.json", json.dumps({"setting": setting}, indent=1))
-    rows = read_jsonl(out / "results.jsonl") if metrics else []
+        rows = read_jsonl(out / "results.jsonl")
+        if rows and not metrics:
+            raise Fault(f"{out} is an evaluation by an earlier version: choose another --out")
+    if not metrics:
+        files.write("summary.json", json.dumps({"setting": setting}, indent=1))
     chunks = Counter((row["data"], row["chunk"], row["sample"]) for row in rows)
     whole = {key for key, n in chunks.items() if n == min(CHUNK, sizes[key[0]] - key[1] * CHUNK)}
     rows = [row for row in rows if (row["data"], row["chunk"], row["sample"]) in whole]
-    RunDirectory(out).write("results.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    files.write("results.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     return rows, metrics
 
 
@@ -255,7 +262,10 @@ def main(
     about: str | None = __doc__,
 ) -> None:  # fmt: skip
     """Runs the command line. `methods`: what --method may name; `program` and `about` are whose help it is."""
-    parser = argparse.ArgumentParser(program, description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        program, usage="%(prog)s WHAT [--flag value ...]", description=about,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
     parser.add_argument("what", nargs="?", metavar="WHAT")
     parser.add_argument("--method", choices=methods, help="how it plays; default: as it was trained, or search_r1")
     parser.add_argument(

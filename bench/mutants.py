@@ -16,13 +16,19 @@ from mutmut.stats import status_by_exit_code
 
 GOAL = 0.9
 NAMES = {
-    "inspo": "reward inspo evolve first_population propose prompt_of verify",
-    "reflect": "parse candidates check normalized paraphrase_prompt history_prompt reflection_prompt shorten "
-    "_middle_out",
-    "data": "rng draw normalize em f1 _token_f1 last_answer",
+    "inspo": "inspo evolve first_population propose ask prompt_of verify population_of",
+    "grpo": "group_advantages xǁLearnerǁset_advantages xǁLearnerǁterms",
+    "reflect": "parse _end_of_thoughts candidates check _questions _names normalized paraphrase_prompt history_prompt "
+    "reflection_prompt examples shorten _middle_out",
+    "tasks": "load_task check_questions reward measure _finite rng_of draw subset by_source",
+    "tasks.questions": "normalize em f1 _token_f1 _answers _hops",
 }
-FUNCTIONS = ["population.*", "objectives.*", "variants.*"]
-FUNCTIONS += [f"{module}.x_{name}__mutmut_*" for module, names in NAMES.items() for name in names.split()]
+FUNCTIONS = ["population.*"]
+FUNCTIONS += [
+    f"{module}.{name if name.startswith('x') else f'x_{name}'}__mutmut_*"
+    for module, names in NAMES.items()
+    for name in names.split()
+]
 
 
 def main() -> None:

@@ -106,7 +106,7 @@ class Method(NamedTuple):
     trained: Callable[[Config], bool] = lambda cfg: False  # whether a run of this configuration trained for it
     knobs: Mapping[str, Any] = {}  # of the configuration, that it changes
     stop: Callable[[Task], tuple[str, ...]] = lambda task: stop_strings(task.tools)  # what ends a turn
-    task: type[Task] = Task  # what it can play
+    task: type[Any] = Task  # what it can play
 
 
 METHODS = {"search_r1": Method(), "inspo": Method(I_star=True)}
@@ -127,7 +127,7 @@ def instruction_of(chosen: Subject, task: Task, method: Method, file: str = "") 
         return read_instruction("instruction", file)
     if method.I_star and not chosen.I_star:
         raise Fault(f"{chosen.name} has no I_star.txt to play under; give an instruction with --instruction")
-    return chosen.I_star if method.I_star else task.instruction
+    return task.instruction
 
 
 @contextlib.contextmanager

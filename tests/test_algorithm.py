@@ -33,7 +33,7 @@ class Exam(Task):
         self.train = train
 
     def questions(self, split):
-        return list(self.train.values())
+        return {"train": list(self.train.values())}[split]
 
     def reward(self, taus):
         return [float(tau.prediction == tau.question.golds[0]) for tau in taus]
@@ -356,7 +356,7 @@ def test_no_more_candidates_are_verified_than_were_asked_for():
     many = [f"new {k}" for k in range(500)]
     e = Evolution({"old": 0.5}, {"old": 5} | dict.fromkeys(many, 4), many, N_P=4, rounds=1, D_B=10, gate_samples=2)
     [(*_, accepted, rejected)] = e.log.of("proposed")
-    assert accepted == [1, 2, 3] and [row["k"] for row in rejected] == [4]
+    assert accepted == [1, 2, 3] and [(row["k"], row["reason"][:18]) for row in rejected] == [(4, "3 were asked for: ")]
     [(*_, verified, _)] = e.log.of("verified")
     assert len(verified) == 3 and e.log.rollouts == (1 + 3) * 10 * 2
 
@@ -439,10 +439,12 @@ def test_a_call_is_logged_before_its_reply_is_read():
     e = Evolution({"old": 0.5}, {"old": 5, "new": 5}, ["new"], N_P=2)
     names = [name for name, *_ in e.log.events]
     assert names == ["call", "proposed", "played", "verified", "evolved"]
-    [(t, round, parent, call)] = e.log.of("call")
-    assert (t, round, parent.text, call.reply) == (T_NOW, 0, "old", "<ins_1> new </ins_1>")
-    [(*when, taus)] = e.log.of("played")
-    assert when == [T_NOW, 0, parent] and len(taus) == 20
+    [(*when, call)] = e.log.of("call")
+    assert when == [T_NOW, 0, e.P.family[0]] and call.reply == "<ins_1> new </ins_1>"
+    assert e.log.of("proposed") == [[*when, call, [1], []]]
+    [(*played, taus)] = e.log.of("played")
+    [(*verified, _, _, _)] = e.log.of("verified")
+    assert played == verified == when and len(taus) == 20
 
 
 # --- the first population (L2) ------------------------------------------------------------------------------------
@@ -619,7 +621,7 @@ def test_pruning_and_evolution_keep_their_schedule():
     assert sizes == [*generation, *generation, *generation[:2]]
     assert steps_of(log, "pruned") == [2, 4, 6, 8, 10, 12]  # not at 14: |P| = N_parent
     assert steps_of(log, "evolved") == [4, 8]  # not at 12: t < T_e
-    assert steps_of(log, "step") == list(range(1, 15))
+    assert steps_of(log, "begin_step") == steps_of(log, "step") == list(range(1, 15))
     assert sorted({I.left for I in log.P.family} - {None}) == [2, 4, 6, 8, 10, 12]
     for _, P, dropped in log.of("pruned"):
         assert P is log.P and dropped and not any(I in P.active for I in dropped)

@@ -12,15 +12,20 @@ import pyarrow.parquet as pq
 import pytest
 from json_server import json_servers
 
+import ask
 import evaluate
 from config import HERE, PRESETS, Config
-from tasks.questions import em, load_questions
 from engines.chat_engine import ChatEngine, Words
 from evaluation import benchmarks
+from evaluation.agents import METHODS
 from evaluation.compare import compare
-from plumbing.faults import EngineFault, Fault
 from journal.directory import read_jsonl
+from plumbing.faults import EngineFault, Fault, Outage
 from plumbing.servers import Child
+from tasks import Question, Task
+from tasks.questions import em, f1, load_questions
+from tasks.search import Search
+from tasks.tools import Function
 
 WORLD = HERE / "world" / "files"
 
@@ -38,12 +43,12 @@ def servers():
         yield start
 
 
-def run(*flags):
+def run(*flags, main=evaluate.main):
     """Returns (what it prints, its line of fault)."""
     out, err, fault = io.StringIO(), io.StringIO(), ""
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            evaluate.main([str(flag) for flag in flags])
+            main([str(flag) for flag in flags])
         except SystemExit as e:
             fault = str(e.code) if isinstance(e.code, str) else err.getvalue()
     return out.getvalue(), fault
@@ -69,34 +74,32 @@ def whole(tmp_path_factory, retriever):
     return out, said
 
 
-def test_an_evaluation_writes_one_json_one_table_and_a_line_a_question(whole):
+def test_an_evaluation_writes_one_json_one_table_and_a_line_a_question(whole, retriever):
     out, said = whole
     assert sorted(path.name for path in out.iterdir()) == ["results.jsonl", "summary.json", "table.md"]
     rows, found = read_jsonl(out / "results.jsonl"), json.loads((out / "summary.json").read_text())
-    questions = {q.id: q for q in load_questions(WORLD / "test.jsonl")}
+    questions, search = {q.id: q for q in load_questions(WORLD / "test.jsonl")}, Search(retriever, 3)
     assert len(rows) == 10 == len({row["id"] for row in rows})
     for row in rows:
-        assert row["em"] == em(row["prediction"], questions[row["id"]].golds)
-        assert row["hops"] == int(questions[row["id"]].source[6])
+        q = questions[row["id"]]
+        assert (row["em"], row["f1"]) == (em(row["prediction"], q.golds), f1(row["prediction"], q.golds))
+        assert row["reward"] == row["em"] and row["hops"] == int(q.source[6])
+        passages = " ".join(search.submit(q.text).result())  # the first policy searches the whole question once
+        assert row["searches"] == 1 and row["gold_found"] == float(any(gold in passages for gold in q.golds))
     part = found["benchmarks"]["world"]
-    assert part["em"]["mean"] == pytest.approx(np.mean([row["em"] for row in rows]))
+    for key in ("em", "f1"):
+        assert part[key]["mean"] == pytest.approx(np.mean([row[key] for row in rows]))
     for key, name in (("searches", "searches"), ("answered", "answered"), ("gold_found", "gold_recall")):
         assert part[name] == pytest.approx(np.mean([row[key] for row in rows]))
     strata = {str(h): [row["em"] for row in rows if row["hops"] == h] for h in {row["hops"] for row in rows}}
     assert {h: (x["mean"], x["n"]) for h, x in part["em_by_hops"].items()} == {
         h: (pytest.approx(np.mean(x)), len(x)) for h, x in strata.items()
     }
-    assert (out / "table.md").read_text() in said and "| world | 10 |" in said
-
-
-def test_gold_recall_counts_questions_whose_passages_hold_a_gold_answer(whole, retriever):
-    from tasks.tools import Search
-
-    search = Search(retriever, 3)
-    for row in read_jsonl(whole[0] / "results.jsonl"):
-        question = next(q for q in load_questions(WORLD / "test.jsonl") if q.id == row["id"])
-        passages = " ".join(search.submit(question.text).result())  # the first policy searches the whole question once
-        assert row["searches"] == 1 and row["gold_found"] == float(any(gold in passages for gold in question.golds))
+    head, line = ([cell.strip() for cell in said.splitlines()[k].split("|")] for k in (-5, -3))
+    shown = dict(zip(head, line, strict=True))
+    low, high = part["em"]["low"], part["em"]["high"]
+    assert shown["EM, 95 %"] == f"{part['em']['mean']:.3f} [{low:.3f}, {high:.3f}]"
+    assert shown["F1"] == f"{part['f1']['mean']:.3f}" and (out / "table.md").read_text() in said
 
 
 @pytest.mark.parametrize("cut", [3, 6, 10])
@@ -107,14 +110,16 @@ def test_an_evaluation_that_was_cut_off_ends_as_any_other(whole, retriever, tmp_
     (out / "results.jsonl").write_text("".join(lines[:cut]) + lines[cut][:20] if cut < 10 else "".join(lines))
     monkeypatch.setattr(evaluate, "CHUNK", 4)
     played = []
-    one = evaluate.METHODS["search_r1"]
-    monkeypatch.setitem(
-        evaluate.METHODS, "search_r1", one._replace(play=lambda a, qs: played.append(len(qs)) or one.play(a, qs))
-    )
-    again, fault = run("world", "--data", "world", "--n", 10, "--retriever", retriever, "--out", out)
+    one = METHODS["search_r1"]
+    methods = {"search_r1": one._replace(play=lambda a, qs: played.append(len(qs)) or one.play(a, qs))}
+    again, fault = run(
+        "world", "--data", "world", "--n", 10, "--retriever", retriever, "--out", out,
+        main=lambda flags: evaluate.main(flags, methods),
+    )  # fmt: skip
     assert not fault and (out / "results.jsonl").read_text() == "".join(lines)
     assert played == {3: [4, 4, 2], 6: [4, 2], 10: []}[cut]
-    assert again.replace(str(out), "") == said.replace(str(whole[0]), "")
+    table = said[said.index("|") : said.index(str(whole[0]))]
+    assert table in again and (out / "table.md").read_text() == (whole[0] / "table.md").read_text()
 
 
 def test_samples_differ_and_count_as_one_question(retriever, tmp_path):
@@ -122,7 +127,7 @@ def test_samples_differ_and_count_as_one_question(retriever, tmp_path):
     _, fault = run(*flags, "--out", tmp_path / "a")
     assert not fault
     rows = read_jsonl(tmp_path / "a" / "results.jsonl")
-    part = json.loads((tmp_path / "a" / "summary.json").read_text())["benchmarks"]["world"]
+    part = json.loads((tmp_path / "a" / "summary.json").read_text())["benchmarks"]["test"]
     assert len(rows) == 6 and part["questions"] == 2 and part["em"]["n"] == 2
     assert len({row["prediction"] for row in rows}) > 2
     run(*flags, "--out", tmp_path / "b")
@@ -142,13 +147,122 @@ def finished(tmp_path_factory):
 
 def test_a_run_is_measured_under_its_I_star_and_another_instruction_can_replace_it(finished, retriever, tmp_path):
     said, fault = run(finished, "--n", 4, "--retriever", retriever, "--out", tmp_path / "own")
-    assert not fault and said.startswith("\nmine, inspo:")
+    assert not fault and "\nmine, inspo:" in said
     run(finished, "--n", 4, "--retriever", retriever, "--method", "search_r1", "--out", tmp_path / "first")
     file = tmp_path / "i.txt"
     file.write_text((WORLD / "instruction.txt").read_text())
     run(finished, "--n", 4, "--retriever", retriever, "--instruction", file, "--out", tmp_path / "other")
     own, first, other = (read_jsonl(tmp_path / name / "results.jsonl") for name in ("own", "first", "other"))
     assert first == other != own
+
+
+# ---- another task
+
+
+class Dice(Function):
+    """Ends an episode at the sum of its question; what was rolled is kept between the turns of one episode alone."""
+
+    tag, noun, argument, plural, result_tag = "search", "a roll", "number", "rolls", "information"
+
+    def __init__(self, goal=0):
+        self.goal, self.sum = goal, 0
+
+    def run(self, argument):
+        self.sum += len(argument.split())
+        self.over = self.sum >= self.goal
+        return f"{self.sum} of {self.goal}"
+
+
+class Rolling(Task):
+    """The world's first policy writes all words of the question: a goal of 1 is reached, 99 is not."""
+
+    tools = (Dice(),)
+    down, names = False, ("reached", "missing")
+
+    def questions(self, split):
+        text = load_questions(WORLD / f"{split}.jsonl")[0].text
+        return [Question(f"{split}-{goal}", text, data=goal) for goal in (1, 99, 2)[: {"test": 3, "train": 1}[split]]]
+
+    def reset(self, question):
+        return [Dice(question.data)]
+
+    def ended(self, tau, tools):
+        tau.state = max(0, tools[0].goal - tools[0].sum)
+
+    def reward(self, taus):
+        if self.down:
+            raise Outage("the judge does not answer")
+        return [-tau.state for tau in taus]
+
+    def metrics(self, tau):
+        return dict(zip(self.names, (float(tau.state == 0), tau.state), strict=True))
+
+
+ROLLING = ["world", "--task", f"{__name__}:Rolling"]
+
+
+def test_another_task_is_measured_by_its_own_metrics_on_its_own_questions(tmp_path):
+    said, fault = run(*ROLLING, "--out", tmp_path / "o")
+    assert not fault
+    rows = read_jsonl(tmp_path / "o" / "results.jsonl")
+    found = json.loads((tmp_path / "o" / "summary.json").read_text())
+    assert [row["reached"] for row in rows] == [1, 0, 1] and [row["stop"] for row in rows] == ["over", "turns", "over"]
+    assert all(row["reward"] == -row["missing"] for row in rows) and [row["rolls"] for row in rows] == [1, 1, 1]
+    assert (found["metrics"], found["tools"]) == (["reached", "missing"], ["rolls"])
+    assert found["benchmarks"]["test"]["reached"]["mean"] == pytest.approx(2 / 3) == found["average"]["mean"]
+    assert "reached, 95 % | missing | finished" in said
+    assert not any(word in said for word in ("EM", "F1", "hop", "gold", "searches"))
+    _, fault = run(*ROLLING, "--data", "nq", "--out", tmp_path / "p")
+    assert fault.startswith("evaluate.py: --data nq: ") and "give test, valid, train" in fault
+
+
+def test_an_evaluation_whose_judge_goes_away_keeps_its_rows_and_can_be_continued(tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluate, "CHUNK", 1)
+    whole, later = tmp_path / "whole", tmp_path / "later"
+    run(*ROLLING, "--out", whole)
+    graded = Rolling.reward
+    monkeypatch.setattr(Rolling, "down", property(lambda self: len(read_jsonl(later / "results.jsonl")) == 2))
+    _, fault = run(*ROLLING, "--out", later)
+    assert fault.startswith("evaluate.py: the judge does not answer; 2 of 3 are kept") and fault.count("\n") == 0
+    monkeypatch.setattr(Rolling, "down", False)
+    assert not run(*ROLLING, "--out", later)[1] and Rolling.reward is graded
+    for name in ("results.jsonl", "table.md"):
+        assert (later / name).read_text() == (whole / name).read_text()
+
+
+@pytest.mark.parametrize("names, words", [(("tokens", "x"), "a figure called tokens"), (("id", "x"), "called id")])
+def test_a_metric_cannot_take_the_name_of_another_figure(tmp_path, monkeypatch, names, words):
+    monkeypatch.setattr(Rolling, "names", names)
+    _, fault = run(*ROLLING, "--out", tmp_path / "o")
+    assert fault.startswith("evaluate.py: --task ") and words in fault and not read_jsonl(tmp_path / "o/results.jsonl")
+
+
+# ---- asking
+
+
+def test_asking_plays_the_run_s_task_and_scores_what_it_knows(finished, retriever, tmp_path, monkeypatch):
+    known = load_questions(WORLD / "test.jsonl")[0]
+    own = ["--run", finished, "--retriever", retriever]
+    said, fault = run(*own, known.text.removesuffix("?"), main=ask.main)
+    assert not fault and (finished / "I_star.txt").read_text() in said and '  search  "' in said
+    [row] = [row for row in map(str.split, said.splitlines()) if row[:1] == ["scored"]]
+    prediction = next(line for line in said.splitlines() if line.startswith("  answer  ")).removeprefix("  answer  ")
+    assert row[1:3] == ["em", f"{em(prediction, known.golds):g},"]
+    assert run(*own, known.id, main=ask.main)[0] == said
+    said, fault = run(*own, "What is the color of the sky", main=ask.main)
+    assert not fault and "scored" not in said and "  answer  " in said
+    _, fault = run("--run", tmp_path, "x", main=ask.main)
+    assert fault.startswith(f"ask.py: {tmp_path} holds no finished run") and fault.count("\n") == 0
+
+    game = tmp_path / "game"
+    shutil.copytree(finished, game)
+    config = json.loads((game / "config.json").read_text())
+    (game / "config.json").write_text(json.dumps(config | {"task": f"{__name__}:Rolling"}))
+    typed = iter(["anything", "test-1", ""])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
+    said, fault = run("--run", game, main=ask.main)
+    assert not fault and "is more than its text: give the id of one, such as test-1" in said
+    assert said.rstrip().endswith("the end\n  scored  reached 1, missing 0") and " of 1\n" in said
 
 
 # ---- the benchmarks' files
@@ -213,35 +327,35 @@ def test_a_row_without_gold_is_named_and_skipped_only_when_asked(tmp_path, retri
 # ---- other bad input
 
 
-def test_each_fault_is_one_line_that_says_what_to_do(tmp_path, finished, retriever):
+def test_each_fault_is_one_line_that_says_what_to_do(tmp_path, finished):
     unfinished = tmp_path / "half"
     shutil.copytree(finished, unfinished)
     (unfinished / "I_star.txt").unlink()
     step = unfinished / "checkpoints" / "step-000010"
     step.mkdir()
+    policy = WORLD / "policy"
     for flags, words in (
         (["world", "--data", "world", "world"], "--data world: there is a world already"),
         (["world", "--data", "squad"], "--data squad: no such benchmark; choose from world, hotpotqa"),
-        ([unfinished], f"has no I_star.txt, so it has not finished: resume it, or evaluate {step}"),
-        (
-            [WORLD / "policy", "--method", "inspo", "--corpus", WORLD / "corpus.jsonl"],
-            "has no I_star.txt; give it with",
-        ),
-        ([WORLD / "policy", "--method", "rag"], "--method rag searches: give --retriever"),
-        ([tmp_path / "nothing", "--method", "direct"], "--model"),
+        ([unfinished], f"has no I_star.txt, so it has not finished: resume it, or take {step}"),
+        ([policy, "--method", "inspo", "--data", "world"], "has no I_star.txt to play under; give an instruction"),
+        ([policy, "--data", "world"], "nothing to search: give --corpus"),
+        ([policy], "--test is missing"),
+        (["world", "--corpus", tmp_path / "gone"], "--corpus"),
+        (["world", "--instruction", tmp_path / "gone"], "--instruction"),
+        (["world", "--topk", 0], "--topk 0: must be at least 1"),
+        (["world", "--task", "nothing"], "--task nothing: give it as module:Class"),
+        ([tmp_path / "nothing", "--data", "world", "--corpus", WORLD / "corpus.jsonl"], "nothing: "),
         (["--compare", tmp_path / "x", tmp_path / "y"], "x: no results.jsonl with a question in it"),
     ):
         out, fault = run(*flags, *([] if flags[0] == "--compare" else ["--out", tmp_path / "o", "--n", 2]))
         assert words in fault and fault.startswith("evaluate.py: ") and fault.count("\n") == 0, fault
-        shutil.rmtree(tmp_path / "o", ignore_errors=True)
-    _, fault = run("world", "--samples", 3)
-    assert "greedy samples are all the same" in fault
-    _, fault = run()
-    assert "give WHAT to evaluate" in fault
+    assert "greedy samples are all the same" in run("world", "--samples", 3)[1]
+    assert "give WHAT to evaluate" in run()[1]
 
 
 def test_another_setting_in_the_same_directory_is_refused(whole):
-    _, fault = run("world", "--n", 12, "--out", whole[0])
+    _, fault = run("world", "--data", "world", "--n", 12, "--out", whole[0])
     assert fault == f"evaluate.py: {whole[0]} was started with n 10, not 12: choose another --out"
 
 
@@ -258,7 +372,8 @@ def test_a_tokenizer_that_is_too_large_for_its_model_is_refused(tmp_path, tiny_p
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(WORLD / "policy" / name, tmp_path / "mixed" / name)
     shutil.copy(WORLD / "policy" / "chat_template.jinja", tmp_path / "mixed" / "chat_template.jinja")
-    _, fault = run(tmp_path / "mixed", "--method", "direct", "--n", 2, "--out", tmp_path / "o")
+    corpus = ["--data", "world", "--corpus", WORLD / "corpus.jsonl"]
+    _, fault = run(tmp_path / "mixed", *corpus, "--n", 2, "--out", tmp_path / "o")
     assert "its tokenizer has 675 tokens and its model 600: use the model's own" in fault, fault
 
 
@@ -293,7 +408,7 @@ def test_a_chat_endpoint_plays_the_loop_with_observations_as_messages(servers, r
 
 def test_a_server_of_another_model_and_one_that_is_not_there_are_refused_in_a_line(servers, tmp_path):
     chat = servers(MODELS)
-    flags = [chat.url, "--method", "direct", "--n", 2, "--out", tmp_path / "o"]
+    flags = [chat.url, "--data", "world", "--corpus", WORLD / "corpus.jsonl", "--n", 2, "--out", tmp_path / "o"]
     _, fault = run(*flags, "--served_model", "llama")
     assert fault == f"evaluate.py: --served_model: {chat.url} has qwen: not llama"
     chat.stop()
@@ -351,7 +466,22 @@ def test_compare_seeds_as_a_level_of_their_own_with_holm_over_the_arms(tmp_path)
     assert "Holm's p over the 2 comparisons: good0 and 2 more" in text and "same0 and 2 more 1.000" in text
 
 
-def test_compare_refuses_different_questions(tmp_path):
+def test_compare_refuses_different_questions_and_different_metrics(tmp_path):
     a, b = evaluation(tmp_path / "a", nq=[1, 0, 1]), evaluation(tmp_path / "b", nq=[1, 0])
     with pytest.raises(Fault, match=r"not asked the same questions \(1 differ, as nq nq-2\)"):
         compare([a, b])
+    (tmp_path / "b" / "summary.json").write_text('{"metrics": ["sample", "em"]}')
+    for arms in ([a, b], [f"{a},{b}", a]):
+        with pytest.raises(Fault, match="a measures em and .*b sample: compare evaluations of one task"):
+            compare(arms)
+
+
+def test_compare_by_another_metric_that_is_no_right_or_wrong(tmp_path):
+    for name, values in (("a", (0.5, 2.0, 7.0)), ("b", (1.5, 1.0, 9.0))):
+        rows = [{"data": "test", "id": str(k), "miles": x} for k, x in enumerate(values)]
+        write_jsonl(tmp_path / name / "results.jsonl", rows)
+        (tmp_path / name / "summary.json").write_text('{"metrics": ["miles"]}')
+    head, _, row = compare([str(tmp_path / "a"), str(tmp_path / "b")]).splitlines()[2:5]
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert head.split("|")[4].strip() == "miles" and cells[3] == "3.833, 3.167"
+    assert cells[4].startswith("+0.667 [") and cells[6] == ""  # McNemar's test is for right and wrong

@@ -31,6 +31,7 @@ from tasks.tools import tags_of
 N = int(os.environ.get("FUZZ", 0))  # 10^5 in `make fuzz`
 KEY, GOLD = "sk-secret-123", "Zavrazhye"
 PARENT = "Think in <think> </think>, search with <search> </search>, answer in <answer> </answer>."
+PARSED = ("search", "answer")
 TOKENIZERS = ("world", "qwen", "deepseek")
 ASKED = Question("q", "Who?", (GOLD,), "s")
 TASK = SearchQA(Config(max_observation=60, search_retries=0))
@@ -184,7 +185,7 @@ def test_an_optimizer_may_reply_anything(server):
         assert KEY not in stored and stored.encode() and len(call.reply) <= MAX_REPLY
         assert 0 <= call.prompt_tokens < 10**9 and 0 <= call.completion_tokens < 10**9
         assert paid_calls([{"call": json.loads(stored)}]) == {call.key: replace(call, paid_before=True)}
-        accepted, rejected = candidates(call.reply, PARENT, {normalized(PARENT)}, [GOLD], 1500, 6)
+        accepted, rejected = candidates(call.reply, PARENT, {normalized(PARENT)}, [GOLD], 1500, 6, PARSED)
         assert len(accepted) <= 6
         for instruction in accepted.values():
             assert "\x1b" not in instruction and "zavrazhye" not in normalized(instruction).replace(" ", "")
@@ -209,7 +210,7 @@ def test_a_log_of_calls_may_hold_anything():
             except (ValueError, RecursionError):
                 continue
         for call in paid_calls(log).values():
-            candidates(call.reply, PARENT, set(), [GOLD], 1500, 6)
+            candidates(call.reply, PARENT, set(), [GOLD], 1500, 6, PARSED)
             json.dumps(asdict(call), allow_nan=False)
 
     check()

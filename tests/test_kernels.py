@@ -53,22 +53,9 @@ def there_and_back(function):
 
 
 def eq2(
-    hidden,
-    weight,
-    targets,
-    *,
-    adv,
-    w,
-    old_logp=None,
-    ref_logp=None,
-    temperature=1.0,
-    eps_low=0.2,
-    eps_high=0.2,
-    delta=math.inf,
-    beta=0.0,
-    entropy_coef=0.0,
-    kind="clip",
-):
+    hidden, weight, targets, *, adv, w, old_logp=None, ref_logp=None, temperature=1.0, eps_low=0.2, eps_high=0.2,
+    delta=math.inf, beta=0.0, entropy_coef=0.0, kind="clip",
+):  # fmt: skip
     """Returns grpo_head's loss and extras in float64, for autograd to differentiate."""
 
     def f64(v):

@@ -3,7 +3,7 @@
 import copy
 import json
 import pickle
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -317,7 +317,7 @@ def test_its_checkpoints_are_small_and_export_merges_them_or_not(run, tmp_path, 
 
 
 def test_a_run_without_adapters_has_none_to_export(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text(json.dumps(asdict(Config())))
     with pytest.raises(SystemExit, match="--adapters: .* trained all weights") as stop:
         export.main([str(tmp_path), "--adapters"])
     assert "\n" not in stop.value.code

@@ -147,9 +147,23 @@ def test_rows_of_search_r1(tmp_path):
     ]
 
 
-def test_an_id_that_two_sources_share_gets_the_source(tmp_path):
-    rows = [ROW, ROW | {"data_source": "hotpotqa"}, ROW | {"id": "b"}]
-    assert [q.id for q in load_questions(write(tmp_path / "q.jsonl", *rows))] == ["nq-a", "hotpotqa-a", "b"]
+@pytest.mark.parametrize(
+    "more, hops",
+    [
+        ({"data_source": "nq"}, 1),
+        ({"data_source": "popqa"}, 1),
+        ({"data_source": "bamboogle"}, 2),
+        ({"data_source": "mine-3hop"}, 3),
+        ({"data_source": "3hop-mine"}, 0),
+        ({"data_source": "mine"}, 0),
+        ({"metadata": {"question_decomposition": ["who", "where", "when", "why"]}}, 4),  # MuSiQue
+        ({"metadata": {"type": "comparison"}}, 2),  # 2WikiMultihopQA, HotpotQA
+        ({"metadata": {"type": "bridge_comparison"}}, 4),
+    ],
+)
+def test_how_many_facts_a_question_needs(tmp_path, more, hops):
+    [q] = load_questions(write(tmp_path / "q.jsonl", {"question": "Who?", "golden_answers": ["X"]} | more))
+    assert q.hops == hops
 
 
 def test_parquet_reads_as_jsonl_does(tmp_path):
@@ -192,17 +206,16 @@ def test_a_faulty_row_is_named(tmp_path, row, want):
     assert fault(write(tmp_path / "q.jsonl", ROW | {"id": "z"}, "", row)).startswith(f":3: {want}")
 
 
-def test_a_repeated_id_names_both_rows(tmp_path):
+def test_an_id_that_two_sources_share_gets_the_source_and_one_that_a_source_repeats_is_refused(tmp_path):
+    path = write(tmp_path / "q.jsonl", ROW, ROW | {"data_source": "hotpotqa"}, ROW | {"id": "b"})
+    assert [q.id for q in load_questions(path)] == ["nq-a", "hotpotqa-a", "b"]
     path = write(tmp_path / "q.jsonl", ROW, ROW | {"id": "b"}, ROW)
     assert fault(path) == f":3: id 'a' is already that of {path}:1; make the ids unique"
 
 
-def test_bytes_that_are_not_utf8_are_named(tmp_path):
+def test_a_faulty_file_is_named(tmp_path, monkeypatch):
     (tmp_path / "q.jsonl").write_bytes(json.dumps(ROW).encode() + b'\n{"question": "caf\xe9"}\n')
     assert fault(tmp_path / "q.jsonl").startswith(":2: not UTF-8; write")
-
-
-def test_a_faulty_file_is_named(tmp_path, monkeypatch):
     assert fault(tmp_path / "none.jsonl") == ": no such file; check the path"
     assert fault(write(tmp_path / "q.csv", ROW)).startswith(": unknown suffix '.csv'; give a .jsonl or")
     assert fault(write(tmp_path / "empty.jsonl", "", " ")).startswith(": no question in it; give")
@@ -257,66 +270,10 @@ def test_at_most_a_tenth_is_set_aside_and_none_if_valid_n_is_0(tmp_path):
 # --- the fixture
 
 
-def test_fixture():
-    passages = [json.loads(line) for line in (FIXTURE / "corpus.jsonl").open(encoding="utf-8")]
-    train, test = load_questions(FIXTURE / "train.jsonl"), load_questions(FIXTURE / "test.jsonl")
-    assert (len(passages), len(train), len(test)) == (64, 24, 12)
-    assert all(set(p) == {"id", "contents"} for p in passages)
-    titles = [p["contents"].split("\n")[0] for p in passages]
-    assert all(t[0] == t[-1] == '"' and len(t) > 2 for t in titles)
-    both = train + test
-    for names in (titles, [p["id"] for p in passages], [q.id for q in both], [q.text for q in both]):
-        assert len(set(names)) == len(names)
+def test_the_answers_of_the_fixture_s_questions_are_in_its_passages():
+    passages = [json.loads(line)["contents"] for line in (FIXTURE / "corpus.jsonl").open(encoding="utf-8")]
+    both = load_questions(FIXTURE / "train.jsonl") + load_questions(FIXTURE / "test.jsonl")
+    assert (len(passages), len(both)) == (64, 36) and len({q.id for q in both}) == len({q.text for q in both}) == 36
     for q in both:
-        assert all(any(gold in p["contents"] for p in passages) for gold in q.golds), q
+        assert all(any(gold in text for text in passages) for gold in q.golds), q
         assert not any(normalize(gold) in normalize(q.text) for gold in q.golds), q
-    for questions in (train, test):
-        assert {q.source for q in questions} == {"fixture-1hop", "fixture-2hop"}
-        assert 2 * sum(q.source == "fixture-2hop" for q in questions) == len(questions)
-
-
-# --- the tiny model
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> Path:
-    from tiny_model import make_tiny_model  # here: it imports transformers, which takes seconds
-
-    return Path(make_tiny_model(tmp_path_factory.mktemp("tiny")))
-
-
-def test_tiny_tokenizer(tiny):
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(tiny, local_files_only=True)
-    assert len(tokenizer) == 600
-    text = "<think>naïve Zürich 日本 🙂\n\n\t x</think> <search>who wrote Hamlet?</search> 3.5\n"
-    assert tokenizer.decode(tokenizer(text).input_ids) == text
-    for tag in ("<search>", "</search>", "<answer>", "</answer>", "<information>", "</information>"):
-        assert len(tokenizer(tag).input_ids) > 1
-        assert tokenizer.decode(tokenizer(tag).input_ids, skip_special_tokens=True) == tag
-    for special in ("<|endoftext|>", "<|im_start|>", "<|im_end|>"):
-        assert tokenizer(special).input_ids == [tokenizer.convert_tokens_to_ids(special)]
-    assert tokenizer.apply_chat_template(
-        [{"role": "user", "content": "Hi"}], add_generation_prompt=True, tokenize=False
-    ) == (
-        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
-        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    )
-
-
-def test_tiny_model(tiny, tmp_path):
-    import torch
-    from tiny_model import make_tiny_model
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(tiny, local_files_only=True)
-    assert model.dtype == torch.float32 and model.config.max_position_embeddings == 2048
-    assert model.lm_head.weight.data_ptr() != model.model.embed_tokens.weight.data_ptr()
-    logits = model(torch.arange(8)[None]).logits
-    assert logits.shape == (1, 8, 600) and logits.isfinite().all()
-    again = Path(make_tiny_model(tmp_path))
-    for name in ("model.safetensors", "tokenizer.json"):
-        assert (again / name).read_bytes() == (tiny / name).read_bytes()
-    make_tiny_model(tmp_path, seed=1)
-    assert (again / "model.safetensors").read_bytes() != (tiny / "model.safetensors").read_bytes()

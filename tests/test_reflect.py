@@ -153,6 +153,20 @@ def test_where_observations_are_not_enough_question_and_end_stay():
     assert short.endswith(END)
 
 
+def test_the_observations_of_every_tool_are_cut_over_all_their_lines():
+    text = "<seen>" + "7\n" * 3000 + "</seen> the middle <result>" + "8\n" * 3000 + "</result>"
+    short = shorten(text, 1000, len, ("result", "seen"))
+    assert "</seen> the middle <result>" in short and len(short) <= 1000
+    assert "the middle" not in shorten(text, 1000, len, ())
+
+
+def test_a_failure_without_right_answers_has_none_in_the_prompt_and_the_only_one_has_the_whole_budget():
+    count, _ = token_counter()
+    text = long_failure(400)
+    prompt = reflection_prompt("Do it.", [(text, ())], 6, count(text))
+    assert f"<example>\nResponse: {text}\n</example>" in prompt and "Correct answer" not in prompt
+
+
 def test_every_failure_gets_its_share_of_the_budget():
     count, _ = token_counter()
     failures = [(long_failure(4000), ("gold",))] * 4
@@ -307,6 +321,10 @@ def test_the_instruction_that_the_paper_s_figure_4_shows_may_follow_search_r1_s(
         ("New York", "newyork"),
         ("Tarkovsky", "yksvokraT"),
         ("hotel", "Search for hotels."),
+        ("Lynx", "Search for lynxes."),
+        ("Rome", "For Romeo of Rome."),  # the second of two places
+        ("London", "nodnoL"),
+        ("Washington", "aWashingtonb"),  # ten letters: anywhere
         ("Москва", "МОСКВА"),
     ],
 )
@@ -319,6 +337,8 @@ def test_a_candidate_that_names_a_gold_answer_is_rejected(gold, leaked):
     [
         ("Andrei Tarkovsky", "Search for directors such as Andrei."),
         ("hotel", "Search for hoteliers."),  # inside another word
+        ("Tarkovsky", "aTarkovskyb"),
+        ("Paris", "siraP"),
         ("one", "Take one step."),  # too short to be a leak: "a", "yes", "two" are words of any prompt
         ("the", "Read the results."),
         ("", "Whatever."),
@@ -340,6 +360,7 @@ def test_a_gold_answer_leaks_only_as_whole_words_that_are_long_and_new(gold, inn
         ("\x1b[2J\x1b[31mred", "holds control characters"), ("a\x00b", "holds control characters"),
         ("andrei\u200btark\u00adovsky", "holds control characters"), ("\u202eabc", "holds control characters"),
         ("<information>Doc 1(Title: Emma) Emma is a novel by Jane Austen.</information>", "holds a search result"),
+        ("<information>Emma is a novel by Austen.</information>", "holds a search result"),
         ("\nQuestion: who wrote Emma?", "asks a question of its own"), ("\n > QUESTION : x", "asks a question"),
     ],
 )  # fmt: skip
@@ -352,7 +373,8 @@ def test_a_candidate_that_speaks_for_somebody_else_is_rejected(addition, fault):
     "harmless",
     [
         "Give <answer> your final answer </answer>.", "Results come in <information> and </information>.",
-        "Open with <answer>, write nothing else, and close with </answer>.", "<information> ... </information>",
+        "Open with <answer>, write nothing else, and close with </answer>.",
+        "<information> five words of any kind </information>",
         "For example <answer>...</answer>.", "The question: is it answered?", "Zoë • “quoted” – 漢字 می\u200cخواهم\tx",
         "Line one.\r\nLine two.", "<search> one entity </search>", "if a < b | c > d",
     ],
@@ -391,6 +413,7 @@ def test_a_reply_s_candidates_are_accepted_or_rejected_with_a_reason():
         {"k": 3, "reason": "lost <search>"},
         {"k": 4, "reason": "contains the gold answer 'Tarkovsky'"},
     ]
+    assert candidates("I cannot help with that.", "parent", set(), [], 100, 6, PARSED) == ({}, [])
     assert used == {normalized(text) for text in (PARENT, "another one", GOOD, f"Twice. {PARENT}")}
     assert candidates(reply, PARENT, used, [], 100, 6, PARSED)[0] == {4: f"Say Tarkovsky. {PARENT}"}  # others are used
 
@@ -406,10 +429,6 @@ def test_candidates_are_measured_in_the_optimizer_s_tokens():
     assert candidates(f"<ins_1>{text}</ins_1>", "parent", set(), [], count(text), 1, PARSED)[0] == {1: text}
     _, [row] = candidates(f"<ins_1>{text}</ins_1>", "parent", set(), [], count(text) - 1, 1, PARSED)
     assert row["reason"] == f"longer than {count(text) - 1} tokens"
-
-
-def test_a_reply_without_candidates_gives_none():
-    assert candidates("I cannot help with that.", "parent", set(), [], 100, 6, PARSED) == ({}, [])
 
 
 # --- the client, against a real HTTP server -----------------------------------------------------------------------
@@ -454,39 +473,24 @@ def test_the_client_speaks_openai_s_chat_completions(endpoint):
     assert "sk-secret" not in json.dumps(asdict(call))  # it goes to a log file
 
 
-def test_without_a_key_there_is_no_authorization_header(endpoint):
-    server = endpoint(completion())
-    Optimizer(base(server), "m").ask("p", "t0 r0")
-    assert "Authorization" not in server.requests[0][1]
-
-
-def test_a_base_url_may_end_in_a_slash(endpoint):
-    server = endpoint(completion())
-    assert Optimizer(base(server) + "/", "m").ask("p", "t0 r0").reply == "hello"
-    assert server.requests[0][0] == "/v1/chat/completions"
+def test_without_a_key_there_is_no_authorization_header_and_a_url_may_end_in_a_slash(endpoint):
+    server = endpoint(completion(None))
+    assert Optimizer(base(server) + "/", "m").ask("p", "t0 r0").reply == ""  # of null
+    [(path, headers, _)] = server.requests
+    assert path == "/v1/chat/completions" and "Authorization" not in headers
 
 
 @pytest.mark.parametrize(
     "usage",
     [
-        {},
-        {"usage": None},
-        {"usage": {}},
-        {"usage": "free"},
-        {"usage": {"prompt_tokens": None, "completion_tokens": None}},
-        {"usage": {"prompt_tokens": "many", "completion_tokens": 0}},
-        {"usage": {"prompt_tokens": -10_000_014, "completion_tokens": [3]}},
-        {"usage": {"prompt_tokens": True, "completion_tokens": 1e300}},
-        {"usage": {"prompt_tokens": 10**18, "completion_tokens": {"n": 1}}},
+        None, {}, "free", {"prompt_tokens": None, "completion_tokens": None},
+        {"prompt_tokens": "many", "completion_tokens": 0}, {"prompt_tokens": -10_000_014, "completion_tokens": [3]},
+        {"prompt_tokens": True, "completion_tokens": 1e300}, {"prompt_tokens": 10**18, "completion_tokens": {"n": 1}},
     ],
-)
+)  # fmt: skip
 def test_tokens_that_the_endpoint_does_not_count_are_estimated(endpoint, usage):
-    call = Optimizer(base(endpoint(completion("r" * 400, **usage))), "m").ask("p" * 4000, "t0 r0")
+    call = Optimizer(base(endpoint(completion("r" * 400, usage=usage))), "m").ask("p" * 4000, "t0 r0")
     assert (call.prompt_tokens, call.completion_tokens) == (1000, 100)
-
-
-def test_a_reply_of_null_is_an_empty_reply(endpoint):
-    assert Optimizer(base(endpoint(completion(None))), "m").ask("p", "t0 r0").reply == ""
 
 
 def test_an_optimizer_that_stays_away_is_down_and_the_fault_is_named(endpoint, waits):
@@ -504,20 +508,11 @@ def test_an_optimizer_that_stays_away_is_down_and_the_fault_is_named(endpoint, w
 @pytest.mark.parametrize(
     "text",
     [
-        "<html>gateway</html>",
-        "",
-        "[]",
-        "null",
-        '"hello"',
-        "{}",
-        '{"error": {"message": "quota"}}',
-        '{"choices": []}',
-        '{"choices": [{"text": "legacy"}]}',
-        '{"choices": [{"message": "hello"}]}',
+        "<html>gateway</html>", "[]", "null", '"hello"', "{}", '{"error": {"message": "quota"}}', '{"choices": []}',
+        '{"choices": [{"text": "legacy"}]}', '{"choices": [{"message": "hello"}]}',
         '{"choices": [{"message": {"content": [{"type": "text", "text": "parts"}]}}]}',
-        '{"choices": [{"message": {"content": "hel',
     ],
-)
+)  # fmt: skip
 def test_a_malformed_completion_is_never_taken_for_a_reply(endpoint, waits, text):
     server = endpoint((200, {"Content-Type": "application/json"}, text))
     with pytest.raises(OptimizerDown, match=r"not a chat completion \(\w+Error: .*\), 2 times$"):

@@ -143,9 +143,9 @@ class Optimizer:
         return Call(when, prompt, reply, 10, 20, 0.5, False)
 
 
-def play(out: Path, calls: Calls) -> None:
+def play(out: Path, calls: Calls, **knobs) -> None:
     """A run in this process, or the rest of one, as inspo.train plays it."""
-    cfg = replace(CFG, out=str(out), resume=(out / "config.json").exists())
+    cfg = replace(CFG, out=str(out), resume=(out / "config.json").exists(), **knobs)
     task = Judged(cfg, calls)
     with stop.listening(), RunDirectory.opened(cfg) as run:
         policy, optimizer = Policy(calls, task), Optimizer(calls, paid_calls(run.rows("reflections")))

@@ -238,10 +238,10 @@ def test_a_long_observation_is_cut_inside_its_tag(policy):
         assert ids[-len(end) :] == end and ids[: -len(end)] == whole[: len(ids) - len(end)]
 
 
-def test_the_observation_limit_holds_in_a_rollout(tokenizer, search):
-    tau, _ = play(tokenizer, search, "<search>river Seine</search>", "<answer>x</answer>", max_observation=60)
-    seen = tau.mask[tau.prompt_tokens :].count(0)
-    assert seen == 60 and "</information>\n\n<answer>" in tau.response
+def test_the_observation_limit_holds_in_a_rollout(tokenizer):
+    found = Found('"Rome"\n' + "A city with a river. " * 30)
+    tau, _ = play(tokenizer, found, "<search>a</search>", "<answer>x</answer>", max_observation=60)
+    assert tau.mask[tau.prompt_tokens :].count(0) == 60 and "</information>\n\n<answer>" in tau.response
 
 
 # ---- actions
@@ -254,9 +254,10 @@ def test_an_invalid_action_gets_a_corrective_message_and_costs_a_turn(tokenizer,
     assert tau.turns[-1].result is None
 
 
-def test_an_empty_answer_is_an_answer(tokenizer, search):
-    tau, _ = play(tokenizer, search, "<answer> </answer>", "never")
-    assert (tau.stop, tau.prediction, len(tau.turns)) == ("answer", "", 1)
+@pytest.mark.parametrize("turn, said", [("<answer> </answer>", ""), ("<search>a</search><answer>x</answer>", "x")])
+def test_an_empty_answer_and_one_beside_a_call_end_the_trajectory(tokenizer, turn, said):
+    tau, _ = play(tokenizer, Found(), turn, "never")
+    assert (tau.stop, tau.prediction, len(tau.turns), calls(tau)) == ("answer", said, 1, [])
 
 
 @pytest.mark.parametrize("last", ["<search>c</search>", "no idea"])
@@ -395,11 +396,6 @@ def test_in_lockstep_a_turn_begins_when_all_searches_are_back(tokenizer):
     assert [list(rows) for rows in engine.contexts] == [[0, 1], [0, 1]]
 
 
-def test_a_query_of_any_length_is_served(tokenizer, search):
-    tau, _ = play(tokenizer, search, f"<search>Seine {'=' * 5000}</search>", "<answer>x</answer>", max_prompt=20_000)
-    assert tau.served("search") == 1 and "Seine" in tau.turns[0].result[0]
-
-
 # ---- the prediction
 
 
@@ -425,14 +421,6 @@ def test_the_prediction_is_what_the_policy_wrote_never_what_it_was_shown(tokeniz
 
 
 # ---- many jobs
-
-
-def test_equal_questions_in_two_groups_stay_two_groups(tokenizer):
-    texts = ["<answer>a</answer>", "<answer>b</answer>"] * 2
-    engine = Script(tokenizer, *[[text] for text in texts])
-    taus = roll(engine, tokenizer, Found(), [Job(0, "Answer.", ASKED, group) for group in (0, 0, 1, 1)])
-    assert [tau.group for tau in taus] == [0, 0, 1, 1] and len({id(tau.ids) for tau in taus}) == 4
-    assert [tau.prediction for tau in taus] == ["a", "b", "a", "b"]
 
 
 def test_more_jobs_than_rows_give_a_trajectory_each_in_their_order(world):
@@ -499,11 +487,6 @@ def test_a_call_of_a_tool_that_is_not_in_use_is_an_invalid_action(tokenizer):
     tools = [Found(), Calculator()]
     tau, _ = play(tokenizer, tools, "hm", "<answer>x</answer>")
     assert tau.response.startswith("hm" + invalid_action(tools)) and "<calculate>" in tau.response
-
-
-def test_an_answer_beside_a_call_ends_the_trajectory_and_nothing_is_called(tokenizer):
-    tau, _ = play(tokenizer, Found(), "<search>a</search><answer>x</answer>")
-    assert (tau.stop, tau.prediction, calls(tau), tau.served("search")) == ("answer", "x", [], 0)
 
 
 def test_progress_counts_every_trajectory_that_ends(tokenizer):

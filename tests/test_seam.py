@@ -1,6 +1,7 @@
 """The seam between a task and all else: what a task may be and return, the questions of a step, a fair sample."""
 
 import math
+import sys
 import zlib
 
 import numpy as np
@@ -86,6 +87,13 @@ def test_a_task_is_a_class_of_any_module(game):
     assert type(load_task(Config())) is SearchQA
 
 
+def test_a_task_s_module_may_lie_in_the_working_directory(tmp_path, monkeypatch):
+    (tmp_path / "lies_here.py").write_text(GAME)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert type(load_task(Config(task="lies_here:Game"))).__name__ == "Game"
+
+
 @pytest.mark.parametrize(
     "name, says",
     [
@@ -93,6 +101,7 @@ def test_a_task_is_a_class_of_any_module(game):
         ("my_game:", "give it as module:Class"),
         (":Game", "give it as module:Class"),
         (".my_game:Game", "give it as module:Class"),
+        ("my_game:Game:x", "Game:x is no class in my_game"),
         ("my_gane:Game", "my_gane cannot be imported (No module named 'my_gane')"),
         ("needs:Game", "needs cannot be imported (No module named 'a_package_that_is_not_installed')"),
         ("my_game:Chess", "Chess is no class in my_game"),
@@ -281,6 +290,8 @@ def test_a_subset_is_the_same_every_time_and_has_every_source_in_its_share(n):
         assert abs(sum(q.source == source for q in found) - n * size / 100) <= 1
     assert [q.id for q in found] != [q.id for q in questions[:n]]
     assert n == 99 or subset(questions, n, seed=1) != found
+    order = np.random.default_rng([0, 0, zlib.crc32(b"subset")]).permutation(70)  # the same in every version
+    assert n > 70 or subset(questions[:70], n) == [questions[k] for k in sorted(order[:n])]
 
 
 @pytest.mark.parametrize("n", [0, 100, 1000])

@@ -63,9 +63,9 @@ def test_paired_differences():
 
 
 def test_pairing_sees_what_two_separate_intervals_do_not():
-    dice = np.random.default_rng(0)
-    b = dice.random(400)
-    a = b + dice.normal(0.05, 0.1, 400)
+    rng = np.random.default_rng(0)
+    b = rng.random(400)
+    a = b + rng.normal(0.05, 0.1, 400)
     alone = math.hypot(interval(a).se, interval(b).se)
     assert paired(a, b).interval.se < alone / 3 and paired(a, b).interval.low > 0
 
@@ -88,13 +88,13 @@ def test_the_macro_average_adds_squared_errors_and_weighs_benchmarks_alike():
 
 
 def test_the_macro_average_agrees_with_a_bootstrap_by_benchmark():
-    dice = np.random.default_rng(1)
-    pairs = [(dice.random(n) < 0.5, dice.random(n) < 0.4) for n in (60, 125, 300)]
+    rng = np.random.default_rng(1)
+    pairs = [(rng.random(n) < 0.5, rng.random(n) < 0.4) for n in (60, 125, 300)]
     found = macro_difference({str(k): paired(a * 1.0, b * 1.0) for k, (a, b) in enumerate(pairs)})
     draws = np.zeros(4000)
     for a, b in pairs:
         d = a * 1.0 - b
-        draws += d[dice.integers(len(d), size=(4000, len(d)))].mean(1) / 3
+        draws += d[rng.integers(len(d), size=(4000, len(d)))].mean(1) / 3
     assert found.interval.se == pytest.approx(draws.std(), rel=0.06)
 
 
@@ -120,9 +120,9 @@ def test_holm():
 
 @pytest.mark.parametrize("n", [3, 5, 300])
 def test_a_visible_difference_is_found_in_four_of_five_simulated_experiments(n):
-    dice = np.random.default_rng(n)
+    rng = np.random.default_rng(n)
     shift = visible(1 / math.sqrt(n), n - 1)  # the true standard deviation is 1
-    x = dice.normal(shift, 1, size=(20000, n))
+    x = rng.normal(shift, 1, size=(20000, n))
     t = x.mean(1) / (x.std(1, ddof=1) / math.sqrt(n))
     assert np.mean(np.abs(t) > stats.t.ppf(0.975, n - 1)) == pytest.approx(0.8, abs=0.012)
 

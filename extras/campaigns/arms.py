@@ -132,6 +132,7 @@ def launch(what: str, argv: list[str], out: Path, threads: int = 1) -> None:
     if it resumes.
     """
     env, mode = os.environ | {"OMP_NUM_THREADS": str(threads)}, "a" if "--resume" in argv else "w"
+    out.parent.mkdir(parents=True, exist_ok=True)
     with open(f"{out}.log", mode) as log:
         process = subprocess.Popen([sys.executable, *argv], cwd=HERE, env=env, stdout=log, stderr=log)
         _, status, usage = os.wait4(process.pid, 0)
@@ -197,8 +198,8 @@ def row_of(arm: str, seed: int, out: Path, extra: str) -> Row:
     curves = ("reward", "searches", "prompt_tokens", "response_tokens")
     return {
         "arm": arm, "seed": seed, "flags": f"{extra} {ARMS[arm].flags}".strip(), "program": ARMS[arm].program,
-        **origin(), "minutes": round(summary["seconds"] / 60, 2), "cpu_seconds": cpu_seconds(out), "em": end["em"],
-        "questions": summary["questions"], "searches": round(end.get("searches", 0.0), 3),
+        **origin(summary), "minutes": round(summary["seconds"] / 60, 2), "cpu_seconds": cpu_seconds(out),
+        "em": end["em"], "questions": summary["questions"], "searches": round(end.get("searches", 0.0), 3),
         "overhead": summary["overhead_inference"], "I_star": summary["I_star"], "evals": evals,
         "held_out": {name: round(means["em"], 4) for name, means in summary["held_out"].items()},
         "curves": {name: [round(row.get(name, 0.0), 3) for row in steps] for name in curves},
@@ -208,13 +209,15 @@ def row_of(arm: str, seed: int, out: Path, extra: str) -> Row:
 def rollouts(out: Path, summary: Row) -> Callable[[int], int]:
     """Returns a function from a step of a finished run to the rollouts up to then, those of verification included."""
     verified = [(row["t"], row["rollouts"]) for row in read_jsonl(out / "reflections.jsonl") if "rollouts" in row]
-    each = summary["ledger"]["training_rollouts"] // summary["steps"]
+    supervised = summary["mode"] == "supervised"  # nobody samples demonstrations anew in every step
+    each = 0 if supervised else summary["ledger"]["training_rollouts"] // summary["steps"]
     return lambda t: t * each + sum(n for s, n in verified if s <= t)
 
 
-def origin() -> Row:
-    """Returns what each row says of where it is from: commit, machine, date."""
-    return {"commit": commit(), "machine": machine(), "date": time.strftime("%Y-%m-%d")}
+def origin(summary: Row | None = None) -> Row:
+    """Returns what each row says of where it is from: commit (of the run with this summary), machine, date."""
+    ran = summary["versions"]["inspo"] if summary else commit()
+    return {"commit": ran, "machine": machine(), "date": time.strftime("%Y-%m-%d")}
 
 
 def machine() -> str:

@@ -65,7 +65,7 @@ def run(objective: str, mode: str, seed: int, args: argparse.Namespace) -> dict:
         **{name: round(x, 4) for name, x in last.items()},
         "largest_grad_norm": round(max(row["grad_norm"] for row in steps), 3),
         "trajectories": summary["ledger"]["training_rollouts"], "seconds": round(time.time() - began, 1),
-        **origin(),
+        **origin(summary),
     }  # fmt: skip
 
 

@@ -109,7 +109,7 @@ def row_of(out: Path) -> Row:
         "calls": ledger["optimizer_calls"], "evolutions": ledger["evolutions"] - ledger["evolutions_in_vain"],
         "prunings": sum(e["event"] == "prune" for e in events),
         "undecided": sum(len(e.get("undecided", [])) for e in events if e["event"] == "prune"),
-        "seconds": summary["seconds"], **origin(),
+        "seconds": summary["seconds"], **origin(summary),
     }  # fmt: skip
 
 

@@ -49,19 +49,20 @@ def main() -> None:
 
         train = load_questions(PRESETS["world"]["train"])[: args.questions]
         rng, np_rng = random.Random(0), np.random.default_rng(0)
-        joined = {kind: {n: [] for n in SIZES} for kind in ("worse", "better")}
+        sizes = [n for n in SIZES if n <= len(train)]
+        joined = {kind: {n: [] for n in sizes} for kind in ("worse", "better")}
         for clauses in PARENTS:
             parent = play([write(rng, clauses)] * len(train), train, 1.0)
             for add in [c for c in CLAUSES if c not in clauses]:
                 child = play([revise(rng, clauses, [add])] * len(train), train, 1.0)
                 if abs(gain := child.mean() - parent.mean()) < 0.03:
                     continue
-                for n in SIZES:
+                for n in sizes:
                     k = np.array([np_rng.choice(len(train), n, replace=False) for _ in range(2000)])
                     passed = float((child[k].mean(1) >= parent[k].mean(1)).mean())
                     joined["better" if gain > 0 else "worse"][n].append(passed)
     print("\n| D_B | worse revisions that join | better revisions rejected |\n|---|---|---|")
-    for n in SIZES:
+    for n in sizes:
         wrong, lost = float(np.mean(joined["worse"][n])), 1 - float(np.mean(joined["better"][n]))
         print(f"| {n} | {100 * wrong:.0f} % | {100 * lost:.0f} % |")
         found[f"D_B {n}"] = {"worse_join": round(wrong, 3), "better_turned_away": round(lost, 3)}

@@ -8,7 +8,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.pool import ThreadPool
 from typing import Any
 
 from plumbing.client import Client, RequestFailed
@@ -49,13 +49,11 @@ class JudgedQA(SearchQA):
     def reward(self, taus: Sequence[Trajectory]) -> list[float]:
         pairs = [(tau.question, (tau.prediction or "").strip()) for tau in taus]
         new = [pair for pair in dict.fromkeys(pairs) if pair[1] and pair not in self.verdicts]  # no pair asked twice
-        pool = ThreadPoolExecutor(self.threads)
         try:
-            self.verdicts.update(zip(new, pool.map(self.verdict, new), strict=True))
+            with ThreadPool(self.threads) as pool:  # its threads do not outlive a run that is stopped
+                self.verdicts.update(zip(new, pool.imap(self.verdict, new), strict=True))
         except RequestFailed as e:
             raise Outage(f"{self.judge}: no verdict ({e})") from e
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
         return [self.verdicts.get(pair, 0.0) for pair in pairs]
 
     def verdict(self, pair: tuple[Question, str]) -> float:

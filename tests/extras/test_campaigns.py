@@ -1,4 +1,4 @@
-"""The pages of bench/objectives.py and bench/rivals.py, from rows made by hand; the budgets of the latter's arms."""
+"""The pages of two campaigns, objectives and rivals, from rows made by hand; the budgets of the latter's arms."""
 
 import math
 
@@ -7,7 +7,6 @@ import pytest
 from scipy import stats
 
 from extras.campaigns import objectives, rivals
-from config import parse
 
 
 def row(objective, mode, seed, em):
@@ -76,18 +75,18 @@ def test_no_rival_is_given_more_trajectories_than_the_paper_s_rule_and_none_coul
 ):
     sizes, budget = rivals.SIZES[24], 80 * 120 + 3 * 7 * 48
     assert rivals.steps_of(arm, sizes) == T
-    cfg = parse([*sizes.split(), *rivals.ARMS[arm].split()])
+    cfg = rivals.config_of(arm, sizes)
     assert rivals.spent(cfg, T) == training + verified <= budget < rivals.spent(cfg, T + 1)
 
 
 def test_every_arm_stays_within_the_paper_s_budget_and_a_step_more_would_not():
     for sizes in rivals.SIZES.values():
-        budget = rivals.spent(parse(sizes.split()), parse(sizes.split()).T)
-        for arm, flags in rivals.ARMS.items():
-            T, cfg = rivals.steps_of(arm, sizes), parse([*sizes.split(), *flags.split()])
+        paper = rivals.config_of("paper", sizes)
+        budget = rivals.spent(paper, paper.T)
+        for arm in rivals.ARMS:
+            T, cfg = rivals.steps_of(arm, sizes), rivals.config_of(arm, sizes)
             assert rivals.spent(cfg, T) <= budget < rivals.spent(cfg, T + 1)
             assert budget - rivals.spent(cfg, T) < 0.05 * budget
-    assert rivals.spent(parse([]), 80) == 80 * 24 * 5 + 3 * 7 * 48  # evolutions at 10, 20 and 30
 
 
 def test_when_an_em_was_reached_is_read_between_evaluations():

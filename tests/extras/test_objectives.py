@@ -45,10 +45,8 @@ def drawn(seed=0):
             turns[-1] |= dict(result=None, found=False, called=False)  # it answers
             answer = "gold" if r else dice.choice(["wrong", "The wrong!", "odd", None])
             stop = "answer" if answer else "turns"
-            row = dict(
-                group=group, instruction=instruction, q=question, r=float(r), turns=turns, answer=answer, stop=stop
-            )
-            out.append(row)
+            row = dict(group=group, instruction=instruction, q=question, r=float(r), turns=turns)
+            out.append(row | dict(answer=answer, stop=stop))
     out[0]["turns"][0]["n"] = 0
     out[9]["turns"] = []  # its prompt was too long
     for k, row in enumerate(out):
@@ -60,9 +58,8 @@ def trajectories(rows, columns):
     """Returns the rows as Trajectory objects, their engine's log-probs from `columns`."""
     out, at = [], 0
     for row in rows:
-        tau = Trajectory(
-            row["instruction"], Question(row["q"], "Who?", ("gold",), "s"), row["group"], [1, 2], 2, [0, 0], [0.0, 0.0]
-        )
+        tau = Trajectory(row["instruction"], Question(row["q"], "Who?", ("gold",)), row["group"], [], 2)
+        tau.observe([1, 2])
         for turn in row["turns"]:
             tau.act([3] * turn["n"], columns["engine"][at : at + turn["n"]].tolist())
             tau.observe([4, 4])
@@ -83,8 +80,7 @@ class Case:
         g = np.random.default_rng(seed)
         old = -3 * g.random(N) - 0.02
         now = np.minimum(old + 0.3 * g.standard_normal(N), -0.01)
-        now = old.copy() if first else now
-        self.first = first
+        self.first, now = first, old.copy() if first else now
         self.columns = dict(old=old, now=now, engine=old + 0.3 * g.standard_normal(N), entropy=2 * g.random(N) + 0.01)
         self.logp = torch.tensor(now, requires_grad=True)
         self.at = self.logp.unbind()
@@ -234,9 +230,8 @@ def dapo(case):
 def loop(case):
     A = compare(case, others)
     empty = [row for row in case.rows if not row["tokens"]]
-    return plain(
-        case, A, 0.1, 0.1, rows=[row for row in case.rows if abs(A[row["k"]]) >= 0.01 and row["tokens"]] + empty
-    )
+    rows = [row for row in case.rows if abs(A[row["k"]]) >= 0.01 and row["tokens"]]
+    return plain(case, A, 0.1, 0.1, rows=rows + empty)
 
 
 def reinforce_baseline(case):
@@ -324,9 +319,8 @@ def vespo(case):
 
 def tis(case):
     A, old, engine = compare(case), case.columns["old"], case.columns["engine"]
-    return by_trajectory(
-        case, lambda row, _, n: min(math.exp(old[n] - engine[n]), 2.0) * clipped(case.rho(n), A[row["k"]])
-    )
+    w = [min(math.exp(a - b), 2.0) for a, b in zip(old, engine, strict=True)]
+    return by_trajectory(case, lambda row, _, n: w[n] * clipped(case.rho(n), A[row["k"]]))
 
 
 def r2vpo(case):
@@ -348,9 +342,7 @@ def hapo(case):
     s, q = math.sqrt(mean([(b - m) ** 2 for b in x])), below + (place % 1) * (above - below)
     h = [(a - q) / (s + 1e-6) for a in x]
     largest, smallest = max(h), min(h)
-    h = [
-        a / largest if a > 0 else a / -smallest for a in h
-    ]  # from -1 to 1: the code's 1 / min would have the wrong sign
+    h = [a / largest if a > 0 else a / -smallest for a in h]  # -1 to 1: the code's 1 / min has the wrong sign
 
     def term(row, _, n):
         rho, a = case.rho(n), A[row["k"]]
@@ -388,10 +380,8 @@ def icpo(case):
 
 def llds(case):
     A, old = compare(case), case.columns["old"].tolist()
-    gated = [
-        row for row in case.rows
-        if A[row["k"]] >= 0 and sum(case.at[n].item() - old[n] for n in row["tokens"]) < 0
-    ]  # fmt: skip
+    fell = {row["k"]: sum(case.at[n].item() - old[n] for n in row["tokens"]) < 0 for row in case.rows}
+    gated = [row for row in case.rows if A[row["k"]] >= 0 and fell[row["k"]]]
     fallen = sum(torch.relu(old[n] - case.at[n]) for row in gated for n in row["tokens"])
     return plain(case, A) + 0.1 * fallen / max(1, len(gated))
 
@@ -403,10 +393,8 @@ def normalized_answer(row):
 def copo(case):
     local, groups = compare(case), case.groups()
     means = [mean([row["r"] for row in members]) for members in groups]
-    overall = {
-        row["k"]: (m - mean(means)) / (std(means) + 1e-6) for m, x in zip(means, groups, strict=True) for row in x
-    }
-    overall = centred_by_instruction(case, overall)
+    all_of = [(row["k"], m) for m, members in zip(means, groups, strict=True) for row in members]
+    overall = centred_by_instruction(case, {k: (m - mean(means)) / (std(means) + 1e-6) for k, m in all_of})
     A = {}
     for members in groups:
         answers = [normalized_answer(row) for row in members]
@@ -811,9 +799,8 @@ def flat(x):
 def test_hapo_s_branch_for_low_entropy_acts():
     """The released code divides by the minimum itself: -h would be from 0 to 1 there, and no token below 0."""
     _, _, terms = ours("hapo", Case())
-    h = variants.heterogeneity(
-        Batch(trajectories((case := Case()).rows, case.columns), entropy=case.columns["entropy"])
-    )
+    case = Case()
+    h = variants.heterogeneity(Batch(trajectories(case.rows, case.columns), entropy=case.columns["entropy"]))
     assert h.min() == -1 and h.max() == 1 and (h < 0).sum() > (h > 0).sum()
     assert terms["eps_low"].max() == pytest.approx(0.4) and terms["eps_high"].max() == pytest.approx(0.56)
 

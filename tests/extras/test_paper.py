@@ -1,7 +1,6 @@
 """The campaign: its arms are real configurations, its rows are read off real runs, its verdicts follow by hand."""
 
 import json
-import os
 import random
 import shutil
 import subprocess
@@ -12,15 +11,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_config import parse as parse_flags
+from scipy import stats
 
 import evaluate
-from extras.baselines import config_of
-from extras.campaigns import arms, paper
-from extras.campaigns.arms import ARMS, Campaign, argv_of, needs, row_of
+from config import HERE, PRESETS, Config, parse
+from extras import table1
+from extras.campaigns import arms, default, paper
+from extras.campaigns.arms import ARMS, Campaign, argv_of, cpu_seconds, launch, needs, row_of
 from extras.campaigns.claims import CLAIMS, Claim, growth, roughness, verdict
-from config import HERE, PRESETS
+from extras.selection import SelectionConfig
 from journal.directory import read_jsonl
+from plumbing.faults import Fault
 from world.clauses import START
 
 SIZES = "--T 4 --batch 2 --mini 2 --G 2 --K_p 1 --K_e 2 --T_e 4 --D_B 4 --eval_n 4 --rounds 1 --save_every 4"
@@ -30,24 +31,23 @@ SIZES = "--T 4 --batch 2 --mini 2 --G 2 --K_p 1 --K_e 2 --T_e 4 --D_B 4 --eval_n
 def test_every_arm_has_flags_that_can_run_and_builds_on_arms_that_end_somewhere(arm, tmp_path):
     (tmp_path / "I_star.txt").write_text(START)
     assert all(set(needs(x)) <= {"static"} for other in needs(arm) for x in (other, *needs(other)))  # no circle
-    program, *flags = argv_of(arm, dict.fromkeys(needs(arm), str(tmp_path)))
-    if program == "baselines.py":
-        cfg = config_of(flags[0], [*flags[1:], "--out", str(tmp_path / "run")])
-    else:
-        cfg = parse_flags(flags)
-    world = PRESETS["world"]
+    built_on, n = dict.fromkeys(needs(arm), str(tmp_path)), len(ARMS[arm].program.split())
+
+    def config(extra):
+        program, flags = argv_of(arm, built_on, extra)[:n], argv_of(arm, built_on, extra)[n:]
+        if program[0] == "extras/table1.py":
+            return table1.config_of(program[-1], [*flags, "--out", str(tmp_path / "run")])
+        return parse(flags, SelectionConfig if program[0] == "extras/selection.py" else Config)
+
+    cfg, world = config(""), PRESETS["world"]
+    assert (HERE / ARMS[arm].program.split()[0]).is_file()
     assert (cfg.lr == 0) == (arm in ("frozen", "after")) and cfg.T == world["T"]
     assert (cfg.mode == "static") == (arm in ("static", "before", "around", "grpo"))
     assert cfg.T_e == {"half": world["T_e"] // 2, "constant": 0}.get(arm, 0 if cfg.mode != "inspo" else world["T_e"])
     assert (cfg.K_p > cfg.T) == (arm == "constant") and (cfg.D_B == 0) == (arm == "unverified")
-
-
-def test_sizes_for_a_trial_reach_every_arm_and_an_arm_s_own_flags_win(tmp_path):
-    (tmp_path / "I_star.txt").write_text(START)
-    for arm in ARMS:
-        argv = argv_of(arm, dict.fromkeys(needs(arm), str(tmp_path)), "--T 4 --lr 0.5")
-        cfg = parse_flags([flag for flag in argv[1:] if flag not in ("grpo", "sft", "sft_reject")])
-        assert cfg.T == 4 and cfg.lr == (0 if arm in ("frozen", "after") else 0.5)
+    # Sizes for a trial reach it, and its own flags win.
+    trial = config("--T 4 --lr 0.5")
+    assert trial.T == 4 and trial.lr == (0 if arm in ("frozen", "after") else 0.5)
 
 
 # ---- rows
@@ -55,36 +55,30 @@ def test_sizes_for_a_trial_reach_every_arm_and_an_arm_s_own_flags_win(tmp_path):
 
 @pytest.fixture(scope="module")
 def campaign(tmp_path_factory):
-    """Two tiny cells, run by the script itself."""
+    """The default's campaign with tiny runs, twice: its directory and what it printed each time."""
     folder = tmp_path_factory.mktemp("campaign")
-    command = [sys.executable, "bench/paper.py", "--arms", "inspo", "static", "--seeds", "0", "--every", "2"]
-    command += ["--extra", SIZES, "--runs", str(folder / "runs"), "--results", str(folder)]
-    env = os.environ | {"OMP_WAIT_POLICY": "passive"}
-    done = subprocess.run(command, cwd=HERE, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return folder, command, done.stdout
+    command = [sys.executable, "-m", "extras.campaigns.default", "--seeds", "0", "--every", "2", "--extra", SIZES]
+    command += ["--runs", str(folder / "runs"), "--results", str(folder)]
+    done = [subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=400) for _ in range(2)]
+    assert not any(x.returncode for x in done), done[0].stderr
+    return folder, [x.stdout for x in done]
 
 
 @pytest.mark.slow
 def test_a_finished_run_leaves_a_row_and_is_not_run_again(campaign):
-    folder, command, said = campaign
-    rows = read_jsonl(folder / "rows.jsonl")
-    assert [(row["arm"], row["seed"]) for row in rows] == [("inspo", 0), ("static", 0)]
+    folder, (said, again) = campaign
+    rows = read_jsonl(folder / "default.jsonl")
+    assert sorted(row["arm"] for row in rows) == ["frozen", "inspo", "static"]  # not six: the second time ran nothing
+    assert said.startswith("3 runs, 2 at a time") and said.endswith(again)
     for row in rows:
-        out = folder / "runs" / f"{row['arm']}-seed0"
-        end = json.loads((out / "summary.json").read_text())
-        ledger = end["ledger"]
-        assert row["em"] == end["em_best"] and row["questions"] == 4 and row["I_star"] == end["I_star"]
+        summary = json.loads((folder / "runs" / f"{row['arm']}-seed0" / "summary.json").read_text())
+        ledger, end = summary["ledger"], summary["end"]
+        assert (row["em"], row["searches"]) == (end["em"], end["searches"]) and row["I_star"] == summary["I_star"]
         assert row["evals"][-1][3] == ledger["training_rollouts"] + ledger["verification_rollouts"]
         assert [e[0] for e in row["evals"]] == [0, 2, 4] and len(row["curves"]["reward"]) == 4
-        assert row["commit"] and "cores of" in row["machine"]
-    before = [(path, path.stat().st_mtime_ns) for path in (folder / "runs").rglob("*.json")]
-    again = subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=100)
-    assert said.startswith("2 runs, 1 at a time") and f"\ninspo           seed 0  EM {rows[0]['em']:.3f}\n" in said
-    assert said.endswith(again.stdout) and again.stdout.startswith(f"inspo           EM {rows[0]['em']:.2f} ")
-    assert again.stdout.count("\n") == 3 and (folder / "paper.md").exists()
-    assert read_jsonl(folder / "rows.jsonl") == rows
-    assert [(path, path.stat().st_mtime_ns) for path in (folder / "runs").rglob("*.json")] == before
+        assert row["commit"] == summary["versions"]["inspo"] and "cores of" in row["machine"]
+        assert row["questions"] == 4 and row["cpu_seconds"] > 1
+    assert (folder / "default.md").exists() and (folder / "learning.png").stat().st_size > 20000
 
 
 @pytest.mark.slow
@@ -110,7 +104,7 @@ def fabricated(arm, seed, em, searches=1.0, T=20, rollouts=20, seconds=100.0, re
     curves = {"reward": rewards, "searches": [searches] * T, "prompt_tokens": [50] * T, "response_tokens": [9] * T}
     return {
         "arm": arm, "seed": seed, "em": em, "questions": 300, "searches": searches, "overhead": 0.1, "minutes": 4.0,
-        "commit": "abc", "machine": "2 cores of x", "evals": evals, "curves": curves, "I_star": "I", "held_out": {},
+        "commit": "abc", "machine": "2 cores of x", "cpu_seconds": 120.0, "flags": "", "evals": evals, "curves": curves, "I_star": "I", "held_out": {},
     }  # fmt: skip
 
 
@@ -136,15 +130,13 @@ def test_a_row_is_not_run_again_and_a_missing_one_is(tmp_path, monkeypatch):
 def test_arms_that_build_on_one_run_wait_for_it(tmp_path, monkeypatch):
     campaign, ran = Campaign(tmp_path / "runs", tmp_path / "rows.jsonl"), []
 
-    def fake(argv, **_):  # inspo.py, for half a second
-        out = Path(argv[argv.index("--out") + 1])
+    def fake(what, argv, out, threads):  # a run of half a second
         out.mkdir(parents=True)
         ran.append(out.name)
         time.sleep(0.5)
         (out / "summary.json").write_text("{}")
-        return subprocess.CompletedProcess(argv, 0)
 
-    monkeypatch.setattr(arms.subprocess, "run", fake)
+    monkeypatch.setattr(arms, "launch", fake)
     with ThreadPoolExecutor(3) as pool:
         done = list(pool.map(lambda arm: campaign.run(arm, 0), ["before", "frozen", "before"]))
     assert ran == ["frozen-seed0", "before-seed0"] and done[0] == done[2]
@@ -156,22 +148,33 @@ def test_a_row_counts_the_rollouts_of_verification_at_every_evaluation(tmp_path)
     steps = [same | {"t": t, "reward": 0.1 * t, "time/total": 2.5 * t} for t in range(1, 5)]
     steps[1] |= {"test/em": 0.25, "canary/em": 0.5}
     write("metrics.jsonl", steps)
-    write(
-        "reflections.jsonl", [{"t": t, "verified": [{}] * 3, "D_B": ["q"] * 5} for t in (2, 3)] + [{"t": 3, "call": 1}]
-    )
-    (tmp_path / "config.json").write_text(json.dumps({"mode": "inspo", "batch": 4, "G": 5}))
+    write("reflections.jsonl", [{"t": t, "rollouts": 20} for t in (2, 3)] + [{"t": 3, "call": 1}])
     summary = {
-        "em_start": 0.0, "em_best": 0.75, "seconds": 60.0, "questions": 8, "searches_end": 2.0, "steps": 4,
-        "overhead_inference": 0.5, "I_star": "I", "held_out": {"trained policy, canary": {"em": 0.6}},
+        "mode": "inspo", "start": {"em": 0.0}, "end": {"em": 0.75, "searches": 2.0}, "seconds": 60.0, "questions": 8,
+        "steps": 4, "overhead_inference": 0.5, "I_star": "I", "held_out": {"trained policy, canary": {"em": 0.6}},
+        "ledger": {"training_rollouts": 80}, "versions": {"inspo": "abc"},
     }  # fmt: skip
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     row = row_of("inspo", 3, tmp_path, "")
     assert row["evals"] == [
         [0, 0.0, None, 0, 0.0],
-        [2, 0.25, 0.5, 2 * 20 + 4 * 5, 5.0],
+        [2, 0.25, 0.5, 2 * 20 + 20, 5.0],
         [4, 0.75, 0.6, 4 * 20 + 40, 60.0],
     ]
     assert (row["minutes"], row["curves"]["reward"]) == (1.0, [0.1, 0.2, 0.3, 0.4])
+    assert (row["commit"], row["cpu_seconds"]) == ("abc", None)  # nobody has counted
+
+
+def test_cpu_seconds_add_up_over_the_processes_of_a_run_and_a_failed_one_names_its_log(tmp_path):
+    out, program = tmp_path / "deep" / "run", tmp_path / "burn.py"
+    program.write_text("import sys, time\nwhile time.process_time() < 0.6: pass\nsys.exit('--fail' in sys.argv)\n")
+    launch("one", [str(program)], out)
+    first = cpu_seconds(out)
+    with pytest.raises(Fault, match=r"two: .*burn.py ended with 1; see .*run\.log"):
+        launch("two", [str(program), "--resume", "--fail"], out)
+    assert 0.6 <= first < 2 and cpu_seconds(out) == pytest.approx(2 * first, abs=0.6)
+    launch("anew", [str(program)], out)
+    assert cpu_seconds(out) == pytest.approx(first, abs=0.6)
 
 
 # ---- verdicts
@@ -219,7 +222,6 @@ def test_the_page_has_every_method_claim_and_the_published_numbers():
     text = paper.page(ROWS | {"transfer": transfer}, ["fig2.png"], published)
     assert "| rag | 0.20 | 0.200 [0.159, 0.249], over 300 questions | 1.00 | 0.270 | 0.304 | not run here |" in text
     assert "| inspo | 0.93, 0.96, 0.96, 0.95, 0.96 | 0.952 [" in text and "| ircot |  | not run yet |" in text
-    assert all(claim.says in text for claim in CLAIMS)
     summary = next(line for line in text.splitlines() if line.startswith(f"{len(CLAIMS)} claims. "))
     assert f"eproduces: {text.count('| reproduces |')}" in summary
     search_r1 = "| qwen2.5-3b, search_r1 | 0.309 | 0.281 | 0.074 | 0.126 | 0.438 | 0.599 | 0.425 | 0.322 | the paper |"
@@ -232,16 +234,29 @@ def test_the_page_has_every_method_claim_and_the_published_numbers():
 
 @pytest.mark.slow
 def test_the_figures_for_which_there_are_rows_are_drawn(tmp_path):
-    from extras.campaigns.figures import draw  # matplotlib takes a while
+    from extras.campaigns.figures import draw, learning  # matplotlib takes a while
 
     assert draw(ROWS, tmp_path) == ["fig2.png", "fig3.png", "fig5.png"]
     assert all((tmp_path / name).stat().st_size > 5000 for name in ("fig2.png", "fig3.png", "fig5.png"))
     assert draw({"static": ROWS["static"]}, tmp_path / "one") == ["fig5.png"]
-    frozen = [fabricated("frozen", k, 0.19) for k in range(5)]
-    frozen[0]["evals"] = [[0, 0.02, None, 0, 0.0], [20, 0.19, None, 20, 50.0]]  # it never met the other instruction
-    three = {"inspo": ROWS["inspo"], "static": ROWS["static"], "frozen": frozen}
-    assert draw(three, tmp_path / "three")[0] == "learning.png"
-    assert (tmp_path / "three" / "learning.png").stat().st_size > 20000
+    static = [row | {"evals": [[0, 0.02, None, 0, 0.0], *row["evals"][1:]]} for row in ROWS["static"]]
+    for row in static[:1]:  # it never met the other instruction
+        row["evals"] = [[t, em, None, *more] for t, em, _, *more in row["evals"]]
+    learning({"inspo": ROWS["inspo"], "static": static}, tmp_path / "learning.png")
+    assert (tmp_path / "learning.png").stat().st_size > 20000
+
+
+def test_the_default_s_table_has_differences_over_seeds_and_names_where_its_preset_departs_from_appendix_c():
+    rows = {arm: ROWS[arm] for arm in ("static", "inspo")}
+    test = stats.ttest_ind([r["em"] for r in rows["static"]], [r["em"] for r in rows["inspo"]], equal_var=False)
+    low, high = test.confidence_interval(0.95)
+    inspo, static = default.table(rows)[2:]
+    assert f"| -0.762 [{low:+.3f}, {high:+.3f}] | 1.00 |" in static and "| 10 % | 2.0 |" in static
+    assert "| 0.93, 0.96, 0.96, 0.95, 0.96 | 0.952 [" in inspo and "| 2.20 |" in inspo
+    text = default.page(rows)
+    assert "1 round of" in text and "5 in the paper" in text and "commit abc," in text
+    rows["static"] = [row | {"cpu_seconds": None} for row in rows["static"]]
+    assert default.table(rows)[-1].endswith("| not counted |")
 
 
 def test_the_published_averages_are_the_means_of_their_rows():

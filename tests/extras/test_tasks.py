@@ -316,10 +316,35 @@ def test_a_run_whose_judge_is_down_stops_names_it_and_resumes_to_the_same_bits(
     lines = str(code).strip().splitlines()
     assert f"judge: a-judge at {server.url}: no verdict" in lines[0] and "HTTP 503" in lines[0]
     assert len(lines) == 2 and lines[1].endswith(f"--out {tmp_path / 'run'} --resume")
+    assert lines[1].startswith("resume from step" if share else "resume from the start")
     server.answer = grade
     code, _ = run_here("--out", tmp_path / "run", "--resume")
     assert code == 0
     assert result(tmp_path / "run") == result(undisturbed[0])
+
+
+@pytest.mark.slow
+def test_a_run_can_be_stopped_while_it_waits_for_the_judge(tmp_path, undisturbed, judged, judging):
+    left, waiting, ended = iter(range(len(undisturbed[2]) // 2)), threading.Event(), threading.Event()
+
+    def hang(messages):
+        if next(left, None) is None:
+            waiting.set()
+            ended.wait(100)
+        return grade(messages)
+
+    server = judging(hang)
+    run, pipe = tmp_path / "run", subprocess.PIPE
+    command = [sys.executable, "inspo.py", "--out", str(run), *judged]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=pipe, text=True) as process:
+        assert waiting.wait(200)
+        process.terminate()
+        _, err = process.communicate(timeout=30)  # less than a verdict may take
+    ended.set()
+    assert process.returncode == 1 and "stopped by SIGTERM" in err and err.strip().endswith(f"--out {run} --resume")
+    server.answer = grade
+    assert run_here("--out", run, "--resume")[0] == 0
+    assert result(run) == result(undisturbed[0])
 
 
 @pytest.mark.parametrize("missing", ["JUDGE_BASE_URL", "JUDGE_MODEL"])

@@ -3,13 +3,18 @@
 import json
 import math
 import shutil
+import signal
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
 from test_algorithm import FIRST, TAGS, Exam, Recorder, TableOptimizer, WatchedPolicy, questions
-from test_inspo import SMALL, load_file, metrics
+from test_inspo import ENV, ROOT, SMALL, load_file, metrics
 
 import inspo
+from bench.chaos import hear_signals
 from config import PRESETS, Config, parse, validate
 from extras import espl, fst, selection
 from extras.espl import ESPLConfig, Pool, crossover_prompt, mate, mixed, mutation_prompt
@@ -340,6 +345,26 @@ def test_a_script_has_presets_that_flags_overrule():
 )
 def test_an_impossible_flag_is_one_line(kind, flags, says):
     assert validate(kind(**PRESETS["world"] | flags)).startswith(says)
+
+
+def test_a_script_runs_in_any_directory_and_listens_to_ctrl_c_from_the_start(tmp_path):
+    scripts = [ROOT / "extras" / f"{name}.py" for name in ("objectives", "selection", "espl", "fst")]
+    wrong = [start(script, "--objective", "ppo", cwd=tmp_path) for script in scripts]
+    stopped = start(scripts[-1], cwd=tmp_path)
+    time.sleep(1)  # it imports torch
+    stopped.send_signal(signal.SIGINT)
+    for process, script in zip(wrong, scripts, strict=True):
+        out, err = process.communicate(timeout=100)
+        assert process.returncode == 2 and not out and err.count("\n") == 1, err
+        assert err.startswith(f"extras/{script.name}: --objective ppo: choose grpo, ")
+    assert stopped.communicate(timeout=100) == ("", "stopped by SIGINT\n")
+    assert stopped.returncode == 1 and not list(tmp_path.iterdir())
+
+
+def start(script, *flags, cwd):
+    pipe = subprocess.PIPE
+    argv = [sys.executable, script, *flags]
+    return subprocess.Popen(argv, stdout=pipe, stderr=pipe, text=True, env=ENV, cwd=cwd, preexec_fn=hear_signals)
 
 
 def test_the_scripted_optimizer_answers_every_prompt():

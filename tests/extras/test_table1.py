@@ -1,27 +1,34 @@
 """The methods of Table 1, turn by turn, from a scripted engine and search; supervision against cross-entropy."""
 
-import dataclasses
+import contextlib
+import io
 import json
+import shutil
 import subprocess
 import sys
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from test_rollout import Found
 
-from extras.baselines import METHODS, TRAINED, Agent, answer_of, config_of, direct, grpo, ircot, rag, search_o1, search_r1
-from config import PRESETS, Config, parse
-from tasks.questions import Question, em, load_questions
+from config import PRESETS, WORLD, Config, parse
 from engines import FinishedTurn
 from engines.chat_engine import Words
-from extras.prompts import IN_WORLD, PROSE
-from extras.supervised import gold_answers
-from grpo import Learner
-from tasks.tools import make_tools
+from evaluation.agents import Agent, Subject, method_of
+from extras import table1
+from extras.prompts import IN_WORLD
+from extras.supervised import Demonstrated, gold_answers
+from extras.table1 import TABLE_1, TRAINED, answer_of, config_of
+from journal.directory import read_jsonl
+from tasks import Question
+from tasks.questions import em, load_questions
+from tasks.search import Search
+from tasks.search_qa import SearchQA
+from tasks.tools import stop_strings
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 EMMA = Question("q0", "Who wrote Emma?", ("Jane Austen",), "nq", 1)
 BORN = Question("q1", "Where was the author of Emma born?", ("Steventon",), "hotpotqa", 2)
 
@@ -46,34 +53,52 @@ class Script:
             yield FinishedTurn(row, ids, [0.0] * len(ids))
 
 
-def agent_of(engine, search=None, words=PROSE, **limits):
-    return Agent(engine, engine.words, search or Found(), Config(**limits), words, "Answer. <answer>")
+class Found(Search):
+    """A search that finds the same documents for every query, or one that names the query; it keeps the queries."""
+
+    def __init__(self, *documents):
+        self.documents, self.asked = documents, []
+
+    def submit(self, argument):
+        self.asked.append(argument)
+        done = Future()
+        done.set_result(list(self.documents) or [f'"T"\nfound by {argument}'])
+        return done
 
 
-def test_every_row_of_table_1_has_a_name_and_those_that_train_a_command():
-    assert list(METHODS) == "direct sft grpo ircot rag sft_reject search_o1 search_r1 inspo".split()
-    assert set(TRAINED) < set(METHODS)
-    for name, method in METHODS.items():
-        stop = method.stop(Config(), PROSE)
-        assert ("</search>" in stop) == (name in ("sft_reject", "search_r1", "inspo")) and 1 <= len(stop) <= 4
+def played(method, engine, questions, search=None, **limits):
+    """Returns the trajectories of a method of the table, played by a scripted engine."""
+    task = SearchQA(Config(**limits | dict(TABLE_1[method].knobs)))
+    task.search = search or Found()
+    task.tools = [task.search] if task.tools else []
+    return TABLE_1[method].play(Agent(engine, engine.words, task, "Answer. <answer>", 0.0, 0), questions)
+
+
+def test_every_row_of_table_1_has_a_name_and_ends_its_turns_as_it_plays():
+    assert list(TABLE_1) == "direct sft grpo ircot rag sft_reject search_o1 search_r1 inspo".split()
+    for name, method in TABLE_1.items():
+        task = SearchQA(Config(**method.knobs))
+        assert bool(task.tools) == (name not in ("direct", "sft", "grpo"))
+        ends = method.stop(task)
+        assert ("</search>" in ends) == (name in ("sft_reject", "search_r1", "inspo")) and 1 <= len(ends) <= 4
 
 
 def test_direct_takes_the_answer_from_its_tags_or_the_whole_reply():
     engine = Script({0: "<answer> Jane Austen </answer>", 1: " Bath."})
-    taus = direct(agent_of(engine), [EMMA, BORN])
+    taus = played("direct", engine, [EMMA, BORN])
     assert [tau.prediction for tau in taus] == ["Jane Austen", "Bath"]
     assert engine.max_new == 32 and [tau.served("search") for tau in taus] == [0, 0]
 
 
 def test_grpo_without_tools_has_one_turn_whatever_it_calls():
     engine = Script({0: "<search> Emma </search>", 1: "<think>x</think> <answer>Bath</answer>"})
-    taus = grpo(agent_of(engine, max_turns=4), [EMMA, BORN])
+    taus = played("grpo", engine, [EMMA, BORN], max_turns=4)
     assert [(tau.stop, tau.prediction, len(tau.turns)) for tau in taus] == [("turns", None, 1), ("answer", "Bath", 1)]
 
 
 def test_rag_searches_once_with_the_question_and_reads_the_passages():
     search, engine = Found('"Emma"\nA novel by Jane Austen.'), Script({0: "Jane Austen.", 1: "Steventon"})
-    taus = rag(agent_of(engine, search), [EMMA, BORN])
+    taus = played("rag", engine, [EMMA, BORN], search)
     assert [tau.prediction for tau in taus] == ["Jane Austen", "Steventon"]
     assert [tau.turns[0].argument for tau in taus] == [EMMA.text, BORN.text]
     assert all("Doc 1(Title: Emma) A novel by Jane Austen." in shown for shown in engine.shown[0].values())
@@ -82,8 +107,8 @@ def test_rag_searches_once_with_the_question_and_reads_the_passages():
 
 def test_ircot_retrieves_with_every_sentence_keeps_the_passages_and_ends_at_the_answer():
     engine = Script({0: "Emma is by Jane Austen.", 1: "So the answer is: Bath."}, {0: "So the answer is: Jane Austen."})
-    search = Echo()
-    taus = ircot(agent_of(engine, search), [EMMA, BORN])
+    search = Found()
+    taus = played("ircot", engine, [EMMA, BORN], search)
     assert search.asked == [EMMA.text, BORN.text, "Emma is by Jane Austen."]
     assert [(tau.prediction, tau.stop, tau.served("search")) for tau in taus] == [
         ("Jane Austen", "answer", 2), ("Bath", "answer", 1)
@@ -95,22 +120,9 @@ def test_ircot_retrieves_with_every_sentence_keeps_the_passages_and_ends_at_the_
 
 def test_ircot_without_an_answer_gives_all_thoughts_after_its_steps():
     engine = Script(*[{0: f"Thought {k}."} for k in range(5)])
-    [tau] = ircot(agent_of(engine, Echo()), [EMMA])
+    [tau] = played("ircot", engine, [EMMA])
     assert tau.stop == "turns" and tau.prediction == "Thought 0. Thought 1. Thought 2. Thought 3. Thought 4"
     assert tau.served("search") == 5
-
-
-class Echo(Found):
-    """Finds a passage that names the query, and keeps the queries."""
-
-    def __init__(self):
-        super().__init__()
-        self.asked = []
-
-    def submit(self, argument):
-        self.asked.append(argument)
-        self.documents = [f'"T"\nfound by {argument}']
-        return super().submit(argument)
 
 
 def test_search_o1_reads_documents_apart_and_never_searches_a_query_twice():
@@ -121,8 +133,8 @@ def test_search_o1_reads_documents_apart_and_never_searches_a_query_twice():
         {0: ask.format("Emma novel")},
         {0: "So \\boxed{\\text{Jane Austen}}"},
     )
-    search = Echo()
-    taus = search_o1(agent_of(engine, search), [EMMA, BORN])
+    search = Found()
+    taus = played("search_o1", engine, [EMMA, BORN], search)
     assert search.asked == ["Emma novel"]
     assert [(tau.prediction, tau.served("search")) for tau in taus] == [("Jane Austen", 1), ("Bath", 0)]
     assert "found by Emma novel" in engine.shown[1][0] and "Let me see." in engine.shown[1][0]
@@ -136,18 +148,18 @@ def test_search_o1_has_5_searches_for_one_hop_and_10_for_more(question, limit):
     turns = []
     for k in range(limit + 1):
         turns += [{0: f"<|begin_search_query|>{k}<|end_search_query|>"}] + ([{0: "note"}] if k < limit else [])
-    [tau] = search_o1(agent_of(Script(*turns), Echo(), max_prompt=10**6), [question])
+    [tau] = played("search_o1", Script(*turns), [question], max_prompt=10**6)
     assert (tau.served("search"), tau.stop) == (limit, "turns")
 
 
 def test_the_loop_plays_the_instruction_of_the_agent():
     engine = Script({0: "<search>Emma</search>"}, {0: "<answer>Jane Austen</answer>"})
-    [tau] = search_r1(agent_of(engine, Found('"Emma"\nby Jane Austen')), [EMMA])
+    [tau] = played("sft_reject", engine, [EMMA], Found('"Emma"\nby Jane Austen'))
     assert engine.shown[0][0].startswith("Answer. <answer>") and tau.prediction == "Jane Austen"
 
 
 def test_a_context_that_is_too_long_gets_no_turn():
-    taus = rag(agent_of(Script({0: "x"}), Found(*['"T"\n' + "long " * 50] * 3), max_prompt=60), [EMMA])
+    taus = played("rag", Script({0: "x"}), [EMMA], Found(*['"T"\n' + "long " * 50] * 3), max_prompt=60)
     assert (taus[0].stop, taus[0].prediction) == ("length", None)
 
 
@@ -162,40 +174,63 @@ def test_where_an_answer_is_looked_for(text, answer):
     assert answer_of(text) == answer
 
 
+@pytest.mark.parametrize(
+    "mode, tools, name",
+    [
+        ("supervised", "none", "sft"), ("supervised", "search", "sft_reject"), ("static", "none", "grpo"),
+        ("static", "search", "search_r1"), ("inspo", "search", "inspo"), ("espl", "search", "inspo"),
+    ],
+)  # fmt: skip
+def test_a_run_is_played_as_it_was_trained(mode, tools, name):
+    assert method_of(Subject("r", "r", Config(mode=mode, tools=tools), "I_star"), TABLE_1) == name
+
+
+def test_a_method_is_measured_by_evaluate_and_plays_search_qa_alone(tmp_path):
+    def run(*flags):
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), contextlib.suppress(SystemExit):
+            table1.main(list(flags))
+        return out.getvalue()
+
+    run("world", "--method", "rag", "--n", "4", "--data", "world", "--out", str(tmp_path / "rag"))
+    golds = {q.id: q.golds for q in load_questions(WORLD / "test.jsonl")}
+    rows = read_jsonl(tmp_path / "rag" / "results.jsonl")
+    assert [row["em"] for row in rows] == [em(row["prediction"], golds[row["id"]]) for row in rows]
+    assert [row["searches"] for row in rows] == [1] * 4
+    said = run("world", "--method", "direct", "--n", "4", "--data", "world", "--out", str(tmp_path / "direct"))
+    assert "| searches | gold recall |" in said  # as of all rows of Table 1
+    with pytest.raises(SystemExit, match="--method rag cannot play extras.tasks.guess:Guess: it is for SearchQA"):
+        table1.main(["world", "--method", "rag", "--task", "extras.tasks.guess:Guess", "--out", str(tmp_path / "o")])
+
+
 # ---- training
 
 
 def test_the_flags_of_the_methods_that_train(tmp_path):
     flags = ["--out", str(tmp_path / "run")]
-    grpo_cfg, sft, reject = (config_of(name, flags) for name in ("grpo", "sft", "sft_reject"))
-    assert (grpo_cfg.mode, grpo_cfg.tools) == ("static", "none") and sft.tools == "none" and reject.tools == "search"
-    assert {sft.mode, reject.mode} == {"supervised"} and (sft.beta, sft.loss_agg, sft.mini) == (0, "token", sft.batch)
-    assert config_of("search_r1", flags).mode == "static" and config_of("inspo", flags) == parse(flags)
-    assert make_tools(grpo_cfg, Found()) == []
+    grpo, sft, reject = (config_of(name, flags) for name in ("grpo", "sft", "sft_reject"))
+    assert (grpo.mode, grpo.tools, sft.tools, reject.tools) == ("static", "none", "none", "search")
+    for cfg in (sft, reject):
+        assert (cfg.mode, cfg.beta, cfg.mini, cfg.N_P, cfg.T_e) == ("supervised", 0, cfg.batch, 1, 0)
+    assert grpo.beta == parse(flags).beta and len({cfg.PROGRAM for cfg in (grpo, sft, reject)}) == len(TRAINED) == 3
+    assert stop_strings(SearchQA(grpo).tools) == ("</answer>",)
     assert (tmp_path / "run.instruction.txt").read_text().strip() == IN_WORLD.direct
-
-
-class FakeWorker:
-    def __init__(self, tokenizer):
-        self.tokenizer = tokenizer
 
 
 class FakePolicy:
     def __init__(self, tokenizer):
-        self.worker = FakeWorker(tokenizer)
+        self.worker = type("Worker", (), {"tokenizer": tokenizer})
 
 
-def test_a_demonstration_s_gradient_is_that_of_the_cross_entropy_of_its_reply(world):
+def test_a_demonstration_s_gradient_is_that_of_the_cross_entropy_of_its_reply(world, tmp_path):
     model, tokenizer = world
-    cfg = dataclasses.replace(Config(**PRESETS["world"]), beta=0.0, loss_agg="token", tools="none", mini=2)
-    D = {
-        "a": Question("a", "Name the base of it?", ("Trebak",), "s"),
-        "b": Question("b", "What is the?", ("a b",), "s"),
-    }
-    taus = gold_answers(cfg, FakePolicy(tokenizer), D, IN_WORLD.direct)
+    cfg = config_of("sft", ["--out", str(tmp_path / "run")])
+    D = [Question("a", "Name the base of it?", ("Trebak",), "s"), Question("b", "What is the?", ("a b",), "s")]
+    taus = gold_answers(cfg, SearchQA(cfg), FakePolicy(tokenizer), D, IN_WORLD.direct)
     assert [tau.response for tau in taus] == [f"<think></think><answer>{g}</answer>" for g in ("Trebak", "a b")]
-    learner = Learner(model, None, cfg)
-    loss, _ = learner.loss(taus, learner.plan(taus))
+    learner = Demonstrated(model, None, cfg)
+    terms = learner.terms(taus, [[0, 1]], 0, None)
+    loss, _ = learner.loss(taus, terms)
     loss.backward()
     found = model.model.layers[0].mlp.up_proj.weight.grad.clone()
     model.zero_grad()
@@ -217,13 +252,20 @@ def test_a_demonstration_s_gradient_is_that_of_the_cross_entropy_of_its_reply(wo
 def test_a_method_that_trains_runs_to_its_end(method, tmp_path):
     """Under the fixture's instruction the first policy answers some questions, so that there is something to keep."""
     flags = ["--instruction", str(ROOT / "tests" / "fixture" / "instruction.txt")] if method == "sft_reject" else []
-    flags += "--T 2 --batch 6 --mini 6 --G 4 --eval_n 3".split()
-    command = [sys.executable, "baselines.py", method, *flags, "--out", str(tmp_path / "run")]
+    flags += "--T 2 --batch 6 --mini 6 --G 4 --eval_n 3 --save_every 1".split()
+    command = [sys.executable, "extras/table1.py", "train", method, *flags, "--out", str(tmp_path / "run")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     end = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert end["steps"] == 2 and 0 <= end["em_best"] <= 1
+    assert end["steps"] == 2 and 0 <= end["end"]["em"] <= 1
     if method == "sft_reject":
-        kept = [json.loads(line) for line in (tmp_path / "run" / "successes.jsonl").read_text().splitlines()]
+        kept = read_jsonl(tmp_path / "run" / "successes.jsonl")
         golds = {q.id: q.golds for q in load_questions(PRESETS["world"]["train"])}
         assert kept and all(em(row["said"], golds[row["q"]]) for row in kept)
+        rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000002")
+        again = subprocess.run([*command, "--resume"], cwd=ROOT, capture_output=True, text=True)
+        assert again.returncode == 0 and "rejection sampling" not in again.stdout, again.stderr
+        for old, new in zip(rows, read_jsonl(tmp_path / "run" / "metrics.jsonl"), strict=True):
+            timed = {name for name in old if name.startswith("time/")}
+            assert {k: old[k] for k in old.keys() - timed} == {k: new[k] for k in new.keys() - timed}

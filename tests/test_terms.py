@@ -1,0 +1,70 @@
+"""Eq. 3's advantages and Eq. 2's averages on numbers computed by hand, without a model (test_grpo.py has one)."""
+
+import numpy as np
+import pytest
+
+from config import Config
+from grpo import Learner, group_advantages
+from tasks import Question, Trajectory
+
+QUESTION = Question("q", "Who?")
+
+# ---- Eq. 3
+
+
+def rewarded(*pairs):
+    """Returns trajectories with these (group, reward)."""
+    return [Trajectory(0, QUESTION, group, [], 0, reward=r) for group, r in pairs]
+
+
+def advantages(*pairs):
+    taus = rewarded(*pairs)
+    object.__new__(Learner).set_advantages(taus)
+    return [tau.advantage for tau in taus]
+
+
+def test_an_advantage_is_the_distance_to_the_group_s_mean_in_units_of_its_spread():
+    """Rewards 1, 0, 0, 0, 1: mean 0.4 and unbiased standard deviation sqrt(1.2 / 4)."""
+    A = advantages(*[(3, r) for r in (1.0, 0.0, 0.0, 0.0, 1.0)])
+    sd = 0.3**0.5
+    assert A == pytest.approx([0.6 / (sd + 1e-6) if k in (0, 4) else -0.4 / (sd + 1e-6) for k in range(5)], rel=1e-12)
+    assert group_advantages(np.array([0.0, 1e-6])) == pytest.approx([-0.5e-6 / (1e-6 / 2**0.5 + 1e-6), 0.2928932])
+
+
+def test_who_is_alone_or_like_the_others_stands_out_nowhere():
+    assert advantages((0, 1.0), (1, 0.5), (1, 0.5), (2, 0.0)) == [0.0] * 4
+    assert advantages() == []
+
+
+def test_groups_may_come_in_any_order():
+    pairs = [(7, 1.0), (2, 0.0), (7, 0.0), (5, 0.5), (2, 3.0), (7, 0.0), (2, 0.0)]
+    got = advantages(*pairs)
+    for group in (7, 2, 5):
+        rewards = [r for g, r in pairs if g == group]
+        alone = advantages(*[(0, r) for r in rewards])
+        assert [a for a, (g, _) in zip(got, pairs, strict=True) if g == group] == alone
+    assert got[0] > 0 > got[2] and got[4] > 0 > got[1] and got[3] == 0
+
+
+# ---- the average of Eq. 2
+
+
+def test_every_trajectory_weighs_the_same_and_every_token_of_one():
+    """1/G sum_i 1/|tau_i| sum_t of trajectories with 3, 0, 2 and 1 action tokens, one of them without a turn."""
+    taus = []
+    for A, turns in [(0.5, [2, 1]), (9.0, []), (-2.0, [2]), (4.0, [1])]:
+        taus.append(tau := Trajectory(0, QUESTION, 0, [], 0, advantage=A))
+        tau.observe([5] * 4)
+        for n in turns:
+            tau.act([6] * n, [-1.0] * n)
+            tau.observe([7] * 3)
+    learner = object.__new__(Learner)
+    learner.cfg = Config(eps=0.3)
+    old = np.array([[-1.0, -2.0, -3.0, -4.0, -5.0, -6.0], [9.0] * 6])  # log-probs, entropies
+    terms = learner.terms(taus, [[0, 1, 2, 3]], 1, old)
+    assert terms["adv"].tolist() == [0.5, 0.5, 0.5, -2.0, -2.0, 4.0]
+    assert terms["w"].tolist() == pytest.approx([1 / 12] * 3 + [1 / 8] * 2 + [1 / 4])
+    assert terms["old_logp"].tolist() == terms["pi_old"].tolist() == [-1.0, -2.0, -3.0, -4.0, -5.0, -6.0]
+    assert (terms["eps_low"], terms["eps_high"]) == (0.3, 0.3)
+    first = learner.terms(taus, [[0, 1, 2, 3]], 0, None)  # pi_old is the policy in training
+    assert first["old_logp"] is first["pi_old"] is None
