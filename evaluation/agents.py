@@ -127,7 +127,7 @@ def instruction_of(chosen: Subject, task: Task, method: Method, file: str = "") 
         return read_instruction("instruction", file)
     if method.I_star and not chosen.I_star:
         raise Fault(f"{chosen.name} has no I_star.txt to play under; give an instruction with --instruction")
-    return task.instruction
+    return chosen.I_star if method.I_star else task.instruction
 
 
 @contextlib.contextmanager

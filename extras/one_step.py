@@ -6,6 +6,8 @@ The run is inspo.py's own, watched from outside. Every number that the page comp
 run's, and its lines of code are read from the source: where one of them changes, the page changes or this fails.
 """
 
+if not __package__:
+    import root  # noqa: F401
 import ast
 import contextlib
 import copy
@@ -23,21 +25,18 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+import torch
 
-import torch  # noqa: E402
-
-import tasks  # noqa: E402
-from config import parse  # noqa: E402
-from grpo import Learner, group_advantages, lr_at, minibatches  # noqa: E402
-from inspo import inspo, train  # noqa: E402
-from kernels import rows_torch  # noqa: E402
-from models.model import score  # noqa: E402
-from population import Instruction, Population, mean_rewards  # noqa: E402
-from rollout import prompt_ids  # noqa: E402
-from tasks.questions import em, normalize  # noqa: E402
-from tasks.search_qa import SearchQA  # noqa: E402
+import tasks
+from config import HERE, parse
+from grpo import Learner, group_advantages, lr_at, minibatches
+from inspo import inspo, train
+from kernels import rows_torch
+from models.model import score
+from population import Instruction, Population, mean_rewards
+from rollout import prompt_ids
+from tasks.questions import em, normalize
+from tasks.search_qa import SearchQA
 
 STEP = 5  # the first one that ends in a pruning
 RUN = "--batch 24 --mini 12 --seed 5"
@@ -90,7 +89,7 @@ def code(function, *marks: str) -> str:
         statement = max(around, key=lambda node: node.lineno)
         end = statement.body[0].lineno - 1 if hasattr(statement, "body") else statement.end_lineno
         shown += lines[statement.lineno - 1 : end]
-    path = Path(inspect.getsourcefile(function)).relative_to(ROOT)
+    path = Path(inspect.getsourcefile(function)).relative_to(HERE)
     statements = re.sub(r"(?<=\S) {3,}#", "  #", textwrap.dedent("\n".join(shown)))
     return f"# {path}, {function.__qualname__}\n{statements}"
 
@@ -414,7 +413,7 @@ def page(s: Step) -> str:
 
 
 def main() -> None:
-    out = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "docs" / "one_step.md")
+    out = Path(sys.argv[1] if len(sys.argv) > 1 else HERE / "docs" / "one_step.md")
 
     def watched(cfg, task, policy, optimizer, P, log):
         seen = watch(policy, P, log)

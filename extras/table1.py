@@ -22,9 +22,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-import evaluate
 from config import STATIC, Config, parse
 from engines import FinishedTurn
+from evaluation import measure
 from evaluation.agents import METHODS, Agent, Method
 from extras.prompts import Prompt, wording
 from extras.supervised import Demonstrated, SupervisedConfig, supervised
@@ -309,7 +309,7 @@ def main(argv: list[str] | None = None) -> None:
     if argv[:1] == ["train"]:
         train(argv[1:])
     else:
-        evaluate.main(argv, TABLE_1, "extras/table1.py", __doc__)
+        measure.main(argv, TABLE_1, "extras/table1.py", __doc__)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from json_server import break_off, hang_up, json_servers, too_slow, trickle
 
 from plumbing import client as module
-from plumbing.faults import Fault
 from plumbing.client import Client, RequestFailed
+from plumbing.faults import Fault
 
 OK = {"value": 1}
 BUSY = (503, {}, "busy")

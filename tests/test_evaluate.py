@@ -148,12 +148,12 @@ def finished(tmp_path_factory):
 def test_a_run_is_measured_under_its_I_star_and_another_instruction_can_replace_it(finished, retriever, tmp_path):
     said, fault = run(finished, "--n", 4, "--retriever", retriever, "--out", tmp_path / "own")
     assert not fault and "\nmine, inspo:" in said
-    run(finished, "--n", 4, "--retriever", retriever, "--method", "search_r1", "--out", tmp_path / "first")
-    file = tmp_path / "i.txt"
-    file.write_text((WORLD / "instruction.txt").read_text())
-    run(finished, "--n", 4, "--retriever", retriever, "--instruction", file, "--out", tmp_path / "other")
-    own, first, other = (read_jsonl(tmp_path / name / "results.jsonl") for name in ("own", "first", "other"))
-    assert first == other != own
+    flags = [finished, "--n", 4, "--retriever", retriever]
+    run(*flags, "--method", "search_r1", "--out", tmp_path / "first")
+    for name, file in (("same", finished / "I_star.txt"), ("other", WORLD / "instruction.txt")):
+        run(*flags, "--instruction", file, "--out", tmp_path / name)
+    own, same, first, other = (read_jsonl(tmp_path / x / "results.jsonl") for x in ("own", "same", "first", "other"))
+    assert own == same != first == other
 
 
 # ---- another task

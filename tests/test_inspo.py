@@ -6,7 +6,6 @@ import io
 import json
 import math
 import os
-import random
 import re
 import shutil
 import signal
@@ -29,12 +28,10 @@ from bench.chaos import hear_signals
 from engines.vllm_engine import vllm_installed
 from grpo import Learner
 from journal.directory import read_jsonl
-from journal.track import Tracker
 from plumbing.servers import Child
 from tasks import draw, rng_of
 from tasks.questions import load_questions
 from world.clauses import FRAMES
-from world.optimizer import reply_to
 
 ROOT = Path(__file__).parent.parent
 FIXTURE = Path(__file__).parent / "fixture"
@@ -255,12 +252,10 @@ def test_who_joins_is_not_below_the_parent_on_the_same_questions(whole):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2])
-def test_killed_at_a_random_step_and_resumed_it_is_bit_identical(whole, tmp_path, seed):
+def test_killed_and_resumed_it_is_bit_identical(whole, tmp_path):
     out = tmp_path / "killed"
     process = start("--out", out, *SMALL)
-    wait_for_step(out, random.Random(seed).randint(1, 9), process)
-    time.sleep(random.Random(seed).random() * 0.3)
+    wait_for_step(out, 5, process)
     process.kill()
     process.communicate()
     code, stdout, stderr = finish(start("--out", out, *SMALL, "--resume"))
@@ -311,7 +306,8 @@ def test_a_hostile_optimizer_s_words_stay_words(tmp_path, monkeypatch):
         summary = json.loads((tmp_path / "r" / "summary.json").read_text())
         assert summary["evolved"] is False and summary["ledger"]["evolutions_in_vain"] == 1
         family = {I["id"]: I["text"] for e in read_jsonl(tmp_path / "r" / "population.jsonl") for I in e["P"]}
-        assert len(family) == 7 and all("go on" in text or "\ufffd" in text for k, text in family.items() if k)
+        assert len(family) == 7
+        assert not any(x in text for text in family.values() for x in ("\x1b", "<|", "</s>", "\nQuestion", "\ud800"))
         for path in (tmp_path / "r").rglob("*"):
             assert not path.is_file() or b"sk-secret-1" not in path.read_bytes(), path
         size = (tmp_path / "r" / "reflections.jsonl").stat().st_size
@@ -337,25 +333,6 @@ def test_our_own_retriever_is_restarted_when_it_dies(whole, tmp_path):
     for row in mine + theirs:
         row.pop("search/faults", None)
     assert mine == theirs  # and nothing was scored without its results
-
-
-@pytest.mark.slow
-def test_a_retriever_that_stays_away_ends_the_run_resumably(whole, tmp_path):
-    out = tmp_path / "r"
-    flags = [*SMALL, "--search_retries", "1"]
-    server = [str(ROOT / "retrieval_server.py"), "--corpus", str(ROOT / "world/files/corpus.jsonl")]
-    with Child(server, tmp_path / "log") as child:
-        process = start("--out", out, *flags, "--retriever", child.url)
-        wait_for_step(out, 4, process)
-    code, _, stderr = finish(process)
-    last = [line for line in stderr.splitlines() if line][-2:]
-    assert code == 1 and "does not answer" in last[0] and "--resume" in last[1]
-    assert "Traceback" not in stderr
-    assert len(metrics(out)) < 11
-    code, _, stderr = run_here("--out", out, "--retriever", "", "--resume")  # now with a server of its own
-    assert code == 0, stderr
-    drop = lambda rows: [{k: v for k, v in row.items() if k != "search/faults"} for row in rows]  # noqa: E731
-    assert drop(metrics(out)) == drop(metrics(whole[0]))
 
 
 def test_ctrl_c_saves_and_leaves_no_process(tmp_path):
@@ -611,56 +588,15 @@ def test_an_engine_that_samples_from_another_policy_stops_the_run_before_it_trai
     assert code == 0 and [row["t"] for row in metrics(tmp_path / "r")] == list(range(11))
 
 
-OPTIONS = {
-    "no reference": (["--beta", "0"], lambda rows: all(row["kl"] == 0 for row in rows)),
-    "canary": (  # the run's own instruction
-        ["--eval_every", "1", "--canary", str(FIXTURE / "instruction.txt")],
-        lambda rows: all(rows[0][f"canary/{x}"] == rows[0][f"test/{x}"] for x in ("em", "f1", "searches")),
-    ),
-    "valid": (["--eval_every", "1"], lambda rows: "valid/em" in rows[0] and "test/em" in rows[0]),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", OPTIONS)
-def test_an_option_works_through_a_whole_run(tmp_path, name):
-    flags, holds = OPTIONS[name]
-    flags = [*SMALL, "--T", "2", "--mode", "static", "--batch", "6", *flags, "--out", tmp_path / "r"]
-    code, stdout, stderr = run_here(*flags)
-    assert code == 0, (code, stderr)
-    rows = metrics(tmp_path / "r")[1:]
-    assert len(rows) == 2 and holds(rows) and all(math.isfinite(row["loss"]) for row in rows)
-    assert any(row["grad_norm"] > 0 for row in rows)
-
-
-@pytest.mark.slow
-def test_the_guessing_optimizer_is_the_one_that_does_not_read(tmp_path):
-    flags = [*SMALL, "--T", "4", "--optimizer_model", "guessing", "--out", tmp_path / "r"]
-    code, _, stderr = run_here(*flags)
-    assert code == 0, (code, stderr)
-    calls = [row["call"] for row in read_jsonl(tmp_path / "r" / "reflections.jsonl") if "call" in row]
-    asked = [call["prompt"] for call in calls if "Correct answer:" in call["prompt"]]
-    assert asked and all(call["reply"] == reply_to(call["prompt"], SEED, guess=True) for call in calls)
-    assert any(reply_to(prompt, SEED) != reply_to(prompt, SEED, guess=True) for prompt in asked)
-
-
-@pytest.mark.parametrize("lr, moved", [("0", False), ("1e-4", True)])
-def test_a_learning_rate_of_0_freezes_the_policy(tmp_path, lr, moved):
-    code, _, stderr = run_here(*SMALL, "--T", "2", "--mode", "static", "--lr", lr, "--out", tmp_path / "r")
+def test_a_learning_rate_of_0_freezes_the_policy(tmp_path):
+    code, _, stderr = run_here(*SMALL, "--T", "2", "--mode", "static", "--lr", "0", "--out", tmp_path / "r")
     assert code == 0, (code, stderr)
     first, last = (load_file(path / "model.safetensors") for path in (FILES / "policy", tmp_path / "r" / "policy"))
-    assert any(not torch.equal(first[name], last[name]) for name in last) == moved
+    assert last and all(torch.equal(first[name], last[name]) for name in last)
     assert any(row["grad_norm"] > 0 for row in metrics(tmp_path / "r")[1:])  # there was something to learn
 
 
-def test_a_canary_is_scored_under_its_own_instruction_and_a_tracker_gets_every_number(tmp_path, monkeypatch):
-    tracked: list[tuple[int, dict]] = []
-
-    class Keep(Tracker):
-        def numbers(self, values, t):
-            tracked.append((t, values))
-
-    monkeypatch.setattr("journal.log.tracker", lambda *_: Keep())
+def test_a_canary_is_scored_under_its_own_instruction(tmp_path):
     (tmp_path / "canary").write_text(f"{FRAMES[0]} Do not search at all.")
     flags = [*SMALL, "--T", "2", "--mode", "static", "--eval_every", "1", "--canary", tmp_path / "canary"]
     code, _, stderr = run_here(*flags, "--out", tmp_path / "r")
@@ -669,11 +605,6 @@ def test_a_canary_is_scored_under_its_own_instruction_and_a_tracker_gets_every_n
     summary = json.loads((tmp_path / "r" / "summary.json").read_text())
     assert len(rows) == 2 and summary["held_out"]["trained policy, canary"]["searches"] == 0
     assert all(row["canary/searches"] == 0 < row["test/searches"] for row in rows)
-    assert [t for t, _ in tracked] == [0, 1, 2, 2]
-    assert all(type(x) in (int, float) for _, numbers in tracked for x in numbers.values())
-    assert tracked[0][1]["test/em"] == rows[0]["test/em"]
-    assert tracked[1][1]["w/0"] == metrics(tmp_path / "r")[1]["w"]["0"]
-    assert tracked[3][1]["final/trained policy, canary/em"] == summary["held_out"]["trained policy, canary"]["em"]
 
 
 @pytest.mark.slow

@@ -13,9 +13,9 @@ from ranks_fit import Live
 from test_model import SHAPES, make_family
 
 from config import Config
-from training.fit import activations
 from models.layers import FAMILIES, fuse, installed
 from models.model import empty, load_model, score, skeleton
+from training.fit import activations
 from training.policy import Worker
 
 triton = pytest.importorskip("triton", reason="Triton has no wheel for this platform")

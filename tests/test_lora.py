@@ -17,9 +17,9 @@ import export
 from config import WORLD, Config
 from engines.torch_engine import TorchEngine
 from grpo import Learner, minibatches
-from tasks import load_task
 from models import lora
 from models.model import load_policy, weights
+from tasks import load_task
 from training.policy import Policy
 from training.ranks import Ranks
 

@@ -10,9 +10,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen2Config
 
 from config import parse
-from training.fit import shapes
 from models.layers import NormShapes
 from models.model import blocks, empty
+from training.fit import shapes
 from training.speed import (
     CARDS,
     Assumed,
@@ -203,12 +203,9 @@ def test_the_cards_are_those_that_the_flag_takes(capsys):
     assert fault.count("\n") == 1
 
 
-def test_the_table_says_that_it_is_computed_and_what_it_assumes():
+def test_the_table_leaves_out_what_it_cannot_compute():
     text = table(CFG3, shapes(CFG3.model), 1.5e6)
-    assert "computed, not measured" in text.splitlines()[0] and max(map(len, text.splitlines())) <= 100
-    said = " ".join(text.split())
-    assert "2 searches" in said and "MFU of 39%" in said and "60% of the memory's bandwidth" in said
-    assert "Rollouts are left out" not in text
+    assert max(map(len, text.splitlines())) <= 100 and "rollouts:" in text and "Rollouts are left out" not in text
     text = table(replace(CFG3, engine="torch"), SMALL, 0.0)
     assert "Rollouts are left out" in text and "rollouts:" not in text and "verification" not in text
 

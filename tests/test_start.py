@@ -11,13 +11,14 @@ from config import WORLD, Config, parse
 from models.model import load_tokenizer
 from plumbing.faults import Fault
 from plumbing.servers import Servers
-from reflect import Optimizer, connect, describe, paraphrase_prompt
+from reflect import Optimizer, connect, describe, paraphrase_prompt, reflection_prompt
 from rollout import prompt_ids
 from tasks import Question
 from tasks.search import Search, try_search
-from tasks.search_qa import SearchQA
+from tasks.search_qa import SEARCH_R1, SearchQA
 from training.checks import check
 from training.ranks import Ranks
+from world.optimizer import reply_to
 
 QUESTIONS = [Question(str(k), f"Who is number {k}?", (f"Person {k}",), "x") for k in range(5)]
 
@@ -131,6 +132,14 @@ def test_a_scripted_optimizer_that_was_killed_comes_back(tmp_path):
         child.stop()
         again = optimizer.ask(prompt, "t0")
         assert again.reply == first.reply and not again.paid_before
+
+
+@pytest.mark.parametrize("model, guess", [("scripted", False), ("guessing", True)])
+def test_the_guessing_optimizer_is_the_one_that_does_not_read(tmp_path, model, guess):
+    prompt = reflection_prompt(SEARCH_R1, [("Question: who?\n<answer> x </answer>", ("y",))], 6, 1000)
+    with Servers(tmp_path / "log") as serve:
+        call = connect(parse(["--seed", "3", "--optimizer_model", model]), serve, []).ask(prompt, "t3")
+    assert call.reply == reply_to(prompt, 3, guess=guess) != reply_to(prompt, 3, guess=not guess)
 
 
 def test_no_password_in_a_url_is_shown():

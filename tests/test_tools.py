@@ -102,22 +102,6 @@ def test_the_query_of_a_search(text, query):
     assert find_call(text, [SEARCH]) == (None if query is None else (SEARCH, query))
 
 
-@pytest.mark.parametrize(
-    "text, tool, argument",
-    [
-        ("<search>a</search><calculate>1</calculate>", SEARCH, "a"),
-        ("<calculate>1</calculate><search>a</search>", CALCULATOR, "1"),
-        ("<calculate>1 <search>a</search>", SEARCH, "a"),  # the calculation is not complete
-        ("<search>a <calculate>1</calculate>", CALCULATOR, "1"),
-        ("<search>a</calculate> <calculate>1</calculate>", CALCULATOR, "1"),
-        ("<search>a <search>b</search> <calculate>1</calculate>", SEARCH, "b"),
-        ("<calculate>1 <calculate>2 <search>a</search> </calculate>", CALCULATOR, "2 <search>a</search>"),
-    ],
-)
-def test_of_two_tools_the_earliest_complete_call_counts(text, tool, argument):
-    assert find_call(text, [SEARCH, CALCULATOR]) == find_call(text, [CALCULATOR, SEARCH]) == (tool, argument)
-
-
 @pytest.mark.parametrize("text", ["<search>" * 50_000, "<search>" + "x" * 500_000, "<search>a</calculate>" * 20_000])
 def test_a_degenerate_turn_is_read_in_linear_time(text):
     start = time.perf_counter()

@@ -24,7 +24,7 @@ from journal.directory import read_jsonl
 from plumbing import stop
 from plumbing.faults import Fault, OptimizerDown
 from population import Experience, ReplayBuffer
-from tasks import Trajectory, draw
+from tasks import Job, Trajectory, draw
 from world.clauses import read
 from world.optimizer import reply_to
 
@@ -49,11 +49,11 @@ class FlakyPolicy(WatchedPolicy):
         return tau
 
 
-def run(name, right, *replies, restored=None, at=(1, ""), flaky=True, **knobs):
+def run(name, right, *replies, restored=None, at=(1, ""), policy=FlakyPolicy, **knobs):
     """Returns (policy and instruction, policy, log, optimizer) of a whole run."""
     script, usual = SCRIPTS[name]
     cfg = type(usual)(**vars(usual) | knobs)
-    policy = (FlakyPolicy if flaky else WatchedPolicy)({FIRST: 0} | right)
+    policy = policy({FIRST: 0} | right)
     policy.learner = object.__new__(ObjectiveLearner)  # for its rule of the advantages
     policy.learner.objective, policy.learner.memory = objective_of(cfg), {}
     log, optimizer = Recorder(restored=restored, at=at), TableOptimizer(*replies)
@@ -172,7 +172,7 @@ def test_a_mutation_is_shown_a_right_and_a_wrong_attempt_at_the_same_question():
     assert f"<ins_0>\n{FIRST}\n</ins_0>" in prompt and prompt.count("<right>") == prompt.count("<example>") == 2
     first = draw(questions("q", 6), 6, 0, 1)[0].id
     assert prompt.count(f"Question: Which {first}?") == 2 and f"Correct answer: gold {first}" in prompt
-    _, _, log, optimizer = run("espl", {}, T=2, flaky=False)  # always wrong or always right: nothing to compare
+    _, _, log, optimizer = run("espl", {}, T=2, policy=WatchedPolicy)  # always wrong or always right: nothing to compare
     assert not optimizer.prompts
     [(_, _, text, joined)] = log.of("joined")
     assert joined == [] and "nobody joined: no question that #0 got both right and wrong" in text
@@ -277,7 +277,7 @@ def test_a_question_s_rollouts_go_round_the_prompts():
 
 def test_fst_trains_a_question_s_prompts_as_one_group_and_evolves_every_K_e_steps():
     good, bad = names(2)
-    _, policy, log, optimizer = run("fst", {good: 6, bad: 0}, [good], [bad], flaky=False, T=5)
+    _, policy, log, optimizer = run("fst", {good: 6, bad: 0}, [good], [bad], policy=WatchedPolicy, T=5)
     assert [args[0] for args in log.of("joined")] == [2, 4] and [I.text for I in log.P.active][-1] == good
     last = policy.rollouts[-1][2]
     for group in range(4):
@@ -288,7 +288,7 @@ def test_fst_trains_a_question_s_prompts_as_one_group_and_evolves_every_K_e_step
 
 def test_a_revision_passes_if_it_is_strictly_better_on_what_was_shown_and_joins_if_it_wins():
     good, same = names(2)
-    _, policy, log, optimizer = run("fst", {good: 6, same: 0}, [same], [good], flaky=False, T=3)
+    _, policy, log, optimizer = run("fst", {good: 6, same: 0}, [same], [good], policy=WatchedPolicy, T=3)
     assert optimizer.whens == ["t2 r0", "t2 r1"] and all("gold q" in prompt for prompt in optimizer.prompts)
     [first, second] = log.of("verified")
     assert first[-1] == [] and [c.text for c in second[-1]] == [good]  # a tie does not pass
@@ -300,15 +300,30 @@ def test_a_revision_passes_if_it_is_strictly_better_on_what_was_shown_and_joins_
     assert log.P.family[1].verified == 1.0 and log.P.family[1].parent == 0
 
 
+class SetPolicy(WatchedPolicy):
+    """Under a prompt it answers the questions of a set."""
+
+    def play(self, job):
+        tau = super().play(Job(job.instruction, FIRST, job.question, job.group))
+        if job.question.id in self.right.get(job.text, ()):
+            tau.prediction = job.question.golds[0]
+        return tau
+
+
 def test_at_most_N_P_prompts_stay_and_without_a_new_one_all_do():
+    """Each child knows what was shown, and one question of D_B that no other knows."""
     good = names(3)
-    right = {good[0]: 6, good[1]: 6, good[2]: 6}
-    _, _, log, _ = run("fst", right, [good[0]], [good[1]], [good[2]], flaky=False, T=3, rounds=3, N_P=2)
-    assert len(log.P) <= 2
+    _, _, log, _ = run("fst", {}, T=3, policy=SetPolicy)
+    [(_, _, D_B)] = log.of("scored")
+    others = set(questions("q", 6)) - {q.id for q in D_B}
+    right = {child: others | {q.id} for child, q in zip(good, D_B, strict=True)}
+    for N_P in (2, 3):
+        _, _, log, _ = run("fst", right, *[[child] for child in good], policy=SetPolicy, T=3, rounds=3, N_P=N_P)
+        assert len(log.P.family) == 1 + N_P and len(log.P) == N_P and 0 not in log.P.ids
     _, _, log, _ = run("fst", {}, OptimizerDown("503"), T=3)
     [(_, _, text, joined)] = log.of("joined")
     assert log.P.ids == [0] and joined == [] and "the optimizer gave no reply (503)" in text
-    _, _, log, optimizer = run("fst", {FIRST: 6}, ["x"], flaky=False, T=3)
+    _, _, log, optimizer = run("fst", {FIRST: 6}, ["x"], policy=WatchedPolicy, T=3)
     assert not optimizer.prompts and "no failure to learn from" in log.of("joined")[0][2]
 
 

@@ -68,17 +68,11 @@ def test_the_trajectory_has_as_many_tokens_as_its_runs(page):
     assert f"These 6 of the {sampled} tokens" in section(page, 5)
 
 
-def test_a_reward_is_1_where_the_words_are_those_of_the_gold_answer(page):
+def test_rewards_follow_from_the_gold_answer_and_advantages_from_the_rewards(page):
     gold = re.search(r'normalized "(.*?)"', section(page, 3)).group(1)
-    answers = rows(section(page, 3))
-    assert [int(answer["reward"]) for answer in answers] == [int(answer["normalized"] == gold) for answer in answers]
-    assert {answer["reward"] for answer in answers} == {"0", "1"}
-
-
-def test_advantages_follow_from_the_rewards(page):
     group = rows(section(page, 4))
     r = [float(tau["reward"]) for tau in group]
-    assert r == [float(answer["reward"]) for answer in rows(section(page, 3))]
+    assert r == [answer["normalized"] == gold for answer in rows(section(page, 3))] and set(r) == {0.0, 1.0}
     assert value(section(page, 4), "std ") == round(statistics.stdev(r), 4)
     for tau, x in zip(group, r, strict=True):
         A = (x - statistics.mean(r)) / (statistics.stdev(r) + 1e-6)

@@ -104,7 +104,8 @@ def fabricated(arm, seed, em, searches=1.0, T=20, rollouts=20, seconds=100.0, re
     curves = {"reward": rewards, "searches": [searches] * T, "prompt_tokens": [50] * T, "response_tokens": [9] * T}
     return {
         "arm": arm, "seed": seed, "em": em, "questions": 300, "searches": searches, "overhead": 0.1, "minutes": 4.0,
-        "commit": "abc", "machine": "2 cores of x", "cpu_seconds": 120.0, "flags": "", "evals": evals, "curves": curves, "I_star": "I", "held_out": {},
+        "commit": "abc", "machine": "2 cores of x", "cpu_seconds": 120.0, "flags": "", "evals": evals, "curves": curves,
+        "I_star": "I", "held_out": {},
     }  # fmt: skip
 
 
