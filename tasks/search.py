@@ -5,10 +5,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+from config import HERE, TaskKnobs
 from plumbing.client import Client, RequestFailed
 from plumbing.faults import Fault, ToolDown
+from plumbing.outside import without_password
 from tasks import Question
 from tasks.questions import normalize
 from tasks.tools import Tool
@@ -109,6 +113,34 @@ def _read_passages(answer: Any, n: int, topk: int) -> list[list[str]]:
     if not all(isinstance(contents, str) for hits in passages for contents in hits):
         raise TypeError("contents are not text")
     return [[contents[:MAX_PASSAGE] for contents in hits] for hits in passages]
+
+
+def check_corpus(cfg: TaskKnobs) -> None:
+    """Raises Fault if there is nothing to search."""
+    if cfg.retriever:
+        return
+    if not cfg.corpus:
+        raise Fault("nothing to search: give --corpus (passages) or --retriever (URL of a running server)")
+    if not Path(cfg.corpus).is_file():
+        raise Fault(f"--corpus {cfg.corpus}: no such file; check the path")
+
+
+def reach(cfg: TaskKnobs, serve: Callable[..., str]) -> tuple[str, Callable[[], str]]:
+    """Returns the URLs of --retriever, which answers, or of a server over --corpus; and what restarts that."""
+    if cfg.retriever:
+        try:
+            Search(cfg.retriever, cfg.topk, retries=0).submit("is anyone there").result()
+        except ToolDown as e:
+            raise Fault(f"--retriever: {e}; start it, or serve --corpus with --retriever ''") from None
+        return cfg.retriever, lambda: ""
+    own = partial(serve, str(HERE / "retrieval_server.py"), "--corpus", cfg.corpus)
+    return own(), own
+
+
+def described(search: Search, cfg: TaskKnobs, questions: Sequence[Question]) -> str:
+    """Returns where a run searches, and how that server does on some questions, if there are any."""
+    where = without_password(cfg.retriever) or f"{search.urls[0]} (BM25 over {cfg.corpus}, started by this run)"
+    return f"{where}\n        {try_search(search, questions)}" if questions else where
 
 
 def try_search(search: Search, questions: Sequence[Question]) -> str:

@@ -1,16 +1,15 @@
 """Questions answered by searching, scored by exact match: the paper's task, and the default one."""
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import ClassVar
 
-from config import HERE, Config
-from plumbing.faults import Fault, ToolDown
-from plumbing.outside import without_password
+from config import Config
+from plumbing.faults import Fault
 from tasks import Question, Task, Trajectory, rng_of
 from tasks.questions import em, f1, load_questions
-from tasks.search import Search, try_search
+from tasks.search import Search, check_corpus, described, reach
 from tasks.tools import Calculator, Tool
 
 # The instruction of Search-R1, which the paper starts from (App. F).
@@ -48,31 +47,15 @@ class SearchQA(Task):
         return ",".join(self.search.urls)
 
     def check(self) -> None:
-        corpus = self.cfg.corpus
-        if self.tools and not self.cfg.retriever:
-            if not corpus:
-                raise Fault("nothing to search: give --corpus (passages) or --retriever (URL of a running server)")
-            if not Path(corpus).is_file():
-                raise Fault(f"--corpus {corpus}: no such file; check the path")
+        if self.tools:
+            check_corpus(self.cfg)
 
     def start(self, serve: Callable[..., str]) -> str:
-        cfg = self.cfg
         if not self.tools:
             return "search: none (--tools none)"
-        if cfg.retriever:
-            try:
-                Search(cfg.retriever, cfg.topk, retries=0).submit("is anyone there").result()
-            except ToolDown as e:
-                raise Fault(f"--retriever: {e}; start it, or serve --corpus with --retriever ''") from None
-            self.connect(cfg.retriever)
-        else:
-            own = partial(serve, str(HERE / "retrieval_server.py"), "--corpus", cfg.corpus)
-            self.connect(own(), revive=own)
-        where = without_password(cfg.retriever)
-        where = where or f"{self.search.urls[0]} (BM25 over {cfg.corpus}, started by this run)"
-        if not Path(cfg.train).is_file():  # an evaluation needs none
-            return f"search: {where}"
-        return f"search: {where}\n        {try_search(self.search, self.questions('train')[:64])}"
+        self.connect(*reach(self.cfg, serve))
+        asked = self.questions("train")[:64] if Path(self.cfg.train).is_file() else []  # an evaluation needs none
+        return f"search: {described(self.search, self.cfg, asked)}"
 
     @cache  # noqa: B019 (a run has one task)
     def questions(self, split: str) -> list[Question]:

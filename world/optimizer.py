@@ -36,7 +36,7 @@ def diagnose(response: str) -> dict[str, str]:
         found["entity"] = "The agent answers from memory and never searches."
     elif hops > 1 and any(q.count(" of ") > 1 for q in queries):
         found["entity"] = "One broad query mirrors the whole question and cannot find what lies behind the first fact."
-    elif len(queries) < 0:
+    elif len(queries) < hops:
         found["cont"] = "The agent stops searching before the last fact is found."
     if len(answer.split()) > 2:
         found["exact"] = "The answer is a sentence where a name was asked for."

@@ -11,6 +11,7 @@ on; tuning takes 100 and up.
 import argparse
 import json
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -94,7 +95,7 @@ def read(path: Path) -> Rows:
     return rows
 
 
-def line_of(arm: str, mine: list[Row]) -> str:
+def line_of(arm: str, mine: Sequence[Row]) -> str:
     """Returns an arm in one line, for the terminal."""
     em = " ".join(f"{row['em']:.2f}" for row in mine)
     what = ARMS[arm].what if arm in ARMS else "the first policy, untrained"
