@@ -36,8 +36,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from pydantic import BaseModel, Field
 
 from plumbing.faults import one_line
-from plumbing.servers import listen, serve
 from plumbing.outside import printable
+from plumbing.servers import listen, serve
 from retrieval.bm25 import BM25
 from retrieval.corpus import Corpus
 from retrieval.index import Fused, open_index

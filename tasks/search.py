@@ -1,6 +1,8 @@
 """The search tool: a client of Search-R1's POST /retrieve, and how a run finds out whether its server is any good."""
 
+import os
 import queue
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -116,7 +118,10 @@ def _read_passages(answer: Any, n: int, topk: int) -> list[list[str]]:
 
 
 def check_corpus(cfg: TaskKnobs) -> None:
-    """Raises Fault if there is nothing to search."""
+    """Raises Fault if there is nothing to search, or nothing that every node of a torchrun job can reach."""
+    nodes = int(os.environ.get("WORLD_SIZE", 1)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1 << 30)) or 1
+    if nodes > 1 and (not cfg.retriever or re.search("//(127\\.|localhost)", cfg.retriever)):
+        raise Fault(f"{nodes} nodes: give --retriever with an address that all of them can reach")
     if cfg.retriever:
         return
     if not cfg.corpus:

@@ -13,10 +13,10 @@ import pytest
 from json_server import json_servers
 
 import ask
-import evaluate
 from config import HERE, PRESETS, Config
 from engines.chat_engine import ChatEngine, Words
 from evaluation import benchmarks
+from evaluation import measure as evaluate
 from evaluation.agents import METHODS
 from evaluation.compare import compare
 from journal.directory import read_jsonl

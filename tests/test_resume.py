@@ -31,10 +31,10 @@ from reflect import Call, paid_calls
 from tasks import Question, Task, Trajectory, Turn
 from training import checkpoint
 
-QUESTIONS = [Question(f"q{k}", f"Which {k}?", source=f"s{k % 2}", data=f"right {k}") for k in range(20)]
+QUESTIONS = [Question(f"q{k}", f"Which {k}?", source=f"s{k // 7}", data=f"right {k}") for k in range(20)]
 FIRST = "Think in <think> </think>, answer in <answer> </answer>."
 CFG = Config(
-    batch=4, mini=4, G=2, T=7, K_p=1, K_e=2, T_e=6, D_B=3, N_P=3, rounds=2, eval_every=3, save_every=3, failures=2,
+    batch=4, mini=4, G=2, T=7, K_p=1, K_e=2, T_e=6, D_B=3, N_P=3, rounds=2, eval_every=2, save_every=3, failures=2,
     keep=2,
 )  # fmt: skip
 TOKENIZER = load_tokenizer(str(WORLD / "policy"))
@@ -160,6 +160,7 @@ def left(out: Path) -> dict[str, object]:
     rows["metrics"] = [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows["metrics"]]
     rows["calls"] = sorted(row["call"]["key"] for row in rows["reflections"] if "call" in row)
     rows["reflections"] = [row for row in rows["reflections"] if "call" not in row]
+    rows["summary"] = json.loads((out / "summary.json").read_text()) | {"seconds": 0}
     return rows | {name: (out / name).read_text() for name in ("I_star.txt", "policy/weights")}
 
 
@@ -189,7 +190,7 @@ def test_everything_is_measured_in_the_task_s_own_metrics(whole):
     files, _, out, stdout = whole
     rows, summary = files["metrics"], json.loads((out / "summary.json").read_text())
     assert rows[0]["metrics"] == summary["metrics"] == ["mark", "letters"] and summary["metric"] == "mark"
-    assert {row["t"] for row in rows if {"valid/mark", "test/mark", "test/letters/s0"} <= set(row)} == {3, 6}
+    assert {row["t"] for row in rows if {"valid/mark", "test/mark", "test/letters/s0"} <= set(row)} == {2, 4, 6}
     for row in rows[1:]:
         assert row["mark"] == row["reward"] / 2 and row["failed"] == pytest.approx((3 - row["reward"]) / 4)
     valid = {row["t"]: row["valid/mark"] for row in rows if "valid/mark" in row}
@@ -198,7 +199,10 @@ def test_everything_is_measured_in_the_task_s_own_metrics(whole):
     assert summary["start"] == {k.removeprefix("test/"): x for k, x in rows[0].items() if k.startswith("test/")}
     for name, means in summary["held_out"].items():
         with gzip.open(out / "trajectories" / f"test-{name.replace(', ', '-').replace(' ', '_')}.jsonl.gz", "rt") as f:
-            marks = [row["metrics"]["mark"] for row in map(json.loads, f)]
+            kept = [json.loads(line) for line in f]
+        marks = [row["metrics"]["mark"] for row in kept]
+        one = [row["metrics"]["mark"] for row in kept if row["source"] == "s1"]
+        assert means["mark/s1"] == pytest.approx(statistics.fmean(one))
         assert means["mark"] == pytest.approx(statistics.fmean(marks)) and set(marks) <= {-0.5, 1.5}
         assert summary["spread"][name] == pytest.approx(statistics.pstdev(marks))
         cells = [means[k] for k in ("mark", "mark/s0", "mark/s1", "letters")]

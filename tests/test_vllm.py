@@ -31,8 +31,8 @@ from config import WORLD
 from engines.torch_engine import TorchEngine
 from engines.vllm_engine import StaleWeights, VllmEngine, check_vllm, vllm_installed
 from engines.vllm_server import EngineDown, VllmServer
-from plumbing.faults import Fault
 from models.model import load_model, load_policy, load_tokenizer, weights
+from plumbing.faults import Fault
 
 pytest.importorskip("vllm")
 ROOT = Path(__file__).parent.parent
