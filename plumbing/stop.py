@@ -1,8 +1,8 @@
 """SIGINT, SIGTERM and SIGHUP are one request to stop, which is granted where nothing is half done.
 
 The first signal counts, later ones change nothing: under torchrun a Ctrl-C arrives twice. Inside `hold` a request
-waits; inside `may_stop`, and before a run has begun, it raises Stopped at once. A program at the root, or in extras/, imports
-this module first, which listens from there on, so that a Ctrl-C during the imports that follow ends in one line.
+waits; inside `may_stop`, and before a run has begun, it raises Stopped at once. A program at the root, or in extras/,
+imports this module first, which listens from there on: a Ctrl-C during the imports that follow ends in one line.
 """
 
 import contextlib
