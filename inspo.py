@@ -88,7 +88,7 @@ def evolve(
     P_parent = P.ranked()[: cfg.N_parent]  # Alg.1 L17
     P_new: list[Candidate] = []
     used = {normalized(I.text) for I in P_parent}
-    shortfall = "too few candidates"
+    shortfall = "too few revisions verified"
     for round in range(cfg.rounds):
         room = cfg.N_P - len(P_parent) - len(P_new)
         if room == 0:  # Alg.1 L18 CHOICE-6

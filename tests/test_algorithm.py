@@ -229,7 +229,7 @@ def test_a_candidate_joins_if_it_is_not_below_its_parent_and_places_may_stay_emp
     e = Evolution({"old": 0.5}, right, ["below", "equal", "above"], N_P=4)
     assert e.joined == [["above", "equal"]] and e.texts == ["old", "above", "equal"]
     assert [(I.parent, I.born, I.verified) for I in e.P.active[1:]] == [(0, T_NOW, 0.6), (0, T_NOW, 0.5)]
-    assert len(e.optimizer.prompts) == 5 and e.shortfall == "too few candidates"  # all rounds were spent on the place
+    assert len(e.optimizer.prompts) == 5 and e.shortfall == "too few revisions verified"  # all rounds were spent on the place
 
 
 def test_the_gate_is_the_parent_s_reward_on_the_same_questions_not_its_weight():
@@ -417,8 +417,8 @@ LOST = [(T_NOW, q, 0, 0.0) for q in FAILED.values()]
         ([["new"]], dict(buffer=KNOWN), "no failure to learn from", 0, 0),
         ([["new"]], dict(buffer=LOST), "no question left to verify on", 0, 0),
         ([["new"]], dict(limit="--max_overhead 0.1: enough"), "--max_overhead 0.1: enough", 0, 0),
-        ([["a"], ["A."]], dict(rounds=3), "too few candidates", 3, 0),  # a parent's own text is no candidate
-        ([["near"], ["bad"]], dict(rounds=2), "too few candidates", 2, 2),  # below their parent
+        ([["a"], ["A."]], dict(rounds=3), "too few revisions verified", 3, 0),  # a parent's own text is no candidate
+        ([["near"], ["bad"]], dict(rounds=2), "too few revisions verified", 2, 2),  # below their parent
     ],
 )
 def test_without_anything_new_P_and_its_weights_stay_as_they_are(replies, knobs, shortfall, calls, verifications):
