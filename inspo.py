@@ -58,7 +58,7 @@ def inspo(
             jobs = P.draw(rng_of(cfg.seed, t, "instructions"), questions, cfg.G)  # Alg.1 L5
             taus = policy.rollout(t, "rollout", jobs)  # Alg.1 L6
             reward(task, taus)  # Alg.1 L7
-            policy.learner.set_advantages(taus)
+            policy.learner.set_advantages(taus)  # Eq.3
             update = policy.update(t, taus)  # Alg.1 L8 Eq.5
             P.attribute(taus)  # Alg.1 L9
             log.step(t, taus, P, update)

@@ -229,7 +229,8 @@ def test_a_candidate_joins_if_it_is_not_below_its_parent_and_places_may_stay_emp
     e = Evolution({"old": 0.5}, right, ["below", "equal", "above"], N_P=4)
     assert e.joined == [["above", "equal"]] and e.texts == ["old", "above", "equal"]
     assert [(I.parent, I.born, I.verified) for I in e.P.active[1:]] == [(0, T_NOW, 0.6), (0, T_NOW, 0.5)]
-    assert len(e.optimizer.prompts) == 5 and e.shortfall == "too few revisions verified"  # all rounds were spent on the place
+    assert len(e.optimizer.prompts) == 5  # all rounds were spent on the place
+    assert e.shortfall == "too few revisions verified"
 
 
 def test_the_gate_is_the_parent_s_reward_on_the_same_questions_not_its_weight():
