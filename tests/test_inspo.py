@@ -468,7 +468,7 @@ def test_ask_shows_the_agent_at_work(whole):
     question = read_jsonl(ROOT / "world/files/test.jsonl")[0]["question"]
     done = script("ask.py", "--run", whole[0], question)
     assert done.returncode == 0, done.stderr
-    assert "<search>" in done.stdout and "doc 1" in done.stdout and "answer  " in done.stdout
+    assert "<search>" in done.stdout and "\n  search  " in done.stdout and "answer  " in done.stdout
     assert (whole[0] / "I_star.txt").read_text().strip() in done.stdout
     done = script("ask.py", "--run", "/no")
     assert done.returncode == 1 and done.stderr == "ask.py: /no holds no finished run (no I_star.txt)\n"
