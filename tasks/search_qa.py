@@ -12,7 +12,6 @@ from tasks.questions import em, f1, load_questions
 from tasks.search import Search, check_corpus, described, reach
 from tasks.tools import Calculator, Tool
 
-# The instruction of Search-R1, which the paper starts from (App. F).
 SEARCH_R1 = (
     "Answer the given question. You must conduct reasoning inside <think> and </think> first every time you get new "
     "information. After reasoning, if you find you lack some knowledge, you can call a search engine by <search> "
@@ -25,7 +24,7 @@ SEARCH_R1 = (
 class SearchQA(Task):
     """Reads --train, --valid and --test, and searches --corpus or --retriever."""
 
-    instruction: ClassVar[str] = SEARCH_R1
+    instruction: ClassVar[str] = SEARCH_R1  # what the paper starts from (App. F)
 
     def __init__(self, cfg: Config):
         super().__init__(cfg)
@@ -61,7 +60,7 @@ class SearchQA(Task):
     def questions(self, split: str) -> list[Question]:
         cfg = self.cfg
         flag = "train" if split == "valid" and not cfg.valid else split
-        file = {"train": cfg.train, "valid": cfg.valid, "test": cfg.test}[flag]
+        file: str = getattr(cfg, flag)
         if not file:
             raise Fault(f"--{flag} is missing: give a .jsonl or .parquet file of questions")
         try:
@@ -78,5 +77,4 @@ class SearchQA(Task):
         return [em(tau.prediction, tau.question.golds) for tau in taus]  # Eq.1
 
     def metrics(self, tau: Trajectory) -> dict[str, float]:
-        golds = tau.question.golds
-        return {"em": em(tau.prediction, golds), "f1": f1(tau.prediction, golds)}
+        return {"em": em(tau.prediction, tau.question.golds), "f1": f1(tau.prediction, tau.question.golds)}
