@@ -18,13 +18,14 @@ import numpy as np
 import trueskill
 
 from config import knob, parse
+from extras.alternate import alternate
 from extras.objectives import ObjectiveConfig, ObjectiveLearner
 from inspo import ask, train
 from journal.log import Log
 from plumbing.faults import OptimizerDown
 from population import Array, Experience, Instruction, Population, ReplayBuffer
 from reflect import Optimizer, examples, normalized, shorten, token_counter
-from tasks import Job, Question, Task, Trajectory, draw, reward, rng_of
+from tasks import Job, Question, Task, Trajectory, rng_of
 from training.policy import Policy
 
 RECENT, TIE = 5, 0.01  # programs to draw from; difference of mean rewards that is a draw
@@ -99,35 +100,9 @@ def espl(
     cfg: ESPLConfig, task: Task, policy: Policy, optimizer: Optimizer | None, P: "Pool", log: Log
 ) -> tuple[Policy, Instruction]:
     """Trains `policy` while the programs P evolve; returns it with the newest one."""
-    D = {q.id: q for q in task.questions("train")}
-    B = ReplayBuffer(cfg.buffer)
-    first, stopped = log.restore(P, B)
-    if not P.family:
-        P.join(log.first, None, 0)
-        log.started(P)
-    log.begin()
-    for t in range(first, cfg.T + 1):
-        if not stopped:
-            log.begin_step(t)
-            problems = draw(D, cfg.batch, cfg.seed, t)
-            taus = policy.rollout(t, "rollout", P.draw(rng_of(cfg.seed, t, "instructions"), problems, cfg.G))
-            reward(task, taus)
-            policy.learner.set_advantages(taus)
-            update = policy.update(t, taus)
-            P.attribute(taus)
-            log.step(t, taus, P, update)
-            B.add(t, taus, task.shown)
-        # After the last step nobody would play a child.
-        if stopped != "evaluate" and t % cfg.K_e == 0 and t < min(cfg.T, cfg.T_e) and optimizer:
-            offspring(cfg, t, P, B, task, optimizer, D, log)
-
-        stopped = ""
-        if evaluated := cfg.eval_every > 0 and t % cfg.eval_every == 0 and t < cfg.T:
-            log.evaluate_step(t, P.best())
-        log.end_step(t)
-        if evaluated or t % cfg.save_every == 0 or t == cfg.T:
-            log.save(t)
-    return policy, P.best()
+    return alternate(
+        cfg, task, policy, optimizer, P, log, lambda t, B, D: offspring(cfg, t, P, B, task, optimizer, D, log)
+    )
 
 
 class Pool(Population):

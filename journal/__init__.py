@@ -1,1 +1,1 @@
-"""Everything around a run: its directory, its log, its servers."""
+"""What a run writes and shows: its directory, its log, its screen."""
