@@ -12,9 +12,9 @@ from training.policy import Policy
 
 def alternate(
     cfg: Config, task: Task, policy: Policy, optimizer: Optimizer | None, P: Population, log: Log,
-    evolve: Callable[[int, ReplayBuffer, dict[str, Question]], None],
+    evolve: Callable[[int, ReplayBuffer, dict[str, Question], Optimizer], None],
 ) -> tuple[Policy, Instruction]:  # fmt: skip
-    """Trains `policy` while evolve(t, B, D) changes P every K_e steps; returns it with the best of P."""
+    """Trains `policy` while evolve(t, B, D, optimizer) changes P every K_e steps; returns it with the best of P."""
     D = {q.id: q for q in task.questions("train")}
     B = ReplayBuffer(cfg.buffer)
     first, stopped = log.restore(P, B)
@@ -35,7 +35,7 @@ def alternate(
             B.add(t, taus, task.shown)
         # After the last step nobody would play what is new.
         if stopped != "evaluate" and t % cfg.K_e == 0 and t < min(cfg.T, cfg.T_e) and optimizer:
-            evolve(t, B, D)
+            evolve(t, B, D, optimizer)
 
         stopped = ""
         if evaluated := cfg.eval_every > 0 and t % cfg.eval_every == 0 and t < cfg.T:

@@ -101,7 +101,7 @@ def espl(
 ) -> tuple[Policy, Instruction]:
     """Trains `policy` while the programs P evolve; returns it with the newest one."""
     return alternate(
-        cfg, task, policy, optimizer, P, log, lambda t, B, D: offspring(cfg, t, P, B, task, optimizer, D, log)
+        cfg, task, policy, optimizer, P, log, lambda t, B, D, o: offspring(cfg, t, P, B, task, o, D, log)
     )
 
 

@@ -65,7 +65,7 @@ def fst(
 ) -> tuple[Policy, Instruction]:
     """Trains `policy` while the prompts P evolve; returns it with the one of greatest weight."""
     return alternate(
-        cfg, task, policy, optimizer, P, log, lambda t, B, D: gepa(cfg, t, P, B, task, policy, optimizer, D, log)
+        cfg, task, policy, optimizer, P, log, lambda t, B, D, o: gepa(cfg, t, P, B, task, policy, o, D, log)
     )
 
 
