@@ -269,6 +269,10 @@ class Config(KeepKnobs, EngineKnobs, ReflectionKnobs, PopulationKnobs, GRPOKnobs
 
     PROGRAM: ClassVar[str] = "inspo.py"  # a method with a script of its own has its own knobs too, in a subclass
 
+    def a_step(self) -> str:
+        """Returns what a step learns from, in words."""
+        return f"{self.batch} questions x {self.G}"
+
     def check(self) -> str:
         """Returns what makes this configuration impossible, in one line; "" if nothing does. Every class has its own
         part of it."""

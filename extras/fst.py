@@ -113,7 +113,8 @@ def gepa(
         I_parent = P.active[rng.choice(len(P), p=wins / wins.sum())]
         tau_fail = shown.failures(rng, cfg.failures, I_parent.id)
         if not tau_fail:
-            shortfall = "no failure to learn from"
+            spared = B.failures(rng, 1, I_parent.id)
+            shortfall = "D_B took every failure" if spared else "no failure to learn from"
             break
         golds = [gold for e in tau_fail for gold in e.golds]
         prompt = feedback_prompt(I_parent.text, tau_fail, cfg.prompt_budget, task)

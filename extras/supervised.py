@@ -32,6 +32,9 @@ class SupervisedConfig(Config):
     FIXED: ClassVar[tuple[str, ...]] = ("supervised",)
     mode: str = knob("supervised", "supervised", of=("supervised",), more=True)
 
+    def a_step(self) -> str:
+        return f"{self.batch} demonstrations"
+
 
 class Demonstrated(Learner):
     """Averages over the tokens of a mini-batch. Demonstrations were not sampled: their log-probs prove nothing."""
@@ -63,8 +66,8 @@ def supervised(
             log.begin_step(t)
             taus = draw(dict(enumerate(examples)), cfg.batch, cfg.seed, t)
             update = policy.update(t, taus)
-            P.attribute(taus)
-            log.step(t, taus, P, update)
+            # No engine sampled a demonstration: the "gap" to log-probs of 0 is the trainer's log-prob itself.
+            log.updated(t, taus, update | {"logp": -update.pop("logp_gap")})
         stopped = ""
         if evaluated := cfg.eval_every > 0 and t % cfg.eval_every == 0 and t < cfg.T:
             log.evaluate_step(t, P.best())

@@ -16,10 +16,11 @@ import psutil
 from config import Config, evolves, preset_of, read_instruction
 from journal.directory import RunDirectory
 from journal.screen import Screen
-from journal.summary import added_sentences, ending, label, lineage, step_metrics
+from journal.summary import added_sentences, ending, label, lineage, many, step_metrics
 from journal.tokens import piece_reader, token_data
 from journal.track import tracker
 from page import html
+from page.silence import Silence
 from plumbing import stop
 from plumbing.faults import DiskFault, Fault, Outage
 from plumbing.outside import printable
@@ -73,6 +74,8 @@ class Log:
         self.metrics: list[str] = []  # names of the task's metrics, the most important first
         self.spread: dict[str, float] = {}  # standard deviation of that over the questions, by row of the last table
         self.row: dict[str, Any] = {}  # of metrics.jsonl
+        self.silence = Silence()
+        self.candidates: list[int] = []  # in each reply of the evolution under way
 
     def introduce(self, why: str, tools: str, optimizer: str, warnings: Sequence[str]) -> None:
         """Prints what is about to be trained, and with what; `why`: the engine."""
@@ -81,8 +84,8 @@ class Log:
         device = ranks.device if ranks.size == 1 else f"{ranks.size} x {ranks.device}"
         model = f"{preset_of(cfg.model)} ({worker.parameters() / 1e6:,.2f}M parameters{lora}, {device}, {why})"
         asked = f"{len(self.task.questions('train'))} questions, {len(self.test)} held out"
-        steps = f"{cfg.T} steps of {cfg.batch} questions x {cfg.G}, seed {cfg.seed}"
-        lines = [f"INSPO, mode {cfg.mode}: {model} on {asked}", f"fused layers: {worker.layers}" * bool(worker.layers)]
+        steps = f"{cfg.T} steps of {cfg.a_step()}, seed {cfg.seed}"
+        lines = [f"{cfg.mode}: {model} on {asked}", f"fused layers: {worker.layers}" * bool(worker.layers)]
         lines += [tools, f"optimizer: {optimizer}", f"{steps}; everything goes to {self.run.path}"]
         self.note("\n".join(filter(None, lines)))
         for line in warnings:
@@ -113,6 +116,8 @@ class Log:
         self.policy.load(checkpoint, self.t)
         self.policy.learner.memory = state["memory"]
         self.screen.resumed(self.t - bool(self.phase))
+        for row in self.run.rows("metrics"):
+            self.silence.step(row)
         self.note(f"resumed {'inside' if self.phase else 'after'} step {self.t}")
         return self.t + (not self.phase), self.phase
 
@@ -135,11 +140,15 @@ class Log:
 
     def step(self, t: int, taus: Sequence[Trajectory], P: Population, update: dict[str, float]) -> None:
         """Logs the rollouts and the update of step t, with the weights as they are before anyone is pruned."""
-        began = time.perf_counter()
         self.ledger.training_rollouts += len(taus)
         self.ledger.tool_calls += sum(tau.served(tool.tag) for tau in taus for tool in self.task.tools)
+        self.updated(t, taus, step_metrics(taus, P, self.cfg.G, self.task) | update)
+
+    def updated(self, t: int, taus: Sequence[Trajectory], row: dict[str, Any]) -> None:
+        """Logs an update of the policy: what it learned from, and the step's row of metrics.jsonl."""
+        began = time.perf_counter()
         self.run.write_trajectories(f"step-{t:06d}", [self.record(tau) for tau in taus])
-        self.row = step_metrics(taus, P, self.cfg.G, self.task) | update
+        self.row = row
         self.row |= {f"time/{name}": seconds for name, seconds in self.policy.seconds.items()}
         self.logged = time.perf_counter()
         # Rewards are all that takes time beside rollouts and update: a judge may take more than both.
@@ -186,10 +195,12 @@ class Log:
         row |= {"time/total": self.spent + time.perf_counter() - self.began, "search/faults": self.policy.faults()}
         self.run.append("metrics", {"t": t} | row)
         numbers = {k: v for k, v in row.items() if isinstance(v, (int, float))}
-        self.track.numbers(numbers | {f"w/{j}": w for j, w in row["w"].items()}, t)
+        self.track.numbers(numbers | {f"w/{j}": w for j, w in row.get("w", {}).items()}, t)
         self.phase = ""
         seconds = sum(row.get(f"time/{name}", 0.0) for name in ("rollout", "reward", "update", "log", "evolve"))
         self.screen.step(t, row, self.P, seconds)
+        for warning in self.silence.step(row):
+            self.note(f"WARNING  {warning}")
 
     def save(self, t: int, unfinished: str = "") -> None:
         """Saves the state after step t, or at the start of its `unfinished` evolution or evaluation."""
@@ -261,7 +272,8 @@ class Log:
             self.track.text("instructions", "\n\n".join(f"#{I.id} (w {I.w:.2f}): {I.text}" for I in P.active), t)
 
     def started(self, P: Population) -> None:
-        self.event(0, "start", P, f"|P| {len(P)}: the first instruction and {len(P) - 1} variations")
+        variations = f" and {many(len(P) - 1, 'variation')}" * (len(P) > 1)
+        self.event(0, "start", P, f"|P| {len(P)}: the first instruction{variations}")
 
     def pruned(self, t: int, P: Population, pruned: Sequence[Instruction]) -> None:
         left = ", ".join(f"#{I.id} (w {I.w:.2f})" for I in pruned) or "nobody"
@@ -292,6 +304,7 @@ class Log:
         """Logs which blocks of a reply are candidates, by their place in it, and why the others are not."""
         row = {"t": t, "round": round, "parent": parent.id, "accepted": accepted, "rejected": rejected}
         self.run.append("reflections", row)
+        self.candidates.append(len(accepted))
         if accepted:
             return
         fault = "has no <ins_k> block"
@@ -332,11 +345,13 @@ class Log:
         ids = ", ".join(f"#{I.id}" for I in parents)
         text = f"parent {ids} ({self.r_parent:.2f} on D_B); {len(joined)} joined"
         if len(P) < self.cfg.N_P:
-            text += f"; {self.cfg.N_P - len(P)} places stay empty: {shortfall}"
+            text += f"; {many(self.cfg.N_P - len(P), 'place')} left: {shortfall}"
         self.joined(t, P, text, joined)
 
     def joined(self, t: int, P: Population, text: str, joined: Sequence[Instruction]) -> None:
         """Shows an evolution in a line, and below it who joined."""
+        if self.candidates:
+            self.row["candidates"], self.candidates = sum(self.candidates), []
         self.ledger.evolutions += 1
         self.ledger.evolutions_in_vain += not joined
         for I in joined:
@@ -389,9 +404,11 @@ class Log:
         self.track.text("I_star", I_star.text, cfg.T)
         self.screen.close()
         print(printable(ending(summary, run.path)))
+        for _, _, warning in self.silence.lasting():
+            print(f"WARNING  until the end, {warning}")
         if evolves(cfg) and not summary["evolved"]:
             n = self.ledger.evolutions
-            what = f"None of {n} evolutions changed the population" if n else "No evolution took place"
+            what = f"{many(n, 'evolution')} left the population as it was" if n else "No evolution took place"
             print(f"{what}: this is no result of --mode {cfg.mode} (evolved: false in summary.json).")
         try:
             print(f"see it: {html.write([run.path], run.path / 'report.html')}")

@@ -24,6 +24,9 @@ CURVES = {  # name in metrics.jsonl -> label; those that a run measures are show
     "reward": "reward", "w_best": "best w", "answered": "answered", "entropy": "entropy",
     "kl": "KL", "response_tokens": "response", "zero_variance_groups": "groups alike",
 }  # fmt: skip
+LINE = {  # the same -> how a line shows it
+    "reward": "reward {:.2f}", "logp": "log-prob {:.3f}", "kl": "KL {:.4f}", "P": "|P| {}", "w_best": "best w {:.2f}",
+}  # fmt: skip
 
 
 class Screen:
@@ -89,12 +92,11 @@ class Screen:
         if self.live:
             self.live.refresh()
         elif t % max(1, self.T // 20) == 0:
-            more = "".join(f"{name} {row[name]:.2f}  " for name in self.measured if name in row)
-            print(
-                f"step {t:3d}  reward {row['reward']:.2f}  {more}KL {row['kl']:.4f}  "
-                f"|P| {len(P)}  best w {row['w_best']:.2f}  {seconds:.1f} s/step",
-                flush=True,
-            )
+            first, *rest = LINE.items()
+            shown = dict([first, *((name, f"{name} {{:.2f}}") for name in self.measured), *rest])
+            now = row | {"P": len(P)}  # those who were pruned after the row was measured have left
+            parts = [form.format(now[name]) for name, form in shown.items() if name in row]
+            print("  ".join([f"step {t:3d}", *parts, f"{seconds:.1f} s/step"]), flush=True)
             self.printed = time.perf_counter()
 
     # ---- the live view

@@ -25,6 +25,7 @@ def step_metrics(taus: Sequence[Trajectory], P: Population, G: int, task: Task) 
         **by_source(taus, [{"reward": tau.reward} for tau in taus]),
         **by_source(taus, measure(task, taus)),
         **{tool.plural: sum(tau.served(tool.tag) for tau in taus) / n for tool in task.tools},
+        **{f"{tool.plural}/empty": x for tool in task.tools if (x := empty(taus, tool.tag)) is not None},
         "answered": sum(tau.stop == "answer" for tau in taus) / n,
         "failed": sum(tau.failed for tau in taus) / n,
         "valid_actions": 1 - sum(tau.invalid for tau in taus) / max(1, sum(len(tau.turns) for tau in taus)),
@@ -41,6 +42,12 @@ def step_metrics(taus: Sequence[Trajectory], P: Population, G: int, task: Task) 
         "r_bar": {str(j): round(r, 4) for j, r in sorted(mean_rewards(taus).items())},
         **{name: x for name, x in P.noted().items() if name != "says"},
     }
+
+
+def empty(taus: Sequence[Trajectory], tag: str) -> float | None:
+    """Returns the share of a tool's results that hold nothing; None if there are none."""
+    results = [turn.result for tau in taus for turn in tau.turns if turn.tool == tag and turn.result is not None]
+    return sum(not any(result) for result in results) / len(results) if results else None
 
 
 def added_sentences(text: str, parent: str, width: int = 90) -> str:
@@ -76,14 +83,23 @@ def ending(summary: Row, path: Path) -> str:
     lines += ["", conclusion(means, summary["questions"], metric, summary["spread"])]
     cost = summary["ledger"]
     lines += ["", f"I_star ({' -> '.join(f'#{j}' for j in summary['generations'])}):", summary["I_star"], ""]
+    if cost["optimizer_calls"]:
+        lines += [
+            f"cost: {many(cost['optimizer_calls'], 'optimizer call')} ({cost['optimizer_tokens']:,} tokens, "
+            f"{cost['optimizer_seconds']:.1f} s); {many(cost['verification_rollouts'], 'verification rollout')} on "
+            f"{cost['training_rollouts']:,} of training: {100 * summary['overhead_inference']:.1f} % "
+            "(the paper: 1.4-7 %)"
+        ]
     lines += [
-        f"cost: {cost['optimizer_calls']} optimizer calls ({cost['optimizer_tokens']} tokens, "
-        f"{cost['optimizer_seconds']:.1f} s); {cost['verification_rollouts']} verification rollouts on "
-        f"{cost['training_rollouts']} of training: {100 * summary['overhead_inference']:.1f} % (the paper: 1.4-7 %)",
-        f"{summary['steps']} steps in {summary['seconds']:.0f} s. {path}: summary.json, I_star.txt, policy/, "
+        f"{many(summary['steps'], 'step')} in {summary['seconds']:.0f} s. {path}: summary.json, I_star.txt, policy/, "
         "metrics.jsonl, population.jsonl, reflections.jsonl, trajectories/",
     ]
     return "\n".join(lines)
+
+
+def many(n: int, noun: str) -> str:
+    """Returns a count with its noun."""
+    return f"{n:,} {noun}{'' if n == 1 else 's'}"
 
 
 def label(metric: str) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from page.family import lineage, undecided_of
 from page.read import Row, Run, number
+from page.silence import ALL_ALIKE, NO_ANSWER, PATIENCE, Silence
 
 RUNNING = 600.0  # seconds without a line after which an unfinished run counts as stopped
 
@@ -154,10 +155,13 @@ def warnings(run: Run) -> list[Row]:
         best, now = max(_windows(answered, few)), mean(answered[-few:]) or 0.0
         if best - now > 0.1:
             warn(f"Trajectories that end in an answer fell from {best:.0%} to {now:.0%}.", "answered")
+    silence = Silence()
+    for row in rows:
+        silence.step(row)
+    for sign, _, text in silence.lasting():
+        warn(f"To the end, {text}", {NO_ANSWER: "answered", ALL_ALIKE: "zero_variance_groups"}.get(sign, ""))
     alike = values(rows, "zero_variance_groups")
-    if len(alike) >= 10 and min(alike) == 1:
-        warn("The rewards of every group are all alike: there was nothing to learn from.", "zero_variance_groups")
-    elif alike and (share := sum(alike[-few:]) / len(alike[-few:])) > 0.9:
+    if alike and not silence.since[ALL_ALIKE] >= PATIENCE and (share := sum(alike[-few:]) / len(alike[-few:])) > 0.9:
         warn(f"{share:.0%} of the last groups have rewards all alike, and teach nothing.", "zero_variance_groups")
     gap = values(rows, "logp_gap")
     if gap and (worst := max(gap)) > 0.05:
@@ -179,7 +183,7 @@ def warnings(run: Run) -> list[Row]:
 
 def run_steps(run: Run) -> list[Row]:
     """Returns the rows of steps, without those that hold evaluations alone."""
-    return [row for row in run.steps if "reward" in row]
+    return [row for row in run.steps if "reward" in row or "loss" in row]
 
 
 def values(rows: Sequence[Row], name: str) -> list[float]:

@@ -200,7 +200,7 @@ def whole(tmp_path_factory):
 
 def test_a_run_of_two_processes_prints_once_and_leaves_what_one_leaves(whole):
     out, stdout, stderr = whole
-    assert stdout.count("INSPO, mode inspo") == 1 and "2 x cpu, torch engine: no GPU" in stdout
+    assert stdout.count("inspo: world") == 1 and "2 x cpu, torch engine: no GPU" in stdout
     assert "Traceback" not in stderr and "warn" not in stderr.lower().replace("omp_num_threads", "")
     rows = metrics(out)
     assert [row["t"] for row in rows] == list(range(11)) and all(row["logp_gap"] < 1e-4 for row in rows[1:])
@@ -261,7 +261,7 @@ def test_a_rank_that_raises_in_a_reduction_ends_the_job_at_once(tmp_path):
     process = torchrun(2, "tests/ranks_raise.py", "--out", out, *SMALL)
     code, stdout, stderr = finish(process, 90)  # --patience is 30 minutes
     assert code != 0 and stderr.count("MemoryError: out of memory, say") == 1, stderr
-    assert "INSPO, mode inspo" in stdout
+    assert "inspo: world" in stdout
 
 
 def environment(pid: str) -> bytes:

@@ -14,7 +14,7 @@ from journal.screen import Screen, clock, sparkline
 from population import Population
 
 ROOT = Path(__file__).parent.parent
-ROW = {"reward": 0.25, "searches": 1.5, "kl": 0.01, "w_best": 0.4, "entropy": float("nan"), "answered": 1.0}
+ROW = {"reward": 0.25, "searches": 1.5, "kl": 0.01, "w_best": 0.4, "entropy": float("nan"), "answered": 1.0, "P": 4}
 
 
 def population():

@@ -7,9 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from config import read_instruction
+import inspo
+from config import PRESETS, read_instruction
 from grpo import Learner
 from models.model import load_model
+from page.silence import Silence
 from plumbing.faults import Fault
 from reflect import parse
 from tasks.questions import load_questions
@@ -127,3 +129,55 @@ def test_ids_that_collide_with_their_source_before_them_are_refused(tmp_path):
     rows = [("1", "nq"), ("1", "hotpotqa"), ("nq-1", "popqa")]
     with pytest.raises(Fault, match="nq-1"):
         read(tmp_path / "q.jsonl", *[dict(id=i, question="What?", golden_answers="x", data_source=s) for i, s in rows])
+
+
+# ---- runs that come to nothing
+
+FINE = {"valid_actions": 0.9, "answered": 0.8, "zero_variance_groups": 0.5, "searches/empty": 0.1}
+MUTE = FINE | {"valid_actions": 0.0, "answered": 0.0, "zero_variance_groups": 1.0}
+
+
+def heard(rows) -> list[tuple[int, str]]:
+    """Returns (step, warning) of a run with these rows."""
+    silence = Silence()
+    return [(t, text) for t, row in enumerate(rows, 1) for text in silence.step({"t": t} | row)]
+
+
+@pytest.mark.parametrize("row, what", [
+    (MUTE, "no turn called a tool or answered"), (FINE | {"answered": 0.0}, "no trajectory ended in an answer"),
+    (FINE | {"searches/empty": 1.0}, "every result was empty"),
+    (FINE | {"zero_variance_groups": 1.0}, "rewards of every group were alike"),
+])  # fmt: skip
+def test_steps_that_come_to_nothing_are_warned_of_at_5_and_each_doubling(row, what):
+    warnings = heard([FINE] * 3 + [row] * 22)
+    assert [t for t, _ in warnings] == [3 + 5, 3 + 10, 3 + 20] and all(what in text for _, text in warnings)
+    assert not heard(([row] * 4 + [FINE]) * 5)
+
+
+def test_one_empty_tool_of_two_is_no_silence():
+    assert not heard([FINE | {"searches/empty": 1.0, "calculations/empty": 0.0}] * 9)
+
+
+def test_evolutions_without_a_candidate_are_counted_by_evolutions():
+    refused, brought = FINE | {"candidates": 0}, FINE | {"candidates": 2}
+    assert [t for t, _ in heard([refused, *[FINE] * 14] * 4)] == [31]
+    assert not heard([refused, FINE, refused, brought, refused, FINE, refused])
+
+
+def test_a_run_whose_policy_writes_no_tag_says_so(tmp_path, capsys):
+    """The world's policy under random weights: it babbles."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(PRESETS["world"]["model"])
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.02)
+    model.save_pretrained(tmp_path / "babbler")
+    AutoTokenizer.from_pretrained(PRESETS["world"]["model"]).save_pretrained(tmp_path / "babbler")
+    small = "--T 6 --batch 1 --mini 1 --G 2 --eval_n 1 --eval_every 0 --max_response 4 --max_turns 1"
+    flags = f"--max_prompt 900 --mode static --out {tmp_path}/run --save_every 9".split()
+    world = [x for name in ("train", "valid", "test", "corpus") for x in (f"--{name}", PRESETS["world"][name])]
+    inspo.main(["--model", str(tmp_path / "babbler"), *world, *small.split(), *flags])
+    out = capsys.readouterr().out
+    assert out.count("WARNING") == 2 and "in 5 steps without a break no turn called a tool" in out
+    assert "until the end, in 6 steps" in out.splitlines()[-2]

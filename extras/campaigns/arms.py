@@ -185,7 +185,7 @@ def row_of(arm: str, seed: int, out: Path, extra: str) -> Row:
     `evals`: [step, EM, EM under the canary or null, rollouts so far with those of verification, seconds so far].
     """
     summary = json.loads((out / "summary.json").read_text())
-    steps = [row for row in read_jsonl(out / "metrics.jsonl") if "reward" in row]
+    steps = [row for row in read_jsonl(out / "metrics.jsonl") if row["t"]]
     played, end = rollouts(out, summary), summary["end"]
     evals = [[0, summary["start"]["em"], None, 0, 0.0]]
     evals += [
@@ -209,8 +209,7 @@ def row_of(arm: str, seed: int, out: Path, extra: str) -> Row:
 def rollouts(out: Path, summary: Row) -> Callable[[int], int]:
     """Returns a function from a step of a finished run to the rollouts up to then, those of verification included."""
     verified = [(row["t"], row["rollouts"]) for row in read_jsonl(out / "reflections.jsonl") if "rollouts" in row]
-    supervised = summary["mode"] == "supervised"  # nobody samples demonstrations anew in every step
-    each = 0 if supervised else summary["ledger"]["training_rollouts"] // summary["steps"]
+    each = summary["ledger"]["training_rollouts"] // summary["steps"]
     return lambda t: t * each + sum(n for s, n in verified if s <= t)
 
 

@@ -1,0 +1,66 @@
+"""Broken set-ups that raise no error: rollouts, rewards or replies that come to nothing, step after step."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+PATIENCE = 5  # steps
+LIMIT = 3  # evolutions without a candidate
+
+NO_ACTION = "no turn called a tool or answered"
+NO_ANSWER = "no trajectory ended in an answer"
+ALL_ALIKE = "the rewards of every group were alike, so there was nothing to learn"
+NO_CANDIDATE = "no reply of the optimizer held a candidate"
+EMPTY = "every result was empty"
+REMEDIES = {
+    NO_ACTION: "the policy does not write the task's tags: trajectories/ has what it writes; it may need fine-tuning "
+    "on demonstrations first, or another instruction",
+    NO_ANSWER: "see in trajectories/ where they end; --max_response, --max_turns and --max_prompt give them room",
+    ALL_ALIKE: "are the questions all too hard or all too easy for this policy, or is it the reward?",
+    NO_CANDIDATE: "reflections.jsonl has the replies and why they were refused; try another --optimizer_model",
+    EMPTY: "ask the tool yourself: does its server have the right corpus?",
+}
+
+
+def signs(row: Mapping[str, Any]) -> dict[str, bool]:
+    """Returns which of these a step of metrics.jsonl shows; one of which it says nothing is left out."""
+    found = {sign: False for sign in REMEDIES if sign != NO_CANDIDATE}
+    empty = [x for name, x in row.items() if name.endswith("/empty")]
+    if row.get("valid_actions") == 0:  # nobody answers then, and all groups are alike: the cause is named alone
+        found[NO_ACTION] = True
+    elif row.get("answered") == 0:
+        found[NO_ANSWER] = True
+    elif empty and min(empty) == 1:
+        found[EMPTY] = True
+    elif row.get("zero_variance_groups") == 1:
+        found[ALL_ALIKE] = True
+    return found | ({NO_CANDIDATE: not row["candidates"]} if "candidates" in row else {})
+
+
+class Silence:
+    """Counts for how many steps each sign has been there without a break."""
+
+    def __init__(self) -> None:
+        self.since: Counter[str] = Counter()
+
+    def step(self, row: Mapping[str, Any]) -> list[str]:
+        """Returns warnings after a step: of signs that have just lasted too long, and each time they double that."""
+        for sign, there in signs(row).items():
+            self.since[sign] = (self.since[sign] + 1) * there
+        return [text for sign, n, text in self.lasting() if _doubles(n, _limit(sign)) and signs(row).get(sign)]
+
+    def lasting(self) -> Iterator[tuple[str, int, str]]:
+        """Yields each sign that has lasted too long, for how many steps (evolutions), and a sentence about it."""
+        for sign, n in self.since.items():
+            if n >= _limit(sign):
+                unit = "evolutions" if sign == NO_CANDIDATE else "steps"
+                yield sign, n, f"in {n} {unit} without a break {sign}: {REMEDIES[sign]}"
+
+
+def _limit(sign: str) -> int:
+    return LIMIT if sign == NO_CANDIDATE else PATIENCE
+
+
+def _doubles(n: int, limit: int) -> bool:
+    times, rest = divmod(n, limit)
+    return not rest and times & (times - 1) == 0
