@@ -4,6 +4,7 @@ mutmut plants one fault at a time in the functions below and runs the tests that
 module and the survivors as diffs. Exits with 1 if less than 90 % are noticed. pyproject.toml has mutmut's settings.
 """
 
+import argparse
 import os
 import shutil
 import sys
@@ -32,10 +33,13 @@ FUNCTIONS += [
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--max-children", type=int, default=os.cpu_count(), help="faults that are tried at once")
+    args = parser.parse_args()
     shutil.rmtree("mutants", ignore_errors=True)  # results of an earlier run
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # plugins take longer to load than most tests to run
     Node._nodeid = property(lambda node: node.nodeid)  # mutmut 3.8.0 reads a name that pytest 9.2 dropped
-    cli(["run", *FUNCTIONS, *sys.argv[1:]], standalone_mode=False)
+    cli(["run", *FUNCTIONS, "--max-children", str(args.max_children)], standalone_mode=False)
 
     survivors = []
     counts: dict[str, Counter[str]] = {}

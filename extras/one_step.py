@@ -1,6 +1,6 @@
 """Writes docs/one_step.md: one question through one step of Algorithm 1, with the numbers of a real run.
 
-    python extras/one_step.py [page.md]
+    python extras/one_step.py                # or --out PAGE
 
 The run is inspo.py's own, watched from outside. Every number that the page computes by hand is asserted to equal the
 run's, and its lines of code are read from the source: where one of them changes, the page changes or this fails.
@@ -8,6 +8,7 @@ run's, and its lines of code are read from the source: where one of them changes
 
 if not __package__:
     import root  # noqa: F401
+import argparse
 import ast
 import contextlib
 import copy
@@ -18,7 +19,6 @@ import itertools
 import math
 import re
 import statistics
-import sys
 import tempfile
 import textwrap
 from collections import defaultdict
@@ -413,7 +413,9 @@ def page(s: Step) -> str:
 
 
 def main() -> None:
-    out = Path(sys.argv[1] if len(sys.argv) > 1 else HERE / "docs" / "one_step.md")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=HERE / "docs" / "one_step.md", help="the page to write")
+    out = parser.parse_args().out
 
     def watched(cfg, task, policy, optimizer, P, log):
         seen = watch(policy, P, log)

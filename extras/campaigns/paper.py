@@ -22,6 +22,7 @@ from evaluation.statistics import adjusted, between_seeds, interval, over_seeds
 from extras.campaigns.arms import ARMS, Campaign, Row, origin
 from extras.campaigns.claims import CLAIMS, Rows, verdict
 from journal.directory import read_jsonl
+from journal.summary import many
 from plumbing.faults import Fault, one_line
 from tasks.questions import load_questions
 
@@ -211,9 +212,10 @@ def page(rows: Rows, pictures: list[str], published: Row) -> str:
     out = [
         "# The paper's results in the small world",
         "",
-        f"Written by `make paper` from rows.jsonl: {len(every)} rows, {minutes:,.0f} minutes of one thread, commit "
-        f"{commits}, on {machines}. The world is [built so that it takes both](../world/README.md): these figures show "
-        "the mechanism and are no evidence for the claims on real models. Seconds are of runs that shared the machine.",
+        f"Written by `make paper` from rows.jsonl: {many(len(every), 'row')}, {many(round(minutes), 'minute')} of one "
+        f"thread, commit {commits}, on {machines}. The world is [built so that it takes both](../world/README.md): "
+        "these figures show the mechanism and are no evidence for the claims on real models. Seconds are of runs that "
+        "shared the machine.",
         "",
         "## Claims",
         "",

@@ -41,7 +41,7 @@ def test_the_script_writes_the_committed_page(page, tmp_path):
     """Word for word; a number may differ by one in its last digit, since processors add in different orders."""
     out, script = tmp_path / "page.md", str(ROOT / "extras" / "one_step.py")
     env = os.environ | {"OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}
-    subprocess.run([sys.executable, script, str(out)], check=True, capture_output=True, env=env, cwd=tmp_path)
+    subprocess.run([sys.executable, script, "--out", str(out)], check=True, capture_output=True, env=env, cwd=tmp_path)
     written = out.read_text()
     assert NUMBER.sub("#", written) == NUMBER.sub("#", page)
     for new, old in zip(NUMBER.findall(written), NUMBER.findall(page), strict=True):

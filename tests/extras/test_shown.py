@@ -1,0 +1,270 @@
+"""Every command that the README and the docs show: it exists, its flags do, and at a small size it prints what a person
+can read. The list comes from the pages themselves, so a command that is new has to say here how it is run small."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from markdown_it import MarkdownIt
+
+from journal.directory import read_jsonl
+
+ROOT = Path(__file__).parents[2]
+WORLD = ROOT / "world" / "files"
+PAGES = sorted(
+    page for page in ROOT.rglob("*.md")
+    if not {"tests", "results", "runs", "mutants"} & set(page.relative_to(ROOT).parts[:-1])
+    and not any(part.startswith(".") for part in page.relative_to(ROOT).parts) and page.name != "LOG.md"
+)  # fmt: skip
+OTHERS = {"hf", "pip", "curl", "export", "cat", "gunzip", "vllm", "for", "done", "git", "uv"}  # not ours to run
+RUN = "--T 2 --K_p 1 --K_e 1 --T_e 2 --D_B 4 --rounds 1 --batch 4 --mini 4 --G 2 --eval_n 8 --save_every 2"
+CAMPAIGN = f"--extra '{RUN}' --jobs 2 --seeds 0"
+SMALL = {  # program -> the flags with which it is run small here; or where else that is done, or why nowhere
+    "inspo.py": RUN, "extras/selection.py": RUN, "extras/espl.py": RUN + " --buffer 8", "extras/fst.py": RUN,
+    "extras/objectives.py": RUN, "extras/table1.py train": RUN.replace("--G 2", "--G 5"),
+    "extras/table1.py": "--n 4", "evaluate.py": "--n 4", "evaluate.py --compare": "", "ask.py": "", "export.py": "",
+    "report.py": "", "extras.campaigns.world": "--questions 4", "extras.campaigns.instructions": "--questions 1",
+    "extras.campaigns.errors": "--questions 4 --repeat 2 --trials 2", "bench/step.py": "--repeat 1",
+    "extras.campaigns.default": CAMPAIGN, "extras.campaigns.paper": f"{CAMPAIGN} --arms static inspo",
+    "extras.campaigns.rivals": f"--extra '{RUN} --D_B 2' --jobs 2 --seeds 0 --arms paper --batches 24",
+    "extras.campaigns.objectives": f"--sizes '{RUN}' --objectives grpo gspo --modes static --seeds 0 --jobs 2",
+}  # fmt: skip
+ELSEWHERE = {
+    "retrieval_server.py": "tests/test_retrieval_*.py", "world.optimizer": "tests/test_optimizer.py",
+    "extras.world.warm_start": "tests/extras/test_warm_start.py", "extras/one_step.py": "tests/extras/test_one_step.py",
+    "pytest": "itself", "ruff": "make lint", "mypy": "make lint", "pip": "make resolve",
+    "bench/chaos.py": "tests/test_chaos.py", "bench/mutants.py": "it runs these tests", "bench/retrieval.py": "minutes",
+    "bench/rollout.py": "it wants vLLM", "bench/trl.py": "it wants TRL", "bench/gpu.py": "it wants a GPU",
+    "bench/kernels.py": "it wants a GPU", "bench/resume.py": "it wants a GPU", "bench/update.py": "it wants a GPU",
+}  # fmt: skip
+
+
+class Shown(NamedTuple):
+    page: str
+    text: str  # as it stands on the page, on one line
+    program: str  # a key of SMALL or of ELSEWHERE
+    argv: tuple[str, ...]  # its arguments
+
+
+def lines_of(page: Path) -> list[str]:
+    """Returns the lines of a page's shell blocks, continued ones joined, and the commands in its prose."""
+    tokens = MarkdownIt().parse(page.read_text())
+    blocks = [t.content for t in tokens if t.type in ("fence", "code_block") and t.info.strip() in ("", "sh")]
+    prose = [child.content for t in tokens for child in t.children or [] if child.type == "code_inline"]
+    joined = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [line.strip() for line in joined] + [x for x in prose if re.match(r"(python|torchrun|make) \S", x)]
+
+
+def recipe_of(target: str, argv: list[str]) -> list[str]:
+    """Returns what `make TARGET ARGS=...` would run, but for its setup."""
+    given = [x for x in argv if "=" in x]
+    env, made = os.environ | {"MAKEFLAGS": ""}, ("setup", *(f".venv{x}/done" for x in ("", "-vllm", "-trl")))
+    done = subprocess.run(
+        ["make", "-n", *(x for old in made for x in ("-o", old)), target, *given],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, f"make {target}: {done.stderr}"
+    return [line for line in done.stdout.splitlines() if "python" in line and "venv " not in line]
+
+
+def parsed(page: str, line: str) -> list[Shown]:
+    """Returns the commands of a line that are ours."""
+    found = []
+    for part in re.split(r"&&|;(?= )|\|", line):
+        words = shlex.split(part, comments=True)
+        while words and ("=" in words[0] or words[0] in ("do", "then", "command")):
+            words.pop(0)
+        if not words or words[0] in OTHERS:
+            continue
+        if words[0] == "make" and len(words) > 1:
+            for recipe in recipe_of(words[1], words[2:]):
+                found += parsed(page, recipe)
+        elif words[0] == "torchrun":
+            k = next(k for k, word in enumerate(words) if word.endswith(".py"))
+            found.append(Shown(page, line, words[k], tuple(words[k + 1 :])))
+        elif re.search(r"python3?$", words[0]) and len(words) > 1:
+            k = 2 if words[1] == "-m" else 1
+            name, argv = words[k], words[k + 1 :]
+            if (first := f"{name} {argv[0]}" if argv else "") in SMALL:
+                name, argv = first, argv[1:]
+            found.append(Shown(page, line, name, tuple(argv)))
+    return found
+
+
+SHOWN = [
+    command for page in PAGES for line in lines_of(page) for command in parsed(str(page.relative_to(ROOT)), line)
+]  # fmt: skip
+
+
+def test_the_pages_show_commands():
+    assert {"README.md", "docs/real.md", "docs/selection.md", "bench/README.md"} <= {c.page for c in SHOWN}
+    assert {"inspo.py", "evaluate.py", "evaluate.py --compare", "export.py", "pytest"} <= {c.program for c in SHOWN}
+
+
+@pytest.mark.parametrize("command", dict.fromkeys(SHOWN), ids=lambda c: f"{c.page}: {c.text}"[:90])
+def test_a_shown_command_is_run_small_somewhere_and_its_flags_exist(command):
+    script = command.program.split()[0]
+    assert command.program in SMALL or command.program in ELSEWHERE, f"say how {command.program} is run small"
+    if script in ("pytest", "ruff", "mypy", "pip"):
+        return
+    file = ROOT / (script if script.endswith(".py") else script.replace(".", "/") + ".py")
+    assert file.is_file()
+    flags = {x.partition("=")[0] for x in (*command.program.split()[1:], *command.argv) if re.match(r"--[a-z]", x)}
+    assert flags <= flags_of(command.program), f"{command.page} shows flags that {script} has not"
+
+
+HELP: dict[str, set[str]] = {}
+
+
+def flags_of(program: str) -> set[str]:
+    """Returns the flags of a program's help."""
+    if program not in HELP:
+        script, *words = program.split()
+        how = [script] if script.endswith(".py") else ["-m", script]
+        words = ["train", "sft"] if words == ["train"] else []  # else of all that it does
+        out = ""
+        for page in ("--help", "--help_all"):
+            done = subprocess.run([sys.executable, *how, *words, page], cwd=ROOT, capture_output=True, text=True)
+            out += done.stdout
+        for verb in ("build",) if script == "retrieval_server.py" else ():
+            out += subprocess.run(
+                [sys.executable, script, verb, "--help"], cwd=ROOT, capture_output=True, text=True
+            ).stdout
+        HELP[program] = set(re.findall(r"--[a-zA-Z][\w-]*", out))
+    return HELP[program]
+
+
+# ---- run small
+
+
+@pytest.fixture(scope="session")
+def desk(tmp_path_factory):
+    """A directory with what the pages' commands are given: a finished run, questions, evaluations."""
+    desk = tmp_path_factory.mktemp("desk")
+    for name in ("train", "test"):
+        rows = [row | {"golden_answers": list(row["golden_answers"])} for row in read_jsonl(WORLD / f"{name}.jsonl")]
+        pq.write_table(pa.Table.from_pylist(rows), desk / f"{name}.parquet")
+    (desk / "wiki.jsonl").symlink_to(WORLD / "corpus.jsonl")
+    call("inspo.py", [*RUN.split(), "--lora_rank", "4", "--eval_every", "1", "--out", desk / "NAME"])
+    for name in "AB":
+        call("evaluate.py", [desk / "NAME", "--n", 8, "--out", desk / f"evaluation-{name}"])
+    return desk
+
+
+def call(program: str, argv: list[object], text: str = "") -> str:
+    """Runs a program and returns what it printed. Fails if that is nothing for a person."""
+    script, *words = program.split()
+    how = [script] if script.endswith(".py") else ["-m", script]
+    env = {k: v for k, v in os.environ.items() if not k.startswith("OPENAI")} | {"OMP_NUM_THREADS": "1"}
+    line = [sys.executable, *how, *words, *map(str, argv)]
+    done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, input=text, timeout=900)
+    assert done.returncode == 0, f"{line}: {done.stdout[-2000:]}{done.stderr[-3000:]}"
+    for stream in (done.stdout, done.stderr):
+        assert not (wrong := unreadable(stream)), f"{line}: {wrong}"
+    return done.stdout
+
+
+REPR = re.compile(r"\b[A-Z]\w*\([a-z_]+=|<[\w.]+ object at|\{'|\['|dtype=|\bnp\.|\btensor\(|\barray\(")
+
+
+def unreadable(text: str, width: int = 200) -> list[str]:
+    """Returns what a person should not be shown: Python's own notation, tracebacks, NaN, long lines, broken tables."""
+    lines = text.splitlines()
+    wrong = [line for line in lines if REPR.search(line) or re.search(r"\b(nan|inf|NaN)\b|[\w:=,(] ?None\b", line)]
+    wrong += [line for line in lines if "Traceback" in line or "Warning:" in line]
+    prompts = ("<answer>", "{")  # an instruction is its author's; JSON is a program's
+    wrong += [line for line in lines if len(line) > width and not any(mark in line for mark in prompts)]
+    for block in re.findall(r"(?:^\|.*\n?)+", text, re.M):
+        columns = {line.replace(r"\|", "").count("|") for line in block.splitlines()}
+        if len(columns) > 1 or not any(t.type == "table_open" for t in MarkdownIt().enable("table").parse(block)):
+            wrong.append(block)
+    return wrong
+
+
+@pytest.mark.parametrize("text", [
+    "EM Interval(mean=0.2, low=0.1)", "Traceback (most recent call last)", "loss nan", "['a']", "x" * 201,
+    "| a | b |\n|---|---|\n| 1 |\n", "| a | b |\n| 1 | 2 |\n", "np.float64(0.2)", "seconds None", "{'a': 1}",
+])  # fmt: skip
+def test_what_nobody_should_read_is_seen(text):
+    assert unreadable(text)
+
+
+def test_what_people_read_is_let_pass():
+    assert not unreadable(
+        "| EM (95 %) | n |\n|---|---|\n| 0.20 (0.10 to 0.30) | 300 |\n\nNo information. None-the-less."
+    )
+
+
+def smaller(command: Shown, desk: Path, out: Path) -> list[str]:
+    """Returns the arguments of a shown command, its own where they can be had here, with flags that make it small."""
+    argv, words = [], [x for x in command.argv if x not in ("...", "--serve")]
+    while words:
+        word = words.pop(0)
+        if word in ("--retriever", "--optimizer_model", "--seed") or (word == "--model" and "qwen" in words[0]):
+            words.pop(0)
+            continue
+        if word == "--data":
+            while words and not words[0].startswith("--"):
+                words.pop(0)
+            argv += ["--data", "test", "valid"]
+            continue
+        if word == "--out":
+            words.pop(0)
+            continue
+        if "/evaluation/" in word or word.startswith("$e/"):
+            word = str(desk / f"evaluation-{'A' if 'A' in word or 'static' in word else 'B'}")
+        elif re.match(r"runs/", word):
+            word = str(desk / ("NAME/policy" if word.endswith("/policy") else "NAME"))
+        elif word.startswith("Qwen/"):
+            word = str(WORLD / "policy")
+        elif word == "NAME":
+            word = "dr_grpo"
+        elif word in ("questions.jsonl", "passages.jsonl"):
+            word = str(WORLD / ("test.jsonl" if word[0] == "q" else "corpus.jsonl"))
+        elif word.endswith(".parquet"):
+            word = str(desk / Path(word).name)
+        argv.append(word)
+    places = {"--runs": "runs", "--results": "results", "--out": "out", "--picture": "picture.png", "--to": "to"}
+    argv += [x for flag, name in places.items() if flag in flags_of(command.program) for x in (flag, str(out / name))]
+    argv += ["--run", str(desk / "NAME")] * (command.program == "ask.py")
+    return argv + shlex.split(SMALL[command.program])
+
+
+SMALLER = [c for c in dict.fromkeys(c._replace(page="", text="") for c in SHOWN) if c.program in SMALL]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", SMALLER, ids=lambda c: f"{c.program} {' '.join(c.argv)}"[:100])
+def test_a_shown_command_prints_what_a_person_can_read(command, desk, tmp_path):
+    if "--resume" in command.argv:
+        pytest.skip("tests/test_resume.py")
+    if "--dry_run" in command.argv:
+        return call(command.program, list(command.argv))
+    out = call(command.program, smaller(command, desk, tmp_path), "What is the capital of the nation Bai?\n")
+    for file in tmp_path.rglob("*.md"):
+        wrong = unreadable(file.read_text(), width=10**6)  # a paragraph is one line
+        assert not wrong, f"{file.name}: {wrong}"
+    if (tmp_path / "out" / "summary.json").exists() and "held-out questions, greedy" in out:
+        figures_agree(out, json.loads((tmp_path / "out" / "summary.json").read_text()))
+
+
+def figures_agree(out: str, summary: dict) -> None:
+    """Fails unless the last table of a run has the figures of summary.json."""
+    metric = summary["metric"]
+    for name, means in summary["held_out"].items():
+        [line] = [line for line in out.splitlines() if line.startswith(f"{name}  ")]
+        figures = [float(x) for x in line.removeprefix(name).split()]
+        sources = [means[k] for k in sorted(means) if k.startswith(f"{metric}/")]
+        rest = [means[k] for k in (*summary["metrics"][1:], *summary["tools"]) if k in means]
+        assert figures == pytest.approx([means[metric], *sources, *rest], abs=0.0051)
