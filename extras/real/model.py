@@ -109,7 +109,6 @@ def from_package(work: Path) -> tuple[Any, Any]:
         config.pop(key, None)
     model = type(read)(type(read.config)(**config))  # a fresh one: a model that was quantized cannot be saved
     model.load_state_dict(read.state_dict())
-    model.generation_config = read.generation_config
     return model, tokenizer
 
 
@@ -150,7 +149,6 @@ def save(model: Any, tokenizer: Any, folder: Path, source: str) -> None:
     import torch
     from safetensors import SafetensorError
 
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
     try:
         model.to(torch.bfloat16).save_pretrained(folder)
         tokenizer.save_pretrained(folder)

@@ -290,7 +290,8 @@ def test_the_real_model_answers(tmp_path):
     asked = [{"role": "user", "content": "What is the capital of France?"}]
     ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     [answer] = policy.generate(**ids, max_new_tokens=40, do_sample=False)
-    assert "Paris" in tokenizer.decode(answer) and answer[-1] == tokenizer.eos_token_id  # it ends its turn
+    assert "Paris" in tokenizer.decode(answer)
+    assert answer[-1] == tokenizer.eos_token_id == policy.generation_config.eos_token_id  # it ends its turn
     # as the original's tokenizer has it: spaces before a digit are one token
     assert tokenizer.tokenize("in  1990") == ["in", "ĠĠ", "1", "9", "9", "0"]
     cfg = Config(**PRESETS["smollm2-135m"])
