@@ -10,14 +10,14 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from config import Config, evolves, scripted
 from plumbing.client import Client, RequestFailed
 from plumbing.faults import OptimizerDown
-from plumbing.outside import clean, letters, plain, printable, without_password
+from plumbing.outside import clean, letters, plain, printable, wide, without_password
 from plumbing.stop import may_stop
 
 MAX_REPLY = 200_000  # characters of a reply that are read and kept
@@ -219,20 +219,32 @@ def check(
     for inside in set(RESULT.findall(candidate)) - set(RESULT.findall(parent)):
         if len(normalized(inside).split()) > 5:
             return "holds a search result of its own"
-    said_letters, parent_letters = letters(candidate), letters(parent)
-    for gold in golds:
-        answer, _ = letters(gold)
-        if len(answer) <= 3:  # "a", "yes" and "two" are words of any prompt
-            continue
-        # An answer that the parent names already ("Beijing" in Search-R1's instruction) is no new leak.
-        for spelled in (answer, answer[::-1]) if len(answer) >= 6 else (answer,):
-            if _names(spelled, *said_letters) and not _names(spelled, *parent_letters):
+    for looks in (False, True):
+        said, known = letters(candidate, looks), letters(parent, looks)
+        for gold in golds:
+            # An answer that the parent names already ("Beijing" in Search-R1's instruction) is no new leak.
+            if any(_names(form, *said) and not _names(form, *known) for form in _forms(gold, looks)):
                 return f"contains the gold answer {gold!r}"
     return ""
 
 
 def _questions(text: str) -> int:
     return len(re.findall(r"^\W*question\s*:", plain(text), re.I | re.M))
+
+
+def _forms(gold: str, looks: bool) -> Iterator[str]:
+    """Yields a gold answer as `letters`, with its last names first, too ("Austen, Jane"), and backwards if it is long.
+
+    Yields nothing for a short one: "a", "yes" and "two" are words of any prompt. Two ideographs are a name.
+    """
+    answer, _ = letters(gold, looks)
+    if len(answer) <= 3 and sum(map(wide, answer)) < 2:
+        return
+    words = gold.split()
+    for k in range(len(words) if len(words) <= 5 else 1):
+        yield letters(" ".join(words[k:] + words[:k]), looks)[0]
+    if len(answer) >= 6:
+        yield answer[::-1]
 
 
 def _names(answer: str, text: str, begins: list[bool]) -> bool:

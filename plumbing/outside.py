@@ -7,11 +7,13 @@
 from __future__ import annotations
 
 import functools
+import html
 import json
 import re
 import unicodedata
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -19,9 +21,10 @@ if TYPE_CHECKING:
 SURROGATE = re.compile("[\ud800-\udfff]")  # half a character: JSON can spell it, no encoder accepts it
 SIMPLE_TAG = re.compile(r"</?[A-Za-z_][\w-]*>")
 MARKUP = re.compile(r"[<\[{].+[>\]}]", re.S)
-LOOK_ALIKE = str.maketrans(  # lower-case letters that look like a Latin one, in either case
-    "авекмнорстухіјѕһԁԛԝ" + "αβεζηικμνορτυχ" + "ıłøđɑɡ", "abekmhopctyxijshdqw" + "abezhikmnoptyx" + "ilodag"
-)  # fmt: skip
+LATIN = re.compile(  # in a character's Unicode name: small capitals, strokes, circles, flags
+    r"(?:LATIN(?: SMALL| CAPITAL)?|INDICATOR SYMBOL) LETTER (?:SMALL CAPITAL |DOTLESS )?([A-Z])(?: WITH .*)?$"
+)
+ALIKE = {"1": "i", "l": "i", "0": "o"}  # "I" and "O" in capitals
 JOINERS = "\u200c\u200d"  # invisible, but Persian, Hindi and emoji are written with them
 
 
@@ -53,22 +56,49 @@ def plain(text: str) -> str:
     return "".join(c for c in unicodedata.normalize("NFKC", text) if unicodedata.category(c) != "Cf")
 
 
-def letters(text: str) -> tuple[str, list[bool]]:
+def letters(text: str, looks: bool = False) -> tuple[str, list[bool]]:
     """Returns a text's letters and digits alone, in one spelling, and for each place whether a word may begin there.
 
-    The spelling has neither case nor accents, and one letter for all that look alike. The list has one more entry than
-    the letters: the end.
+    The spelling has neither case nor accents, nor a code of HTML or of URLs. With `looks` it has one letter for all
+    that look alike. A word may begin at every wide character: Chinese and Japanese have no blanks, and Korean particles
+    follow their noun without one. The list has one more entry than the letters: the end.
     """
-    spelling = unicodedata.normalize("NFKD", plain(text).casefold()).translate(LOOK_ALIKE)
+    text = plain(unquote(html.unescape(text)))
+    spelling = unicodedata.normalize("NFKD", text if looks else text.casefold())
     found, begins, between = [], [], True
-    for c in spelling:
+    for c in "".join(map(_latin, spelling)) if looks else spelling:
         if c.isalnum():
             found.append(c)
-            begins.append(between)
-            between = False
+            begins.append(between or wide(c))
+            between = wide(c)
         elif unicodedata.category(c) != "Mn":  # an accent
             between = True
     return "".join(found), [*begins, True]
+
+
+def wide(c: str) -> bool:
+    """Returns whether a character is as wide as it is high: an ideograph, a kana, the first letter of a syllable."""
+    return unicodedata.east_asian_width(c) in "WF"
+
+
+@functools.cache
+def _latin(c: str) -> str:
+    """Returns the Latin letter or digit that a character looks like in lower case or in capitals, else the character.
+
+    Unicode's table says so, else the name of the character or of one that the table has beside it.
+    """
+    if c.isascii():
+        return ALIKE.get(c.lower(), c.lower())
+    from confusable_homoglyphs.confusables import confusables_data  # here: few programs compare letters
+
+    for form in (c, c.upper()):
+        alike = [form, *(row["c"] for row in confusables_data.get(form, ()))]
+        alike = ["".join(x for x in same if unicodedata.category(x) != "Mn") for same in alike]
+        found = [x for x in alike if x.isascii() and x.isalnum() and len(x) == 1]
+        found += [m[1] for x in alike if len(x) == 1 and (m := LATIN.search(unicodedata.name(x, "")))]
+        if found:
+            return _latin(found[0])
+    return c.casefold()
 
 
 @functools.lru_cache(maxsize=16)

@@ -5,11 +5,13 @@ import re
 import socket
 import sys
 import time
+import unicodedata
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
 import tenacity
+from confusable_homoglyphs.confusables import confusables_data
 from json_server import json_servers
 
 from plumbing.faults import OptimizerDown
@@ -326,10 +328,37 @@ def test_the_instruction_that_the_paper_s_figure_4_shows_may_follow_search_r1_s(
         ("London", "nodnoL"),
         ("Washington", "aWashingtonb"),  # ten letters: anywhere
         ("Москва", "МОСКВА"),
+        ("Νίκος", "ΝΊΚΟΣ"),
+        ("Rome", "Ꭱօⅿе"),  # Cherokee, Armenian, a Roman numeral, Cyrillic
+        ("Rome", "ʀᴏᴍᴇ"),
+        ("Rome", "🅡🅞🅜🅔"),
+        ("Stephen", "ЅТЕΡНΕΝ"),
+        ("Illinois", "lllіn0ιѕ"),
+        ("Rome", "&#82;o&#x6d;e"),
+        ("Zoë Kazan", "Zo&euml; Kazan"),
+        ("Rome", "R%6Fme"),
+        ("Jane Austen", "Austen, Jane"),
+        ("Vincent van Gogh", "van Gogh, Vincent"),
+        ("Vincent van Gogh", "Gogh (Vincent van)"),
+        ("東京", "日本の首都は東京です。"),
+        ("北京", "答案是北京"),
+        ("김구", "정답은 김구이다"),
+        ("ムスメ", "ﾑｽﾒ"),
     ],
 )
 def test_a_candidate_that_names_a_gold_answer_is_rejected(gold, leaked):
     assert reason(f"{GOOD} {leaked}", golds=["other", "yes", gold]) == f"contains the gold answer {gold!r}"
+
+
+def test_every_look_alike_of_a_latin_letter_in_unicode_s_table_is_read_as_that_letter():
+    missed, n = [], 0
+    for c, rows in confusables_data.items():
+        for letter in (row["c"] for row in rows if re.fullmatch("[A-Za-z0-9]", row["c"])):
+            if len(c) == 1 and c.isalnum() and unicodedata.normalize("NFKC", c) == c:
+                n += 1
+                leak = reason(f"{GOOD} Xyz{c}.", golds=[f"Xyz{letter}"])
+                missed += [(c, letter)] * (not leak)
+    assert n > 300 and missed == []
 
 
 @pytest.mark.parametrize(
@@ -344,6 +373,10 @@ def test_a_candidate_that_names_a_gold_answer_is_rejected(gold, leaked):
         ("", "Whatever."),
         ("!!!", "Whatever!!!"),
         ("answer", "Give the answer."),  # the parent names it already
+        ("水", "先に水を探す。"),  # one ideograph is a word of any prompt
+        ("김", "김밥"),
+        ("Jane Austen", "Austen wrote; Jane read."),
+        ("Bern", "Bem."),  # look-alikes are letter by letter
     ],
 )
 def test_a_gold_answer_leaks_only_as_whole_words_that_are_long_and_new(gold, innocent):
