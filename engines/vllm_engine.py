@@ -164,6 +164,7 @@ def settings(path: str, *, max_len: int, dtype: str, memory: float, seed: int) -
         "load_format": "dummy",  # `load` brings the weights
         "hf_overrides": {"head_dtype": "float32"},  # float32 logits, like the trainer's
         "logprobs_mode": "processed_logprobs",  # at the sampling temperature
+        "trust_remote_code": False,
         "generation_config": "vllm",  # ignore top_p and the like in the model's files
         "enable_prefix_caching": True,
         "enable_sleep_mode": cuda,

@@ -90,11 +90,9 @@ def load_tokenizer(path: str, stop: tuple[str, ...] = ()) -> Any:
 
     _silence_transformers()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as e:  # of a damaged directory anything
-        raise Fault(
-            f"--model {path}: no tokenizer can be loaded from it ({_first_line(e)}); check the path or id"
-        ) from e
+        raise _unloadable(path, "tokenizer", e) from e
     if not tokenizer.chat_template:
         raise Fault(f"--model {path}: its tokenizer has no chat template; add one to tokenizer_config.json")
     for tag in stop:
@@ -118,11 +116,9 @@ def load_config(path: str) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(path)
+        return AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as e:  # of a damaged directory anything
-        raise Fault(
-            f"--model {path}: no causal LM can be loaded from it ({_first_line(e)}); check the path or id"
-        ) from e
+        raise _unloadable(path, "causal LM", e) from e
 
 
 def load_model(path: str) -> Any:
@@ -134,12 +130,10 @@ def load_model(path: str) -> Any:
     try:
         model, loaded = AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float32, attn_implementation="packed", output_loading_info=True,
-            ignore_mismatched_sizes=True,
+            ignore_mismatched_sizes=True, trust_remote_code=False,
         )  # fmt: skip
     except Exception as e:  # of a damaged directory anything
-        raise Fault(
-            f"--model {path}: no causal LM can be loaded from it ({_first_line(e)}); check the path or id"
-        ) from e
+        raise _unloadable(path, "causal LM", e) from e
     # transformers fills what is missing with random numbers.
     wrong = {what: loaded[f"{what}_keys"] for what in ("missing", "unexpected", "mismatched")}
     wrong["not finite"] = [name for name, p in model.named_parameters() if not p.isfinite().all()]
@@ -242,12 +236,17 @@ def _logit_settings(config: Any) -> str:
 
 
 def skeleton(config: Any, dtype: torch.dtype = torch.float32) -> Any:
-    """Returns the model of `config` on the meta device: shapes without memory."""
+    """Returns the model of `config` on the meta device: shapes without memory; raises Fault where there is none."""
     from transformers import AttentionInterface, AutoModelForCausalLM
 
     AttentionInterface.register("packed", packed_attention)
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="packed")
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation="packed", trust_remote_code=False
+            )
+    except Exception as e:  # a family without a causal LM, or settings that fit no model
+        raise _unloadable(config.name_or_path, "causal LM", e) from e
 
 
 def empty(config: Any, dtype: torch.dtype, device: str) -> Any:
@@ -386,6 +385,13 @@ def _silence_transformers() -> None:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+
+
+def _unloadable(path: str, what: str, e: Exception) -> Fault:
+    if "trust_remote_code" in str(e):
+        remedy = "it needs code of its own (auto_map), which is never run; choose a model that transformers knows"
+        return Fault(f"--model {path}: {remedy}")
+    return Fault(f"--model {path}: no {what} can be loaded from it ({_first_line(e)}); check the path or id")
 
 
 def _first_line(e: Exception) -> str:

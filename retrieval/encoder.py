@@ -38,14 +38,17 @@ class Encoder:
         logging.disable_progress_bar()
         logging.set_verbosity_error()  # the pooler's weights are often absent, and unused here
         try:
-            config = AutoConfig.from_pretrained(model)
+            config = AutoConfig.from_pretrained(model, trust_remote_code=False)
             if config.is_encoder_decoder or type(config) not in MODEL_FOR_MASKED_LM_MAPPING:
                 raise ValueError(f"a {config.model_type} is not a BERT-type encoder")
-            self._tokenizer = AutoTokenizer.from_pretrained(model)
+            self._tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
             dtype = torch.float16 if self.device.startswith("cuda") else torch.float32
-            self._model = AutoModel.from_pretrained(model, dtype=dtype).to(self.device).eval()
-        except (OSError, ValueError, KeyError, RuntimeError) as e:
+            loaded = AutoModel.from_pretrained(model, dtype=dtype, trust_remote_code=False)
+            self._model = loaded.to(self.device).eval()
+        except Exception as e:  # of a damaged directory anything
             reason = next((line for line in str(e).splitlines() if line.strip()), type(e).__name__)
+            if "trust_remote_code" in str(e):
+                reason = "it needs code of its own (auto_map), which is never run"
             todo = "give a Hugging Face id or a local directory of a BERT-type model"
             raise Fault(f"--encoder {model}: {reason.rstrip('.')}; {todo}") from None
         self.dimension: int = config.hidden_size
