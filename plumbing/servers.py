@@ -4,6 +4,7 @@ import contextlib
 import errno
 import http.client
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -101,17 +102,26 @@ def _exit_with_stdin() -> None:
     os._exit(0)
 
 
+# What a child sees of the environment: where programs, caches and devices are. Not keys, nor anything it does not need.
+INHERITED = re.compile(
+    "PATH|HOME|USER|LANG|TZ|TE?MP|TMPDIR|VIRTUAL_ENV|HF_HOME|HF_HUB_CACHE|HF_HUB_OFFLINE|"
+    "(LC|LD|PYTHON|OMP|GOMP|MKL|CUDA|NVIDIA|XDG)_?[A-Z_]+"
+)
+
+
 class Child:
     """Runs a server script as `python *argv --port N --child`, ready at `.url`; raises Fault if it never is.
 
-    It ends with this process, however this process ends; its standard error is appended to the file `log`.
+    It ends with this process, however this process ends; its standard error is appended to the file `log`. Of the
+    environment it gets what is INHERITED.
     """
 
     def __init__(self, argv: list[str], log: str | Path, deadline: float = 60.0, port: int = 0):
         command = [sys.executable, *argv, "--port", str(port), "--child"]
         root = str(Path(__file__).parents[1])  # for `-m module`, whatever the working directory
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}  # one thread: the trainer needs the cores
+        env = {name: value for name, value in os.environ.items() if INHERITED.fullmatch(name)}
+        env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}  # one thread: the trainer needs the cores
         pipe = subprocess.PIPE
         with open(log, "ab") as stderr:
             log_start = stderr.tell()

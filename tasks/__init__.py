@@ -143,6 +143,7 @@ class Task(ABC):
         """Starts what the tools need, on rank 0; returns a line for the log. Raises Fault.
 
         `serve(*argv)` runs a Python program of this project as a server for as long as the run, and returns its URL.
+        It sees no keys: plumbing/servers.py says what it gets of the environment.
         """
         return ""
 

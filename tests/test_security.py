@@ -1,13 +1,16 @@
 """What a model's folder, a server's address and a process of ours must not do or show."""
 
 import json
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 
-from config import WORLD
+from config import HERE, WORLD
 from models.model import load_config, load_model, load_tokenizer, skeleton
 from plumbing.faults import Fault
+from plumbing.servers import Child
 from retrieval.encoder import Encoder
 
 # ---- a folder's own code
@@ -49,3 +52,22 @@ def test_a_known_family_s_code_for_a_causal_lm_is_not_run(with_code, load):
 def test_a_known_family_needs_no_code(with_code):
     path = with_code("config.json", auto_map={"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"})
     assert load_model(path).config.model_type == load_config(str(WORLD / "policy")).model_type
+
+
+# ---- the environment of what we start
+
+
+def test_a_server_that_we_start_does_not_see_our_keys(tmp_path, monkeypatch):
+    secrets = ("OPENAI_API_KEY", "JUDGE_API_KEY", "HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "https_proxy")
+    for name in secrets:
+        monkeypatch.setenv(name, "s3cr3t-of-mine")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    search = [str(HERE / "retrieval_server.py"), "--corpus", str(WORLD / "corpus.jsonl")]
+    for server in (["-m", "world.optimizer"], search):
+        with Child(server, tmp_path / "log") as child:
+            seen = dict(
+                line.split("=", 1)
+                for line in Path(f"/proc/{child._process.pid}/environ").read_text().split("\0") if "=" in line
+            )  # fmt: skip
+        assert "s3cr3t-of-mine" not in seen.values()
+        assert seen["PATH"] == os.environ["PATH"] and seen["CUDA_VISIBLE_DEVICES"] == "7"
