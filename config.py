@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 from plumbing.faults import Fault
-from plumbing.outside import JOINERS, decoded, printable
+from plumbing.outside import JOINERS, decoded, printable, without_secrets
 
 # Threads that wait for each other spin only for a moment (LOG.md): as fast alone, twice as fast beside other programs.
 # libgomp reads this when torch is imported.
@@ -289,7 +289,7 @@ class Config(KeepKnobs, EngineKnobs, ReflectionKnobs, PopulationKnobs, GRPOKnobs
         if evolves(self) and not (self.optimizer_model and (scripted(self) or url)):
             return "no optimizer: set OPENAI_BASE_URL and --optimizer_model, or choose --mode static"
         if evolves(self) and not scripted(self) and not url.startswith(("http://", "https://")):
-            return f"OPENAI_BASE_URL {url}: begin it with http:// or https://"
+            return f"OPENAI_BASE_URL {without_secrets(url)}: begin it with http:// or https://"
         for name in ("instruction", "canary"):
             path = getattr(self, name)
             if path and not Path(path).is_file():

@@ -17,7 +17,7 @@ from typing import Any
 from config import Config, evolves, scripted
 from plumbing.client import Client, RequestFailed
 from plumbing.faults import OptimizerDown
-from plumbing.outside import clean, letters, plain, printable, wide, without_password
+from plumbing.outside import clean, letters, plain, printable, wide, without_secrets
 from plumbing.stop import may_stop
 
 MAX_REPLY = 200_000  # characters of a reply that are read and kept
@@ -385,4 +385,4 @@ def describe(optimizer: Optimizer | None) -> str:
     """Returns the optimizer in words."""
     if not optimizer:
         return "none"
-    return f"{optimizer.model} at {without_password(optimizer.url)} (tokens: {token_counter()[1]})"
+    return f"{optimizer.model} at {without_secrets(optimizer.url)} (tokens: {token_counter()[1]})"

@@ -19,6 +19,7 @@ from engines import FinishedTurn
 from engines.remote import RemoteTurns
 from plumbing.client import Client, RequestFailed
 from plumbing.faults import EngineFault, Fault
+from plumbing.outside import without_secrets
 
 if TYPE_CHECKING:
     import torch
@@ -68,7 +69,7 @@ class ChatEngine:
         self, url: str, name: str, tokenizer: Words, stop: tuple[str, ...], *, api_key: str = "", threads: int = 32,
         timeout: float = 300, retries: int = 4, backoff: float = 1.0,
     ):  # fmt: skip
-        self.url, self.tokenizer, self.stop = url.rstrip("/"), tokenizer, stop
+        self.url, self.tokenizer, self.stop = without_secrets(url), tokenizer, stop
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self.client = Client(
             [url], timeout=timeout, retries=retries, backoff=backoff, expects="a chat completion", headers=headers,

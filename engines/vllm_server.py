@@ -21,6 +21,7 @@ from engines.vllm_engine import VERSION, StaleWeights, check_vllm, sampling
 from models.model import load_config, skeleton
 from plumbing.client import Client, RequestFailed
 from plumbing.faults import EngineFault, Fault
+from plumbing.outside import at, without_secrets
 
 
 class EngineDown(EngineFault):
@@ -42,7 +43,7 @@ class VllmServer:
 
     def __init__(self, urls: str, tokenizer: Any, stop: tuple[str, ...], *, model: str, max_len: int):
         check_vllm()
-        self.urls = [url.strip().rstrip("/") for url in urls.split(",")]
+        self.urls = [at(url) for url in urls.split(",")]
         self.tokenizer, self.stop, self.loads = tokenizer, stop, 0
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.clients = {
@@ -86,7 +87,7 @@ class VllmServer:
             self.request(url, "/resume", {})  # a killed run may have left it paused
             self.generate_turn(url, [self.tokenizer.eos_token_id], sampling(self, 1, 1.0))
         except EngineDown as e:
-            raise Fault(f"--vllm {e}; start it with: {command}") from e
+            raise Fault(without_secrets(f"--vllm {e}; start it with: {command}")) from e
         return config
 
     def connect(self) -> Any:
@@ -106,7 +107,8 @@ class VllmServer:
                 self.request_all("/shutdown_weight_transfer_engine")  # left over from an earlier run
             return WeightTransferTrainerFactory.trainer_init(info, client=self, source=self.source)
         except Exception as e:
-            raise Fault(f"--vllm {','.join(self.urls)}: no connection for the weights at {address}:{port} ({e})") from e
+            urls = without_secrets(",".join(self.urls))
+            raise Fault(f"--vllm {urls}: no connection for the weights at {address}:{port} ({e})") from e
 
     @staticmethod
     def transfer_info() -> Any:
@@ -143,7 +145,8 @@ class VllmServer:
         answer = self.request(url, "/inference/v1/generate", body)["choices"][0]
         versions = {span["version"] for span in answer["weight_versions"]}
         if self.loads and versions != {str(self.loads)}:
-            raise StaleWeights(f"{url} has weights {versions}, not those of load {self.loads}: was it restarted?")
+            place = without_secrets(url)
+            raise StaleWeights(f"{place} has weights {versions}, not those of load {self.loads}: was it restarted?")
         return answer["token_ids"], [token["logprob"] for token in answer["logprobs"]["content"]]
 
     def sleep(self) -> None:
@@ -161,7 +164,8 @@ class VllmServer:
                 self.request_all("/pause")  # ends forgotten turns: vLLM would crash if their weights changed
             self.sender.send_weights()
             if self.rank == 0 and not all(answer["success"] for answer in self.request_all("/reset_prefix_cache")):
-                raise EngineDown(f"{','.join(self.urls)}: could not drop the prefix cache of the old weights")
+                urls = without_secrets(",".join(self.urls))
+                raise EngineDown(f"{urls}: could not drop the prefix cache of the old weights")
         except EngineDown as e:
             fault = [str(e)]
         for _ in weights:  # after a fault on rank 0, the other ranks still wait for it to gather the rest

@@ -14,6 +14,7 @@ from config import PRESETS, Config, evolves, read_config, read_instruction
 from engines import Engine
 from journal.directory import RunDirectory, step_of
 from plumbing.faults import CheckpointFault, Fault
+from plumbing.outside import without_secrets
 from plumbing.servers import Servers
 from rollout import rollout
 from tasks import Job, Question, Task, Trajectory
@@ -39,7 +40,7 @@ def subject(what: str) -> Iterator[Subject]:
     """
     path = Path(what)
     if what.startswith(("http://", "https://")):
-        yield Subject(what.split("//")[1].split("/")[0].replace(":", "-"), what, Config())
+        yield Subject(without_secrets(what).split("//")[1].split("/")[0].replace(":", "-"), what, Config())
     elif what in PRESETS:
         cfg = Config(**PRESETS[what])
         yield Subject(what, cfg.model, cfg)

@@ -18,7 +18,7 @@ from page.read import Row, Run, finite, read_run
 from page.sample import pack, sample
 from page.verdict import verdict
 from plumbing.faults import Fault
-from plumbing.outside import without_password
+from plumbing.outside import without_secrets
 
 STATIC = Path(__file__).parent / "static"
 SCRIPTS = (
@@ -71,7 +71,7 @@ def describe(run: Run, limit: int) -> tuple[Row, dict[str, str]]:
     index, pages = sample(run, tree, limit)
     pages["calls"] = pack(tree.pop("calls"))
     answers = verdict(run, tree)
-    config = {knob: without_password(value) if isinstance(value, str) else value for knob, value in run.config.items()}
+    config = {knob: without_secrets(value) if isinstance(value, str) else value for knob, value in run.config.items()}
     return {
         "name": run.name, "config": config, "missing": run.missing, "curves": curves(run), "tree": tree,
         "index": index, "metric": run.metric, "metrics": run.metrics, "tools": run.tools,

@@ -16,7 +16,7 @@ import tenacity
 import urllib3
 
 from plumbing.faults import Fault, Outage
-from plumbing.outside import clean, decoded, secrets_of, without_password
+from plumbing.outside import at, clean, credentials, decoded, secrets_of, without_secrets
 
 T = TypeVar("T")
 MAX_WAIT = 60.0  # seconds between two rounds, whatever a server asks for
@@ -50,8 +50,8 @@ class Client:
     a body that is not what the client `expects`, unless `retry_malformed`. `timeout` seconds are for a whole call,
     however slowly its answer trickles in; `retry_timeout=False` is for servers that may still be busy with it.
 
-    What arrives is cleaned (`outside.clean`): it holds neither half surrogate pairs nor the keys in `headers`, which a
-    server may echo. No redirect is followed: it would take questions and gold answers to another host.
+    What arrives is cleaned (`outside.clean`): it holds neither half surrogate pairs nor the keys in `headers` and in
+    `urls`, which a server may echo. No redirect is followed: it would take questions and gold answers to another host.
 
     `revive` is called before every round but the first; it may return a new URL for the server in use, or "". The
     environment's proxies are used only with `proxies`, and never for this machine.
@@ -62,10 +62,11 @@ class Client:
         headers: Mapping[str, str] | None = None, proxies: bool = False, retry_malformed: bool = False,
         retry_timeout: bool = True, revive: Callable[[], str] = lambda: "",
     ):  # fmt: skip
-        self.urls = [url.strip().rstrip("/") for url in urls]  # the first is in use
+        self.urls = [at(url) for url in urls]  # the first is in use
         self.timeout, self.retries, self.backoff, self.expects = timeout, retries, backoff, expects
         self.retry_malformed, self.retry_timeout, self.revive = retry_malformed, retry_timeout, revive
-        self.secrets = secrets_of((headers or {}).values())
+        own = [word for url in self.urls for word in credentials(url)]
+        self.secrets = secrets_of([*(headers or {}).values(), *own])
         self.faults = 0  # transient faults so far
         self.session = requests.Session()
         self.session.headers.update(headers or {})
@@ -107,7 +108,7 @@ class Client:
     def _before_round(self, state: tenacity.RetryCallState) -> None:
         if state.attempt_number > 1:
             try:
-                self.urls[0] = self.revive().rstrip("/") or self.urls[0]
+                self.urls[0] = at(self.revive()) or self.urls[0]
             except Fault as e:
                 raise RequestFailed(str(e)) from e
 
@@ -130,7 +131,7 @@ class Client:
         raise RequestFailed(last, True, retry_after)
 
     def _ask(self, method: str, path: str, body: Any, read: Callable[[Any], T]) -> T:
-        exchange = partial(self._exchange, method, self.urls[0] + path, body)
+        exchange = partial(self._exchange, method, at(self.urls[0], path), body)
         try:
             answer = within(self.timeout, exchange)
         except (requests.ReadTimeout, urllib3.exceptions.ReadTimeoutError, concurrent.futures.TimeoutError):
@@ -168,7 +169,7 @@ class Client:
             return Answer(reply.status_code, reply.headers, b"".join(parts))
 
     def _without_secrets(self, text: str) -> str:
-        return str(clean(without_password(text), self.secrets))
+        return str(clean(without_secrets(text), self.secrets))
 
 
 def within(seconds: float, work: Callable[[threading.Event], T]) -> T:

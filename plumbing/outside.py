@@ -13,7 +13,7 @@ import re
 import unicodedata
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -25,6 +25,8 @@ LATIN = re.compile(  # in a character's Unicode name: small capitals, strokes, c
     r"(?:LATIN(?: SMALL| CAPITAL)?|INDICATOR SYMBOL) LETTER (?:SMALL CAPITAL |DOTLESS )?([A-Z])(?: WITH .*)?$"
 )
 ALIKE = {"1": "i", "l": "i", "0": "o"}  # "I" and "O" in capitals
+URL = re.compile(r"\w+://(?:(?!,\w+://)[^\s'\"<>()])*(?<![:;,.])")
+USER = re.compile(r"[^\s/'\"@]*:[^\s/'\"@]*@")  # of what is no whole URL
 JOINERS = "\u200c\u200d"  # invisible, but Persian, Hindi and emoji are written with them
 
 
@@ -145,9 +147,38 @@ def _escape(c: str) -> str:
     return c.encode("unicode_escape").decode()
 
 
-def without_password(text: str) -> str:
-    """Returns a text in which URLs have lost `user:password@`."""
-    return re.sub(r"//[^/@\s]*@", "//", text)
+def without_secrets(text: str) -> str:
+    """Returns a text in which URLs have lost `user:password@` and `?query`; one that is no URL loses everything."""
+    return USER.sub("", URL.sub(lambda m: _without_secrets(m[0]), text))
+
+
+def _without_secrets(url: str) -> str:
+    try:
+        place = urlsplit(url)
+        place.port  # noqa: B018 (raises ValueError: "user:pass/word@host" has the port "pass")
+    except ValueError:
+        return url.partition("//")[0] + "//[...]"
+    return f"{place.scheme}://{place.netloc.rpartition('@')[2]}{place.path}"
+
+
+def credentials(url: str) -> list[str]:
+    """Returns what a URL says that nobody else should read: user, password and the values of its query."""
+    try:
+        place = urlsplit(url)
+    except ValueError:
+        return []
+    said = [place.username, place.password, *(field.partition("=")[2] for field in place.query.split("&"))]
+    return [form for x in said if x for form in (x, unquote(x))]
+
+
+def at(url: str, path: str = "") -> str:
+    """Returns the URL of a path below a base, which may have a query of its own."""
+    try:
+        base, below = urlsplit(url.strip()), urlsplit(path)
+    except ValueError:  # whoever asks there says so
+        return url + path
+    query = "&".join(filter(None, (base.query, below.query)))
+    return urlunsplit((base.scheme, base.netloc, base.path.rstrip("/") + below.path, query, ""))
 
 
 def secrets_of(headers: Iterable[str]) -> tuple[str, ...]:

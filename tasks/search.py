@@ -14,7 +14,7 @@ from typing import Any
 from config import HERE, TaskKnobs
 from plumbing.client import Client, RequestFailed
 from plumbing.faults import Fault, ToolDown
-from plumbing.outside import without_password
+from plumbing.outside import without_secrets
 from tasks import Question
 from tasks.questions import normalize
 from tasks.tools import Tool
@@ -144,7 +144,7 @@ def reach(cfg: TaskKnobs, serve: Callable[..., str]) -> tuple[str, Callable[[], 
 
 def described(search: Search, cfg: TaskKnobs, questions: Sequence[Question]) -> str:
     """Returns where a run searches, and how that server does on some questions, if there are any."""
-    where = without_password(cfg.retriever) or f"{search.urls[0]} (BM25 over {cfg.corpus}, started by this run)"
+    where = without_secrets(cfg.retriever) or f"{search.urls[0]} (BM25 over {cfg.corpus}, started by this run)"
     return f"{where}\n        {try_search(search, questions)}" if questions else where
 
 
@@ -158,8 +158,8 @@ def try_search(search: Search, questions: Sequence[Question]) -> str:
     seconds, n = time.perf_counter() - began, len(questions)
     if not any(text.strip() for passages in found for text in passages):
         raise Fault(
-            f"{search.urls[0]} found no passage for any of {n} questions: check its index, and that it answers as"
-            " Search-R1's server does"
+            f"{without_secrets(search.urls[0])} found no passage for any of {n} questions: check its index, and that it"
+            " answers as Search-R1's server does"
         )
     texts = [f" {normalize(' '.join(passages))} " for passages in found]
     hits = sum(

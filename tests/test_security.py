@@ -1,16 +1,22 @@
 """What a model's folder, a server's address and a process of ours must not do or show."""
 
+import base64
 import json
 import os
 import shutil
 from pathlib import Path
 
 import pytest
+from json_server import json_servers
 
-from config import HERE, WORLD
+from config import HERE, WORLD, parse
+from engines.chat_engine import ChatEngine, Words
+from evaluation.agents import subject
 from models.model import load_config, load_model, load_tokenizer, skeleton
-from plumbing.faults import Fault
+from plumbing.faults import Fault, OptimizerDown
+from plumbing.outside import without_secrets
 from plumbing.servers import Child
+from reflect import Optimizer, describe
 from retrieval.encoder import Encoder
 
 # ---- a folder's own code
@@ -71,3 +77,52 @@ def test_a_server_that_we_start_does_not_see_our_keys(tmp_path, monkeypatch):
             )  # fmt: skip
         assert "s3cr3t-of-mine" not in seen.values()
         assert seen["PATH"] == os.environ["PATH"] and seen["CUDA_VISIBLE_DEVICES"] == "7"
+
+
+# ---- passwords and keys in addresses
+
+SECRET = "ann:Gehe%2Fim42@{}/v1?key=Geheim4711&v=2"
+
+
+@pytest.mark.parametrize(
+    "said, shown",
+    [
+        ("http://ann:Geheim@host:8000/v1", "http://host:8000/v1"),
+        ("https://Geheim@host/v1?key=Geheim: HTTP 401", "https://host/v1: HTTP 401"),
+        ("http://ann:Geh@eim@[::1]:8000", "http://[::1]:8000"),
+        ("http://a:1,http://ann:Geh,eim@b:2/x?k=Geheim,https://c", "http://a:1,http://b:2/x,https://c"),
+        ("(http://h/?k=Geheim) 'http://h:80/?Geheim#Geheim', then", "(http://h/) 'http://h:80/', then"),
+        ("http://ann:Geh/eim@host", "http://[...]"),
+        ("Invalid URL 'ann:Geheim@host/retrieve'", "Invalid URL 'host/retrieve'"),
+        ("https://a.org/x,y. Done: 3:4", "https://a.org/x,y. Done: 3:4"),
+    ],
+)
+def test_an_address_is_shown_without_its_secrets(said, shown):
+    assert without_secrets(said) == shown
+
+
+def test_a_path_goes_before_the_query_and_what_the_address_hides_is_shown_nowhere():
+    with json_servers() as serve:
+        server = serve((401, {}, "no such key: Geheim4711, nor Gehe/im42"), {"data": [{"id": "m"}]})
+        url = "http://" + SECRET.format(f"127.0.0.1:{server.server_port}")
+        optimizer = Optimizer(url, "m", retries=0)
+        with pytest.raises(OptimizerDown, match=f"^{server.url}/v1/chat/completions: HTTP 401: no such key") as fault:
+            optimizer.ask("Why?", "t0")
+        with pytest.raises(Fault, match="--served_model") as other:
+            ChatEngine(url, "none", Words(), ())
+        assert [request[0] for request in server.requests] == [
+            "/v1/chat/completions?key=Geheim4711&v=2", "/v1/models?key=Geheim4711&v=2"
+        ]  # fmt: skip
+        sent = base64.b64encode(b"ann:Gehe/im42").decode()
+        assert server.requests[0][1]["Authorization"] == f"Basic {sent}"
+    with subject(url) as chosen:
+        assert chosen.name == f"127.0.0.1-{server.server_port}"
+    for text in (str(fault.value), str(other.value), describe(optimizer)):
+        assert "Geh" not in text and "ann" not in text
+
+
+def test_a_refused_address_is_not_echoed_whole(monkeypatch, capsys):
+    monkeypatch.setenv("OPENAI_BASE_URL", "ann:Geheim42@host/v1")
+    with pytest.raises(SystemExit):
+        parse(["--optimizer_model", "m"])
+    assert "Geheim" not in capsys.readouterr().err

@@ -13,7 +13,7 @@ from typing import Any
 
 from plumbing.client import Client, RequestFailed
 from plumbing.faults import Fault, Outage
-from plumbing.outside import without_password
+from plumbing.outside import without_secrets
 from tasks import Question, Trajectory
 from tasks.questions import em
 from tasks.search_qa import SearchQA
@@ -39,7 +39,7 @@ class JudgedQA(SearchQA):
     def start(self, serve: Callable[..., str]) -> str:
         url, key = os.environ["JUDGE_BASE_URL"], os.environ.get("JUDGE_API_KEY", "").strip()
         self.model, self.verdicts = os.environ["JUDGE_MODEL"], dict[tuple[Question, str], float]()
-        self.judge = f"judge: {self.model} at {without_password(url)}"
+        self.judge = f"judge: {self.model} at {without_secrets(url)}"
         self.client = Client(
             [url], timeout=self.timeout, retries=self.retries, backoff=self.backoff, expects="a verdict",
             headers={"Authorization": f"Bearer {key}"} if key else {}, proxies=True, retry_malformed=True,
