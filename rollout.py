@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from config import RolloutKnobs
 from engines import Engine
+from plumbing.chat import in_template
 from plumbing.outside import as_data, control
 from tasks import Job, Message, Question, Task, Trajectory, Turn
 from tasks.tools import Tool, find_call, invalid_action, last_answer, tags_of
@@ -51,7 +52,7 @@ def conversation_ids(tokenizer: Tokenizer, messages: list[Message]) -> list[int]
     """Returns the ids of messages in the chat template, up to where the policy's turn begins; their texts are data."""
     pattern = control(tokenizer, simple=True)
     messages = [message | {"content": as_data(message["content"], pattern)} for message in messages]
-    return encode(tokenizer, str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)))
+    return encode(tokenizer, in_template(tokenizer, messages))
 
 
 def observation_ids(

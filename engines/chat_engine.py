@@ -49,7 +49,7 @@ class Words:
         return "".join(self.words[i] for i in ids)
 
     def apply_chat_template(
-        self, messages: list[dict[str, str]], add_generation_prompt: bool = True, tokenize: bool = False
+        self, messages: list[dict[str, str]], add_generation_prompt: bool = True, tokenize: bool = False, **_: object
     ) -> str:
         """Returns the messages as they are, which the server's template gets as the user's first one."""
         return "\n\n".join(message["content"] for message in messages)

@@ -28,6 +28,7 @@ from evaluation import measure
 from evaluation.agents import METHODS, Agent, Method
 from extras.prompts import Prompt, wording
 from extras.supervised import Demonstrated, SupervisedConfig, supervised
+from plumbing.chat import in_template
 from rollout import encode
 from tasks import Question, Task, Trajectory, Turn
 from tasks.search_qa import SearchQA
@@ -53,8 +54,7 @@ class Player:
     def ids(self, prompt: Prompt, **slots: object) -> list[int]:
         """Returns the ids of the chat template with the user's part, and of the reply's beginning after them."""
         message = {"role": "user", "content": prompt.user.format(**slots)}
-        text = self.tokenizer.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
-        return encode(self.tokenizer, str(text) + prompt.reply.format(**slots))
+        return encode(self.tokenizer, in_template(self.tokenizer, [message]) + prompt.reply.format(**slots))
 
     def turns(self, contexts: dict[int, list[int]], max_new: int) -> dict[int, FinishedTurn]:
         """Returns one turn for each context (key -> ids); a context longer than `max_prompt` gets none."""

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from datetime import datetime
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from models.model import (
     score,
     weights,
 )
+from plumbing.chat import in_template
 from plumbing.faults import Fault
 
 LENGTHS = [7, 1, 30, 12, 30]
@@ -245,7 +247,7 @@ def refused(function, path, *args):
     with pytest.raises(Fault) as fault:
         function(path, *args)
     line = str(fault.value)
-    assert "\n" not in line and line.startswith(f"--model {path}: ")
+    assert "\n" not in line and line.startswith(f"--model {getattr(path, 'name_or_path', path)}: ")
     return line
 
 
@@ -264,11 +266,50 @@ def test_a_tokenizer_without_a_chat_template(changed):
     [
         ("{{ raise_exception('Only system\nprompts!') }}", "its chat template fails (TemplateError: Only system)"),
         ("{{ messages[0]['text'].strip() }}", "its chat template fails (UndefinedError: "),
-        ("{% for m in messages if m['role'] == 'system' %}{{ m['content'] }}{% endfor %}", "drops the user's message"),
+        ("{% for m in messages if m['role'] == 'system' %}{{ m['content'] }}{% endfor %}", "drops or changes 'Which"),
+        ("{{ messages[0]['content'].split('</think>')[-1] }}", "drops or changes ' <think>"),  # thoughts
+        ("{{ messages[0]['content'] | striptags }}", "drops or changes ' <think>"),
+        ("{{ messages[0]['content'] | replace('search>', 'find>') }}", "drops or changes '<search>"),
+        ("{{ messages[0]['content'] | e }}", "drops or changes '<think>"),
+        ("{{ messages[0]['content'][:30000] }}", "drops or changes"),
+        ("{{ messages[0]['content'][-30000:] }}", "drops or changes"),
     ],
 )
 def test_a_chat_template_that_cannot_ask_a_question(changed, template, reason):
     assert reason in refused(load_tokenizer, changed("chat_template.jinja", template))
+
+
+LLAMA_3_2 = """\
+{%- if not date_string is defined %}{%- set date_string = strftime_now("%d %b %Y") %}{%- endif %}
+{{- "Today Date: " + date_string + "\n" + messages[0]["content"] | trim }}"""
+
+
+def test_a_chat_template_s_clock_stands_still(changed, monkeypatch):
+    class Clock:
+        year = 2025
+
+        @classmethod
+        def now(cls):
+            return datetime(cls.year, 1, 2)
+
+    monkeypatch.setattr(transformers.utils.chat_template_utils, "datetime", Clock)
+    tokenizer, message = load_tokenizer(changed("chat_template.jinja", LLAMA_3_2)), {"role": "user", "content": " a "}
+    shown = []
+    for Clock.year in (2025, 2026):
+        shown.append(in_template(tokenizer, [message]))
+        assert f"02 Jan {Clock.year}" in tokenizer.apply_chat_template([message], tokenize=False)  # the danger is real
+    assert shown == ["Today Date: 26 Jul 2024\na"] * 2
+
+
+def test_a_chat_template_that_fails_on_some_message_is_named_with_it(changed):
+    odd = "{% if 'ß' in messages[0]['content'] %}{{ messages[0]['x']['y'] }}{% endif %}{{ messages[0]['content'] }}"
+    tokenizer = load_tokenizer(changed("chat_template.jinja", odd))
+    message = {"role": "user", "content": "Question: who wrote Fuß?\n"}
+    told = "fails .UndefinedError.* ends 'Question: who wrote Fuß"
+    assert re.search(told, refused(in_template, tokenizer, [message]))
+    assert in_template(tokenizer, [message | {"content": "Who?"}]) == "Who?"
+    system = {"role": "system", "content": "Be brief."}
+    assert "'Who?' of the user's" in refused(in_template, tokenizer, [system, message | {"content": "Who?"}])
 
 
 def test_a_tokenizer_that_cannot_write_the_stop_strings(tmp_path):

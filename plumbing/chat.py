@@ -1,0 +1,42 @@
+"""A conversation in a model's chat template: a program from outside, which transformers runs in a sandbox."""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections.abc import Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+from plumbing.faults import Fault
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+
+TODAY = datetime(2024, 7, 26)  # what Llama 3's template takes where it has no clock
+
+
+def in_template(tokenizer: Tokenizer, messages: Sequence[dict[str, str]]) -> str:
+    """Returns a conversation in the chat template, up to where the policy's turn begins.
+
+    A template that asks for the date gets TODAY: a resumed run has the prompts that it began with. Raises Fault where
+    the template fails, and where a message does not come out whole, but for blanks at its ends.
+    """
+    where = f"--model {getattr(tokenizer, 'name_or_path', '')}: its chat template"
+    remedy = "mend it, or choose another model"
+    try:
+        text = str(
+            tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=False, strftime_now=TODAY.strftime
+            )
+        )
+    except Exception as e:  # a template is a program and can raise anything
+        why = f"{type(e).__name__}: {str(e).partition(chr(10))[0]}"
+        told = f"the {messages[-1]['role']}'s message that ends {messages[-1]['content'].strip()[-60:]!r}"
+        raise Fault(f"{where} fails ({why}) on {told}; {remedy}") from e
+    for message in messages:
+        content = message["content"].strip()
+        if content not in text:
+            kept = bisect(range(len(content)), False, key=lambda n: content[: n + 1] not in text)  # noqa: B023
+            lost = content[content.rfind(" ", 0, kept) + 1 :][:60]
+            raise Fault(f"{where} drops or changes {lost!r} of the {message['role']}'s message; {remedy}")
+    return text
