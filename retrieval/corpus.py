@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from plumbing.faults import Fault
+from plumbing.parquet import parquet_rows
 
 FORM = 'write one {"id": ..., "contents": "\\"Title\\"\\ntext"} per line'
 LARGE = 64 << 20  # bytes; a larger corpus keeps its offsets in a file, a smaller one is scanned at every start
@@ -148,7 +149,6 @@ def _passage(line: bytes, where: str) -> dict[str, str]:
 def _as_jsonl(path: str) -> str:
     """Writes a parquet file's rows as JSONL beside it, once; returns the JSONL's path."""
     import pyarrow as pa  # here: few corpora are parquet
-    import pyarrow.parquet as pq
 
     out = f"{path}.jsonl"
     partial = f"{out}.{uuid.uuid4().hex}"
@@ -157,10 +157,9 @@ def _as_jsonl(path: str) -> str:
         if os.path.exists(out) and os.stat(out).st_mtime_ns == mtime:
             return out
         print(f"{path}: writing it out as {out}", flush=True)
-        with pq.ParquetFile(path) as parquet, open(partial, "w", encoding="utf-8") as f:
-            names = [n for n in ("id", "contents", "title", "text") if n in parquet.schema_arrow.names]
-            for batch in parquet.iter_batches(10_000, columns=names):
-                f.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in batch.to_pylist())
+        with open(partial, "w", encoding="utf-8") as f:
+            rows = parquet_rows(path, ("id", "contents", "title", "text"))
+            f.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         os.utime(partial, ns=(mtime, mtime))  # marks which version of the parquet file it was made from
         os.replace(partial, out)
     except (pa.ArrowInvalid, TypeError) as e:  # TypeError: a column that JSON cannot represent

@@ -13,6 +13,7 @@ from typing import Any
 
 from plumbing.faults import Fault
 from plumbing.outside import decoded
+from plumbing.parquet import parquet_rows
 from tasks import Question
 
 COLUMNS = ("id", "question", "golden_answers", "data_source", "prompt", "reward_model", "extra_info", "metadata")
@@ -70,14 +71,10 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, object]]:
 def _read_parquet(path: Path) -> Iterator[tuple[int, object]]:
     try:
         import pyarrow as pa
-        import pyarrow.parquet as pq
     except ImportError:
         raise Fault(f"{path}: pyarrow is not installed; pip install pyarrow, or give a .jsonl") from None
     try:
-        with pq.ParquetFile(path) as file:
-            columns = [c for c in COLUMNS if c in file.schema_arrow.names]
-            rows = (row for batch in file.iter_batches(columns=columns) for row in batch.to_pylist())
-            yield from enumerate(rows, 1)
+        yield from enumerate(parquet_rows(path, COLUMNS), 1)
     except (OSError, pa.ArrowException) as e:
         what = str(e).splitlines()[0]
         raise Fault(f"{path}: not a readable parquet file ({what}); write it again") from None
@@ -98,7 +95,7 @@ def _question(row: object, line: int) -> Question:
     golds = _get(row, "golden_answers", default=target)
     golds = _answers(golds)
     if wrong := [g for g in golds if not isinstance(g, str)]:
-        raise ValueError(f"gold answer {wrong[0]!r} is not text; write it as a string")
+        raise ValueError(f"gold answer {wrong[0]!r:.80} is not text; write it as a string")
     golds = tuple(g.strip() for g in golds if g.strip())
     if not golds:
         raise ValueError("no gold answer; fill `golden_answers` or `reward_model.ground_truth.target`")
@@ -113,18 +110,25 @@ def _question(row: object, line: int) -> Question:
 def _answers(golds: object) -> list[Any]:
     """Returns the answers in a field: a text, a list, or the dictionary of a known format."""
     if isinstance(golds, dict):
-        known = [x for key in ("value", "aliases", "text", "target") if key in golds for x in _answers(golds[key])]
+        known = [x for key in ("value", "aliases", "text", "target") if key in golds for x in _listed(golds[key])]
         if not known:  # TriviaQA: value and aliases; SQuAD: text; verl: target
             raise ValueError(f"gold answers have the keys {sorted(golds)}; give a text or a list of texts")
-        return list(dict.fromkeys(known))
-    if isinstance(golds, str) or not isinstance(golds, Iterable):
-        return [golds]
-    return list(golds)
+        return [x for k, x in enumerate(known) if x not in known[:k]]
+    return _listed(golds)
+
+
+def _listed(golds: object) -> list[Any]:
+    return list(golds) if isinstance(golds, Iterable) and not isinstance(golds, (str, dict)) else [golds]
 
 
 def _hops(row: object, source: str) -> int:
-    """Returns how many facts a question needs, from FlashRAG's metadata or from the name of its source; 0: unknown."""
+    """Returns how many facts a question needs, from FlashRAG's metadata or from the name of its source; 0: unknown.
+
+    Raises ValueError.
+    """
     if steps := _get(row, "metadata", "question_decomposition"):  # MuSiQue
+        if not isinstance(steps, list):
+            raise ValueError(f"metadata.question_decomposition is {steps!r}; make it a list, or leave it out")
         return len(steps)
     if kind := _get(row, "metadata", "type"):  # 2WikiMultihopQA; HotpotQA's "bridge" and "comparison" take two
         return 4 if kind == "bridge_comparison" else 2

@@ -9,6 +9,7 @@ import pytest
 
 from config import Config
 from plumbing.faults import Fault
+from retrieval.corpus import Corpus
 from tasks import Question, Trajectory, measure, reward
 from tasks.questions import _question, em, f1, load_questions, normalize
 from tasks.search_qa import SearchQA
@@ -221,6 +222,48 @@ def test_a_faulty_file_is_named(tmp_path, monkeypatch):
     assert fault(write(tmp_path / "empty.jsonl", "", " ")).startswith(": no question in it; give")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     assert fault(write(tmp_path / "q.parquet", ROW)).startswith(": pyarrow is not installed; pip install")
+
+
+def columns_that_python_cannot_hold():
+    import pyarrow as pa
+
+    text = pa.array([b"ok", b"x\xff\xfe"], pa.binary())
+    return {
+        "string": pa.Array.from_buffers(pa.string(), 2, text.buffers()),
+        "timestamp[ns]": pa.array([0, 1700000000123456789], pa.timestamp("ns")),
+        "date32[day]": pa.array([1, 2**30], pa.date32()),
+        "duration[s]": pa.array([1, 2**62], pa.duration("s")),
+    }
+
+
+@pytest.mark.parametrize("kind", ["string", "timestamp[ns]", "date32[day]", "duration[s]"])
+def test_a_parquet_s_value_that_cannot_be_read_has_a_place(tmp_path, kind):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    bad = columns_that_python_cannot_hold()[kind]
+    table = {"id": ["a", "b"], "question": ["Who?", "Who?"], "golden_answers": [["X"], ["X"]]}
+    for name in ("id", "question", "golden_answers"):
+        pq.write_table(pa.table(table | {name: bad}), tmp_path / "q.parquet")
+        assert fault(tmp_path / "q.parquet").startswith(f":2: {name}, a {kind}, cannot be read (")
+    pq.write_table(pa.table({"id": ["a", "b"], "contents": bad}), tmp_path / "c.parquet")
+    with pytest.raises(Fault) as caught:
+        Corpus(tmp_path / "c.parquet")
+    assert str(caught.value).startswith(f"{tmp_path / 'c.parquet'}:2: contents, a {kind}, cannot be read (")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c.parquet", "q.parquet"]
+
+
+@pytest.mark.parametrize("steps", [3, 2.5, "a", True, {"a": 1}])
+def test_a_decomposition_that_is_no_list_is_named(tmp_path, steps):
+    path = write(tmp_path / "q.jsonl", ROW | {"metadata": {"question_decomposition": steps}})
+    assert fault(path).startswith(f":1: metadata.question_decomposition is {steps!r}; make it a list")
+
+
+def test_gold_answers_inside_each_other_are_named(tmp_path):
+    deep = '{"target":' * 700 + '"X"' + "}" * 700
+    for golds in ('{"target": [["X"]]}', '{"value": {"a": 1}, "aliases": ["X"]}', deep):
+        path = write(tmp_path / "q.jsonl", f'{{"question": "Who?", "golden_answers": {golds}}}')
+        assert " is not text; write it as a string" in fault(path)
 
 
 def test_a_faulty_parquet_is_named(tmp_path):
