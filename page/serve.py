@@ -15,6 +15,7 @@ from plumbing.faults import Fault
 from plumbing.servers import listen
 
 NAMES = ("metrics.jsonl", "population.jsonl", "reflections.jsonl", "summary.json")
+TIMEOUT = 30.0  # seconds in which a reader has to send or take a piece of data
 
 
 def stamp(paths: Sequence[Path]) -> str:
@@ -49,6 +50,8 @@ def server(paths: Sequence[Path], port: int, **options: Any) -> ThreadingHTTPSer
     pages.page()
 
     class Handler(BaseHTTPRequestHandler):
+        timeout = TIMEOUT
+
         def do_GET(self) -> None:
             # A name that points here is no reason to answer: another site's script may have asked for it.
             if self.headers.get("Host", "").rpartition(":")[0] not in ("127.0.0.1", "localhost"):
@@ -63,13 +66,13 @@ def server(paths: Sequence[Path], port: int, **options: Any) -> ThreadingHTTPSer
             return self.answer(404, b"there is / and /stamp", "text/plain")
 
         def answer(self, code: int, body: bytes, kind: str) -> None:
-            self.send_response(code)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(body)))
-            self.send_header("Cache-Control", "no-store")
-            self.send_header("X-Content-Type-Options", "nosniff")
-            self.end_headers()
-            with contextlib.suppress(ConnectionError):
+            with contextlib.suppress(OSError):  # a reader that has gone away, or takes too long
+                self.send_response(code)
+                self.send_header("Content-Type", kind)
+                self.send_header("Content-Length", str(len(body)))
+                self.send_header("Cache-Control", "no-store")
+                self.send_header("X-Content-Type-Options", "nosniff")
+                self.end_headers()
                 self.wfile.write(body)
 
         def log_message(self, *_: Any) -> None:

@@ -4,6 +4,10 @@ import base64
 import json
 import os
 import shutil
+import socket
+import struct
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +17,7 @@ from config import HERE, WORLD, parse
 from engines.chat_engine import ChatEngine, Words
 from evaluation.agents import subject
 from models.model import load_config, load_model, load_tokenizer, skeleton
+from page.serve import server
 from plumbing.faults import Fault, OptimizerDown
 from plumbing.outside import without_secrets
 from plumbing.servers import Child
@@ -60,6 +65,31 @@ def test_a_known_family_needs_no_code(with_code):
     assert load_model(path).config.model_type == load_config(str(WORLD / "policy")).model_type
 
 
+# ---- a page that is served
+
+
+def test_a_connection_that_asks_nothing_is_closed(monkeypatch, capfd):
+    monkeypatch.setattr("page.serve.TIMEOUT", 0.2)
+    run = Path(__file__).parent / "fixture" / "run"
+    with server([run], 0) as found:
+        threading.Thread(target=found.serve_forever, args=(0.01,), daemon=True).start()
+        try:
+            for sent in (b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: 127.0.0.1"):
+                with socket.create_connection(found.server_address, timeout=10) as half_open:
+                    half_open.sendall(sent)
+                    assert half_open.recv(1) == b""  # closed by the other side
+            with socket.create_connection(found.server_address) as gone:  # asks, reads nothing, closes abruptly
+                gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                gone.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1:80\r\n\r\n")
+            with socket.create_connection(found.server_address, timeout=10) as slow:  # asks, and reads nothing for long
+                slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                slow.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1:80\r\n\r\n")
+                time.sleep(1)
+        finally:
+            found.shutdown()
+    assert "Traceback" not in capfd.readouterr().err
+
+
 # ---- the environment of what we start
 
 
@@ -69,8 +99,8 @@ def test_a_server_that_we_start_does_not_see_our_keys(tmp_path, monkeypatch):
         monkeypatch.setenv(name, "s3cr3t-of-mine")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     search = [str(HERE / "retrieval_server.py"), "--corpus", str(WORLD / "corpus.jsonl")]
-    for server in (["-m", "world.optimizer"], search):
-        with Child(server, tmp_path / "log") as child:
+    for argv in (["-m", "world.optimizer"], search):
+        with Child(argv, tmp_path / "log") as child:
             seen = dict(
                 line.split("=", 1)
                 for line in Path(f"/proc/{child._process.pid}/environ").read_text().split("\0") if "=" in line
