@@ -22,7 +22,7 @@ import numpy as np
 from config import Config
 from plumbing.faults import Fault
 from plumbing.stop import may_stop
-from tasks.tools import Tool
+from tasks.tools import Tool, unusable
 
 T = TypeVar("T")
 Message = dict[str, str]  # {"role": "system" or "user", "content": ...}
@@ -213,6 +213,8 @@ def load_task(cfg: Config) -> Task:
         raise Fault(f"{where}: {name} has no list of tools; set `tools`, to () for a task of one turn")
     if wrong := [tool for tool in task.tools if not isinstance(tool, Tool)]:
         raise Fault(f"{where}: {wrong[0]!r} among its tools is no tasks.tools.Tool")
+    if fault := unusable(task.tools, COLUMNS):
+        raise Fault(f"{where}: {fault}")
     return task
 
 
@@ -221,10 +223,11 @@ def check_questions(task: Task) -> None:
     for split in ("train", "valid", "test"):
         questions = task.questions(split)
         if not questions and split != "valid":
-            raise Fault(f"--task {task.cfg.task}: there are no questions to {split} on")
+            raise Fault(f"--task {task.cfg.task}: there are no questions to {split} on; return at least one")
         id, n = Counter(q.id for q in questions).most_common(1)[0] if questions else ("", 0)
         if n > 1:
-            raise Fault(f"--task {task.cfg.task}: {n} questions to {split} on have the id {id!r}; make it unique")
+            purpose = {"valid": "validate"}.get(split, split)
+            raise Fault(f"--task {task.cfg.task}: {n} questions to {purpose} on have the id {id!r}; make it unique")
 
 
 def reward(task: Task, taus: Sequence[Trajectory]) -> None:

@@ -7,13 +7,14 @@ of the task.
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 
 import simpleeval
 
 simpleeval.MAX_POWER = 1000  # largest base and exponent, so that no calculation takes long
 ANSWER = "answer"  # the tag that ends a trajectory
+WORDS = ("tag", "noun", "argument", "plural", "result_tag")
 LAST_ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)  # innermost, complete
 
 
@@ -67,6 +68,30 @@ class Calculator(Function):
             raise ValueError(argument)
         one_line = " ".join(argument.split())  # of several lines simpleeval would compute the first
         return f"{float(simpleeval.SimpleEval(names={}, functions={}).eval(one_line)):.12g}"
+
+
+def unusable(tools: Sequence[Tool], columns: Collection[str] = ()) -> str:
+    """Returns what is wrong with the tools of a task; "" if nothing is. `columns`: names that no metric can have."""
+    for tool in tools:
+        name = type(tool).__name__
+        for word in WORDS:
+            said = getattr(tool, word, None)
+            if not isinstance(said, str) or not said.strip():
+                return f"its tool {name} has no {word}; give it the words {', '.join(WORDS)}"
+            if word.endswith("tag") and not re.fullmatch(r"[^\W\d][\w-]*", said):
+                return f"its tool {name} has the {word} {said!r}; a tag is letters, digits, - and _"
+        if tool.plural in columns:
+            return f"its tool {name} has the plural {tool.plural!r}, which is measured of every run; take another word"
+    tags = ["think", ANSWER, *(tool.tag for tool in tools)]
+    for k, tool in enumerate(tools):
+        shared = {
+            "tag": tool.tag in tags[: k + 2],
+            "result_tag": tool.result_tag in tags,
+            "plural": tool.plural in [other.plural for other in tools[:k]],
+        }
+        for word in (word for word in shared if shared[word]):
+            return f"its tool {type(tool).__name__} has the {word} {getattr(tool, word)!r} of another; give it its own"
+    return ""
 
 
 def stop_strings(tools: Sequence[Tool]) -> tuple[str, ...]:

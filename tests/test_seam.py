@@ -53,6 +53,9 @@ class OneTool(Game):
 class Wrong(Game):
     tools = (Calculator,)
 
+class Twice(Game):
+    tools = (Calculator(), Calculator())
+
 class Stranger:
     pass
 
@@ -111,6 +114,7 @@ def test_a_task_s_module_may_lie_in_the_working_directory(tmp_path, monkeypatch)
         ("my_game:Neither", "Neither has no questions and no reward; define them"),
         ("my_game:Toolless", "Toolless has no list of tools; set `tools`, to ()"),
         ("my_game:OneTool", "OneTool has no list of tools; set `tools`"),
+        ("my_game:Twice", "its tool Calculator has the tag 'calculate' of another; give it its own"),
         ("my_game:Wrong", "<class 'tasks.tools.Calculator'> among its tools is no tasks.tools.Tool"),
     ],
 )
@@ -121,7 +125,8 @@ def test_what_is_no_task_is_refused_by_name(game, name, says):
 @pytest.mark.parametrize(
     "split, ids, says",
     [("train", [], "no questions to train on"), ("test", [], "no questions to test on"),
-     ("valid", ["a", "b", "a"], "have the id 'a'")],
+     ("valid", ["a", "b", "a"], "2 questions to validate on have the id 'a'"),
+     ("test", ["a", "b", "a"], "2 questions to test on have the id 'a'")],
 )  # fmt: skip
 def test_a_task_without_questions_or_with_an_id_twice_is_refused(split, ids, says):
     class Asking(Returning):

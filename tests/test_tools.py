@@ -16,7 +16,17 @@ from config import Config
 from plumbing.faults import Fault, ToolDown
 from tasks.search import Search
 from tasks.search_qa import SearchQA
-from tasks.tools import Calculator, Function, find_call, invalid_action, last_answer, stop_strings, tags_of
+from tasks.tools import (
+    WORDS,
+    Calculator,
+    Function,
+    find_call,
+    invalid_action,
+    last_answer,
+    stop_strings,
+    tags_of,
+    unusable,
+)
 
 SEARCH, CALCULATOR = Search("http://127.0.0.1:9", topk=3), Calculator()  # nobody listens there
 
@@ -73,6 +83,41 @@ def test_a_tool_of_ones_own_is_five_words_and_a_function():
     assert tool is clock and tool.show(tool.submit(argument).result()) == "12:00"
     assert (tool.faults, tool.over) == (0, False)
     assert tool.submit("Atlantis").result() == ["not a look at the clock (KeyError)"]
+
+
+@pytest.mark.parametrize(
+    "changed, says",
+    [
+        *(({word: value}, f"Dial has no {word}") for word in WORDS for value in (None, "", " ", 3)),
+        ({"tag": "a b"}, "Dial has the tag 'a b'"), ({"tag": "<dial>"}, "Dial has the tag '<dial>'"),
+        ({"result_tag": "tone."}, "Dial has the result_tag 'tone.'"),
+        ({"tag": "calculate"}, "has the tag 'calculate'"), ({"tag": "answer"}, "has the tag 'answer'"),
+        ({"tag": "think"}, "has the tag 'think'"), ({"result_tag": "answer"}, "has the result_tag 'answer'"),
+        ({"result_tag": "dial"}, "has the result_tag 'dial'"), ({"tag": "result"}, "has the result_tag 'result'"),
+        ({"plural": "calculations"}, "has the plural 'calculations'"), ({"plural": "loss"}, "has the plural 'loss'"),
+    ],
+)  # fmt: skip
+def test_a_tool_without_a_word_or_with_another_s_is_one_line(changed, says):
+    class Dial(Function):
+        def run(self, number):
+            return number
+
+    words = dict(zip(WORDS, ("dial", "a call", "number", "calls", "tone"), strict=True))
+    for word, said in (words | changed).items():
+        if said is not None:
+            setattr(Dial, word, said)
+    line = unusable([Calculator(), Dial()], ["loss"])
+    assert says in line and "\n" not in line and "; " in line
+
+
+def test_tools_may_share_the_tag_of_their_results():
+    class Dial(Function):
+        tag, noun, argument, plural, result_tag = "dial", "a call", "number", "calls", "result"
+
+        def run(self, number):
+            return number
+
+    assert unusable([Calculator(), Dial()]) == unusable([SEARCH, Calculator()]) == unusable([]) == ""
 
 
 # ---- calls in a turn
