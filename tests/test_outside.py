@@ -149,8 +149,9 @@ def test_what_the_agent_and_its_passages_say_moves_no_cursor(capsys):
 
 def test_a_run_s_notes_move_no_cursor_and_its_limits_say_when_they_bite():
     log, said = object.__new__(Log), []
-    log.cfg, log.ledger, log.screen = Config(max_optimizer_tokens=100, max_overhead=0.5), Ledger(), SimpleNamespace()
-    log.screen.note, log.run = lambda text: said.append(printable(text)), SimpleNamespace(append=lambda *row: None)
+    log.cfg, log.ledger, log.candidates = Config(max_optimizer_tokens=100, max_overhead=0.5), Ledger(), []
+    log.screen = SimpleNamespace(note=lambda text: said.append(printable(text)))
+    log.run = SimpleNamespace(append=lambda *row: None)
     log.ledger.training_rollouts, log.ledger.verification_rollouts, log.ledger.optimizer_tokens = 100, 30, 99
     assert log.limit(20) == "" and log.limit(21) == "--max_overhead 0.5: a round more would make it 0.51"
     log.ledger.optimizer_tokens = 120
