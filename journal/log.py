@@ -140,6 +140,8 @@ class Log:
         self.ledger.tool_calls += sum(tau.served(tool.tag) for tau in taus for tool in self.task.tools)
         self.run.write_trajectories(f"step-{t:06d}", [self.record(tau) for tau in taus])
         self.row = step_metrics(taus, P, self.cfg.G, self.task) | update
+        if n := update.get("skipped_updates"):
+            self.note(f"step {t:3d}  optimizer steps skipped, as loss or gradient were not finite: {n}")
         self.row |= {f"time/{name}": seconds for name, seconds in self.policy.seconds.items()}
         self.logged = time.perf_counter()
         # Rewards are all that takes time beside rollouts and update: a judge may take more than both.

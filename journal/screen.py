@@ -90,8 +90,9 @@ class Screen:
             self.live.refresh()
         elif t % max(1, self.T // 20) == 0:
             more = "".join(f"{name} {row[name]:.2f}  " for name in self.measured if name in row)
+            more += f"KL {row['kl']:.4f}  " if "kl" in row else ""
             print(
-                f"step {t:3d}  reward {row['reward']:.2f}  {more}KL {row['kl']:.4f}  "
+                f"step {t:3d}  reward {row['reward']:.2f}  {more}"
                 f"|P| {len(P)}  best w {row['w_best']:.2f}  {seconds:.1f} s/step",
                 flush=True,
             )
