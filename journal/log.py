@@ -96,6 +96,7 @@ class Log:
         (1, "") for a run that begins; (t, "evolve") or (t, "evaluate") for one that was stopped inside step t.
         """
         self.P, self.B = P, B
+        self.spent = self.run.seconds()  # before a row is dropped
         found = self.run.rewind(self.policy.damage, self.note) if self.cfg.resume else None
         if not found:
             return 1, ""
@@ -103,7 +104,8 @@ class Log:
         try:
             P.load_state_dict(state["population"])
             B.load_state_dict(state["buffer"])
-            self.ledger, self.start, self.spent = Ledger(**state["ledger"]), state["start"], state["seconds"]
+            self.ledger, self.start = Ledger(**state["ledger"]), state["start"]
+            self.spent = max(self.spent, state["seconds"])
             self.metrics, self.spread = state["metrics"], state["spread"]
         except (LookupError, TypeError, ValueError) as e:
             raise Fault(f"{checkpoint}/state.pt is of another program ({type(e).__name__}: {e})") from None
