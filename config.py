@@ -299,6 +299,7 @@ class Config(KeepKnobs, EngineKnobs, ReflectionKnobs, PopulationKnobs, GRPOKnobs
         return ""
 
 
+ABOUT = {"program": "inspo.py", "commit": "unknown", "id": ""}  # what config.json has beside the knobs, or had not yet
 C = TypeVar("C", bound=Config)
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -356,7 +357,8 @@ def parse(argv: list[str] | None = None, kind: type[C] = Config, **changes: Any)
         preset["lr"] = LORA_LR.get(named, float(f"{10 * preset.get('lr', kind.lr):.6g}"))
     try:
         resumed = flags.get("resume") and flags.get("out")
-        cfg = dataclasses.replace(read_config(Path(flags["out"]), kind), **flags) if resumed else kind(**preset | flags)
+        theirs = dataclasses.asdict(read_config(Path(flags["out"]), kind, resume=True)) if resumed else preset
+        cfg = kind(**theirs | flags)
     except Fault as e:
         parser.error(str(e))
     if fault := validate(cfg):
@@ -390,28 +392,34 @@ def _parser(kind: type[Config], everything: bool = False) -> Parser:
     return parser
 
 
-def read_config(run: Path, kind: type[C] = Config) -> C:  # type: ignore[assignment]
+def read_config(run: Path, kind: type[C] = Config, resume: bool = False) -> C:  # type: ignore[assignment]
     """Returns the Config of the run in a directory; raises Fault.
 
-    Whoever reads another program's run as a plain Config leaves out the knobs that only that program knows.
+    Whoever reads another program's run as a plain Config leaves out the knobs that only that program knows; to `resume`
+    it takes the program that started it.
     """
     path = run / "config.json"
     if not path.is_file():
         raise Fault(f"{run} holds no run (no config.json)")
     try:
         found = decoded(path.read_text())
-        fields = dataclasses.fields(kind)
-        knobs = {f.name: found[f.name] for f in fields}
-        for f in fields:
-            if type(knobs[f.name]) is not f.type and (f.type, type(knobs[f.name])) != (float, int):
-                raise ValueError(f"{f.name} is {knobs[f.name]!r}")
-    except KeyError as e:
-        if (program := found.get("program", "inspo.py")) != kind.PROGRAM:
-            raise Fault(f"--resume: {run} was started by {program}, not {kind.PROGRAM}: resume it with that") from None
-        raise Fault(f"{path} has no {e}: it is damaged, or of another version of this program") from None
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as e:
+        if not isinstance(found, dict):
+            raise ValueError("no object")
+    except (OSError, ValueError) as e:
         raise Fault(f"{path} is damaged ({type(e).__name__}: {e}): restore it from a copy") from None
-    return kind(**knobs)
+    program, commit, _ = (found.pop(name, default) for name, default in ABOUT.items())
+    if resume and program != kind.PROGRAM:
+        raise Fault(f"--resume: {run} was started by {program}, not {kind.PROGRAM}: resume it with that")
+    fields = {f.name: f.type for f in dataclasses.fields(kind)}
+    unknown = [name for name in found if name not in fields and program == kind.PROGRAM]
+    missing = [name for name in fields if name not in found]
+    if unknown or missing:
+        differs = f"it has --{unknown[0]}, which this one lacks" if unknown else f"it lacks --{missing[0]}"
+        raise Fault(f"{path} is of another version of {program} (commit {commit}; {differs}): use that one")
+    for name in fields:
+        if type(found[name]) is not fields[name] and (fields[name], type(found[name])) != (float, int):
+            raise Fault(f"{path} is damaged ({name} is {found[name]!r}): restore it from a copy")
+    return kind(**{name: found[name] for name in fields})
 
 
 def holds_a_run(path: str) -> str:

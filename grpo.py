@@ -19,6 +19,7 @@ from tasks import Trajectory
 
 Array = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.int64]
+MAX_SKIPPED = 5  # optimizer steps in a row without a finite gradient, after which a run stops
 Terms = dict[str, Any]  # arguments of kernels.grpo_head by name: arrays (N,) over action tokens, numbers, or None
 
 
@@ -100,7 +101,7 @@ class Learner:
     def __init__(self, model: Any, reference: Any, cfg: GRPOKnobs, max_gap: float = math.inf):
         """`max_gap`: mean nat a token by which engine and trainer may differ."""
         self.model, self.cfg, self.max_gap = model, cfg, max_gap
-        self.memory: dict[str, Any] = {}  # what a subclass remembers from step to step on rank 0: plain data
+        self.memory: dict[str, Any] = {}  # what rank 0 remembers from step to step, a subclass too: plain data
         first = next(model.parameters())
         self.device, self.sharded = first.device, isinstance(first, DTensor)
         self.rank: int = dist.get_rank() if self.sharded else 0
@@ -149,6 +150,9 @@ class Learner:
     def update(self, t: int, minibatches: list[list[Trajectory]]) -> dict[str, float]:
         """Takes one optimizer step a mini-batch; returns the metrics of step t.
 
+        All ranks skip one whose loss or gradient is not finite. "skipped_updates" counts these and the other metrics
+        leave them out; memory["skipped"] is how many there have been in a row.
+
         A mini-batch has one denominator, so its loss depends neither on how it is cut into micro-batches nor on the
         number of ranks. Raises EngineFault, before anything is changed, if the engine's log-probs of the sampled
         tokens are on average further than `max_gap` from the trainer's.
@@ -162,44 +166,55 @@ class Learner:
         parts = list(zip(minibatches, shares, strict=True))
         olds = [self.pi_old(part, share, k) for k, (part, share) in enumerate(parts)]
         total = dict.fromkeys(("loss", "kl", "entropy", "clipped", "gap", "tokens"), 0.0)
-        norm = 0.0
+        norms: list[float] = []
         self.model.train()
         for k, (part, share) in enumerate(parts):
             terms, lengths = self.terms(part, share, k, olds[k]), [sum(tau.mask) for tau in part]
+            sums = dict.fromkeys(total, 0.0)
             for batch in share:
                 taus, rows = [part[place] for place in batch], rows_of(lengths, batch)
                 some = {name: x[rows] if isinstance(x, np.ndarray) else x for name, x in terms.items()}
                 loss, extras = self.loss(taus, some)
                 loss.backward()
                 note_tokens(taus, some, extras)
-                total["loss"] += loss.item() / len(minibatches)
+                sums["loss"] += loss.item()
                 for name in ("kl", "entropy", "clipped", "gap"):
-                    total[name] += extras[name].float().sum().item()
-                total["tokens"] += len(extras["logp"])
-            if k == 0:
-                self.refuse_a_stale_engine(total)
-            norm += self.step() / len(minibatches)
-        total = self.sum_over_ranks(total)
+                    sums[name] += extras[name].float().sum().item()
+                sums["tokens"] += len(extras["logp"])
+            sums = self.sum_over_ranks(sums)
+            if k == 0 and math.isfinite(sums["loss"]):  # otherwise it is the trainer that computes nonsense
+                self.refuse_a_stale_engine(sums)
+            if (norm := self.step(sums["loss"])) is None:
+                self.memory["skipped"] = self.memory.get("skipped", 0) + 1
+                continue
+            self.memory.pop("skipped", None)
+            norms.append(norm)
+            total = {name: total[name] + sums[name] for name in total}
+        found = {"lr": lr, "skipped_updates": len(parts) - len(norms)}
+        if not norms:
+            return found
         tokens = max(1, total["tokens"])
         return {
-            "loss": total["loss"],
+            "loss": total["loss"] / len(norms),
             "kl": total["kl"] / tokens,
             "entropy": total["entropy"] / tokens,  # measured alone: CHOICE-32
             "clip_fraction": total["clipped"] / tokens,
             "logp_gap": total["gap"] / tokens,  # mean |trainer - engine| of the sampled tokens' log-probs
-            "grad_norm": norm,
-            "lr": lr,
-        }
+            "grad_norm": sum(norms) / len(norms),
+        } | found
 
-    def step(self) -> float:
-        """Takes one optimizer step on the clipped gradients; returns their norm before."""
+    def step(self, loss: float) -> float | None:
+        """Takes one optimizer step on the clipped gradients; returns their norm before. None: it was skipped."""
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.cfg.max_grad_norm)
+        size = float((norm.full_tensor() if self.sharded else norm).item())  # the same on all ranks
+        if not (math.isfinite(size) and math.isfinite(loss)):
+            self.optimizer.zero_grad(set_to_none=True)
+            return None
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return float((norm.full_tensor() if self.sharded else norm).item())
+        return size
 
     def refuse_a_stale_engine(self, total: dict[str, float]) -> None:
-        total = self.sum_over_ranks(total)
         gap = total["gap"] / max(1, total["tokens"])
         if not gap <= self.max_gap:  # NaN too
             self.optimizer.zero_grad(set_to_none=True)

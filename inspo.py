@@ -214,11 +214,12 @@ def train(
             check_questions(task)
             task.check()
         status("importing torch")
+        from engines.choose import device_of
         from grpo import Learner
         from journal.directory import RunDirectory
         from journal.log import Log
         from journal.screen import Screen
-        from training.checks import check, device_of, print_memory
+        from training.checks import check, print_memory
         from training.policy import Policy, worker_loop
         from training.ranks import Ranks
 

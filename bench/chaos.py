@@ -1,18 +1,23 @@
 """Runs of the world that are killed, stopped, starved and resumed (`make chaos`): a line each, a table, JSON last.
 
-A scenario disturbs a small run once, or again while it resumes. Then it is resumed in peace, and has to end with the
-metrics, the population, the instruction and the weights of a run that nobody disturbed, to the bit. Where the disturbed
-run ends by itself, it has to say how to resume, without a traceback. `--ranks 1 2` alternates between one process and
-torchrun with two; `--only` picks scenarios. The full disk is a tmpfs, which takes root. Exits with 1 if a run failed.
+A scenario disturbs a small run once, or again while it resumes. A signal comes in a phase that the run's files tell:
+its start, the first step, a later one, the reflection or the verification of an evolution, an evaluation, the save of
+a checkpoint, the end; signals take the phases in turns. All ranks are frozen there before it is sent, so that the phase
+is certain; a run that went past it is played again. Then it is resumed in peace, and has to end with the metrics, the
+population, the instruction and the weights of a run that nobody disturbed, to the bit. Where the disturbed run ends by
+itself, it has to say how to resume, without a traceback. `--ranks 1 2` alternates between one process and torchrun with
+two; `--only` picks scenarios. The full disk is a tmpfs, which takes root. Exits with 1 if a run failed.
 """
 
 import argparse
 import collections
 import contextlib
+import itertools
 import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,6 +29,8 @@ from pathlib import Path
 HERE = Path(__file__).parent.parent
 sys.path.insert(0, str(HERE))
 
+from config import read_config  # noqa: E402
+from journal.directory import read_jsonl  # noqa: E402
 from plumbing.faults import Fault, one_line  # noqa: E402
 
 INSTRUCTION = HERE / "tests" / "fixture" / "instruction.txt"  # under it the first policy scores, so there are gradients
@@ -74,10 +81,23 @@ class Run:
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
 
-    def rank(self, rng: random.Random) -> int:
-        """Returns the process id of a rank."""
+    def ranks(self) -> list[int]:
+        """Returns the process ids of the ranks."""
         found = [pid for pid in descendants(self.process.pid) if "inspo.py" in words(pid) and "-m" not in words(pid)]
-        return rng.choice(found or [self.process.pid])
+        return found or [self.process.pid]
+
+    def freeze(self) -> None:
+        """Stops all ranks; returns when they stand still."""
+        for pid in self.ranks():
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGSTOP)
+                while Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "TZX":
+                    time.sleep(0.001)
+
+    def thaw(self) -> None:
+        for pid in self.ranks():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
     def server(self, name: str) -> int:
         """Returns the process id of a server of the run; 0 if there is none."""
@@ -106,6 +126,43 @@ def words(pid: int) -> list[str]:
         return []
 
 
+# ---- what a run is doing
+
+PHASES = ("start", "first step", "step", "reflection", "verification", "evaluation", "checkpoint", "end")
+
+
+def phase(out: Path) -> str:
+    """Returns what a run is doing, by what it has written; "" before and after."""
+    if not (out / "config.json").exists() or (out / "summary.json").exists():
+        return ""
+    if list(out.glob("checkpoints/.*.tmp")):
+        return "checkpoint"
+    if (out / "I_star.txt").exists():
+        return "end"
+    if not (rows := read_jsonl(out / "metrics.jsonl")):
+        return "start"
+    t, cfg = int(rows[-1]["t"]) + 1, read_config(out)
+    if not (out / "trajectories" / f"step-{t:06d}.jsonl.gz").exists():
+        return "first step" if t == 1 else "step"
+    if t % cfg.K_e == 0 and t < cfg.T_e:
+        if not any(row["t"] == t and row["event"] == "evolve" for row in read_jsonl(out / "population.jsonl")):
+            last = read_jsonl(out / "reflections.jsonl")[-1]
+            return "verification" if last["t"] == t and last.get("accepted") else "reflection"
+    return "evaluation" if t % cfg.eval_every == 0 and t < cfg.T else "step"
+
+
+def durations(run: Run) -> dict[str, float]:
+    """Returns the seconds that a run which nobody disturbs spends in each phase at a time, at most."""
+    found, now, since = dict.fromkeys(PHASES, 0.0), "", time.time()
+    while run.process.poll() is None:
+        if (then := phase(run.out)) != now:
+            if now:
+                found[now] = max(found[now], time.time() - since)
+            now, since = then, time.time()
+        time.sleep(0.001)
+    return found
+
+
 # ---- what can happen: each takes (run, rng, seconds of an undisturbed run)
 
 
@@ -114,57 +171,38 @@ def at_random(run: Run, rng: random.Random, seconds: float) -> None:
     run.wait_for(lambda: time.time() > moment)
 
 
-def kill(run: Run, rng: random.Random, seconds: float) -> None:
-    at_random(run, rng, seconds)
+def frozen_in(run: Run, wanted: str, rng: random.Random, seconds: float) -> bool:
+    """Stops a run somewhere in the first `seconds` of a phase; returns whether it has, rather than ended before."""
+    skip = rng.randrange(3)  # which of the times, if there are as many
+    while run.wait_for(lambda: phase(run.out) == wanted):
+        if wanted in ("start", "first step", "end") or not skip:
+            moment = time.time() + rng.uniform(0, seconds)
+            run.wait_for(lambda moment=moment: time.time() > moment or phase(run.out) != wanted)
+            run.freeze()
+            if phase(run.out) == wanted:
+                return True
+            run.thaw()
+        skip = max(0, skip - 1)
+        run.wait_for(lambda: phase(run.out) != wanted)
+    return False
+
+
+def kill(run: Run, rng: random.Random) -> None:
     run.kill()
 
 
-def kill_a_rank(run: Run, rng: random.Random, seconds: float) -> None:
-    at_random(run, rng, seconds)
+def kill_a_rank(run: Run, rng: random.Random) -> None:
     with contextlib.suppress(ProcessLookupError):
-        os.kill(run.rank(rng), signal.SIGKILL)
+        os.kill(rng.choice(run.ranks()), signal.SIGKILL)
+    run.thaw()
 
 
-def kill_in_checkpoint(run: Run, rng: random.Random, seconds: float) -> None:
-    skip = rng.randrange(3)  # which of the checkpoints
-    for _ in range(skip + 1):
-        run.wait_for(lambda: not list(run.out.glob("checkpoints/.*.tmp")))
-        run.wait_for(lambda: bool(list(run.out.glob("checkpoints/.*.tmp"))))
-    time.sleep(rng.uniform(0, 0.03))
-    run.kill()
+def stop(number: signal.Signals) -> Callable[[Run, random.Random], None]:
+    """Returns what sends a run a signal, which it hears when it goes on."""
 
-
-def kill_in_evolution(run: Run, rng: random.Random, seconds: float) -> None:
-    log, calls = run.out / "reflections.jsonl", rng.randint(2, 3)
-    run.wait_for(lambda: log.exists() and log.read_text().count('"call"') >= calls)
-    time.sleep(rng.uniform(0, 0.5))
-    run.kill()
-
-
-def kill_in_evaluation(run: Run, rng: random.Random, seconds: float) -> None:
-    in_evaluation(run, rng)
-    run.kill()
-
-
-def in_evaluation(run: Run, rng: random.Random) -> None:
-    t = rng.choice([2, 4, 6])
-    run.wait_for((run.out / "trajectories" / f"step-{t:06d}.jsonl.gz").exists)
-    time.sleep(rng.uniform(0.02, 0.3))
-
-
-def stop(number: signal.Signals) -> Callable[[Run, random.Random, float], None]:
-    """Returns a scenario that signals the run at a random moment, in an evolution or in an evaluation."""
-
-    def signals(run: Run, rng: random.Random, seconds: float) -> None:
-        where = rng.choice(["at random", "at random", "evolution", "evaluation"])
-        if where == "evolution":
-            run.wait_for(lambda: (run.out / "reflections.jsonl").exists())
-            time.sleep(rng.uniform(0, seconds / 3))
-        elif where == "evaluation":
-            in_evaluation(run, rng)
-        else:
-            at_random(run, rng, seconds)
+    def signals(run: Run, rng: random.Random) -> None:
         run.process.send_signal(number)
+        run.thaw()
 
     return signals
 
@@ -197,15 +235,14 @@ def server(name: str, number: signal.Signals) -> Callable[[Run, random.Random, f
     return signals
 
 
-SCENARIOS: dict[str, Callable[[Run, random.Random, float], None]] = {
+SIGNALS: dict[str, Callable[[Run, random.Random], None]] = {  # in a phase
     "SIGKILL of all": kill,
-    "SIGKILL of one rank": kill_a_rank,
-    "SIGKILL in a checkpoint": kill_in_checkpoint,
-    "SIGKILL in an evolution": kill_in_evolution,
-    "SIGKILL in an evaluation": kill_in_evaluation,
-    "SIGINT": stop(signal.SIGINT),
     "SIGTERM": stop(signal.SIGTERM),
+    "SIGINT": stop(signal.SIGINT),
+    "SIGKILL of one rank": kill_a_rank,
     "SIGHUP": stop(signal.SIGHUP),
+}
+OTHERS: dict[str, Callable[[Run, random.Random, float], None]] = {  # at any time
     "disk full": fill_the_disk,
     "search server killed": server("retrieval_server", signal.SIGKILL),
     "search server slow": server("retrieval_server", signal.SIGSTOP),
@@ -257,21 +294,42 @@ def place(name: str, tmp: str) -> Iterator[Path]:
         subprocess.run(["umount", "-l", folder], check=True)
 
 
+def struck(name: str, wanted: str, out: Path, ranks: int, rng: random.Random, seconds: float, flags: list[str]) -> Run:
+    """Returns a run that has been signalled in a phase; one that went past it is played again."""
+    for k in range(8):
+        run = Run(out, ranks, flags)
+        if frozen_in(run, wanted, rng, seconds / 2**k):
+            SIGNALS[name](run, rng)
+            return run
+        run.end()
+        shutil.rmtree(out)
+    raise Fault(f"no run could be stopped in its phase {wanted!r}")
+
+
 def disturbed(
-    name: str, ranks: int, rng: random.Random, whole: dict, seconds: float, flags: list[str], tmp: str
+    name: str, wanted: str, ranks: int, rng: random.Random, whole: dict, seconds: dict[str, float], flags: list[str],
+    tmp: str,
 ) -> dict:  # fmt: skip
     """Returns the row of one scenario: what happened, and whether the result is the undisturbed run's."""
-    row: dict = {"scenario": name, "ranks": ranks, "ends": [], "resumed": [], "fault": ""}
+    row: dict = {"scenario": name, "ranks": ranks, "phase": wanted, "ends": [], "left": [], "resumed": [], "fault": ""}
     killed = name.startswith("SIGKILL")
     with place(name, tmp) as folder:
         out = folder / "run"
-        for _ in range(rng.choice([1, 1, 2])):
-            run = Run(out, ranks, flags)
-            SCENARIOS[name](run, rng, seconds)
+        for n in range(rng.choice([1, 1, 2])):
+            if wanted and n == 0:
+                run = struck(name, wanted, out, ranks, rng, seconds[wanted], flags)
+            else:
+                run = Run(out, ranks, flags)
+                if wanted:
+                    at_random(run, rng, seconds[""])
+                    SIGNALS[name](run, rng)
+                else:
+                    OTHERS[name](run, rng, seconds[""])
             code, output = run.end()
             row["seconds"] = time.time() - run.began
             (folder / "filler").unlink(missing_ok=True)
             row["ends"].append("ended" if not code else "killed" if killed else "stopped resumably")
+            row["left"].append(max((path.name for path in out.glob("checkpoints/*")), default=""))
             row["fault"] = row["fault"] or complaint(code, output, out, killed)
             row["said"] = [line for line in output.splitlines() if line.strip()][-60 if row["fault"] else -2 :]
             if not code or row["fault"]:
@@ -293,7 +351,7 @@ def table(rows: list[dict]) -> str:
     lines = ["| scenario | processes | runs | ended | resumed | as undisturbed |", "|---|---|---|---|---|---|"]
     groups = collections.defaultdict(list)
     for row in rows:
-        groups[row["scenario"], row["ranks"]].append(row)
+        groups[" in phase ".join(filter(None, (row["scenario"], row["phase"]))), row["ranks"]].append(row)
     for (name, ranks), some in groups.items():
         whole = sum(not row["resumed"] and not row["fault"] for row in some)
         good = sum(not row["fault"] for row in some)
@@ -307,40 +365,49 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="processes of a run, in turns")
     parser.add_argument("--steps", type=int, default=8, help="T")
     parser.add_argument("--seed", type=int, default=0, help="of the disturbances")
-    parser.add_argument("--only", nargs="+", choices=SCENARIOS, help="which scenarios; default: all")
+    parser.add_argument("--only", nargs="+", choices=[*SIGNALS, *OTHERS], help="which scenarios; default: all")
+    parser.add_argument("--phases", nargs="+", choices=PHASES, default=PHASES, help="in which a signal comes, in turns")
     parser.add_argument("--log", type=Path, help="file to which a row is appended after each run")
     args = parser.parse_args()
     flags = [*FLAGS.split(), "--T", str(args.steps), "--T_e", str(args.steps - 1)]
     rng, rows = random.Random(args.seed), []
-    names = args.only or list(SCENARIOS)
+    names = args.only or [*SIGNALS, *OTHERS]
     order = [(names[k % len(names)], args.ranks[k // len(names) % len(args.ranks)]) for k in range(args.runs)]
     if args.runs < len(names) * len(args.ranks):
-        order = [(rng.choice(names), rng.choice(args.ranks)) for _ in range(args.runs)]
+        order = [(names[k % len(names)], rng.choice(args.ranks)) for k in range(args.runs)]
+    phases = itertools.cycle(args.phases)
     with tempfile.TemporaryDirectory() as tmp:
         whole: dict[int, dict] = {}
-        seconds: dict[int, float] = {}
+        seconds: dict[int, dict[str, float]] = {}
         for k, (name, ranks) in enumerate(order):
             if ranks not in whole:
                 run = Run(Path(tmp, f"whole-{ranks}"), ranks, flags)
+                seconds[ranks] = durations(run)
                 code, output = run.end()
                 if code:
                     raise Fault(f"the undisturbed run failed: {output[-2000:]}")
-                whole[ranks], seconds[ranks] = result(run.out), time.time() - run.began
-                print(f"undisturbed, {ranks} processes: {seconds[ranks]:.0f} s", flush=True)
-            scenario = random.Random(f"{args.seed} {k}")
-            row = disturbed(name, ranks, scenario, whole[ranks], seconds[ranks], flags, tmp)
+                whole[ranks], seconds[ranks][""] = result(run.out), time.time() - run.began
+                shown = ", ".join(f"{s:.2f} s of {name}" for name, s in seconds[ranks].items() if name)
+                print(f"undisturbed, {ranks} processes: {seconds[ranks]['']:.0f} s; at most {shown}", flush=True)
+            wanted = next(phases) if name in SIGNALS else ""
+            row = disturbed(
+                name, wanted, ranks, random.Random(f"{args.seed} {k}"), whole[ranks], seconds[ranks], flags, tmp
+            )
             rows.append(row)
             if row["ends"][-1] == "ended":  # so that the next random moments fall within a run
-                seconds[ranks] = min(seconds[ranks], row["seconds"])
-            ends = ", ".join([*row["ends"], *row["resumed"]])
+                seconds[ranks][""] = min(seconds[ranks][""], row["seconds"])
+            left = [f"{end} ({saved or 'nothing saved'})" for end, saved in zip(row["ends"], row["left"], strict=True)]
+            ends = ", ".join([*left, *row["resumed"]])
             said = "\n".join(["", *row["said"]]) if row["fault"] else ""
-            print(f"{k + 1:3d}  {name}, {ranks}: {ends}: {row['fault'] or 'as undisturbed'}{said}", flush=True)
+            where = f" in phase {wanted}" if wanted else ""
+            print(f"{k + 1:3d}  {name}{where}, {ranks}: {ends}: {row['fault'] or 'as undisturbed'}{said}", flush=True)
             if args.log:
                 with open(args.log, "a") as f:
                     f.write(json.dumps(row) + "\n")
     bad = [row for row in rows if row["fault"]]
     print(f"\n{table(rows)}\n")
-    print(json.dumps({"runs": len(rows), "failed": len(bad), "seed": args.seed, "steps": args.steps}))
+    hit = collections.Counter(row["phase"] for row in rows if row["phase"])
+    print(json.dumps({"runs": len(rows), "failed": len(bad), "seed": args.seed, "steps": args.steps, "phases": hit}))
     if bad:
         raise Fault(f"{len(bad)} of {len(rows)} runs failed")
 

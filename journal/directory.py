@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import re
+import secrets
 import shutil
 import socket
 import time
@@ -18,10 +19,12 @@ from typing import IO, Any
 
 import torch
 
-from config import Config, holds_a_run, preset_of, read_config
+from config import ABOUT, Config, holds_a_run, preset_of, read_config
+from page.read import number
 from plumbing import stop
 from plumbing.faults import DiskFault, EngineFault, Fault, Outage
 from plumbing.outside import decoded
+from plumbing.versions import commit
 from training import checkpoint
 
 # Knobs that a resumed run may change: they affect where and how fast it runs, not what it computes.
@@ -36,6 +39,7 @@ class RunDirectory:
     def __init__(self, path: Path, keep: int = 2):
         """`keep`: newest checkpoints to keep."""
         self.path, self.keep, self.created = path, keep, False
+        self.id = str(_object(path / "config.json").get("id", ABOUT["id"]))  # that its checkpoints have too
         self._lock: IO[str] | None = None
 
     @classmethod
@@ -69,8 +73,7 @@ class RunDirectory:
         Raises Fault if it cannot be written to, if it belongs to another run, or if a process is writing to it.
         """
         run = cls(Path(cfg.out), cfg.keep)
-        if cfg.resume:
-            read_config(run.path, type(cfg))  # before anything is created
+        theirs = dataclasses.asdict(read_config(run.path, type(cfg), resume=True)) if cfg.resume else {}
         try:
             if cfg.out:
                 run.created = not run.path.exists()
@@ -81,19 +84,19 @@ class RunDirectory:
             config = run.path / "config.json"
             if config.exists() and not cfg.resume:
                 raise Fault(holds_a_run(str(run.path)))
-            mine = with_absolute_paths(cfg) | {"program": cfg.PROGRAM}
+            mine = with_absolute_paths(cfg)
             if cfg.resume:
-                refuse_another_program(run.path, cfg.PROGRAM)
-                theirs = dataclasses.asdict(read_config(run.path, type(cfg))) | {"program": cfg.PROGRAM}
                 if changed := [k for k in mine if k not in FREE and mine[k] != theirs[k]]:
                     k = changed[0]
                     raise Fault(f"--resume: {run.path} was started with --{k} {theirs[k]}, not {mine[k]}")
             else:
-                run.write("config.json", json.dumps(mine, indent=1))
+                run.id = secrets.token_hex(4)
+                about = dict(zip(ABOUT, (cfg.PROGRAM, commit() or ABOUT["commit"], run.id), strict=True))
+                run.write("config.json", json.dumps(mine | about, indent=1))
             for folder in ("checkpoints", "trajectories"):
                 (run.path / folder).mkdir(exist_ok=True)
             for left in (run.path / "checkpoints").glob(".*.tmp"):  # of a process that was killed
-                shutil.rmtree(left)
+                remove(left)
         except (OSError, DiskFault) as e:
             run.close()
             reason = e.strerror if isinstance(e, OSError) else e
@@ -150,8 +153,7 @@ class RunDirectory:
             try:
                 temporary.mkdir()
                 save(temporary)
-                if path.exists():
-                    shutil.rmtree(path)
+                remove(path)
                 os.replace(temporary, path)
             except BaseException:
                 shutil.rmtree(temporary, ignore_errors=True)  # or a full disk stays full
@@ -184,7 +186,7 @@ class RunDirectory:
         def save_all(path: Path) -> None:
             digests = save(path)
             content = io.BytesIO()
-            torch.save(state | {"t": t}, content)
+            torch.save(state | {"t": t, "run": self.id}, content)
             (path / "state.pt").write_bytes(content.getvalue())
             digests["state.pt"] = checkpoint.digest(path / "state.pt")
             (path / checkpoint.DIGESTS).write_text(json.dumps(digests, indent=1))
@@ -193,7 +195,7 @@ class RunDirectory:
         best = self.best()
         for old in self.checkpoints()[: -self.keep]:
             if old != best:
-                shutil.rmtree(old)
+                remove(old)
 
     def checkpoints(self) -> list[Path]:
         """Returns the complete checkpoints, oldest first; other directories beside them do not count."""
@@ -210,6 +212,22 @@ class RunDirectory:
         evaluated = (path for path in self.checkpoints() if step_of(path) in value)
         return max(evaluated, key=lambda path: value[step_of(path)], default=None)
 
+    def load_state(self, path: Path) -> dict[str, Any]:
+        """Returns the state in a checkpoint; raises Fault if it cannot be read, or if it is another run's."""
+        state = checkpoint.load_state(path)
+        if (theirs := state.get("run", ABOUT["id"])) != self.id:
+            raise Fault(
+                f"{path} is of the run {theirs or 'of an older version'}, not of {self.id or 'this older one'}, as"
+                f" {self.path / 'config.json'} is: move it away"
+            )
+        return state
+
+    def seconds(self) -> float:
+        """Returns how long the processes of this run have taken together, as far as they wrote it down."""
+        found = [row.get("time/total") for row in self.rows("metrics")]
+        found.append(_object(self.path / "summary.json").get("seconds"))
+        return max(filter(None, map(number, found)), default=0.0)
+
     def rewind(
         self, damage: Callable[[Path], list[str]], note: Callable[[str], None]
     ) -> tuple[Path, dict[str, Any]] | None:
@@ -221,7 +239,7 @@ class RunDirectory:
         found, bad = None, []
         for path in reversed(self.checkpoints()):
             if not (wrong := damage(path)):
-                state = checkpoint.load_state(path)
+                state = self.load_state(path)
                 if state["t"] == step_of(path):
                     found = path, state
                     break
@@ -236,7 +254,7 @@ class RunDirectory:
         for path, reason in bad:
             aside = path.with_name(f"damaged-{path.name}")
             with writing(aside):
-                shutil.rmtree(aside, ignore_errors=True)
+                remove(aside)
                 path.rename(aside)
             note(f"note: checkpoint {path.name} is damaged ({reason}) and is now called {aside.name}")
         state = found[1] if found else {}
@@ -257,11 +275,13 @@ class RunDirectory:
         return f"resume from {where} with --out {self.path} --resume"
 
 
-def refuse_another_program(run: Path, program: str) -> None:
-    """Raises Fault if another program than this one started a run."""
-    theirs = decoded((run / "config.json").read_text()).get("program", "inspo.py")
-    if theirs != program:
-        raise Fault(f"--resume: {run} was started by {theirs}, not {program}: resume it with that")
+def remove(path: Path) -> None:
+    """Removes a directory, if there is one; of a link the link alone, for what it leads to is not the run's."""
+    with writing(path):
+        if path.is_symlink():
+            path.unlink()
+        elif path.exists():
+            shutil.rmtree(path)
 
 
 def step_of(checkpoint: Path) -> int:
@@ -295,6 +315,15 @@ def _unused(name: str) -> Path:
             path.mkdir(parents=True)
             break
     return path
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """Returns what is in a JSON file; {} if there is no such file, or no object in it."""
+    try:
+        found = decoded(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _lines(path: Path) -> list[str]:

@@ -24,13 +24,14 @@ def export_checkpoint(
     cfg: Config = read_config(path)
     if adapters and not cfg.lora_rank:
         raise Fault(f"--adapters: {path} has none, it trained all weights (--lora_rank 0)")
-    chosen = choose(RunDirectory(path), step, best)
+    run = RunDirectory(path)
+    chosen = choose(run, step, best)
     to = to or path / chosen.name
     if to.exists():
         raise Fault(f"{to} exists already; remove it, or choose another with --to")
     if wrong := checkpoint.damage(chosen):
         raise Fault(f"{chosen} is damaged ({wrong[0]}): choose another with --step")
-    state = checkpoint.load_state(chosen)
+    state = run.load_state(chosen)
     P = Population(cfg.tau_s, cfg.window)
     try:
         P.load_state_dict(state["population"])

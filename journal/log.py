@@ -99,6 +99,7 @@ class Log:
         (1, "") for a run that begins; (t, "evolve") or (t, "evaluate") for one that was stopped inside step t.
         """
         self.P, self.B = P, B
+        self.spent = self.run.seconds()  # before a row is dropped
         found = self.run.rewind(self.policy.damage, self.note) if self.cfg.resume else None
         if not found:
             return 1, ""
@@ -106,7 +107,8 @@ class Log:
         try:
             P.load_state_dict(state["population"])
             B.load_state_dict(state["buffer"])
-            self.ledger, self.start, self.spent = Ledger(**state["ledger"]), state["start"], state["seconds"]
+            self.ledger, self.start = Ledger(**state["ledger"]), state["start"]
+            self.spent = max(self.spent, state["seconds"])
             self.metrics, self.spread = state["metrics"], state["spread"]
         except (LookupError, TypeError, ValueError) as e:
             raise Fault(f"{checkpoint}/state.pt is of another program ({type(e).__name__}: {e})") from None
@@ -149,6 +151,8 @@ class Log:
         began = time.perf_counter()
         self.run.write_trajectories(f"step-{t:06d}", [self.record(tau) for tau in taus])
         self.row = row
+        if n := row.get("skipped_updates"):
+            self.note(f"step {t:3d}  optimizer steps skipped, as loss or gradient were not finite: {n}")
         self.row |= {f"time/{name}": seconds for name, seconds in self.policy.seconds.items()}
         self.logged = time.perf_counter()
         # Rewards are all that takes time beside rollouts and update: a judge may take more than both.

@@ -3,12 +3,14 @@
 The first signal counts, later ones change nothing: under torchrun a Ctrl-C arrives twice. Inside `hold` a request
 waits; inside `may_stop`, and before a run has begun, it raises Stopped at once. A program at the root, or in extras/,
 imports this module first, which listens from there on: a Ctrl-C during the imports that follow ends in one line.
+Python drops what is raised inside a `__del__` or a callback; such a request is made again once that has returned.
 """
 
 import contextlib
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from types import FrameType
 
@@ -21,6 +23,7 @@ class Stopped(SystemExit):
 
 class _State:
     requested = ""  # name of the first signal
+    dropped = False  # whether Python has dropped the Stopped that it raised
     granted = True  # whether a request raises at once
     over = False  # whether there is nothing left to stop
 
@@ -29,7 +32,8 @@ _state = _State()
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
-    first, _state.requested = not _state.requested, _state.requested or signal.Signals(number).name
+    first = not _state.requested or _state.dropped
+    _state.requested, _state.dropped = _state.requested or signal.Signals(number).name, False
     if not first or _state.over:
         return
     if _state.granted:
@@ -38,6 +42,15 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
         text = f"\n{_state.requested}: the run stops and saves as soon as this update or file is complete\n"
         with contextlib.suppress(OSError):
             os.write(2, text.encode())
+
+
+def _on_unraisable(unraisable: "sys.UnraisableHookArgs") -> None:
+    """Sends a request to stop again that was dropped, until it comes at a place from which it can be raised."""
+    if isinstance(unraisable.exc_value, Stopped):
+        _state.dropped = True
+        threading.Timer(0.01, os.kill, (os.getpid(), signal.Signals[_state.requested])).start()
+    else:
+        _hook_before(unraisable)
 
 
 def requested() -> bool:
@@ -56,6 +69,7 @@ def listen() -> dict[signal.Signals, object]:
 
     Call it in the main thread.
     """
+    sys.unraisablehook = _on_unraisable
     old = {number: signal.getsignal(number) for number in SIGNALS}
     for number, handler in old.items():
         if handler is not signal.SIG_IGN:
@@ -109,6 +123,7 @@ def may_stop() -> contextlib.AbstractContextManager[None]:
     return _granting(True)
 
 
+_hook_before = sys.unraisablehook
 _here = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 _program = os.path.realpath(getattr(sys.modules["__main__"], "__file__", None) or "")
 if os.path.dirname(_program) in (_here, os.path.join(_here, "extras")):  # not under pytest

@@ -5,6 +5,8 @@ import errno
 import json
 import os
 import pickle
+import re
+import shutil
 import signal
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 
 from config import Config, knob, parse, read_config
 from journal.directory import RunDirectory, read_jsonl, with_absolute_paths
+from journal.export import export_checkpoint
 from plumbing.faults import CheckpointFault, DiskFault, Fault
 from training import checkpoint
 
@@ -174,12 +177,74 @@ def test_a_run_is_resumed_by_the_program_that_started_it_alone(tmp_path, first, 
         assert read_config(tmp_path / "r").out == out  # others than programs that train may read it
 
 
-@pytest.mark.parametrize("missing", ["T", "task"])
-def test_a_config_of_another_version_is_one_line(run, missing):
+OLDER = {"rank": "reward", "gate": "not_worse", "groups": "", "objective": "grpo"}  # knobs of 2026-11-22
+
+
+@pytest.mark.parametrize("changed, knob", [
+    ({"T": None}, "lacks --T"), ({"task": None}, "lacks --task"), ({"newer": 3}, "has --newer"),
+    (OLDER | {"task": None, "program": None, "commit": None, "id": None}, "has --rank"),
+])  # fmt: skip
+def test_a_config_of_another_version_is_one_line_that_names_a_knob(run, changed, knob):
     path = run.path / "config.json"
-    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != missing}))
-    with pytest.raises(Fault, match=f"config.json has no '{missing}': it is damaged, or of another version"):
-        read_config(run.path)
+    found = json.loads(path.read_text()) | changed
+    path.write_text(json.dumps({k: v for k, v in found.items() if v is not None}))
+    commit = "unknown" if "commit" in changed else found["commit"]
+    for resume in (False, True):
+        with pytest.raises(Fault, match=f"another version of inspo.py .commit {re.escape(commit)}; it {knob}") as e:
+            read_config(run.path, resume=resume)
+        assert "\n" not in str(e.value) and "damaged" not in str(e.value)
+
+
+def another_run(path: Path) -> RunDirectory:
+    run = RunDirectory.open(Config(out=str(path)), "x")
+    run.close()
+    return run
+
+
+def test_a_checkpoint_of_another_run_is_refused(run, tmp_path):
+    other = another_run(tmp_path / "other")
+    shutil.copytree(run.checkpoints()[-1], other.path / "checkpoints" / "step-000009")
+    with pytest.raises(Fault, match=f"step-000009 is of the run {run.id}, not of {other.id}") as e:
+        rewind(other)
+    assert run.id and run.id != other.id and "\n" not in str(e.value)
+    with pytest.raises(Fault, match=f"is of the run {run.id}, not of {other.id}"):
+        export_checkpoint(other.path, to=tmp_path / "to")
+    shutil.copytree(run.path, tmp_path / "copy")  # of the whole run, with whose it is
+    assert rewind(RunDirectory(tmp_path / "copy"))[0] == 9
+
+
+def test_a_run_from_before_the_ids_is_resumed_but_with_checkpoints_of_its_own_alone(run, tmp_path):
+    (run.path / "config.json").write_text(json.dumps(dataclasses.asdict(Config(out=str(run.path)))))
+    older = RunDirectory(run.path, keep=3)
+    with pytest.raises(Fault, match=f"is of the run {run.id}, not of this older one"):
+        rewind(older)
+    save(older, 10)
+    assert rewind(older)[0] == 10
+    other = another_run(tmp_path / "other")
+    shutil.copytree(older.checkpoints()[-1], other.path / "checkpoints" / "step-000010")
+    with pytest.raises(Fault, match=f"of the run of an older version, not of {other.id}"):
+        rewind(other)
+
+
+def test_of_a_link_to_a_directory_the_link_alone_is_removed(run, tmp_path):
+    """A checkpoint that somebody moved to a larger disk; where a policy, or a damaged checkpoint, is to be written."""
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    for path in run.checkpoints()[:2]:
+        path.rename(elsewhere / path.name)
+        path.symlink_to(elsewhere / path.name)
+    save(run, 10)  # keeps three
+    assert [path.name for path in run.checkpoints()] == [f"step-{t:06d}" for t in (6, 9, 10)]
+    links = {"policy": elsewhere / "step-000003", "checkpoints/damaged-step-000010": elsewhere / "step-000003"}
+    links["checkpoints/.step-000012.tmp"] = elsewhere / "nowhere"
+    for name, to in links.items():
+        (run.path / name).symlink_to(to)
+    run.write_directory("policy", lambda path: (path / "weights").write_text("x"))
+    flip(run.checkpoints()[-1] / "state.pt")
+    assert rewind(run)[0] == 9 and not (run.path / "policy").is_symlink()
+    run.close()
+    RunDirectory.open(dataclasses.replace(read_config(run.path), out=str(run.path), resume=True), "x").close()
+    assert sorted(path.name for path in elsewhere.iterdir()) == ["step-000003", "step-000006"]
+    assert len(list((elsewhere / "step-000003").iterdir())) == 4
 
 
 def test_the_best_checkpoint_is_that_of_the_task_s_first_metric(run):
@@ -210,7 +275,7 @@ def with_digests(path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", [".metadata", "inside .metadata", "state.pt", "a value"])
-def test_a_pickle_in_a_checkpoint_runs_nothing(run, tmp_path, place):
+def test_a_pickle_in_a_checkpoint_runs_nothing(run, tmp_path, place, caplog):
     path, touched = run.checkpoints()[-1], tmp_path / "touched"
     bomb = Bomb(touched)
     if place == ".metadata":
@@ -229,6 +294,8 @@ def test_a_pickle_in_a_checkpoint_runs_nothing(run, tmp_path, place):
         checkpoint.load_state(path)
         checkpoint.load(tensors(0.0), path, alone=True)
     assert not touched.exists() and "\n" not in str(e.value)
+    shown = [row for row in caplog.records if not row.name.startswith("c10d-NullHandler")]
+    assert not [row for row in shown if row.levelname in ("WARNING", "ERROR")]  # torch's
 
 
 def test_what_was_saved_is_loaded_to_the_bit(run):

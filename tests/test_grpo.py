@@ -1,11 +1,13 @@
 """The learner against Eq. 2 written out in float64, with autograd and every logit, a trajectory at a time."""
 
 import copy
+import json
 import math
 from concurrent.futures import Future
 
 import pytest
 import torch
+from test_inspo import SMALL, run_here
 from test_rollout import Plain
 from tiny_model import STOP
 
@@ -346,6 +348,73 @@ def test_a_stale_engine_is_refused_before_anything_has_changed(model, reference)
     taus[0].logps[taus[0].mask.index(1)] = math.nan  # an engine that computes nonsense
     with pytest.raises(EngineFault):
         learner.update(3, parts)
+
+
+def spoil(learner, how, part):
+    """Makes the loss or a gradient of one mini-batch not finite, and nothing else of it."""
+    if how == "an advantage":
+        part[-1].advantage = math.nan
+        return
+    inner, bad = learner.loss, {id(tau) for tau in part}
+
+    def loss(batch, terms):
+        loss, extras = inner(batch, terms)
+        if not {id(tau) for tau in batch} & bad:
+            return loss, extras
+        if how == "the loss":
+            return loss + math.nan, extras  # whose gradient is finite
+        weight = next(learner.model.parameters())  # d sqrt(w - w) = inf, of a loss that is finite
+        return loss + (weight[0, 0] - weight[0, 0].detach()).sqrt(), extras
+
+    learner.loss = loss
+
+
+@pytest.mark.parametrize("how", ["an advantage", "the loss", "a gradient"])
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_step_that_is_not_finite_is_skipped(model, reference, how, bad):
+    """Of two mini-batches; what the other does is what it would do alone."""
+    taus = batch_of(4)
+    parts = [taus[: 2 * G], taus[2 * G :]]
+    learner, other = (learner_of(model, reference, micro_tokens=60) for _ in range(2))
+    want = other.update(2, [parts[1 - bad]])
+    spoil(learner, how, parts[bad])
+    metrics = learner.update(2, parts)
+    assert metrics["skipped_updates"] == 1 and want["skipped_updates"] == 0
+    assert metrics == pytest.approx(want | {"skipped_updates": 1}, rel=1e-4)
+    assert learner.memory == ({} if bad == 0 else {"skipped": 1})
+    torch.testing.assert_close(flat(learner.model), flat(other.model), atol=1e-6, rtol=0)
+    assert {int(state["step"]) for state in learner.optimizer.state.values()} == {1}
+    before, moments = flat(learner.model), copy.deepcopy(learner.optimizer.state_dict()["state"])
+    assert learner.update(3, [parts[bad]]).keys() == {"lr", "skipped_updates"}  # nothing was stepped or measured
+    assert learner.memory == {"skipped": 1 + bad}
+    assert torch.equal(flat(learner.model), before) and all(p.grad is None for p in learner.model.parameters())
+    for k, state in learner.optimizer.state_dict()["state"].items():
+        assert all(torch.equal(x, moments[k][name]) for name, x in state.items())
+
+
+def strict(constant):
+    raise AssertionError(f"{constant} is no JSON")
+
+
+def test_a_run_stops_after_several_skipped_steps_in_a_row_resumed_or_not(tmp_path, monkeypatch):
+    inner, begun = Learner.update, []
+
+    def update(self, t, minibatches):
+        begun.append(t)
+        for tau in minibatches[0] if t >= 3 else ():
+            tau.advantage = math.nan
+        return inner(self, t, minibatches)
+
+    monkeypatch.setattr(Learner, "update", update)
+    flags = ["--mode", "static", "--out", tmp_path / "r", *SMALL, "--save_every", "2"]
+    for more in ([], ["--resume"]):  # from step 6, whose checkpoint knows of the four before
+        code, stdout, _ = run_here(*(flags[:4] if more else flags), *more)
+        assert stdout.count("optimizer steps skipped") == (0 if more else 4)
+        assert begun[-1] == 7 and str(code).startswith("\nstep 7: ") and "5 optimizer steps in a row" in str(code)
+        assert str(code).count("\n") == 1
+    assert begun == [1, 2, 3, 4, 5, 6, 7, 7]
+    rows = [json.loads(line, parse_constant=strict) for line in (tmp_path / "r" / "metrics.jsonl").open()]
+    assert [row.get("skipped_updates") for row in rows] == [None, 0, 0, 1, 1, 1, 1]
 
 
 # ---- batches and the learning rate

@@ -112,6 +112,15 @@ def test_two_processes_compute_what_one_does(two, one):
     same(two[1], two[2], one)
 
 
+def test_all_processes_skip_a_step_of_which_one_has_a_nan(path, batches, tmp_path):
+    cfg, parts = pickle.loads(batches.read_bytes())
+    parts[0][3].advantage = float("nan")
+    (tmp_path / "b.pkl").write_bytes(pickle.dumps((cfg, parts)))
+    found, weights = together(2, path, tmp_path / "b.pkl", tmp_path / "out")
+    assert [row["skipped_updates"] for row in found] == [1, 1]
+    same(found, weights, alone(path, cfg, parts))
+
+
 def exchanged(parts):
     """Returns the mini-batches with the advantages of two trajectories exchanged, in the same group."""
     parts = copy.deepcopy(parts)

@@ -11,6 +11,7 @@ import io
 import json
 import re
 import statistics
+import time
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -242,3 +243,22 @@ def test_stopped_at_every_call_again_and_again_a_run_still_ends_the_same(whole, 
         except (Fault, stop.Stopped):
             pass
     assert ended and n > 3 and left(out) == whole[0]
+
+
+def test_seconds_add_up_over_all_resumes_of_a_run(tmp_path):
+    """Every process counts from its own start; this one, in which all of them are played, has taken the longer."""
+
+    def seconds():
+        return json.loads((tmp_path / "r" / "summary.json").read_text())["seconds"]
+
+    with pytest.raises(Fault):
+        play(tmp_path / "r", Calls(30, stop.Stopped("stopped")))
+    rows = read_jsonl(tmp_path / "r" / "metrics.jsonl")
+    with open(tmp_path / "r" / "metrics.jsonl", "a") as f:  # of a step that a killed process has done
+        f.write(json.dumps({"t": rows[-1]["t"] + 1, "time/total": rows[-1]["time/total"] + 1000}) + "\n")
+    found = [rows[-1]["time/total"] + 1000]
+    for _ in range(3):  # the first finishes the run, the others do its last evaluations again
+        began = time.perf_counter()
+        play(tmp_path / "r", Calls())
+        found.append(seconds())
+        assert found[-1] - found[-2] > time.perf_counter() - began

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from test_inspo import ENV, ROOT, SMALL, finish, metrics, read_jsonl, run_here, start
+from test_inspo import ENV, ROOT, SMALL, finish, metrics, popen, read_jsonl, run_here, start
 
 import reflect
 from bench.chaos import hear_signals
@@ -94,6 +94,38 @@ def test_a_signal_that_the_shell_ignores_stays_ignored():
         command, capture_output=True, text=True, cwd=ROOT, stdin=subprocess.DEVNULL, preexec_fn=hear_signals
     )
     assert done.stdout == "['function', 'function', 'Handlers']\n"  # SIGHUP is nohup's
+
+
+DROPPED = """
+import time, weakref
+from plumbing import stop
+
+class Closes:
+    def __del__(self):
+        print("closing", flush=True)
+        time.sleep(60)
+
+class Watched: pass
+
+def closing(reference):
+    print("closing", flush=True)
+    time.sleep(60)
+
+stop.listen()
+watched = Watched()
+reference = weakref.ref(watched, closing)
+{}
+while True:
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("end", ["Closes()", "del watched", "a = Closes(); a.self = a; del a; import gc; gc.collect()"])
+def test_a_signal_inside_a_del_is_not_lost(end):
+    process = popen([sys.executable, "-c", DROPPED.format(end)], ENV)
+    assert process.stdout.readline() == "closing\n"
+    process.send_signal(signal.SIGINT)
+    assert finish(process, 20) == (1, "", "stopped by SIGINT\n")
 
 
 @pytest.fixture

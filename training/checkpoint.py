@@ -52,8 +52,13 @@ def save(state: dict[str, Any], path: Path, rank: int, alone: bool) -> dict[str,
 
 def load(state: dict[str, Any], path: Path, alone: bool) -> None:
     """Fills the tensors of `state` with the shares under `path`; raises CheckpointFault."""
+    reader = _Reader(str(path))
     try:
-        dcp.load(state, storage_reader=_Reader(str(path)), planner=_Planner(), no_dist=alone)
+        reader.read_metadata()  # first: torch would log what is raised there, twice, with a traceback
+    except Exception as e:  # a damaged pickle raises anything
+        raise CheckpointFault(f"{path} cannot be loaded ({_reason(e)})") from None
+    try:
+        dcp.load(state, storage_reader=reader, planner=_Planner(), no_dist=alone)
     except (CheckpointException, OSError) as e:
         raise CheckpointFault(f"{path} cannot be loaded ({_reason(e)})") from None
 

@@ -6,7 +6,6 @@ import torch
 
 from config import Config, read_instruction
 from engines.choose import choose_engine
-from engines.choose import device_of as device_of  # for inspo.py
 from models import layers
 from models.model import load_config, load_tokenizer
 from plumbing.faults import Fault

@@ -17,12 +17,12 @@ from safetensors import SafetensorError
 from config import Config
 from engines import Engine
 from engines.torch_engine import TorchEngine
-from grpo import Learner, minibatches
+from grpo import MAX_SKIPPED, Learner, minibatches
 from models import lora
 from models.layers import fuse
 from models.model import empty, export, fill, load_config, load_model, load_tokenizer, shard, skeleton, weights
 from plumbing import stop
-from plumbing.faults import CheckpointFault, DiskFault, EngineFault, Outage
+from plumbing.faults import CheckpointFault, DiskFault, EngineFault, Fault, Outage
 from rollout import play, rollout, spread
 from tasks import Job, Task, Trajectory, load_task, rng_of
 from tasks.tools import stop_strings
@@ -71,6 +71,7 @@ class Policy:
         """Takes step t of GRPO on the rewarded trajectories (Eq. 2); returns the metrics of the whole batch.
 
         `tokens` of a sample of the trajectories, --token_rows in whole groups, then holds what the update saw of them.
+        Raises Fault when MAX_SKIPPED optimizer steps in a row had no finite gradient.
         """
         began, self.t = time.perf_counter(), t
         groups = list(dict.fromkeys(tau.group for tau in taus))
@@ -85,6 +86,11 @@ class Policy:
             for k, tokens in noted.items():
                 taus[k].tokens = tokens
         self.seconds["update"] += time.perf_counter() - began
+        if (n := self.learner.memory.get("skipped", 0)) >= MAX_SKIPPED:
+            raise Fault(
+                f"\nstep {t}: loss or gradient were not finite in {n} optimizer steps in a row, all of them skipped;"
+                " start a new run with a lower --lr, or look at the rewards of this one (trajectories/)"
+            )
         return answers[0][0]
 
     def save(self, path: Path) -> dict[str, str]:
