@@ -158,7 +158,7 @@ class Log:
         # Rewards are all that takes time beside rollouts and update: a judge may take more than both.
         self.row["time/reward"] = max(0.0, began - self.step_began - sum(self.policy.seconds.values()))
         self.row["time/log"] = self.logged - began
-        self.phase, self.before_evolution = "evolve", dataclasses.replace(self.ledger)
+        self.phase, self.before_evolution, self.candidates = "evolve", dataclasses.replace(self.ledger), []
 
     def record(self, tau: Trajectory) -> dict[str, Any]:
         """Returns a trajectory's row, with the data of its tokens if it is one of the watched."""
