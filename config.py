@@ -194,6 +194,10 @@ class EngineKnobs:
     """where it runs (torchrun: a rank a GPU)"""
 
     device: str = knob("", "cpu or cuda; empty: cuda if there is one", of=("", "cpu", "cuda"))
+    dtype: str = knob(
+        "", "in which the policy is computed; weights and sums stay float32. Empty: bfloat16 where it is faster",
+        of=("", "float32", "bfloat16"), more=True,
+    )  # fmt: skip
     engine: str = knob(
         "auto", "auto: vllm on a GPU if it is installed, else torch; or vllm, or torch", of=("auto", "vllm", "torch")
     )

@@ -96,7 +96,7 @@ class Learner:
     with the same trajectories and computes its share of the micro-batches. The result equals that of one process.
     """
 
-    MAX_GAP: ClassVar[dict[str, float]] = {"cpu": 1e-3, "cuda": 0.1}  # mean nat a token, engine to trainer: fp32, bf16
+    MAX_GAP: ClassVar[dict[str, float]] = {"float32": 1e-3, "bfloat16": 0.1}  # mean nat a token, engine to trainer
 
     def __init__(self, model: Any, reference: Any, cfg: GRPOKnobs, max_gap: float = math.inf):
         """`max_gap`: mean nat a token by which engine and trainer may differ."""

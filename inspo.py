@@ -214,7 +214,7 @@ def train(
             check_questions(task)
             task.check()
         status("importing torch")
-        from engines.choose import device_of
+        from engines.choose import device_of, dtype_of
         from grpo import Learner
         from journal.directory import RunDirectory
         from journal.log import Log
@@ -226,7 +226,8 @@ def train(
         learner = learner or Learner
         if cfg.dry_run:
             return print_memory(cfg)
-        ranks = Ranks(device_of(cfg), cfg.patience)
+        device = device_of(cfg)
+        ranks = Ranks(device, cfg.patience, dtype_of(cfg, device))
         with ranks.fail_at_once(), contextlib.ExitStack() as stack:
             if ranks.rank:
                 return worker_loop(cfg, ranks, learner)

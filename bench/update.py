@@ -132,11 +132,12 @@ def measure(args: argparse.Namespace) -> dict:
     micro = args.micro_tokens or (Config.micro_tokens if cuda else 800)
     cfg = Config(micro_tokens=micro, mini=args.trajectories // 10, T=args.steps + 1)
     config, estimated = fitting(cfg, cuda)
-    compute = torch.bfloat16 if cuda else torch.float32
+    dtype = "bfloat16" if cuda else "float32"
+    compute = getattr(torch, dtype)
     model = build(config, args.device, torch.float32, compute)
     reference = frozen_copy(model, config, args.device, compute)
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    learner = Learner(model, reference, cfg, max_gap=Learner.MAX_GAP[args.device])
+    learner = Learner(model, reference, cfg, max_gap=Learner.MAX_GAP[dtype])
 
     def timed(work):
         """Returns the work's result and its seconds."""

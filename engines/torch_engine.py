@@ -75,8 +75,6 @@ class TorchEngine:
     def __init__(self, model: Any, tokenizer: Any, stop: tuple[str, ...], max_rows: int = 512):
         self.model, self.tokenizer, self.stop, self.max_rows = model, tokenizer, stop, max_rows
         self.device: torch.device = next(model.parameters()).device
-        # Logits in float32: rounded to bf16, log-probs would be off by 0.012 nat on average.
-        self.head = partial(head_logits, weight=model.get_output_embeddings().weight)
         self.scale = logit_scale(model.config)
         # Only a token whose text contains the last character of a stop string can complete it: decode after those.
         last = {s[-1] for s in stop}
@@ -103,6 +101,10 @@ class TorchEngine:
     def begin(self, seed: int) -> None:
         """As Engine; the samples that follow depend on nothing but `seed` and the calls."""
         self.generator = torch.Generator(self.device).manual_seed(seed)
+        weight = self.model.get_output_embeddings().weight
+        # Logits in float32: rounded to bf16, log-probs would be off by 0.012 nat on average. A GPU sums bf16 products
+        # in float32; elsewhere the weight is widened, here once and not for every token.
+        self.head = partial(head_logits, weight=weight if weight.is_cuda else weight.detach().float())
         self.cache = RowCache()
         self.keys: list[int] = []  # row of `cache` -> the caller's key
         self._rows: list[int] = []  # position in the batch -> row of `cache`

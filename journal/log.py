@@ -81,7 +81,7 @@ class Log:
         """Prints what is about to be trained, and with what; `why`: the engine."""
         cfg, worker, ranks = self.cfg, self.policy.worker, self.policy.ranks
         lora = f", {worker.parameters(trained=True) / 1e6:,.2f}M of LoRA trained" if cfg.lora_rank else ""
-        device = ranks.device if ranks.size == 1 else f"{ranks.size} x {ranks.device}"
+        device = f"{ranks.size} x " * (ranks.size > 1) + f"{ranks.device}, {ranks.dtype}"
         model = f"{preset_of(cfg.model)} ({worker.parameters() / 1e6:,.2f}M parameters{lora}, {device}, {why})"
         asked = f"{len(self.task.questions('train'))} questions, {len(self.test)} held out"
         steps = f"{cfg.T} steps of {cfg.a_step()}, seed {cfg.seed}"

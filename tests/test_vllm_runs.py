@@ -61,7 +61,7 @@ def test_and_in_two_processes(tmp_path):
     code, stdout, stderr = finish(start(2, "--out", tmp_path / "r", *FLAGS), 300)
     assert code == 0, stderr
     check(tmp_path / "r", 4)
-    assert "2 x cpu, vllm engine: as asked" in stdout and stdout.count(" engine: ") == 1
+    assert "2 x cpu, float32, vllm engine: as asked" in stdout and stdout.count(" engine: ") == 1
 
 
 def test_a_run_with_embeddings_of_their_own_on_own_data_in_two_processes(tiny, tmp_path):

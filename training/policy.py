@@ -151,7 +151,7 @@ class Worker:
         ends = stop_strings(task.tools)
         self.config, self.tokenizer = load_config(cfg.model), load_tokenizer(cfg.model, ends)
         source = self.first_policy()
-        compute = torch.bfloat16 if ranks.device == "cuda" else torch.float32
+        compute = getattr(torch, ranks.dtype)
         self.layers = ""  # which layers are fused; nothing to say on a CPU
         if ranks.grouped:
             kept = compute if cfg.lora_rank else torch.float32  # frozen weights take no small steps
@@ -170,7 +170,7 @@ class Worker:
         self.synced = self.shared  # the engine has the policy's present weights
         self.engine: Engine
         if engine == "vllm":
-            self.engine = self.vllm(ends, str(compute).removeprefix("torch."))
+            self.engine = self.vllm(ends, ranks.dtype)
         elif self.shared:
             self.engine = TorchEngine(model, self.tokenizer, ends, cfg.max_rows)
         else:
@@ -178,7 +178,7 @@ class Worker:
             self.engine = TorchEngine(whole, self.tokenizer, ends, cfg.max_rows)
         if cfg.recompute:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        self.learner = learner(model, reference, cfg, max_gap=learner.MAX_GAP[ranks.device])
+        self.learner = learner(model, reference, cfg, max_gap=learner.MAX_GAP[ranks.dtype])
 
     def fused(self, model: Any) -> Any:
         """Returns `model`, on a GPU with fused layers: for updates alone, whose batches are one row."""

@@ -22,12 +22,16 @@ from plumbing.stop import Stopped
 
 
 class Ranks:
-    """This process among all of them; `grouped` is whether there is a process group (on a GPU there always is)."""
+    """This process among all of them; `grouped` is whether there is a process group: always on a GPU and in bf16."""
 
-    def __init__(self, device: str, patience: float):
-        """`patience`: minutes after which a collective gives up, so that no rank waits for ever."""
+    def __init__(self, device: str, patience: float, dtype: str = "float32"):
+        """`patience`: minutes after which a collective gives up, so that no rank waits for ever.
+
+        In a `dtype` below float32 FSDP keeps the weights in float32 and gathers blocks in it, for one process, too.
+        """
         self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        self.device, self.grouped = device, self.size > 1 or device == "cuda"
+        self.device, self.dtype = device, dtype
+        self.grouped = self.size > 1 or device == "cuda" or dtype != "float32"
         if not self.grouped:
             return
         timeout = datetime.timedelta(minutes=patience)

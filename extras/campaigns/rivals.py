@@ -141,11 +141,14 @@ def table(rows: list[Row], target: float) -> str:
         key = (name, *cell)
         return [f"{found[key].interval:{style}}", f"{holm[key]:.3f}"] if key in holm else ["", ""]
 
+    compared = (
+        f"; differences from `paper` by Welch's t, with Holm's p over all {len(holm)} of this page,"
+        f" {sum(p < 0.05 for p in holm.values()) or 'none'} of which are below 0.05"
+    )
     text = [
         "# Rules of choosing instructions in the world", "", HONEST, "",
-        "`make bench-selection`, rows in selection.jsonl. Means over seeds with the 95 % interval of Student's t;"
-        f" differences from `paper` by Welch's t, with Holm's p over all {len(holm)} of this page,"
-        f" {sum(p < 0.05 for p in holm.values()) or 'none'} of which are below 0.05.", "",
+        "`make bench-selection`, rows in selection.jsonl. Means over seeds with the 95 % interval of Student's t"
+        f"{compared if holm else ''}.", "",
         "EM: held-out, greedy, after the last step, under the run's own I_star.", "",
         "| batch | arm | seeds | T | EM | difference | Holm's p | trajectories | of them verification | calls |"
         " undecided a pruning | minutes |", "|---" * 12 + "|",

@@ -1,0 +1,93 @@
+"""Demonstrations for a cold start: an agent that follows its instruction on the real facts, as conversations.
+
+    python -m extras.real.demos --n 960 --out demos.jsonl
+
+Instructions are made of the world's clauses (world/clauses.py), here three kinds of them: what to search for, when to
+stop, how to answer. Where an instruction is silent the agent has the habit of the paper's static baseline, one search
+with the whole question, and often a sentence as its answer. No instruction has all three clauses that solve a question.
+"""
+
+import argparse
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from config import FACTS, PRESETS, Config
+from journal.directory import read_jsonl
+from plumbing.faults import one_line
+from tasks import Question
+from tasks.search_qa import SearchQA
+from world.clauses import CLAUSES, write
+
+Row = dict[str, Any]
+TASK = SearchQA(Config(**PRESETS["smollm2-135m"]))  # formats prompts and results; nobody starts its server
+
+SLOTS = ("search", "stop", "answer")
+USED = [name for name, clause in CLAUSES.items() if clause.slot in SLOTS and name != "memory"]
+BEST = {"entity", "cont", "exact"}
+# Probability of the right behaviour under the clause, under one that contradicts it, and under neither (None).
+OBEY = {
+    "entity": {"entity": 0.97, None: 0.0},
+    "full": {"cont": 0.50, "early": 0.0, None: 0.10},
+    "exact": {"exact": 0.98, "verbose": 0.02, None: 0.45},
+}
+
+
+def random_clauses(rng: random.Random) -> list[str]:
+    """Returns a random set of clauses, never all of BEST."""
+    while True:
+        chosen = [
+            rng.choices(["entity", "whole", None], [0.55, 0.25, 0.20])[0],
+            rng.choices(["cont", "early", None], [0.45, 0.20, 0.35])[0],
+            rng.choices(["exact", "verbose", None], [0.45, 0.20, 0.35])[0],
+        ]
+        clauses = [c for c in chosen if c]
+        if not set(clauses) >= BEST:
+            return clauses
+
+
+def demonstrate(rng: random.Random, q: Row, corpus: dict[str, str], clauses: list[str]) -> list[tuple[str, str]]:
+    """Returns (role, text) of the turns that follow the clauses; tool: the passage as a search returns it."""
+
+    def does(habit: str) -> bool:
+        said = next((c for c in clauses if c in OBEY[habit]), None)
+        return rng.random() < OBEY[habit][said]
+
+    chain, gold = list(q["chain"]), q["golden_answers"][0]
+    by_entity, full, bare = (does(h) for h in OBEY)
+    read = len(chain) if by_entity and full else 1
+    turns = []
+    for title in chain[:read]:
+        turns.append(("assistant", f"<search> {title if by_entity else q['question']} </search>"))
+        turns.append(("tool", TASK.search.show([corpus[title]])))
+    answer = gold if read == len(chain) else chain[read]  # who stops early has the next entity, and takes it
+    return [*turns, ("assistant", f"<answer> {answer if bare else f'It is {answer}.'} </answer>")]
+
+
+def demo(rng: random.Random, questions: list[Row], corpus: dict[str, str]) -> Row:
+    """Returns a row: the messages of a conversation."""
+    q, clauses = rng.choice(questions), random_clauses(rng)
+    instruction = write(rng, clauses, rng.randint(0, 1))
+    prompt = TASK.prompt(instruction, Question(q["id"], q["question"], tuple(q["golden_answers"])))
+    turns = [{"role": role, "content": text} for role, text in demonstrate(rng, q, corpus, clauses)]
+    return {"id": q["id"], "instruction": instruction, "messages": [*prompt, *turns]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--n", type=int, default=960, help="how many")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("demos.jsonl"))
+    args = parser.parse_args()
+    with one_line("extras.real.demos"):
+        rng = random.Random(args.seed)
+        questions = read_jsonl(FACTS / "train.jsonl")
+        corpus = {row["contents"].split('"')[1]: row["contents"] for row in read_jsonl(FACTS / "corpus.jsonl")}
+        rows = [demo(rng, questions, corpus) for _ in range(args.n)]
+        args.out.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        print(f"{args.out}: {args.n:,} demonstrations of {len({row['id'] for row in rows}):,} questions")
+
+
+if __name__ == "__main__":
+    main()
