@@ -445,8 +445,16 @@ def test_compare_two_greedy_runs(tmp_path):
     row = next(line for line in compare([a, b]).splitlines() if line.startswith("| new"))
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells[:4] == ["new", "nq", "20", "0.650, 0.300"]
-    assert cells[4].startswith("+0.350 [") and cells[6] == "8, 1; 0.039"
+    assert cells[4].startswith("+0.350 [") and cells[5:7] == ["0.039", "8, 1"]
     assert cells[7:9] == ["", ""]  # one seed says nothing of others
+    same, best = (
+        compare([a, a]),
+        compare([evaluation(tmp_path / "x", nq=[0, 0, 0]), evaluation(tmp_path / "y", nq=[1] * 3)]),
+    )
+    assert "| +0.000 [-0." in same and "| 1.000 | 0, 0 |" in same and "nan" not in same
+    assert "| 0.250 | 3, 0 |" in best  # three questions prove nothing, however clear
+    for line in (same + best).splitlines():
+        assert len(line) <= 200 and "inf" not in line
 
 
 def test_compare_seeds_as_a_level_of_their_own_with_holm_over_the_arms(tmp_path):
