@@ -5,11 +5,11 @@ python ask.py --run runs/NAME            # questions from the keyboard, one a li
 python ask.py --run runs/NAME ID         # one of the held-out questions, which can be scored
 """
 
+from plumbing import stop  # isort: skip  (first: from here on a Ctrl-C is one line)
 import argparse
 import dataclasses
 from pathlib import Path
 
-from plumbing import stop  # isort: skip  (first: from here on a Ctrl-C is one line)
 from evaluation.agents import METHODS, Agent, agent, instruction_of, subject
 from plumbing.faults import Fault, one_line
 from plumbing.outside import clean, printable
