@@ -36,7 +36,10 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
     _state.requested, _state.dropped = _state.requested or signal.Signals(number).name, False
     if not first or _state.over:
         return
-    if _state.granted:
+    if _state.granted and _importing(frame):
+        _state.requested = ""
+        threading.Timer(0.05, os.kill, (os.getpid(), number)).start()
+    elif _state.granted:
         check()
     elif os.environ.get("RANK", "0") == "0":  # not by print: the signal may have interrupted one
         text = f"\n{_state.requested}: the run stops and saves as soon as this update or file is complete\n"
@@ -51,6 +54,16 @@ def _on_unraisable(unraisable: "sys.UnraisableHookArgs") -> None:
         threading.Timer(0.01, os.kill, (os.getpid(), signal.Signals[_state.requested])).start()
     else:
         _hook_before(unraisable)
+
+
+def _importing(frame: FrameType | None) -> bool:
+    """Returns whether an import is under way, which what is raised would not leave: C++ code in it aborts, or wraps it.
+
+    The request is made again until the import has ended.
+    """
+    while frame and not frame.f_code.co_filename.startswith("<frozen importlib"):
+        frame = frame.f_back
+    return frame is not None
 
 
 def requested() -> bool:
