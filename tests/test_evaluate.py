@@ -3,9 +3,12 @@
 import contextlib
 import io
 import json
+import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -159,6 +162,105 @@ def test_a_run_is_measured_under_its_I_star_and_another_instruction_can_replace_
         run(*flags, "--instruction", file, "--out", tmp_path / name)
     own, same, first, other = (read_jsonl(tmp_path / x / "results.jsonl") for x in ("own", "same", "first", "other"))
     assert own == same != first == other
+
+
+def cells_of(text):
+    """Returns the cells of every Markdown table in a text: of each row (heading, cell)."""
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    heads = [k - 1 for k, line in enumerate(lines) if set(line) == {"---"}]
+    ends = [*heads[1:], len(lines)]
+    for head, end in zip(heads, ends, strict=True):
+        assert len({len(line) for line in lines[head:end]}) == 1, "rows of one width"
+    spans = zip(heads, ends, strict=True)
+    return [[list(zip(lines[h], line, strict=True)) for line in lines[h + 2 : end]] for h, end in spans]
+
+
+NUMBER = r"[+-]?[\d,]+(\.\d+)?(e-\d+)?"
+CELL = re.compile(rf"({NUMBER}( \[{NUMBER}, {NUMBER}\])?(, {NUMBER})*)?")
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory, retriever):
+    """What evaluate.py prints of two sets under two policies, and of their comparison; where it writes."""
+    folder, said = tmp_path_factory.mktemp("several"), []
+    flags = ["world", "--data", "world", "valid", "--retriever", retriever]
+    (folder / "entity.txt").write_text("Look up each entity. Use <search> </search> and <answer> </answer>.")
+    for name, more in (("one", [3]), ("two", [3, "--instruction", folder / "entity.txt"]), ("single", [1])):
+        said.append(run(*flags, "--out", folder / name, "--n", *more)[0])
+    said.append(run("--compare", folder / "one", folder / "two", folder / "one")[0])
+    return folder, said
+
+
+def test_a_person_can_read_what_is_printed(several):
+    for text in several[1]:
+        assert not re.search(r"\w+\(\w+=|\bnan\b|\binf\b|None|Traceback|<class|\{|np\.", text), text
+        assert max(map(len, text.splitlines())) <= 200
+        [table] = cells_of(text)
+        for row in table:
+            names = [x for head, x in row if head in ("", "benchmark")]
+            assert all(re.fullmatch("[a-z]+", x) for x in names)
+            for _, cell in row[len(names) :]:
+                assert CELL.fullmatch(cell), (cell, text)
+
+
+def test_the_figures_printed_are_those_of_the_json_beside_them(several):
+    for name, text in zip(("one", "two", "single"), several[1], strict=False):
+        file = several[0] / name / "summary.json"
+        found = json.loads(file.read_text(), parse_constant=lambda x: pytest.fail(f"{x} is no JSON"))
+        [table] = cells_of(text)
+        figures = found["benchmarks"] | {"average": {"em": found["average"], "questions": found["average"]["n"]}}
+        assert [row[0][1] for row in table] == list(figures) == ["world", "valid", "average"]
+        for row in table:
+            part, shown = figures[row[0][1]], dict(row)
+            mean, low, high = map(float, re.findall(r"-?\d+\.\d+", shown["EM, 95 %"]))
+            assert (mean, low, high) == tuple(pytest.approx(part["em"][k], abs=5e-4) for k in ("mean", "low", "high"))
+            assert int(shown["questions"]) == part["questions"] and low <= mean <= high and low < high
+            if row[0][1] != "average":
+                assert float(shown["F1"]) == pytest.approx(part["f1"]["mean"], abs=5e-4)
+                for head in ("answered", "searches", "gold recall"):
+                    assert float(shown[head]) == pytest.approx(part[head.replace(" ", "_")], abs=5e-3)
+
+
+# ---- at the command line
+
+
+def test_progress_is_shown_within_a_chunk_and_in_lines_off_a_terminal(retriever, tmp_path, monkeypatch):
+    monkeypatch.setattr(measure, "QUIET", 0.0)
+    reached, inner, err = [], measure.Progress.reach, io.StringIO()
+    monkeypatch.setattr(measure.Progress, "reach", lambda bar, n: reached.append(n) or inner(bar, n))
+    with contextlib.redirect_stderr(err), contextlib.redirect_stdout(io.StringIO()):
+        evaluate.main(["world", "--data", "world", "--n", "9", "--retriever", retriever, "--out", str(tmp_path / "o")])
+    assert reached == sorted(reached) and {*reached} == {*range(1, 10)}  # one chunk
+    lines = [line for line in err.getvalue().split("\n") if line]
+    assert len(lines) > 3 and all("/9 [" in line and "\r" not in line for line in lines)
+    assert lines[-1].startswith("world: 100%|")
+
+
+@pytest.mark.parametrize("program", ["evaluate.py", "extras/table1.py", "ask.py"])
+def test_help_waits_for_neither_torch_nor_scipy(program):
+    command = [sys.executable, "-X", "importtime", program, "--help"]
+    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=60)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert done.returncode == 0 and "--temperature" in done.stdout
+    assert "config" in imported and not imported & {"torch", "scipy", "transformers", "rich"}
+
+
+MOMENTS = [0.05, 0.4, *(pytest.param(t, marks=pytest.mark.slow) for t in np.arange(0.8, 6.5, 0.3))]
+
+
+@pytest.mark.parametrize("seconds", MOMENTS)
+def test_a_ctrl_c_ends_an_evaluation_in_one_line_at_any_moment(tmp_path, seconds):
+    """Counted from the first moment at which Python listens."""
+    command = [sys.executable, "-X", "importtime", "evaluate.py", "world", "--data", "world", "--out"]
+    command.append(str(tmp_path / "o"))
+    process = subprocess.Popen(command, cwd=HERE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    for line in process.stderr:
+        if line.endswith("plumbing.stop\n"):
+            break
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    lines = [line for line in process.communicate(timeout=60)[1].splitlines() if not line.startswith("import time:")]
+    assert len(lines) == 1 and "stopped by SIGINT" in lines[0] and process.returncode == 1, lines
 
 
 # ---- another task

@@ -128,13 +128,26 @@ def test_a_signal_inside_a_del_is_not_lost(end):
     assert finish(process, 20) == (1, "", "stopped by SIGINT\n")
 
 
-def test_a_request_during_an_import_waits_for_its_end(tmp_path):
-    """As C extensions do: what is raised inside comes out as something else, or ends the process by abort()."""
-    module = "import time\nprint('imports', flush=True)\ntry: time.sleep(0.5)\n"
-    (tmp_path / "extension.py").write_text(module + "except BaseException: raise ImportError('wrapped')\n")
-    code = "from plumbing import stop; stop.listen(); import extension, time; time.sleep(30)"
-    env = ENV | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
-    process = subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+EXTENSION = """
+import importlib.machinery, importlib.util, time
+from plumbing import stop
+class Loader(importlib.machinery.ExtensionFileLoader):
+    create_module = lambda self, spec: None
+    def exec_module(self, module):
+        print("imports", flush=True)
+        try: time.sleep(0.5)
+        except BaseException: raise ImportError("wrapped")
+stop.listen()
+loader = Loader("extension", "extension.so")
+loader.exec_module(None)
+time.sleep(30)
+"""
+
+
+def test_a_request_while_a_c_extension_is_imported_waits_for_its_end():
+    """What is raised inside comes out as something else, or ends the process by abort()."""
+    command = [sys.executable, "-c", EXTENSION]
+    process = subprocess.Popen(command, env=ENV, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.readline()
     for _ in range(2):
         process.send_signal(signal.SIGINT)
