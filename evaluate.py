@@ -7,7 +7,8 @@
 
 WHAT is a run, one of its checkpoints, a Hugging Face directory or id, a preset, or the URL of an OpenAI-compatible chat
 endpoint (OPENAI_API_KEY). Greedy unless --temperature says otherwise. --out gets summary.json, table.md and
-results.jsonl, a line a question; the same command again continues where it was stopped.
+results.jsonl, a line a question; the same command again continues where it was stopped, unless questions, instruction,
+weights or passages are others by then.
 """
 
 from __future__ import annotations
