@@ -14,7 +14,7 @@ from config import TaskKnobs
 from evaluation.agents import Subject
 from plumbing.client import Client, RequestFailed
 from plumbing.faults import Fault, ToolDown
-from plumbing.outside import without_password
+from plumbing.outside import without_secrets
 from tasks import Question, Task
 from tasks.search import Search
 from tasks.search_qa import SearchQA
@@ -46,7 +46,7 @@ def model_at(weights: str, served: str) -> Row:
 
         key = os.environ.get("OPENAI_API_KEY", "")
         with closing(ChatEngine(weights, served, Words(), (), api_key=key)) as engine:
-            return {"url": without_password(weights)} | {k: engine.said[k] for k in SAID if k in engine.said}
+            return {"url": without_secrets(weights)} | {k: engine.said[k] for k in SAID if k in engine.said}
     if Path(weights).is_dir():
         files = [path for path in sorted(Path(weights).iterdir()) if path.is_file() and path.name[0] != "."]
         return {path.name: digest(blocks(path)) for path in files if path.suffix != ".md"}

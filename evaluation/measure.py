@@ -25,7 +25,7 @@ from journal.summary import label
 from page.read import finite
 from plumbing import stop
 from plumbing.faults import Fault, Outage
-from plumbing.outside import decoded
+from plumbing.outside import decoded, without_secrets
 from tasks import Question, Task, Trajectory, load_task, measure, reward, rng_of, subset
 from tasks.questions import normalize
 from tasks.search_qa import SearchQA
@@ -214,7 +214,8 @@ def evaluate(args: argparse.Namespace, methods: Mapping[str, Method]) -> Row:
         instruction = instruction_of(chosen, task, method, args.instruction)
         questions, notes = asked(task, args)
         task.check()
-        setting = {key: getattr(args, key) for key in ("what", "data", "n", "seed", "temperature", "samples")}
+        setting = {key: getattr(args, key) for key in ("data", "n", "seed", "temperature", "samples")}
+        setting["what"] = without_secrets(args.what) if "://" in args.what else args.what
         setting |= {"method": name} | {key: getattr(cfg, key) for key in (*PLAYED, "tools") if key != "test"}
         setting |= identity(chosen, task, instruction, questions, args.served_model)
         player = agent(

@@ -545,8 +545,9 @@ def test_a_search_server_is_known_by_what_it_says_of_its_index(retriever, whole,
 def test_a_served_model_is_known_by_its_name_and_what_its_server_says_of_it(servers, retriever, tmp_path, known):
     model = {"id": "qwen", "root": "/models/step-100", "created": 1}
     chat = servers({"data": [model]}, {"data": [model | {"created": 2}]}, said("<answer> x </answer>"))
-    flags = [chat.url, "--data", "world", "--n", 1, "--retriever", retriever, "--out", tmp_path / "o"]
-    assert not run(*flags)[1]
+    url = chat.url.replace("//", "//user:password9@")
+    flags = [url, "--data", "world", "--n", 1, "--retriever", retriever, "--out", tmp_path / "o"]
+    assert not run(*flags)[1] and "password9" not in (tmp_path / "o" / "summary.json").read_text()
     chat.script[:] = [{"data": [model | {"created": 3}]}]
     assert not run(*flags)[1]
     chat.script[:] = [{"data": [model | {known: "other"}]}]
