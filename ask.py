@@ -5,11 +5,12 @@ python ask.py --run runs/NAME            # questions from the keyboard, one a li
 python ask.py --run runs/NAME ID         # one of the held-out questions, which can be scored
 """
 
+from plumbing import stop  # isort: skip  (first: from here on a Ctrl-C is one line)
 import argparse
 import dataclasses
+import textwrap
 from pathlib import Path
 
-from plumbing import stop  # isort: skip  (first: from here on a Ctrl-C is one line)
 from evaluation.agents import METHODS, Agent, agent, instruction_of, subject
 from plumbing.faults import Fault, one_line
 from plumbing.outside import clean, printable
@@ -52,10 +53,15 @@ def example_of(known: list[Question]) -> str:
     return f" For example: {known[0].text if known[0].data is None else known[0].id}"
 
 
+def folded(text: str) -> str:
+    """Returns a text in lines of a terminal's width."""
+    return "\n".join(textwrap.fill(line, 120) for line in text.splitlines())
+
+
 def show(tau: Trajectory) -> None:
     """Prints a trajectory turn by turn: what the agent wrote, and what its tools returned."""
     for turn in tau.turns:
-        print(printable(f"\n  agent   {turn.text.strip()}"))
+        print(printable(folded(f"\n  agent   {turn.text.strip()}")))
         for text in turn.result or []:
             print(printable(f"  {turn.tool:8}{' '.join(text.split())[:160]}"))
     if tau.prediction is None:
@@ -103,7 +109,7 @@ def ask(args: argparse.Namespace) -> None:
             q = question_of(task, args.question, known)
         with agent(chosen, task, instruction, args.temperature, args.seed) as player:
             status("")
-            print(printable(f"{run}\n\n{instruction}"))
+            print(printable(f"{run}\n\n{folded(instruction)}"))
             if args.question:
                 return answer(player, q, known)
             print(printable(f"\nA question a line, an empty line ends.{example_of(known)}"))

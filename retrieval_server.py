@@ -10,7 +10,7 @@
 
     POST /retrieve  {"queries": ["who wrote it ?"], "topk": 3, "return_scores": true}
                  -> {"result": [[{"document": {"id": "7", "contents": "\\"Title\\"\\ntext"}, "score": 2.5}]]}
-    GET  /health -> {"status": "ok", "passages": 1000, "index": "bm25"}
+    GET  /health -> {"status": "ok", "passages": 1000, "index": "bm25", "corpus": "a digest of its passages"}
     GET  /metrics   counters and times for Prometheus
 
 Without scores each hit is the document itself. The page /docs documents all calls and their limits. Concurrent requests
@@ -261,7 +261,7 @@ def make_app(corpus: Corpus, index, topk: int, *, max_batch=256, max_wait=0.002,
 
     @app.get("/health")
     async def health() -> dict[str, str | int]:
-        return {"status": "ok", "passages": len(corpus), "index": index.name}
+        return {"status": "ok", "passages": len(corpus), "index": index.name, "corpus": corpus.digest}
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def show_metrics() -> PlainTextResponse:

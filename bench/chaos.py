@@ -50,7 +50,7 @@ class Run:
             program = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "inspo.py"]
         resume = ["--resume"] if (out / "config.json").exists() else flags
         self.output = tempfile.TemporaryFile("w+")  # not a pipe: servers that outlive a kill would keep it open
-        self.began = time.time()
+        self.began = time.monotonic()
         self.process = subprocess.Popen(
             [*program, "--out", str(out), *resume], stdout=self.output, stderr=subprocess.STDOUT, env=ENV, cwd=HERE,
             start_new_session=True, preexec_fn=hear_signals,
@@ -58,7 +58,7 @@ class Run:
 
     def wait_for(self, condition: Callable[[], bool]) -> bool:
         """Returns whether `condition` came true while the run was alive."""
-        while self.process.poll() is None and time.time() < self.began + LIMIT:
+        while self.process.poll() is None and time.monotonic() < self.began + LIMIT:
             if condition():
                 return True
             time.sleep(0.002)
@@ -153,12 +153,12 @@ def phase(out: Path) -> str:
 
 def durations(run: Run) -> dict[str, float]:
     """Returns the seconds that a run which nobody disturbs spends in each phase at a time, at most."""
-    found, now, since = dict.fromkeys(PHASES, 0.0), "", time.time()
+    found, now, since = dict.fromkeys(PHASES, 0.0), "", time.monotonic()
     while run.process.poll() is None:
         if (then := phase(run.out)) != now:
             if now:
-                found[now] = max(found[now], time.time() - since)
-            now, since = then, time.time()
+                found[now] = max(found[now], time.monotonic() - since)
+            now, since = then, time.monotonic()
         time.sleep(0.001)
     return found
 
@@ -167,8 +167,8 @@ def durations(run: Run) -> dict[str, float]:
 
 
 def at_random(run: Run, rng: random.Random, seconds: float) -> None:
-    moment = time.time() + rng.uniform(0, seconds)
-    run.wait_for(lambda: time.time() > moment)
+    moment = time.monotonic() + rng.uniform(0, seconds)
+    run.wait_for(lambda: time.monotonic() > moment)
 
 
 def frozen_in(run: Run, wanted: str, rng: random.Random, seconds: float) -> bool:
@@ -176,8 +176,8 @@ def frozen_in(run: Run, wanted: str, rng: random.Random, seconds: float) -> bool
     skip = rng.randrange(3)  # which of the times, if there are as many
     while run.wait_for(lambda: phase(run.out) == wanted):
         if wanted in ("start", "first step", "end") or not skip:
-            moment = time.time() + rng.uniform(0, seconds)
-            run.wait_for(lambda moment=moment: time.time() > moment or phase(run.out) != wanted)
+            moment = time.monotonic() + rng.uniform(0, seconds)
+            run.wait_for(lambda moment=moment: time.monotonic() > moment or phase(run.out) != wanted)
             run.freeze()
             if phase(run.out) == wanted:
                 return True
@@ -326,7 +326,7 @@ def disturbed(
                 else:
                     OTHERS[name](run, rng, seconds[""])
             code, output = run.end()
-            row["seconds"] = time.time() - run.began
+            row["seconds"] = time.monotonic() - run.began
             (folder / "filler").unlink(missing_ok=True)
             row["ends"].append("ended" if not code else "killed" if killed else "stopped resumably")
             row["left"].append(max((path.name for path in out.glob("checkpoints/*")), default=""))
@@ -386,7 +386,7 @@ def main() -> None:
                 code, output = run.end()
                 if code:
                     raise Fault(f"the undisturbed run failed: {output[-2000:]}")
-                whole[ranks], seconds[ranks][""] = result(run.out), time.time() - run.began
+                whole[ranks], seconds[ranks][""] = result(run.out), time.monotonic() - run.began
                 shown = ", ".join(f"{s:.2f} s of {name}" for name, s in seconds[ranks].items() if name)
                 print(f"undisturbed, {ranks} processes: {seconds[ranks]['']:.0f} s; at most {shown}", flush=True)
             wanted = next(phases) if name in SIGNALS else ""

@@ -77,10 +77,10 @@ def main() -> None:
         command = [sys.executable, "inspo.py", "--out", str(run), "--instruction", str(instruction)]
         command += [*FLAGS, "--T", str(args.steps), "--engine", args.engine]
         command += ["--device", args.device] if args.device else []
-        start = time.time()
+        start = time.monotonic()
         if args.kill_at:
             play(command, run, args.kill_at)
-        first = time.time() - start
+        first = time.monotonic() - start
         text = play(command + ["--resume"] * bool(args.kill_at), run, 0)
         rows = rows_of(run)
     resumed = re.search(r"resumed after step (\d+)", text)
@@ -96,7 +96,7 @@ def main() -> None:
     found |= {"logp_gap_mean": statistics.mean(gaps), "logp_gap_max": max(gaps), "grad_norm_max": max(norms)}
     found |= {"unproven": int(unproven[1]) if unproven else 0}
     found |= {f"{name}_s": statistics.median(row[f"time/{name}"] for row in rows[1:]) for name in ("rollout", "update")}
-    found |= {"killed_after_s": first if args.kill_at else None, "total_s": time.time() - start}
+    found |= {"killed_after_s": first if args.kill_at else None, "total_s": time.monotonic() - start}
     print(json.dumps(found))
 
 

@@ -112,9 +112,9 @@ def main() -> None:
         engine = TorchEngine(model, tokenizer, stop_strings(task.tools), cfg.max_rows)
         times = []
         for k in range(args.repeat + 1):
-            start = time.time()
+            start = time.monotonic()
             taus = rollout(engine, tokenizer, task, jobs, cfg, temperature=1.0, seed=k)
-            times.append(time.time() - start)
+            times.append(time.monotonic() - start)
         found["rollout_s"] = round(statistics.median(times[1:]), 3)
         found |= {"trajectories": len(taus), "searches": sum(t.served("search") for t in taus) / len(taus)}
         found["tokens_per_trajectory"] = round(sum(len(t.ids) for t in taus) / len(taus), 1)
@@ -131,9 +131,9 @@ def main() -> None:
             for _ in range(args.repeat + 1):
                 card = card_here(model, tokens // len(micro_batches(taus, micro)), lengths)
                 predicted = sum(update_seconds(trained, shape, card, 1, lengths, rates).values())
-                start = time.time(), time.process_time()
+                start = time.monotonic(), time.process_time()
                 learner.update(1, [taus])
-                rows.append((time.time() - start[0], time.process_time() - start[1], predicted))
+                rows.append((time.monotonic() - start[0], time.process_time() - start[1], predicted))
             wall, cpu, predicted = (statistics.median(column) for column in zip(*rows[1:], strict=True))
             found[f"update_s micro_tokens={micro}"] = round(wall, 3)
             found[f"measured_cpu_s micro_tokens={micro}"] = round(cpu, 3)

@@ -80,12 +80,14 @@ class ChatEngine:
         self.begin(0)
 
     def choose(self, name: str) -> str:
-        """Returns the model to ask; raises Fault if the server has another one."""
+        """Returns the model to ask, of which `said` is the server's row; raises Fault if the server has another one."""
         try:
-            served = self.client.get("/models", lambda answer: [str(row["id"]) for row in answer["data"]], retries=0)
+            rows = self.client.get("/models", lambda answer: {str(row["id"]): row for row in answer["data"]}, retries=0)
         except RequestFailed as e:
             raise Fault(f"{e}; start the server, or check the URL (it ends in /v1 as a rule)") from None
+        served = list(rows)
         if name in served or (not name and len(served) == 1):
+            self.said: dict[str, Any] = rows[name or served[0]]
             return name or served[0]
         asked = f"not {name}" if name else "choose one"
         raise Fault(f"--served_model: {self.url} has {', '.join(served[:5]) or 'no model'}: {asked}")

@@ -12,13 +12,16 @@ from typing import Any, NamedTuple
 
 from config import PRESETS, Config, evolves, read_config, read_instruction
 from engines import Engine
-from journal.directory import RunDirectory, step_of
 from plumbing.faults import CheckpointFault, Fault
 from plumbing.outside import without_secrets
 from plumbing.servers import Servers
 from rollout import rollout
 from tasks import Job, Question, Task, Trajectory
 from tasks.tools import stop_strings
+
+# Flags of inspo.py that matter here; a run's own values are the defaults. The second half changes no result.
+PLAYED = ("task", "test", "topk", "max_turns", "max_response", "max_observation", "max_prompt")
+SERVED = ("retriever", "corpus", "search_retries", "max_rows", "engine", "device", "vllm_memory")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +41,8 @@ def subject(what: str) -> Iterator[Subject]:
     `what`: directory of a run, one of its checkpoints, a preset (world), a Hugging Face directory or id, or a URL.
     Raises Fault for a run that has not finished.
     """
+    from journal.directory import RunDirectory, step_of  # with torch, which takes seconds to import
+
     path = Path(what)
     if what.startswith(("http://", "https://")):
         yield Subject(without_secrets(what).split("//")[1].split("/")[0].replace(":", "-"), what, Config())
@@ -81,7 +86,10 @@ def _export(run: Path, model: str, step: int, to: Path) -> Path:
 
 @dataclasses.dataclass
 class Agent:
-    """A model that plays a task under an instruction. `tools`: where it searches, in a line; `seed`: of its samples."""
+    """A model that plays a task under an instruction.
+
+    `tools`: where it searches, in a line; `seed`: of its samples; `progress` is told how many episodes have ended.
+    """
 
     engine: Engine
     tokenizer: Any
@@ -90,13 +98,15 @@ class Agent:
     temperature: float
     seed: int
     tools: str = ""
+    progress: Callable[[int], None] = lambda ended: None
 
     def play(self, questions: Sequence[Question]) -> list[Trajectory]:
         """Returns a trajectory for each question, played as in training."""
         jobs = [Job(None, self.instruction, q, k) for k, q in enumerate(questions)]
         return rollout(
-            self.engine, self.tokenizer, self.task, jobs, self.task.cfg, temperature=self.temperature, seed=self.seed
-        )
+            self.engine, self.tokenizer, self.task, jobs, self.task.cfg, temperature=self.temperature, seed=self.seed,
+            progress=self.progress,
+        )  # fmt: skip
 
 
 class Method(NamedTuple):

@@ -8,7 +8,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from evaluation.statistics import Difference, between_seeds, holm, macro_difference, mcnemar, over_seeds, paired
+from evaluation.statistics import (
+    Difference,
+    between_seeds,
+    holm,
+    macro_difference,
+    mcnemar,
+    over_seeds,
+    paired,
+    right_or_wrong,
+)
 from journal.directory import read_jsonl
 from journal.summary import label
 from plumbing.faults import Fault
@@ -86,7 +95,7 @@ def compare(directories: Sequence[str]) -> str:
     if not others:
         raise Fault("--compare: give two evaluations or more")
     head = ["", "benchmark", "questions", label(first.metric), "difference over questions, 95 %", "p"]
-    head += ["only this right, only that; p", "difference over seeds, 95 %", "p", "visible: questions, seeds"]
+    head += ["only this right, only that", "difference over seeds, 95 %", "p", "visible: questions, seeds"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     headline: list[float] = []
     for arm in others:
@@ -95,40 +104,37 @@ def compare(directories: Sequence[str]) -> str:
         found: dict[str, Difference] = {}
         for data in first.seeds[0]:
             a, b = arm.mean(data), first.mean(data)
-            found[data] = paired([a[q] for q in b], list(b.values()))
-            single = max(len(arm.seeds), len(first.seeds), arm.samples, first.samples) == 1
-            right_or_wrong = {*a.values(), *b.values()} <= {0.0, 1.0}
-            exact = mcnemar([a[q] for q in b], list(b.values())) if single and right_or_wrong else None
-            lines.append(_row(arm, first, [data], data, found[data], exact))
+            x, y = np.array([a[q] for q in b]), np.array(list(b.values()))
+            found[data] = paired(x, y)
+            only = "{}, {}".format(*mcnemar(x, y)) if right_or_wrong(x, y) else ""
+            lines.append(_row(arm, first, [data], data, found[data], only))
         whole = found[next(iter(found))]
         if len(found) > 1:
             whole = macro_difference(found)
-            lines.append(_row(arm, first, list(found), "average", whole, None))
+            lines.append(_row(arm, first, list(found), "average", whole))
         seeds = between_seeds(arm.of_seeds(list(found)), first.of_seeds(list(found)))
         headline.append(whole.p if np.isnan(seeds.p) else seeds.p)
     out = [f"Differences from {first.name}.", "", *lines, ""]
     if len(others) > 1:
         adjusted = zip(others, holm(headline), strict=True)
-        told = ", ".join(f"{arm.name} {_p(p)}" for arm, p in adjusted)
+        told = ", ".join(f"{arm.name} {_p(p) or 'no test'}" for arm, p in adjusted)
         out.append(f"Holm's p over the {len(others)} comparisons: {told}")
     out.append(
-        "Intervals over questions hold for these policies, those over seeds for other training runs. A test at 5 % "
-        "finds a true difference called visible in 80 % of the cases; a smaller one cannot be told here."
+        "Intervals over questions hold for these policies, those over seeds for other training runs. A test at 5 %\n"
+        "finds a true difference called visible in 80 % of the cases; a smaller one cannot be told here. Where every\n"
+        "question is right or wrong, p is that of McNemar's exact test."
     )
     return "\n".join(out)
 
 
-def _row(
-    arm: Arm, first: Arm, data: list[str], title: str, found: Difference, exact: tuple[int, int, float] | None
-) -> str:
+def _row(arm: Arm, first: Arm, data: list[str], title: str, found: Difference, only: str = "") -> str:
     a, b = arm.of_seeds(data), first.of_seeds(data)
     seeds = between_seeds(a, b)
-    level = ["", "", ""]
-    if np.isfinite(seeds.interval.low):
-        level = [f"{seeds.interval:+}", _p(seeds.p), f", {seeds.visible:.3f}"]
-    only = f"{exact[0]}, {exact[1]}; {_p(exact[2])}" if exact else ""
+    tested = not np.isnan(seeds.p)
+    level = [f"{seeds.interval:+}", _p(seeds.p)] if tested else ["", ""]
+    visible = ", ".join(f"{d.visible:.3f}" for d in (found, seeds) if np.isfinite(d.visible))
     cells = [arm.name, title, f"{found.interval.n:,}", f"{over_seeds(a).mean:.3f}, {over_seeds(b).mean:.3f}"]
-    cells += [f"{found.interval:+}", _p(found.p), only, level[0], level[1], f"{found.visible:.3f}{level[2]}"]
+    cells += [f"{found.interval:+}", _p(found.p), only, *level, visible]
     return f"| {' | '.join(cells)} |"
 
 

@@ -7,12 +7,11 @@ of Search-R1's SFT rows (axolotl) are not published: T, lr, batch and the schedu
 
 import json
 import math
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
-from config import Config, knob
+from config import Config
 from extras.prompts import wording
 from grpo import Array, Learner, Terms
 from journal.directory import read_jsonl
@@ -23,17 +22,6 @@ from reflect import Optimizer
 from rollout import encode, prompt_ids
 from tasks import Job, Question, Task, Trajectory, draw, reward
 from training.policy import Policy
-
-
-@dataclass(frozen=True)
-class SupervisedConfig(Config):
-    """supervised fine-tuning"""
-
-    FIXED: ClassVar[tuple[str, ...]] = ("supervised",)
-    mode: str = knob("supervised", "supervised", of=("supervised",), more=True)
-
-    def a_step(self) -> str:
-        return f"{self.batch} demonstrations"
 
 
 class Demonstrated(Learner):

@@ -9,8 +9,6 @@ All play with the same engines, search client and scoring. The paper takes its b
 says what else differs. The paper's methods without training use instruct models, those with training base models.
 """
 
-from __future__ import annotations
-
 if not __package__:
     import root  # noqa: F401
 from plumbing import stop  # noqa: F401  # isort: skip  (first: from here on a Ctrl-C is one line)
@@ -22,12 +20,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from config import STATIC, Config, parse
+from config import STATIC, Config, knob, parse
 from engines import FinishedTurn
-from evaluation import measure
+from evaluation import command
 from evaluation.agents import METHODS, Agent, Method
 from extras.prompts import Prompt, wording
-from extras.supervised import Demonstrated, SupervisedConfig, supervised
 from plumbing.chat import in_template
 from rollout import encode
 from tasks import Question, Task, Trajectory, Turn
@@ -69,6 +66,10 @@ class Player:
                     done[turn.key], turns = turn, turns + 1
                 waiting = {}
         return done
+
+    def progress(self, taus: list[Trajectory]) -> None:
+        """Shows how many trajectories have ended."""
+        self.agent.progress(sum(bool(tau.stop) for tau in taus))
 
     def text(self, turn: FinishedTurn) -> str:
         return str(self.tokenizer.decode(turn.ids, skip_special_tokens=True)).strip()
@@ -169,6 +170,7 @@ def ircot(player: Player, questions: Sequence[Question], steps: int = 5) -> list
                 taus[k].stop = "answer"
             else:
                 queries[k] = re.sub(r"</?\w+>", " ", thought).strip() or taus[k].question.text
+        player.progress(taus)
         if not queries:
             break
     for k, tau in enumerate(taus):
@@ -221,6 +223,7 @@ def search_o1(player: Player, questions: Sequence[Question]) -> list[Trajectory]
             note = player.words.result[0] + re.sub(r"</?\w+>", "", read).strip() + player.words.result[1]
             taus[k].observe(encode(player.tokenizer, note)[: player.cfg.max_observation])
             taus[k].response += note
+        player.progress(taus)
         active = {k for k in active if not taus[k].stop}
         if not active:
             break
@@ -257,6 +260,17 @@ TABLE_1 = {
 
 
 # ---- training
+
+
+@dataclasses.dataclass(frozen=True)
+class SupervisedConfig(Config):
+    """supervised fine-tuning"""
+
+    FIXED: ClassVar[tuple[str, ...]] = ("supervised",)
+    mode: str = knob("supervised", "supervised", of=("supervised",), more=True)
+
+    def a_step(self) -> str:
+        return f"{self.batch} demonstrations"
 
 
 class SFTConfig(SupervisedConfig):
@@ -299,6 +313,8 @@ def train(argv: list[str]) -> None:
     import inspo
 
     if isinstance(cfg, SupervisedConfig):
+        from extras.supervised import Demonstrated, supervised  # with torch, which takes seconds to import
+
         inspo.train(cfg, supervised, learner=Demonstrated)
     else:
         inspo.train(cfg)
@@ -309,7 +325,7 @@ def main(argv: list[str] | None = None) -> None:
     if argv[:1] == ["train"]:
         train(argv[1:])
     else:
-        measure.main(argv, TABLE_1, "extras/table1.py", __doc__)
+        command.main(argv, TABLE_1, "extras/table1.py", __doc__)
 
 
 if __name__ == "__main__":

@@ -11,13 +11,15 @@ from page.read import Row, Run, number
 from page.silence import ALL_ALIKE, NO_ANSWER, PATIENCE, Silence
 
 RUNNING = 600.0  # seconds without a line after which an unfinished run counts as stopped
+SIGNS = 6  # questions that must change, all one way, before a sign test at 5 % tells it from chance
 
 
 def conclusion(means: dict[str, float], n: int, metric: str = "em", spread: dict[str, float] | None = None) -> str:
     """Returns whose gain it is in one sentence: the policy's, the instruction's, or only the pair's.
 
     `means`: row of the final table -> mean of the metric over `n` questions; `spread`: its standard deviation over
-    them, without which a question scores 0 or 1. A gain below two standard errors counts as none.
+    them, without which a question scores 0 or 1. A gain below two standard errors, or of too few questions, counts as
+    none.
     """
     first, policy = "first policy, first instruction", "trained policy, first instruction"
     end = "trained policy, I_star" if "trained policy, I_star" in means else policy
@@ -29,6 +31,10 @@ def conclusion(means: dict[str, float], n: int, metric: str = "em", spread: dict
     gained = f"{'EM' if metric == 'em' else metric} {gain:+.2f}"
     if abs(gain) <= noise:
         return f"{gained}: nothing gained that {n} questions could show (two standard errors are {noise:.2f})."
+    right_or_wrong = all(math.isclose(variance(x), means[x] * (1 - means[x]), abs_tol=1e-9) for x in (first, end))
+    if n < SIGNS or (right_or_wrong and round(abs(gain) * n) < SIGNS):
+        many = f"{n} question{'s' * (n != 1)}"
+        return f"{gained}: nothing gained that {many} could show (a sign test takes {SIGNS} that change)."
     if end == policy:
         return f"{gained} under the first instruction, by training alone."
     if gain < 0:

@@ -3,7 +3,8 @@
 The first signal counts, later ones change nothing: under torchrun a Ctrl-C arrives twice. Inside `hold` a request
 waits; inside `may_stop`, and before a run has begun, it raises Stopped at once. A program at the root, or in extras/,
 imports this module first, which listens from there on: a Ctrl-C during the imports that follow ends in one line.
-Python drops what is raised inside a `__del__` or a callback; such a request is made again once that has returned.
+Python drops what is raised inside a `__del__` or a callback, and C extensions abort on it while they are imported: such
+a request is made again once that has returned.
 """
 
 import contextlib
@@ -12,6 +13,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from importlib.machinery import ExtensionFileLoader
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # a terminal, a cluster, a terminal that went away
@@ -23,7 +25,7 @@ class Stopped(SystemExit):
 
 class _State:
     requested = ""  # name of the first signal
-    dropped = False  # whether Python has dropped the Stopped that it raised
+    dropped = False  # whether it was not raised, or Python has dropped what was raised
     granted = True  # whether a request raises at once
     over = False  # whether there is nothing left to stop
 
@@ -36,7 +38,9 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
     _state.requested, _state.dropped = _state.requested or signal.Signals(number).name, False
     if not first or _state.over:
         return
-    if _state.granted:
+    if _state.granted and _loading(frame):
+        _send_again()
+    elif _state.granted:
         check()
     elif os.environ.get("RANK", "0") == "0":  # not by print: the signal may have interrupted one
         text = f"\n{_state.requested}: the run stops and saves as soon as this update or file is complete\n"
@@ -47,10 +51,21 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
 def _on_unraisable(unraisable: "sys.UnraisableHookArgs") -> None:
     """Sends a request to stop again that was dropped, until it comes at a place from which it can be raised."""
     if isinstance(unraisable.exc_value, Stopped):
-        _state.dropped = True
-        threading.Timer(0.01, os.kill, (os.getpid(), signal.Signals[_state.requested])).start()
+        _send_again()
     else:
         _hook_before(unraisable)
+
+
+def _loading(frame: FrameType | None) -> bool:
+    """Returns whether a C extension is being imported, which aborts, or wraps what is raised by Python code in it."""
+    while frame and not isinstance(frame.f_locals.get("self"), ExtensionFileLoader):
+        frame = frame.f_back
+    return frame is not None
+
+
+def _send_again() -> None:
+    _state.dropped = True
+    threading.Timer(0.01, os.kill, (os.getpid(), signal.Signals[_state.requested])).start()
 
 
 def requested() -> bool:

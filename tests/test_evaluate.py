@@ -3,7 +3,12 @@
 import contextlib
 import io
 import json
+import re
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -13,12 +18,13 @@ import pytest
 from json_server import json_servers
 
 import ask
+import evaluate
 from config import HERE, PRESETS, Config
 from engines.chat_engine import ChatEngine, Words
-from evaluation import benchmarks
-from evaluation import measure as evaluate
+from evaluation import benchmarks, measure
 from evaluation.agents import METHODS
 from evaluation.compare import compare
+from evaluation.identity import model_at
 from journal.directory import read_jsonl
 from plumbing.faults import EngineFault, Fault, Outage
 from plumbing.servers import Child
@@ -68,7 +74,7 @@ def whole(tmp_path_factory, retriever):
     """A directory with an evaluation of 10 questions in chunks of 4, and what it printed."""
     out = tmp_path_factory.mktemp("evaluations") / "world"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluate, "CHUNK", 4)
+        patch.setattr(measure, "CHUNK", 4)
         said, fault = run("world", "--data", "world", "--n", 10, "--retriever", retriever, "--out", out)
     assert not fault
     return out, said
@@ -76,7 +82,9 @@ def whole(tmp_path_factory, retriever):
 
 def test_an_evaluation_writes_one_json_one_table_and_a_line_a_question(whole, retriever):
     out, said = whole
-    assert sorted(path.name for path in out.iterdir()) == ["results.jsonl", "summary.json", "table.md"]
+    assert sorted(path.name for path in out.iterdir()) == [
+        ".lock", "results.jsonl", "summary.json", "table.md"
+    ]  # fmt: skip
     rows, found = read_jsonl(out / "results.jsonl"), json.loads((out / "summary.json").read_text())
     questions, search = {q.id: q for q in load_questions(WORLD / "test.jsonl")}, Search(retriever, 3)
     assert len(rows) == 10 == len({row["id"] for row in rows})
@@ -108,7 +116,7 @@ def test_an_evaluation_that_was_cut_off_ends_as_any_other(whole, retriever, tmp_
     shutil.copytree(whole[0], out)
     lines = (out / "results.jsonl").read_text().splitlines(keepends=True)
     (out / "results.jsonl").write_text("".join(lines[:cut]) + lines[cut][:20] if cut < 10 else "".join(lines))
-    monkeypatch.setattr(evaluate, "CHUNK", 4)
+    monkeypatch.setattr(measure, "CHUNK", 4)
     played = []
     one = METHODS["search_r1"]
     methods = {"search_r1": one._replace(play=lambda a, qs: played.append(len(qs)) or one.play(a, qs))}
@@ -154,6 +162,105 @@ def test_a_run_is_measured_under_its_I_star_and_another_instruction_can_replace_
         run(*flags, "--instruction", file, "--out", tmp_path / name)
     own, same, first, other = (read_jsonl(tmp_path / x / "results.jsonl") for x in ("own", "same", "first", "other"))
     assert own == same != first == other
+
+
+def cells_of(text):
+    """Returns the cells of every Markdown table in a text: of each row (heading, cell)."""
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    heads = [k - 1 for k, line in enumerate(lines) if set(line) == {"---"}]
+    ends = [*heads[1:], len(lines)]
+    for head, end in zip(heads, ends, strict=True):
+        assert len({len(line) for line in lines[head:end]}) == 1, "rows of one width"
+    spans = zip(heads, ends, strict=True)
+    return [[list(zip(lines[h], line, strict=True)) for line in lines[h + 2 : end]] for h, end in spans]
+
+
+NUMBER = r"[+-]?[\d,]+(\.\d+)?(e-\d+)?"
+CELL = re.compile(rf"({NUMBER}( \[{NUMBER}, {NUMBER}\])?(, {NUMBER})*)?")
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory, retriever):
+    """What evaluate.py prints of two sets under two policies, and of their comparison; where it writes."""
+    folder, said = tmp_path_factory.mktemp("several"), []
+    flags = ["world", "--data", "world", "valid", "--retriever", retriever]
+    (folder / "entity.txt").write_text("Look up each entity. Use <search> </search> and <answer> </answer>.")
+    for name, more in (("one", [3]), ("two", [3, "--instruction", folder / "entity.txt"]), ("single", [1])):
+        said.append(run(*flags, "--out", folder / name, "--n", *more)[0])
+    said.append(run("--compare", folder / "one", folder / "two", folder / "one")[0])
+    return folder, said
+
+
+def test_a_person_can_read_what_is_printed(several):
+    for text in several[1]:
+        assert not re.search(r"\w+\(\w+=|\bnan\b|\binf\b|None|Traceback|<class|\{|np\.", text), text
+        assert max(map(len, text.splitlines())) <= 200
+        [table] = cells_of(text)
+        for row in table:
+            names = [x for head, x in row if head in ("", "benchmark")]
+            assert all(re.fullmatch("[a-z]+", x) for x in names)
+            for _, cell in row[len(names) :]:
+                assert CELL.fullmatch(cell), (cell, text)
+
+
+def test_the_figures_printed_are_those_of_the_json_beside_them(several):
+    for name, text in zip(("one", "two", "single"), several[1], strict=False):
+        file = several[0] / name / "summary.json"
+        found = json.loads(file.read_text(), parse_constant=lambda x: pytest.fail(f"{x} is no JSON"))
+        [table] = cells_of(text)
+        figures = found["benchmarks"] | {"average": {"em": found["average"], "questions": found["average"]["n"]}}
+        assert [row[0][1] for row in table] == list(figures) == ["world", "valid", "average"]
+        for row in table:
+            part, shown = figures[row[0][1]], dict(row)
+            mean, low, high = map(float, re.findall(r"-?\d+\.\d+", shown["EM, 95 %"]))
+            assert (mean, low, high) == tuple(pytest.approx(part["em"][k], abs=5e-4) for k in ("mean", "low", "high"))
+            assert int(shown["questions"]) == part["questions"] and low <= mean <= high and low < high
+            if row[0][1] != "average":
+                assert float(shown["F1"]) == pytest.approx(part["f1"]["mean"], abs=5e-4)
+                for head in ("answered", "searches", "gold recall"):
+                    assert float(shown[head]) == pytest.approx(part[head.replace(" ", "_")], abs=5e-3)
+
+
+# ---- at the command line
+
+
+def test_progress_is_shown_within_a_chunk_and_in_lines_off_a_terminal(retriever, tmp_path, monkeypatch):
+    monkeypatch.setattr(measure, "QUIET", 0.0)
+    reached, inner, err = [], measure.Progress.reach, io.StringIO()
+    monkeypatch.setattr(measure.Progress, "reach", lambda bar, n: reached.append(n) or inner(bar, n))
+    with contextlib.redirect_stderr(err), contextlib.redirect_stdout(io.StringIO()):
+        evaluate.main(["world", "--data", "world", "--n", "9", "--retriever", retriever, "--out", str(tmp_path / "o")])
+    assert reached == sorted(reached) and {*reached} == {*range(1, 10)}  # one chunk
+    lines = [line for line in err.getvalue().split("\n") if line]
+    assert len(lines) > 3 and all("/9 [" in line and "\r" not in line for line in lines)
+    assert lines[-1].startswith("world: 100%|")
+
+
+@pytest.mark.parametrize("program", ["evaluate.py", "extras/table1.py", "ask.py"])
+def test_help_waits_for_neither_torch_nor_scipy(program):
+    command = [sys.executable, "-X", "importtime", program, "--help"]
+    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=60)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert done.returncode == 0 and "--temperature" in done.stdout
+    assert "config" in imported and not imported & {"torch", "scipy", "transformers", "rich"}
+
+
+MOMENTS = [0.05, 0.4, *(pytest.param(t, marks=pytest.mark.slow) for t in np.arange(0.8, 6.5, 0.3))]
+
+
+@pytest.mark.parametrize("seconds", MOMENTS)
+def test_a_ctrl_c_ends_an_evaluation_in_one_line_at_any_moment(tmp_path, seconds):
+    """Counted from the first moment at which Python listens."""
+    command = [sys.executable, "-X", "importtime", "evaluate.py", "world", "--data", "world", "--out"]
+    command.append(str(tmp_path / "o"))
+    process = subprocess.Popen(command, cwd=HERE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    for line in process.stderr:
+        if line.endswith("plumbing.stop\n"):
+            break
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    lines = [line for line in process.communicate(timeout=60)[1].splitlines() if not line.startswith("import time:")]
+    assert len(lines) == 1 and "stopped by SIGINT" in lines[0] and process.returncode == 1, lines
 
 
 # ---- another task
@@ -217,7 +324,7 @@ def test_another_task_is_measured_by_its_own_metrics_on_its_own_questions(tmp_pa
 
 
 def test_an_evaluation_whose_judge_goes_away_keeps_its_rows_and_can_be_continued(tmp_path, monkeypatch):
-    monkeypatch.setattr(evaluate, "CHUNK", 1)
+    monkeypatch.setattr(measure, "CHUNK", 1)
     whole, later = tmp_path / "whole", tmp_path / "later"
     run(*ROLLING, "--out", whole)
     graded = Rolling.reward
@@ -359,6 +466,128 @@ def test_another_setting_in_the_same_directory_is_refused(whole):
     assert fault == f"evaluate.py: {whole[0]} was started with n 10, not 12: choose another --out"
 
 
+def test_an_evaluation_of_an_earlier_version_is_refused(whole, tmp_path):
+    shutil.copytree(whole[0], tmp_path / "o")
+    summary = json.loads((tmp_path / "o" / "summary.json").read_text())
+    del summary["setting"]["model"]
+    (tmp_path / "o" / "summary.json").write_text(json.dumps(summary))
+    _, fault = run("world", "--data", "world", "--n", 10, "--out", tmp_path / "o")
+    assert fault == f"evaluate.py: {tmp_path / 'o'} is an evaluation by an earlier version: choose another --out"
+
+
+def finding(text):
+    """Answers as a search server of another kind does, which says nothing of itself."""
+
+    def reply(handler):
+        path, _, body = handler.server.requests[-1]
+        handler.send_response(200 if path == "/retrieve" else 404)
+        handler.end_headers()
+        if path == "/retrieve":
+            hits = [{"document": {"id": "1", "contents": f'"T"\n{text}'}, "score": 1.0}]
+            handler.wfile.write(json.dumps({"result": [hits] * len(json.loads(body)["queries"])}).encode())
+
+    return reply
+
+
+def rewrite(path, old, new):
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+def another_weight(mine):
+    weights = bytearray((mine / "model" / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (mine / "model" / "model.safetensors").write_bytes(weights)
+
+
+CHANGES = {  # what is replaced behind the same command line -> how, and what the line calls it
+    "data": (lambda mine, server: rewrite(mine / "q.jsonl", "Krevux", "Brevux"), "other questions"),
+    "gold answers": (lambda mine, server: rewrite(mine / "q.jsonl", "Faisticorp", "Paisticorp"), "other questions"),
+    "instruction": (lambda mine, server: rewrite(mine / "i.txt", "entity", "name"), "another instruction"),
+    "weights": (lambda mine, server: another_weight(mine), "another model"),
+    "corpus": (lambda mine, server: rewrite(mine / "c.jsonl", "Karon", "Maron"), "other passages to search"),
+    "index": (lambda mine, server: server.script.__setitem__(0, finding("other")), "other passages to search"),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_rows_of_what_has_been_replaced_are_not_shown_as_those_of_its_successor(servers, tmp_path, what):
+    server, mine, (change, words) = servers(finding("this")), tmp_path / "mine", CHANGES[what]
+    shutil.copytree(WORLD / "policy", mine / "model")
+    (mine / "c.jsonl").write_text((WORLD / "corpus.jsonl").read_text())
+    (mine / "q.jsonl").write_text("".join((WORLD / "test.jsonl").read_text().splitlines(keepends=True)[:2]))
+    (mine / "i.txt").write_text("Look up each entity. Use <search> </search> and <answer> </answer>.")
+    flags = [mine / "model", "--data", mine / "q.jsonl", "--instruction", mine / "i.txt", "--out", tmp_path / "o"]
+    flags += ["--max_response", 40, "--max_observation", 100]
+    flags += ["--corpus", mine / "c.jsonl"] if what == "corpus" else ["--retriever", server.url]
+    assert not run(*flags)[1]
+    rows, table = (tmp_path / "o" / "results.jsonl").read_bytes(), (tmp_path / "o" / "table.md").read_text()
+    said, fault = run(*flags)  # the same again: nothing is played
+    assert not fault and table in said and "search: " not in said
+    change(mine, server)
+    said, fault = run(*flags)
+    assert fault == f"evaluate.py: {tmp_path / 'o'} was started with {words}: choose another --out" and not said
+    assert (tmp_path / "o" / "results.jsonl").read_bytes() == rows
+
+
+def test_a_search_server_is_known_by_what_it_says_of_its_index(retriever, whole, tmp_path):
+    """The same passages behind another port are the same; others behind another port are not."""
+    flags = ["world", "--data", "world", "--n", 10, "--out", whole[0], "--retriever"]
+    (tmp_path / "c.jsonl").write_text("".join((WORLD / "corpus.jsonl").read_text().splitlines(keepends=True)[:50]))
+    for corpus, words in ((WORLD / "corpus.jsonl", ""), (tmp_path / "c.jsonl", "other passages to search")):
+        with Child([str(HERE / "retrieval_server.py"), "--corpus", str(corpus)], tmp_path / "log") as child:
+            said, fault = run(*flags, child.url)
+            assert words in fault and bool(fault) == bool(words)
+
+
+@pytest.mark.parametrize("known", ["id", "root"])
+def test_a_served_model_is_known_by_its_name_and_what_its_server_says_of_it(servers, retriever, tmp_path, known):
+    model = {"id": "qwen", "root": "/models/step-100", "created": 1}
+    chat = servers({"data": [model]}, {"data": [model | {"created": 2}]}, said("<answer> x </answer>"))
+    url = chat.url.replace("//", "//user:password9@")
+    flags = [url, "--data", "world", "--n", 1, "--retriever", retriever, "--out", tmp_path / "o"]
+    assert not run(*flags)[1] and "password9" not in (tmp_path / "o" / "summary.json").read_text()
+    chat.script[:] = [{"data": [model | {"created": 3}]}]
+    assert not run(*flags)[1]
+    chat.script[:] = [{"data": [model | {known: "other"}]}]
+    assert "was started with another model: choose another --out" in run(*flags)[1]
+
+
+def test_a_model_of_the_hub_is_known_by_its_commit(tmp_path, monkeypatch):
+    """In the layout of the hub's cache: a new commit under the same name."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    found = []
+    for commit in ("a" * 40, "b" * 40):
+        folder = tmp_path / "models--some--policy" / "snapshots" / commit
+        folder.mkdir(parents=True)
+        shutil.copy(WORLD / "policy" / "config.json", folder)
+        (tmp_path / "models--some--policy" / "refs").mkdir(exist_ok=True)
+        (tmp_path / "models--some--policy" / "refs" / "main").write_text(commit)
+        found.append(model_at("some/policy", ""))
+    assert found == [{"id": "some/policy", "commit": commit * 40} for commit in "ab"]
+
+
+def test_a_run_that_was_made_anew_with_other_knobs_is_another(finished, retriever, tmp_path):
+    shutil.copytree(finished, tmp_path / "mine")
+    flags = [tmp_path / "mine", "--n", 1, "--retriever", retriever, "--out", tmp_path / "o"]
+    assert not run(*flags)[1]
+    rewrite(tmp_path / "mine" / "config.json", '"max_turns": 4', '"max_turns": 2')
+    assert "was started with max_turns 4, not 2: choose another --out" in run(*flags)[1]
+
+
+def test_two_evaluations_at_once_do_not_write_into_one_directory(whole, retriever):
+    code = "import fcntl, sys; file = open(sys.argv[1], 'a+'); fcntl.lockf(file, fcntl.LOCK_EX)\n"
+    code += "print('locked', flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", code, str(whole[0] / ".lock")]
+    other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert other.stdout.readline() == "locked\n"
+    _, fault = run("world", "--data", "world", "--n", 10, "--retriever", retriever, "--out", whole[0])
+    other.communicate("")
+    assert "is in use by process" in fault and fault.count("\n") == 0
+
+
 @pytest.mark.parametrize("text", ["{", "[" * 5000, "[]", '{"em_best": 0.9}', '{"setting": 3}'])
 def test_a_directory_that_holds_something_else_is_refused(tmp_path, text):
     (tmp_path / "summary.json").write_text(text)
@@ -388,7 +617,9 @@ MODELS = {"data": [{"id": "qwen"}]}
 
 
 def test_a_chat_endpoint_plays_the_loop_with_observations_as_messages(servers, retriever, tmp_path):
-    chat = servers(MODELS, said("I search. <search> Krevux Babith"), said("<answer> Trebak Faisticorp </answer>"))
+    chat = servers(
+        MODELS, MODELS, said("I search. <search> Krevux Babith"), said("<answer> Trebak Faisticorp </answer>")
+    )
     rows = [json.loads((WORLD / "test.jsonl").read_text().splitlines()[0])]
     path = write_jsonl(tmp_path / "q.jsonl", rows)
     out = tmp_path / "o"
@@ -396,7 +627,7 @@ def test_a_chat_endpoint_plays_the_loop_with_observations_as_messages(servers, r
     assert not fault
     [row] = read_jsonl(out / "results.jsonl")
     assert (row["em"], row["searches"]) == (1.0, 1)
-    bodies = [json.loads(body) for _, _, body in chat.requests[1:]]
+    bodies = [json.loads(body) for _, _, body in chat.requests[2:]]
     assert [m["role"] for m in bodies[1]["messages"]] == ["user", "assistant", "user"]
     assert (
         bodies[1]["messages"][1]["content"] == "I search. <search> Krevux Babith</search>"
@@ -445,8 +676,16 @@ def test_compare_two_greedy_runs(tmp_path):
     row = next(line for line in compare([a, b]).splitlines() if line.startswith("| new"))
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells[:4] == ["new", "nq", "20", "0.650, 0.300"]
-    assert cells[4].startswith("+0.350 [") and cells[6] == "8, 1; 0.039"
+    assert cells[4].startswith("+0.350 [") and cells[5:7] == ["0.039", "8, 1"]
     assert cells[7:9] == ["", ""]  # one seed says nothing of others
+    same, best = (
+        compare([a, a]),
+        compare([evaluation(tmp_path / "x", nq=[0, 0, 0]), evaluation(tmp_path / "y", nq=[1] * 3)]),
+    )
+    assert "| +0.000 [-0." in same and "| 1.000 | 0, 0 |" in same and "nan" not in same
+    assert "| 0.250 | 3, 0 |" in best  # three questions prove nothing, however clear
+    for line in (same + best).splitlines():
+        assert len(line) <= 200 and "inf" not in line
 
 
 def test_compare_seeds_as_a_level_of_their_own_with_holm_over_the_arms(tmp_path):

@@ -27,6 +27,17 @@ def test_a_run_ends_with_whose_gain_it_is(scores, says):
     assert says in conclusion(dict(zip(ROWS, scores, strict=False)), 300)
 
 
+@pytest.mark.parametrize("n", [1, 3, 5])
+@pytest.mark.parametrize("spread", [None, dict.fromkeys(ROWS, 0.0)])
+def test_a_few_questions_show_no_gain_however_clear(n, spread):
+    """The sign test of n questions that all change has p = 2 / 2^n: 0.06 of 5, 0.03 of 6."""
+    means = dict(zip(ROWS, (0.0, 1.0, 0.0, 1.0), strict=True))
+    assert "EM +1.00: nothing gained" in conclusion(means, n, spread=spread)
+    assert "training would have been enough" in conclusion(means, 6, spread=spread)
+    means = dict(zip(ROWS, (0.0, 0.05, 0.0, 0.05), strict=True))
+    assert "nothing gained" in conclusion(means, 100) and "training would" in conclusion(means, 120)
+
+
 @pytest.mark.parametrize(
     "scores, deviation, says",
     [

@@ -349,7 +349,7 @@ def test_health_answers_while_a_search_is_slow(corpus, pool):
         slow = pool.submit(ask, url, "1")
         until(lambda: gate.batches)
         health = requests.get(url + "/health", timeout=2).json()
-        assert health == {"status": "ok", "passages": 50, "index": "gate"} and not slow.done()
+        assert (health["passages"], health["index"]) == (50, "gate") and not slow.done()
         gate.open.set()
         assert slow.result().ok
 

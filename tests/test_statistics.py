@@ -53,13 +53,45 @@ def test_seeds_are_students_even_at_zero_and_one_and_a_single_one_has_no_interva
 
 
 def test_paired_differences():
-    a, b = [1, 1, 0, 1, 1], [0, 1, 1, 0, 0]  # d = 1, 0, -1, 1, 1: mean 0.4, variance 0.8, standard error 0.4, t = 1
+    a, b = [2, 1, 1, 1, 1], [1, 0, 2, 0, 0]  # d = 1, 1, -1, 1, 1: mean 0.6, variance 0.8, standard error 0.4, t = 1.5
     found = paired(a, b)
-    assert (found.interval.mean, found.interval.se) == pytest.approx((0.4, 0.4))
-    assert (found.interval.low, found.interval.high) == pytest.approx((0.4 - T4 * 0.4, 0.4 + T4 * 0.4), abs=1e-6)
-    assert found.p == pytest.approx(0.3739010, abs=1e-6)  # two-sided, t = 1 with 4 degrees of freedom
-    assert paired([1, 0, 1], [1, 0, 1]) == Difference(Interval(0, 0, 0, 0, 3), 1.0, 0.0)
-    assert math.isnan(paired([1], [0]).p)
+    assert (found.interval.mean, found.interval.se) == pytest.approx((0.6, 0.4))
+    assert (found.interval.low, found.interval.high) == pytest.approx((0.6 - T4 * 0.4, 0.6 + T4 * 0.4), abs=1e-6)
+    assert found.p == pytest.approx(0.2080000, abs=1e-6)  # two-sided, t = 1.5 with 4 degrees of freedom
+
+
+@pytest.mark.parametrize("n", [1, 3, 5, 6, 40])
+def test_of_right_and_wrong_the_paired_test_is_the_sign_test_however_alike_the_differences(n):
+    found = paired([1] * n, [0] * n)
+    assert found.p == pytest.approx(2 * 0.5**n)  # n coins that fall on one side
+    assert -1 <= found.interval.low < found.interval.mean == found.interval.high == 1
+    assert paired([1] * n, [1] * n).p == 1.0 and 0 < paired([1] * n, [1] * n).visible < math.inf
+
+
+def test_the_interval_of_right_and_wrong_covers_the_true_difference():
+    """By simulation, where most sets have hardly a question that the two answer differently."""
+    rng, hits = np.random.default_rng(3), 0
+    for _ in range(2000):
+        a, b = rng.random(40) < 0.03, rng.random(40) < 0.01
+        low, high = paired(a * 1.0, b * 1.0).interval[1:3]
+        hits += low <= 0.02 <= high
+    assert hits / 2000 > 0.93
+
+
+def test_differences_that_are_one_number_have_the_sign_test_and_no_interval():
+    tenths = np.array([1, 2, 3, 4, 5, 6]) / 10  # whose differences from those shifted by 0.1 differ by rounding
+    found = paired(tenths + 0.1, tenths)
+    assert len({*(tenths + 0.1 - tenths).tolist()}) > 1 and found.p == 2 * 0.5**6
+    assert (found.interval.low, found.visible) == (-math.inf, math.inf)
+    assert f"{found.interval:+}" == "+0.100" and paired(tenths + 0.1 - 0.1, tenths).p == 1.0
+
+
+def test_seeds_that_differ_by_rounding_alone_have_no_test():
+    assert np.std([57 / 300] * 3, ddof=1) > 0  # numpy's mean of them is another number
+    for a, b in (([57 / 300] * 3, [56 / 300] * 3), ([0.19] * 3, [57 / 300] * 3), ([0.6, 0.6], [0.5, 0.5])):
+        found = between_seeds(a, b)
+        assert math.isnan(found.p) and found.interval.low == -math.inf and found.visible == math.inf
+    assert over_seeds([57 / 300] * 3).se == 0
 
 
 def test_pairing_sees_what_two_separate_intervals_do_not():
@@ -78,13 +110,25 @@ def test_mcnemar_is_the_binomial_of_the_discordant():
 
 
 def test_the_macro_average_adds_squared_errors_and_weighs_benchmarks_alike():
-    parts = {"small": Interval(0.3, 0, 0, 0.04, 125), "large": Interval(0.5, 0, 0, 0.003, 14267)}
+    parts = {"small": Interval(0.3, 0.22, 0.36, 0.04, 125), "large": Interval(0.5, 0.494, 0.506, 0.003, 14267)}
     found = macro(parts)
     se = math.sqrt(0.04**2 + 0.003**2) / 2
     assert (found.mean, found.se, found.n) == pytest.approx((0.4, se, 14392))
-    assert found.high - found.mean == pytest.approx(1.959964 * se, abs=1e-7)
+    assert found.low == pytest.approx(0.4 - math.sqrt(0.08**2 + 0.006**2) / 2)
+    assert found.high == pytest.approx(0.4 + math.sqrt(0.06**2 + 0.006**2) / 2)
     difference = macro_difference({name: Difference(part, 0.0, 0.0) for name, part in parts.items()})
     assert difference.p == pytest.approx(math.erfc(0.4 / se / math.sqrt(2)))
+
+
+def test_the_macro_average_covers_the_truth_near_0_and_1():
+    """Two small sets of which a policy knows nearly nothing, and one of which it knows nearly all."""
+    rng, rates, hits = np.random.default_rng(0), (0.01, 0.02, 0.98), 0
+    for _ in range(2000):
+        found = macro({str(p): interval((rng.random(60) < p) * 1.0) for p in rates})
+        hits += found.low <= sum(rates) / 3 <= found.high
+    assert hits / 2000 > 0.93
+    nothing = macro({"a": interval([0] * 60), "b": interval([1] * 60)})
+    assert nothing.low < 0.5 < nothing.high and nothing.se > 0
 
 
 def test_the_macro_average_agrees_with_a_bootstrap_by_benchmark():
@@ -107,15 +151,16 @@ def test_welch_between_seeds():
     assert found.p == pytest.approx(2 * stats.t.sf(3 / math.sqrt(2), df))
     one = between_seeds([0.9], [0.2, 0.2])
     assert math.isnan(one.p) and one.interval.low == -math.inf and one.interval.mean == pytest.approx(0.7)
-    assert between_seeds([0.5, 0.5], [0.5, 0.5]).p == 1.0
-    alike = between_seeds([0.6, 0.6], [0.5, 0.5])  # no spread at all: nothing to test by
-    assert math.isnan(alike.p) and alike.interval.low == -math.inf
 
 
 def test_holm():
     assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
     assert holm([0.5, 0.001, 0.4, 0.9]) == pytest.approx([1.0, 0.004, 1.0, 1.0])
     assert holm([]) == []
+    nan = math.nan
+    for p in ([nan, 0.01, 0.04, 0.03], [0.01, nan, 0.04, 0.03], [0.01, 0.04, 0.03, nan]):  # none of the family of 3
+        assert [x for x in holm(p) if not math.isnan(x)] == pytest.approx([0.03, 0.06, 0.06])
+        assert math.isnan(holm(p)[p.index(nan)])
 
 
 @pytest.mark.parametrize("n", [3, 5, 300])
@@ -129,7 +174,7 @@ def test_a_visible_difference_is_found_in_four_of_five_simulated_experiments(n):
 
 def test_visible_by_the_normal_distribution():
     assert visible(0.01, math.inf) == pytest.approx(0.0280159, abs=1e-6)
-    assert visible(0.0, 4) == 0.0
+    assert visible(0.0, 4) == math.inf  # nothing is known of how values differ
 
 
 @pytest.mark.filterwarnings("error")

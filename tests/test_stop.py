@@ -128,6 +128,33 @@ def test_a_signal_inside_a_del_is_not_lost(end):
     assert finish(process, 20) == (1, "", "stopped by SIGINT\n")
 
 
+EXTENSION = """
+import importlib.machinery, importlib.util, time
+from plumbing import stop
+class Loader(importlib.machinery.ExtensionFileLoader):
+    create_module = lambda self, spec: None
+    def exec_module(self, module):
+        print("imports", flush=True)
+        try: time.sleep(0.5)
+        except BaseException: raise ImportError("wrapped")
+stop.listen()
+loader = Loader("extension", "extension.so")
+loader.exec_module(None)
+time.sleep(30)
+"""
+
+
+def test_a_request_while_a_c_extension_is_imported_waits_for_its_end():
+    """What is raised inside comes out as something else, or ends the process by abort()."""
+    command = [sys.executable, "-c", EXTENSION]
+    process = subprocess.Popen(command, env=ENV, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.readline()
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.1)
+    assert process.communicate(timeout=20)[1] == b"stopped by SIGINT\n" and process.returncode == 1
+
+
 @pytest.fixture
 def listening():
     with stop.listening():

@@ -70,6 +70,11 @@ def needs(arm: str) -> list[str]:
     return [other for other in ARMS if f"{{{other}}}" in ARMS[arm].flags]
 
 
+def flags_of(arm: str, extra: str) -> str:
+    """Returns the flags that a row says its run had, with the `extra` ones of its campaign."""
+    return f"{extra} {ARMS[arm].flags if arm in ARMS else ''}".strip()
+
+
 def argv_of(arm: str, built_on: dict[str, str], extra: str = "") -> list[str]:
     """Returns an arm's command, without `python`; `built_on`: directories of the runs that it needs, by arm.
 
@@ -94,9 +99,18 @@ class Campaign(NamedTuple):
         """Returns the rows there are, by arm and seed."""
         return {(row["arm"], row["seed"]): row for row in read_jsonl(self.rows)}
 
+    def find(self, arm: str, seed: int) -> Row | None:
+        """Returns the row of an arm and seed, if there is one; Fault if it was played with other flags."""
+        found = self.done().get((arm, seed))
+        flags = flags_of(arm, self.extra)
+        if found and found.get("flags", flags) != flags:
+            was, now = (f"the flags {x}" if x else "no flags" for x in (found["flags"], flags))
+            raise Fault(f"{self.rows} has {arm}, seed {seed}, with {was}, not {now}: choose another --results")
+        return found
+
     def row(self, arm: str, seed: int) -> Row:
         """Returns the row of an arm and seed; runs it only if there is none."""
-        if found := self.done().get((arm, seed)):
+        if found := self.find(arm, seed):
             return found
         return self.keep(row_of(arm, seed, self.run(arm, seed), self.extra))
 
@@ -113,16 +127,27 @@ class Campaign(NamedTuple):
             return self._run(arm, seed)
 
     def _run(self, arm: str, seed: int) -> Path:
-        out = self.runs / f"{arm}-seed{seed}"
-        if (out / "summary.json").exists():
-            return out
-        argv = argv_of(arm, {other: str(self.run(other, seed)) for other in needs(arm)}, self.extra)
+        out, others = self.runs / f"{arm}-seed{seed}", needs(arm)
+        argv = argv_of(arm, {other: str(self.runs / f"{other}-seed{seed}") for other in others}, self.extra)
         argv += ["--seed", str(seed), "--eval_every", str(self.every), "--out", str(out)]
         if arm in WITH_CANARY:
             argv += ["--canary", str(canary(self.runs))]
-        argv += ["--resume"] if (out / "config.json").exists() else []
-        launch(f"{arm}, seed {seed}", argv, out, self.threads)
+        argv = begun(out, argv)
+        if not (out / "summary.json").exists():
+            for other in others:
+                self.run(other, seed)
+            launch(f"{arm}, seed {seed}", argv, out, self.threads)
         return out
+
+
+def begun(out: Path, argv: list[str]) -> list[str]:
+    """Returns what starts a run, or resumes it; Fault if the one that is there has other flags: {out}.argv has them."""
+    note, there = Path(f"{out}.argv"), (out / "config.json").exists()
+    if there and not (note.exists() and note.read_text() == json.dumps(argv)):
+        raise Fault(f"{out} was not started with `{' '.join(argv)}`: remove it, or choose another --runs")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    note.write_text(json.dumps(argv))
+    return [*argv, *(["--resume"] if there else [])]
 
 
 def launch(what: str, argv: list[str], out: Path, threads: int = 1) -> None:
@@ -147,6 +172,16 @@ def cpu_seconds(out: Path) -> float | None:
     """Returns the CPU seconds of a run that `launch` has started; None where nobody has counted them."""
     path = Path(f"{out}.cpu")
     return round(sum(map(float, path.read_text().split())), 1) if path.exists() else None
+
+
+def clock(rows: Sequence[Row]) -> tuple[str, Callable[[Row], float]]:
+    """Returns ("CPU ", a run's CPU seconds), or ("", its seconds) where they were not counted of all runs.
+
+    Runs share a machine with each other and with others: what the clock says of them is no price.
+    """
+    if all(row.get("cpu_seconds") is not None for row in rows):
+        return "CPU ", lambda row: float(row["cpu_seconds"])
+    return "", lambda row: float(row["seconds"] if "seconds" in row else 60 * row["minutes"])
 
 
 def collect(
@@ -197,7 +232,7 @@ def row_of(arm: str, seed: int, out: Path, extra: str) -> Row:
     evals.append([summary["steps"], end["em"], last, played(summary["steps"]), summary["seconds"]])
     curves = ("reward", "searches", "prompt_tokens", "response_tokens")
     return {
-        "arm": arm, "seed": seed, "flags": f"{extra} {ARMS[arm].flags}".strip(), "program": ARMS[arm].program,
+        "arm": arm, "seed": seed, "flags": flags_of(arm, extra), "program": ARMS[arm].program,
         **origin(summary), "minutes": round(summary["seconds"] / 60, 2), "cpu_seconds": cpu_seconds(out),
         "em": end["em"], "questions": summary["questions"], "searches": round(end.get("searches", 0.0), 3),
         "overhead": summary["overhead_inference"], "I_star": summary["I_star"], "evals": evals,

@@ -13,14 +13,13 @@ not moved since it sampled, every ratio is 1.
 import argparse
 import json
 import shutil
-import time
 from pathlib import Path
 
 import numpy as np
 
 from config import HERE
 from evaluation.statistics import Difference, adjusted, against, interval, over_seeds
-from extras.campaigns.arms import canary, collect, launch, origin
+from extras.campaigns.arms import canary, clock, collect, cpu_seconds, launch, origin
 from extras.campaigns.figures import plt, save
 from extras.objectives import OBJECTIVES
 from journal.directory import read_jsonl
@@ -52,7 +51,6 @@ def run(objective: str, mode: str, seed: int, args: argparse.Namespace) -> dict:
     shutil.rmtree(out, ignore_errors=True)
     flags = f"{args.sizes} {MODES[mode]} --objective {objective} --seed {seed}".split() + ["--out", str(out)]
     flags += ["--instruction", str(canary(args.runs))] if mode == "static" else []
-    began = time.time()
     launch(f"{objective}, {mode}, seed {seed}", ["extras/objectives.py", *flags], out)
     summary = json.loads((out / "summary.json").read_text())
     end = summary["end"]
@@ -64,8 +62,8 @@ def run(objective: str, mode: str, seed: int, args: argparse.Namespace) -> dict:
         "em_start": summary["start"]["em"], "searches": end["searches"], "questions": summary["questions"],
         **{name: round(x, 4) for name, x in last.items()},
         "largest_grad_norm": round(max(row["grad_norm"] for row in steps), 3),
-        "trajectories": summary["ledger"]["training_rollouts"], "seconds": round(time.time() - began, 1),
-        **origin(summary),
+        "trajectories": summary["ledger"]["training_rollouts"], "seconds": summary["seconds"],
+        "cpu_seconds": cpu_seconds(out), **origin(summary),
     }  # fmt: skip
 
 
@@ -108,7 +106,7 @@ def table(rows: list[dict]) -> str:
     sizes = {row["sizes"] for row in rows}
     of = cells(rows)
     found = against("grpo", {cell: [row["em"] for row in mine] for cell, mine in of.items()})
-    holm = adjusted(found)
+    holm, (unit, seconds) = adjusted(found), clock(rows)
     text = [
         "# Objectives on the embedded world", "", HONEST, "",
         f"`make bench-objectives` (`{'`, `'.join(sorted(sizes))}`). EM: held-out, greedy, after the last step, under"
@@ -125,7 +123,8 @@ def table(rows: list[dict]) -> str:
         start = np.mean([row["em_start"] for row in some])
         n = " and ".join(sorted({f"{row['trajectories']:,}" for row in some}))
         text += [f"## {TITLES[mode]}, from {start:.2f}; {n} trajectories", ""]
-        text += ["| | seeds | EM | difference, 95 % | Holm's p | searches | entropy | answered | gradient | seconds |"]
+        costs = f"searches | entropy | answered | gradient | {unit}seconds"
+        text += [f"| | seeds | EM | difference, 95 % | Holm's p | {costs} |"]
         text += ["|---" * 10 + "|"]
         for name in OBJECTIVES:
             if mine := of.get((mode, name)):
@@ -135,7 +134,7 @@ def table(rows: list[dict]) -> str:
                 line += [f"{found[mode, name].interval:+}", f"{holm[mode, name]:.2f}"] if told else ["", ""]
                 line += [f"{np.mean([row[key] for row in mine]):.2f}" for key in ("searches", "entropy", "answered")]
                 line.append(f"{max(row['largest_grad_norm'] for row in mine):.2f}")
-                text.append(f"| {' | '.join(line)} | {np.mean([row['seconds'] for row in mine]):.0f} |")
+                text.append(f"| {' | '.join(line)} | {np.mean([seconds(row) for row in mine]):.0f} |")
         text.append("")
     return "\n".join(text)
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from config import HERE, PRESETS
 from evaluation.statistics import adjusted, between_seeds, interval, over_seeds
-from extras.campaigns.arms import ARMS, Campaign, Row, origin
+from extras.campaigns.arms import ARMS, Campaign, Row, clock, origin
 from extras.campaigns.claims import CLAIMS, Rows, verdict
 from journal.directory import read_jsonl
 from journal.summary import many
@@ -45,9 +45,9 @@ def complete(campaign: Campaign, arms: list[str], seeds: list[int], at_once: int
 
 def attempt(campaign: Campaign, arm: str, seeds: list[int]) -> str:
     """Runs an arm with the last of the seeds, unless it has a row; returns why it failed, or ""."""
-    if (arm, seeds[-1]) in campaign.done():
-        return ""
     try:
+        if campaign.find(arm, seeds[-1]):
+            return ""
         row = transfer(campaign, seeds) if arm == "transfer" else campaign.row(arm, seeds[-1])
     except Fault as fault:
         print(fault, flush=True)
@@ -59,7 +59,7 @@ def attempt(campaign: Campaign, arm: str, seeds: list[int]) -> str:
 
 def untrained(campaign: Campaign, method: str) -> Row:
     """Returns the row of a method that does not train, played greedily by the world's first policy."""
-    if found := campaign.done().get((method, 0)):
+    if found := campaign.find(method, 0):
         return found
     from extras.table1 import main as table1
 
@@ -143,8 +143,9 @@ def split(em: float, n: int) -> list[int]:
 
 def arms_table(rows: Rows) -> list[str]:
     """Returns every trained arm against inspo: Welch's test over seeds, Holm's p over all of them."""
+    unit, seconds = clock([row for arm in ARMS for row in rows.get(arm, ())])
     lines = ["| | EM, by seed | mean, 95 % | difference from inspo, 95 % | Holm's p | visible | searches | verification"
-             " | minutes |", "|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
+             f" | {unit}minutes |", "|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
     arms = [arm for arm in ARMS if rows.get(arm)]
     differences = {
         arm: between_seeds([row["em"] for row in rows[arm]], [row["em"] for row in rows["inspo"]])
@@ -160,8 +161,9 @@ def arms_table(rows: Rows) -> list[str]:
             d = differences[arm]
             cells = [f"{d.interval:+}", f"{holm[arm]:.3f}" if holm[arm] >= 0.001 else f"{holm[arm]:.0e}"]
             cells.append(f"{d.visible:.3f}")
-        mean = {key: float(np.mean([row[key] for row in mine])) for key in ("searches", "overhead", "minutes")}
-        cells += [f"{mean['searches']:.2f}", f"{100 * mean['overhead']:.0f} %", f"{mean['minutes']:.1f}"]
+        mean = {key: float(np.mean([row[key] for row in mine])) for key in ("searches", "overhead")}
+        cells += [f"{mean['searches']:.2f}", f"{100 * mean['overhead']:.0f} %"]
+        cells.append(f"{np.mean([seconds(row) for row in mine]) / 60:.1f}")
         by_seed = ", ".join(f"{row['em']:.2f}" for row in mine)
         lines.append(f"| {arm}: {ARMS[arm].what} | {by_seed} | {level} | {' | '.join(cells)} |")
     return lines
@@ -170,13 +172,20 @@ def arms_table(rows: Rows) -> list[str]:
 def at_equal(rows: Rows, column: int) -> list[str]:
     """Returns EM of the arms at the smallest budget any run of theirs ends with, interpolated between evaluations.
 
-    `column` of `evals`: 0 steps, 3 rollouts (verification counted), 4 seconds.
+    `column` of `evals`: 0 steps, 3 rollouts (verification counted), 4 seconds: of CPU time, if it was counted of all
+    runs, which then grows from evaluation to evaluation as the clock's.
     """
     arms = [arm for arm in ("inspo", "static", "frozen", "guessing", "unverified") if rows.get(arm)]
-    budget = min(row["evals"][-1][column] for arm in arms for row in rows[arm])
+    unit, seconds = clock([row for arm in arms for row in rows[arm]])
+
+    def spent(row: Row) -> list[float]:
+        values = [e[column] for e in row["evals"]]
+        return [x * seconds(row) / values[-1] for x in values] if unit and column == 4 else values
+
+    budget = min(spent(row)[-1] for arm in arms for row in rows[arm])
     cells = []
     for arm in arms:
-        em = [np.interp(budget, [e[column] for e in row["evals"]], [e[1] for e in row["evals"]]) for row in rows[arm]]
+        em = [np.interp(budget, spent(row), [e[1] for e in row["evals"]]) for row in rows[arm]]
         found = over_seeds([float(x) for x in em])
         half = found.high - found.mean
         cells.append(f"{arm} {found.mean:.3f}" + (f" ± {half:.3f}" if np.isfinite(half) else ""))
@@ -209,13 +218,14 @@ def page(rows: Rows, pictures: list[str], published: Row) -> str:
     minutes = sum(row.get("minutes", 0) for row in every)
     commits = ", ".join(sorted({row["commit"] for row in every}))
     machines = "; ".join(sorted({row["machine"] for row in every}))
+    unit, _ = clock([row for arm in ARMS for row in rows.get(arm, ())])
+    whose = "the CPU's" if unit else "of runs that shared the machine"
     out = [
         "# The paper's results in the small world",
         "",
         f"Written by `make paper` from rows.jsonl: {many(len(every), 'row')}, {many(round(minutes), 'minute')} of one "
         f"thread, commit {commits}, on {machines}. The world is [built so that it takes both](../world/README.md): "
-        "these figures show the mechanism and are no evidence for the claims on real models. Seconds are of runs that "
-        "shared the machine.",
+        f"these figures show the mechanism and are no evidence for the claims on real models. Seconds are {whose}.",
         "",
         "## Claims",
         "",
@@ -242,7 +252,7 @@ def page(rows: Rows, pictures: list[str], published: Row) -> str:
         )
         if rows.get("inspo"):
             out += ["", "## At equal cost", "", "| equal | budget | EM |", "|---|---|---|"]
-            for name, column in (("steps", 0), ("rollouts, verification counted", 3), ("seconds", 4)):
+            for name, column in (("steps", 0), ("rollouts, verification counted", 3), (f"{unit}seconds", 4)):
                 out.append(f"| {name} | {' | '.join(at_equal(rows, column))} |")
     if rows.get("transfer"):
         out += ["", "## Is I_star portable?", "", *transfer_table(rows)]

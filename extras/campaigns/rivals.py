@@ -21,7 +21,7 @@ import numpy as np
 from config import HERE, Config, parse
 from evaluation.statistics import adjusted, against, over_seeds
 from extras import espl, fst
-from extras.campaigns.arms import collect, launch, origin, rollouts
+from extras.campaigns.arms import begun, clock, collect, cpu_seconds, launch, origin, rollouts
 from extras.campaigns.figures import plt, save
 from extras.selection import SelectionConfig
 from journal.directory import read_jsonl
@@ -85,7 +85,7 @@ def run(arm: str, batch: int, seed: int, args: argparse.Namespace) -> Row:
     T = steps_of(arm, sizes)
     program, *flags = ARMS[arm].split()
     argv = [program, *sizes.split(), *flags, "--T", str(T), "--seed", str(seed), "--eval_every", str(args.every)]
-    argv += ["--out", str(out), *(["--resume"] if (out / "config.json").exists() else [])]
+    argv = begun(out, [*argv, "--out", str(out)])
     if not (out / "summary.json").exists():
         launch(f"{arm}, batch {batch}, seed {seed}", argv, out)
     row = row_of(out) | {"arm": arm, "batch": batch, "seed": seed, "sizes": sizes, "T": T}
@@ -109,7 +109,7 @@ def row_of(out: Path) -> Row:
         "calls": ledger["optimizer_calls"], "evolutions": ledger["evolutions"] - ledger["evolutions_in_vain"],
         "prunings": sum(e["event"] == "prune" for e in events),
         "undecided": sum(len(e.get("undecided", [])) for e in events if e["event"] == "prune"),
-        "seconds": summary["seconds"], **origin(summary),
+        "seconds": summary["seconds"], "cpu_seconds": cpu_seconds(out), **origin(summary),
     }  # fmt: skip
 
 
@@ -135,7 +135,7 @@ def table(rows: list[Row], target: float) -> str:
     always = {cell: x for cell, x in price.items() if len(x) == len(of[cell])}
     found = {("em", *cell): x for cell, x in against("paper", em).items()}
     found |= {("price", *cell): x for cell, x in against("paper", always).items()}
-    holm = adjusted(found)
+    holm, (unit, seconds) = adjusted(found), clock(rows)
 
     def differs(name: str, cell: Cell, style: str) -> list[str]:
         key = (name, *cell)
@@ -151,7 +151,7 @@ def table(rows: list[Row], target: float) -> str:
         f"{compared if holm else ''}.", "",
         "EM: held-out, greedy, after the last step, under the run's own I_star.", "",
         "| batch | arm | seeds | T | EM | difference | Holm's p | trajectories | of them verification | calls |"
-        " undecided a pruning | minutes |", "|---" * 12 + "|",
+        f" undecided a pruning | {unit}minutes |", "|---" * 12 + "|",
     ]  # fmt: skip
     for cell in cells:
         mine = of[cell]
@@ -162,7 +162,7 @@ def table(rows: list[Row], target: float) -> str:
         line.append(f"{np.mean([row['calls'] for row in mine]):.0f}")
         prunings = sum(row["prunings"] for row in mine)
         line.append(f"{sum(row['undecided'] for row in mine) / prunings:.1f}" if prunings else "")
-        line.append(f"{np.mean([row['seconds'] for row in mine]) / 60:.1f}")
+        line.append(f"{np.mean([seconds(row) for row in mine]) / 60:.1f}")
         text.append(f"| {' | '.join(line)} |")
     text += [
         "", f"To EM {target:g}, of the runs that get there; read between evaluations, verification counted.", "",

@@ -148,13 +148,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=WORLD, help="directory to write")
     args = parser.parse_args()
     torch.set_num_threads(2)  # whatever the machine has: more could round differently
-    start = time.time()
+    start = time.monotonic()
     write_files(args.out)
     model, tokenizer = train(args.tokens, args.seed)
     model.save_pretrained(args.out / "policy")
     save_tokenizer(tokenizer, args.out / "policy")
     n = sum(p.numel() for p in model.parameters())
-    took = f"{args.tokens / 1e6:.1f}M tokens in {time.time() - start:.0f} s"
+    took = f"{args.tokens / 1e6:.1f}M tokens in {time.monotonic() - start:.0f} s"
     print(f"{args.out / 'policy'}: {n / 1e6:.2f}M parameters, {took}")
 
 

@@ -132,3 +132,12 @@ def test_what_an_em_costs_is_compared_only_with_an_arm_that_always_gets_there():
     p = 2 * test.pvalue  # the second smallest of three is doubled; paired's difference of EM is the smallest
     assert paired.endswith(f"| {mean:+,.0f} [{low:+,.0f}, {high:+,.0f}] | {p:.3f} |")
     assert espl.startswith("| 24 | espl | 2 of 3 | 5 ") and espl.endswith(" |  |  |")
+
+
+def test_seconds_are_the_cpu_s_only_where_they_were_counted_of_every_run():
+    rows = [row(o, "static", s, 0.5) | {"cpu_seconds": 7.0} for o in ("grpo", "spo") for s in (0, 1)]
+    page = objectives.table(rows)
+    assert "| CPU seconds |" in page and page.count("| 7 |") == 2
+    rows[0]["cpu_seconds"] = None
+    page = objectives.table(rows)
+    assert "| seconds |" in page and "| 7 |" not in page and page.count("| 40 |") == 2

@@ -128,6 +128,26 @@ def test_a_row_is_not_run_again_and_a_missing_one_is(tmp_path, monkeypatch):
     assert ran == [("static", 0), ("static", 1)] and len(read_jsonl(campaign.rows)) == 2
 
 
+def test_a_row_or_a_run_with_other_flags_is_none_of_this_campaign_s(tmp_path, monkeypatch):
+    def fake(what, argv, out, threads):
+        out.mkdir(parents=True, exist_ok=True)
+        for name in ("config.json", "summary.json"):
+            (out / name).write_text("{}")
+
+    monkeypatch.setattr(arms, "launch", fake)
+    monkeypatch.setattr(arms, "row_of", lambda arm, seed, out, extra: {"arm": arm, "seed": seed, "flags": extra})
+    one = Campaign(tmp_path / "runs", tmp_path / "rows.jsonl", extra="--lr 1e-3")
+    assert one.row("inspo", 0)["flags"] == "--lr 1e-3" == one.row("inspo", 0)["flags"]
+    with pytest.raises(Fault, match="inspo, seed 0, with the flags --lr 1e-3, not no flags: choose another --results"):
+        one._replace(extra="").row("inspo", 0)
+    assert one.run("inspo", 0) == tmp_path / "runs" / "inspo-seed0"
+    with pytest.raises(Fault, match="was not started with `inspo.py .*: remove it, or choose another --runs"):
+        one._replace(extra="", rows=tmp_path / "other.jsonl").row("inspo", 0)
+    (tmp_path / "runs" / "inspo-seed0.argv").unlink()  # by whom, nobody knows
+    with pytest.raises(Fault, match="choose another --runs"):
+        one.run("inspo", 0)
+
+
 def test_arms_that_build_on_one_run_wait_for_it(tmp_path, monkeypatch):
     campaign, ran = Campaign(tmp_path / "runs", tmp_path / "rows.jsonl"), []
 
@@ -213,6 +233,14 @@ def test_equal_rollouts_are_read_between_two_evaluations():
     budget, line = paper.at_equal({arm: ROWS[arm] for arm in ("inspo", "static")}, 3)
     assert budget == "20" and f"inspo {0.952 * 20 / 22:.3f} ±" in line and "static 0.190 ±" in line
     assert paper.at_equal({"inspo": ROWS["inspo"]}, 0)[0] == "20"
+
+
+def test_equal_seconds_are_the_cpu_s_where_they_were_counted():
+    rows = {arm: [fabricated(arm, 0, 0.8) | {"cpu_seconds": cpu}] for arm, cpu in (("inspo", 120.0), ("static", 240.0))}
+    budget, line = paper.at_equal(rows, 4)  # both 100 by the clock
+    assert budget == "120" and "inspo 0.800" in line and "static 0.400" in line
+    rows["static"][0]["cpu_seconds"] = None
+    assert paper.at_equal(rows, 4) == ["100", "inspo 0.800; static 0.800"]
 
 
 def test_the_page_has_every_method_claim_and_the_published_numbers():
