@@ -75,6 +75,7 @@ class TorchEngine:
     def __init__(self, model: Any, tokenizer: Any, stop: tuple[str, ...], max_rows: int = 512):
         self.model, self.tokenizer, self.stop, self.max_rows = model, tokenizer, stop, max_rows
         self.device: torch.device = next(model.parameters()).device
+        self.widen()
         self.scale = logit_scale(model.config)
         # Only a token whose text contains the last character of a stop string can complete it: decode after those.
         last = {s[-1] for s in stop}
@@ -90,6 +91,15 @@ class TorchEngine:
         parameters = dict(self.model.named_parameters())
         for name, tensor in weights:
             parameters[name].copy_(tensor)
+        self.widen()
+
+    def widen(self) -> None:
+        """Makes the head, whose logits are float32: rounded to bf16, log-probs would be off by 0.012 nat on average.
+
+        A GPU sums bf16 products in float32; elsewhere the weight itself is widened, here once and not for every token.
+        """
+        weight = self.model.get_output_embeddings().weight.detach()
+        self.head = partial(head_logits, weight=weight if weight.is_cuda else weight.float())
 
     def sleep(self) -> None:
         """Drops the cached keys and values."""
@@ -101,10 +111,6 @@ class TorchEngine:
     def begin(self, seed: int) -> None:
         """As Engine; the samples that follow depend on nothing but `seed` and the calls."""
         self.generator = torch.Generator(self.device).manual_seed(seed)
-        weight = self.model.get_output_embeddings().weight
-        # Logits in float32: rounded to bf16, log-probs would be off by 0.012 nat on average. A GPU sums bf16 products
-        # in float32; elsewhere the weight is widened, here once and not for every token.
-        self.head = partial(head_logits, weight=weight if weight.is_cuda else weight.detach().float())
         self.cache = RowCache()
         self.keys: list[int] = []  # row of `cache` -> the caller's key
         self._rows: list[int] = []  # position in the batch -> row of `cache`

@@ -247,8 +247,9 @@ def reward(task: Task, taus: Sequence[Trajectory]) -> None:
 
 # Columns that metrics.jsonl has of every step: none of them can be a task's metric.
 COLUMNS = set(
-    "t metrics loss kl entropy clip_fraction logp_gap grad_norm lr skipped_updates answered failed valid_actions "
-    "prompt_tokens response_tokens context_tokens zero_variance_groups P best w_best w p n r_bar".split()
+    "t metrics loss kl entropy clip_fraction logp logp_gap grad_norm lr skipped_updates candidates answered "
+    "failed valid_actions prompt_tokens response_tokens context_tokens zero_variance_groups P best w_best w p n "
+    "r_bar".split()
 )
 
 
