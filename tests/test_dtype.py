@@ -1,0 +1,94 @@
+"""A policy that is computed in bfloat16 on a CPU: weights stay float32, engine and trainer agree, a run resumes."""
+
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+import inspo
+from config import Config, parse
+from engines.choose import dtype_of
+from engines.torch_engine import TorchEngine
+from journal.directory import read_jsonl
+from models.model import empty, fill, load_config, load_policy
+
+SMALL = "--mode static --dtype bfloat16 --T 3 --batch 4 --mini 4 --G 2 --eval_n 2 --save_every 1 --keep 9 --seed 6"
+
+
+def steps(run) -> list[dict]:
+    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in read_jsonl(run / "metrics.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    out = tmp_path_factory.mktemp("bf16") / "run"
+    inspo.main([*SMALL.split(), "--out", str(out)])
+    return out
+
+
+def test_engine_and_trainer_agree_within_bfloat16(run):
+    gaps = [row["logp_gap"] for row in steps(run)[1:]]
+    assert len(gaps) == 3 and all(1e-6 < gap < 5e-3 for gap in gaps)  # float32 has 2e-7, one rounded logit 1e-2
+
+
+def test_small_updates_are_kept_in_float32(run, tmp_path):
+    dcp_to_torch_save(run / "checkpoints" / "step-000003", tmp_path / "state.pt")
+    last = torch.load(tmp_path / "state.pt", weights_only=True)["model"]
+    first = load_file(parse([]).model + "/model.safetensors")
+    assert {w.dtype for w in last.values()} == {torch.float32}
+    moved = {name: (last[name] - w.float()).abs() for name, w in first.items()}
+    # Half a unit in the last place of bfloat16, at least: bfloat16 weights would not have taken a smaller change.
+    lost = {name: (d > 0) & (d < first[name].float().abs() * 2**-9) for name, d in moved.items()}
+    assert sum(int(x.sum()) for x in lost.values()) > 0.1 * sum(int((d > 0).sum()) for d in moved.values()) > 1000
+
+
+def test_a_run_in_bfloat16_resumes_to_the_bit(run, tmp_path):
+    out = shutil.copytree(run, tmp_path / "run")
+    for name in ("step-000002", "step-000003"):
+        shutil.rmtree(out / "checkpoints" / name)
+    for name in ("summary.json", "policy"):
+        shutil.rmtree(out / name) if (out / name).is_dir() else (out / name).unlink()
+    inspo.main([*SMALL.split(), "--out", str(out), "--resume"])
+    assert steps(out) == steps(run)
+    name = "policy/model.safetensors"
+    assert (out / name).read_bytes() == (run / name).read_bytes()
+
+
+def test_a_bfloat16_engine_samples_with_float32_logits(path):
+    model, tokenizer = load_policy(path, "cpu")
+    half = fill(empty(load_config(path), torch.bfloat16, "cpu"), model)
+    engine = TorchEngine(half, tokenizer, ("</answer>",))
+    head, weight, errors = engine.head, half.get_output_embeddings().weight, []
+
+    def watched(h):
+        errors.append((head(h) - h.double() @ weight.double().T).abs().max().item())
+        return head(h)
+
+    engine.head = watched
+    ids = tokenizer("Which lake is the deepest?", add_special_tokens=False)["input_ids"]
+    list(engine.generate({0: ids}, 6, 1.0))
+    assert weight.dtype == torch.bfloat16 and errors and max(errors) < 1e-4  # rounded to bfloat16: 1e-2 and more
+
+
+def test_new_weights_reach_the_head_of_a_bfloat16_engine(tiny_path):
+    model, tokenizer = load_policy(tiny_path, "cpu")
+    half = fill(empty(load_config(tiny_path), torch.bfloat16, "cpu"), model)
+    engine, h = TorchEngine(half, tokenizer, ("</answer>",)), torch.ones(1, model.config.hidden_size).bfloat16()
+    before = engine.head(h)
+    engine.load((name, 2 * p.detach()) for name, p in model.named_parameters())
+    assert torch.equal(engine.head(h), 2 * before)
+
+
+@pytest.mark.parametrize("amx, hidden, device, asked, dtype", [
+    (True, 576, "cpu", "", "bfloat16"), (True, 128, "cpu", "", "float32"), (False, 576, "cpu", "", "float32"),
+    (False, 576, "cuda", "", "bfloat16"), (True, 576, "cpu", "float32", "float32"),
+    (False, 128, "cpu", "bfloat16", "bfloat16"), (False, 128, "cuda", "float32", "float32"),
+])  # fmt: skip
+def test_bfloat16_is_chosen_where_it_is_faster(monkeypatch, tmp_path, amx, hidden, device, asked, dtype):
+    from transformers import LlamaConfig
+
+    LlamaConfig(hidden_size=hidden, num_attention_heads=8).save_pretrained(tmp_path)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": amx, "avx512_bf16": True})
+    assert dtype_of(Config(model=str(tmp_path), dtype=asked), device) == dtype
