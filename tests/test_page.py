@@ -389,6 +389,7 @@ def test_a_healthy_run_has_no_warning():
         ("judge/faults", 3, ["3", "judge"]),
         ("loss", float("nan"), ["step 11"]),
         ("reward", 0.1, ["0.50", "0.10"]),
+        ("skipped_updates", 2, ["20 optimizer steps", "not finite"]),
     ],
 )
 def test_each_failure_is_pointed_at(name, late, says):

@@ -55,13 +55,14 @@ def run(objective: str, mode: str, seed: int, args: argparse.Namespace) -> dict:
     summary = json.loads((out / "summary.json").read_text())
     end = summary["end"]
     steps = [row for row in read_jsonl(out / "metrics.jsonl") if "reward" in row]
-    last = {name: float(np.mean([row[name] for row in steps[-LAST:]])) for name in ("reward", "entropy", "answered")}
+    taken = [row for row in steps if "grad_norm" in row]  # not skipped for a gradient that is not finite
+    last = {name: float(np.mean([row[name] for row in taken[-LAST:]])) for name in ("reward", "entropy", "answered")}
     shutil.rmtree(out)
     return {
         "objective": objective, "mode": mode, "seed": seed, "sizes": args.sizes, "em": end["em"],
         "em_start": summary["start"]["em"], "searches": end["searches"], "questions": summary["questions"],
         **{name: round(x, 4) for name, x in last.items()},
-        "largest_grad_norm": round(max(row["grad_norm"] for row in steps), 3),
+        "largest_grad_norm": round(max(row["grad_norm"] for row in taken), 3),
         "trajectories": summary["ledger"]["training_rollouts"], "seconds": summary["seconds"],
         "cpu_seconds": cpu_seconds(out), **origin(summary),
     }  # fmt: skip
