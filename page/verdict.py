@@ -177,8 +177,8 @@ def warnings(run: Run) -> list[Row]:
         if n:
             warn(f"{n:.0f} requests to {name} failed and were repeated.")
     if skipped := [row for row in rows if row.get("skipped_updates")]:
-        n = sum(values(skipped, "skipped_updates"))
-        warn(f"{n:.0f} optimizer steps were skipped: loss or gradient were not finite.", "skipped_updates", skipped[0]["t"])
+        n, t = sum(values(skipped, "skipped_updates")), skipped[0]["t"]
+        warn(f"{n:.0f} optimizer steps were skipped: loss or gradient were not finite.", "skipped_updates", t)
     if len(reward := values(rows, "reward")) >= 10:
         means = _windows(reward, few)
         if max(means) - means[-1] > 0.3 * max(map(abs, means)):
