@@ -196,7 +196,7 @@ class Learner:
         tokens = max(1, total["tokens"])
         return {
             "loss": total["loss"] / len(norms),
-            "kl": total["kl"] / tokens,
+            **({"kl": total["kl"] / tokens} if self.reference is not None else {}),
             "entropy": total["entropy"] / tokens,  # measured alone: CHOICE-32
             "clip_fraction": total["clipped"] / tokens,
             "logp_gap": total["gap"] / tokens,  # mean |trainer - engine| of the sampled tokens' log-probs

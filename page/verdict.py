@@ -29,7 +29,7 @@ def conclusion(means: dict[str, float], n: int, metric: str = "em", spread: dict
 
     gain, noise = means[end] - means[first], 2 * math.sqrt((variance(end) + variance(first)) / n)
     gained = f"{'EM' if metric == 'em' else metric} {gain:+.2f}"
-    if abs(gain) <= noise:
+    if noise and abs(gain) <= noise:
         return f"{gained}: nothing gained that {n} questions could show (two standard errors are {noise:.2f})."
     right_or_wrong = all(math.isclose(variance(x), means[x] * (1 - means[x]), abs_tol=1e-9) for x in (first, end))
     if n < SIGNS or (right_or_wrong and round(abs(gain) * n) < SIGNS):

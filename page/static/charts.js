@@ -4,6 +4,7 @@ const PANELS = [
   { id: "answered", title: "Ends in an answer, valid actions", keys: { answered: "answered", valid_actions: "valid actions" } },
   { id: "tokens", title: "Tokens", keys: { context_tokens: "whole", prompt_tokens: "prompt", response_tokens: "response" } },
   { id: "kl", title: "KL to the first policy, nats", keys: { kl: "k3 estimate" } },
+  { id: "logp", title: "Log-prob a token of the demonstrations", keys: { logp: "mean" } },
   { id: "entropy", title: "Entropy a token, nats", keys: { entropy: "entropy" } },
   { id: "clip_fraction", title: "Clipped tokens", keys: { clip_fraction: "share" } },
   { id: "logp_gap", title: "Engine against trainer, nats a token", keys: { logp_gap: "log-prob gap" } },

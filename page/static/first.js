@@ -78,12 +78,12 @@ function winnerCard(run, k) {
   const byId = new Map(run.tree.instructions.map((I) => [I.id, I]));
   const I = byId.get(won.id), first = byId.get(won.lineage[0]);
   const line = won.lineage.flatMap((id, n) => [n ? " → " : null, h("a", { href: address({ section: "instructions", ins: String(id), run: String(k) }) }, `#${id}`)]);
-  const finished = run.status.state === "finished";
+  const finished = run.status.state === "finished", why = won.ever + won.refused > 1 ? reasons(won, I, run) : [];
   return card("winner", finished ? "Which instruction won?" : "Which instruction leads?",
     h("p", { class: "headline" }, line),
     diffText(first.text, I.text, false),
     h("p", { class: "note" }, I.id === first.id ? "It is the first instruction." : ["Marked: what the first instruction does not say."]),
-    h("h3", {}, "Why"), h("ul", { class: "why" }, reasons(won, I, run).map((text) => h("li", {}, text))));
+    why.length ? [h("h3", {}, "Why"), h("ul", { class: "why" }, why.map((text) => h("li", {}, text)))] : null);
 }
 
 function reasons(won, I, run) {
@@ -110,10 +110,10 @@ function costCard(run) {
   const share = cost.training ? cost.verification / cost.training : null;
   const facts = [
     ["Time", `${duration(cost.seconds)}${run.status.t ? `, ${num(cost.seconds / run.status.t, 2)} s a step` : ""}`],
-    ["Optimizer", `${plural(cost.calls, "call")}, ${plural(cost.prompt_tokens + cost.completion_tokens, "token")}`],
-    ["Verification", share === null ? "–" : h("span", {}, `${percent(share, 1)} of the training rollouts `, h("span", { class: "muted" }, "(the paper: 1.4–7 %)"))],
+    cost.calls && ["Optimizer", `${plural(cost.calls, "call")}, ${plural(cost.prompt_tokens + cost.completion_tokens, "token")}`],
+    share && ["Verification", h("span", {}, `${percent(share, 1)} of the training rollouts `, h("span", { class: "muted" }, "(the paper: 1.4–7 %)"))],
   ];
-  return card("spent", "What did it cost?", definitions(facts), phaseBar(cost.phases), h("p", { class: "more" }, h("a", { href: "#cost" }, "All of it")));
+  return card("spent", "What did it cost?", definitions(facts.filter(Boolean)), phaseBar(cost.phases), h("p", { class: "more" }, h("a", { href: "#cost" }, "All of it")));
 }
 
 function definitions(facts) {
