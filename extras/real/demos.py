@@ -16,6 +16,7 @@ from typing import Any
 from config import FACTS, PRESETS, Config
 from journal.directory import read_jsonl
 from plumbing.faults import one_line
+from retrieval.bm25 import BM25
 from tasks import Question
 from tasks.search_qa import SearchQA
 from world.clauses import CLAUSES, write
@@ -47,30 +48,45 @@ def random_clauses(rng: random.Random) -> list[str]:
             return clauses
 
 
-def demonstrate(rng: random.Random, q: Row, corpus: dict[str, str], clauses: list[str]) -> list[tuple[str, str]]:
-    """Returns (role, text) of the turns that follow the clauses; tool: the passage as a search returns it."""
+class Facts:
+    """The questions that may be shown, and the search that answers the agent."""
+
+    def __init__(self) -> None:
+        self.questions = read_jsonl(FACTS / "train.jsonl")
+        self.passages = [row["contents"] for row in read_jsonl(FACTS / "corpus.jsonl")]
+        self.index = BM25.build(self.passages.__iter__)
+
+    def search(self, query: str) -> str:
+        """Returns the passage that a run's server finds first."""
+        [[(row, _)]] = self.index.search([query], 1)
+        return self.passages[row]
+
+
+def demonstrate(rng: random.Random, facts: Facts, q: Row, clauses: list[str]) -> list[tuple[str, str]]:
+    """Returns (role, text) of turns that follow the clauses; the role "tool" has what a search returned."""
 
     def does(habit: str) -> bool:
         said = next((c for c in clauses if c in OBEY[habit]), None)
         return rng.random() < OBEY[habit][said]
 
-    chain, gold = list(q["chain"]), q["golden_answers"][0]
-    by_entity, full, bare = (does(h) for h in OBEY)
-    read = len(chain) if by_entity and full else 1
-    turns = []
-    for title in chain[:read]:
-        turns.append(("assistant", f"<search> {title if by_entity else q['question']} </search>"))
-        turns.append(("tool", TASK.search.show([corpus[title]])))
-    answer = gold if read == len(chain) else chain[read]  # who stops early has the next entity, and takes it
+    by_entity, full, bare = (does(habit) for habit in OBEY)
+    path = [*q["chain"], q["golden_answers"][0]]
+    turns, answer = [], path[-1]
+    for k in range(len(q["chain"]) if by_entity and full else 1):
+        query = path[k] if by_entity else q["question"]
+        found = facts.search(query)
+        title = found.split('"')[1]
+        turns += [("assistant", f"<search> {query} </search>"), ("tool", TASK.search.show([found]))]
+        answer = path[k + 1] if title == path[k] else title  # who stops early has only the next entity
     return [*turns, ("assistant", f"<answer> {answer if bare else f'It is {answer}.'} </answer>")]
 
 
-def demo(rng: random.Random, questions: list[Row], corpus: dict[str, str]) -> Row:
+def demo(rng: random.Random, facts: Facts) -> Row:
     """Returns a row: the messages of a conversation."""
-    q, clauses = rng.choice(questions), random_clauses(rng)
+    q, clauses = rng.choice(facts.questions), random_clauses(rng)
     instruction = write(rng, clauses, rng.randint(0, 1))
-    prompt = TASK.prompt(instruction, Question(q["id"], q["question"], tuple(q["golden_answers"])))
-    turns = [{"role": role, "content": text} for role, text in demonstrate(rng, q, corpus, clauses)]
+    prompt = TASK.prompt(instruction, Question(q["id"], q["question"]))
+    turns = [{"role": role, "content": text} for role, text in demonstrate(rng, facts, q, clauses)]
     return {"id": q["id"], "instruction": instruction, "messages": [*prompt, *turns]}
 
 
@@ -81,10 +97,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("demos.jsonl"))
     args = parser.parse_args()
     with one_line("extras.real.demos"):
-        rng = random.Random(args.seed)
-        questions = read_jsonl(FACTS / "train.jsonl")
-        corpus = {row["contents"].split('"')[1]: row["contents"] for row in read_jsonl(FACTS / "corpus.jsonl")}
-        rows = [demo(rng, questions, corpus) for _ in range(args.n)]
+        rng, facts = random.Random(args.seed), Facts()
+        rows = [demo(rng, facts) for _ in range(args.n)]
         args.out.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         print(f"{args.out}: {args.n:,} demonstrations of {len({row['id'] for row in rows}):,} questions")
 

@@ -1,0 +1,80 @@
+"""Demonstrations on the real facts: they follow their instruction, and see what a run's search server returns."""
+
+import random
+import re
+
+import pytest
+
+from config import FACTS
+from extras.real.demos import BEST, Facts, demo, demonstrate
+from journal.directory import read_jsonl
+from world.clauses import read
+
+
+@pytest.fixture(scope="module")
+def facts():
+    return Facts()
+
+
+@pytest.fixture(scope="module")
+def rows(facts):
+    rng = random.Random(7)
+    return [demo(rng, facts) for _ in range(400)]
+
+
+def said(row, role):
+    return [m["content"] for m in row["messages"] if m["role"] == role]
+
+
+def test_a_conversation_ends_with_the_only_answer_and_every_search_has_a_result(rows):
+    for row in rows:
+        roles = [m["role"] for m in row["messages"]]
+        n = roles.count("tool")
+        assert roles == ["user", *["assistant", "tool"] * n, "assistant"] and 1 <= n <= 3
+        turns = said(row, "assistant")
+        assert [bool(re.fullmatch(r"<search> .+ </search>", x)) for x in turns] == [True] * n + [False]
+        assert re.fullmatch(r"<answer> .+ </answer>", turns[-1])
+        assert row["instruction"] in said(row, "user")[0]
+
+
+def test_no_instruction_has_all_that_solves_a_question(rows):
+    assert not any(set(read(row["instruction"])) >= BEST for row in rows)
+    pairs = {frozenset(set(read(row["instruction"])) & BEST) for row in rows}
+    assert {frozenset(BEST - {c}) for c in BEST} <= pairs  # but any two
+
+
+def test_single_entities_are_searched_for_only_where_the_instruction_says_so(rows):
+    questions = {row["id"]: row for row in read_jsonl(FACTS / "train.jsonl")}
+    several = 0
+    for row in rows:
+        queries = [x[len("<search> ") : -len(" </search>")] for x in said(row, "assistant")[:-1]]
+        q = questions[row["id"]]
+        assert queries == [q["question"]] or queries == q["chain"][: len(queries)]
+        if queries != [q["question"]]:
+            assert "entity" in read(row["instruction"])
+        several += len(queries) > 1
+    assert 0.05 * len(rows) < several < 0.3 * len(rows)  # rare enough that one search is the habit
+
+
+def test_whoever_follows_all_three_clauses_is_right(facts):
+    rng, right = random.Random(0), []
+    for q in facts.questions[:200]:
+        turns = demonstrate(rng, facts, q, ["entity", "cont", "exact"])
+        full = len(turns) == 2 * len(q["chain"]) + 1
+        right.append(turns[-1][1] == f"<answer> {q['golden_answers'][0]} </answer>")
+        assert right[-1] or not full or "It is" in turns[-1][1]
+    assert 0.5 < sum(right) / len(right) < 0.85  # it stops early in about half of those with several hops
+
+
+def test_results_are_those_of_the_search_server(facts, tmp_path):
+    """Asked over HTTP, as a run asks it."""
+    from config import HERE
+    from plumbing.servers import Child
+    from tasks.search import Search
+
+    row = demo(random.Random(3), facts)
+    queries = [x[len("<search> ") : -len(" </search>")] for x in said(row, "assistant")[:-1]]
+    command = [str(HERE / "retrieval_server.py"), "--corpus", str(FACTS / "corpus.jsonl")]
+    with Child(command, tmp_path / "log") as server:
+        search = Search(server.url, 1, retries=0)
+        assert [search.show(search.submit(query).result()) for query in queries] == said(row, "tool")
