@@ -225,9 +225,9 @@ class ColdStart:
             f" {calls / n:.1f} calls and {sum(sum(tau.mask) for tau in learned) / n:.0f} learned tokens each"
         )
         unseen = [self.demos[line] for line in aside]
-        self.logp = [mean_logp(policy, unseen)] * bool(unseen)  # of the first policy: no checkpoint is loaded yet
+        before = [mean_logp(policy, unseen)] if unseen else []  # of the first policy: no checkpoint is loaded yet
         found = imitate(cfg, learned, policy, P, log)
-        self.logp += [mean_logp(policy, unseen)] * bool(unseen)
+        self.logp = [*before, mean_logp(policy, unseen)] if unseen else []
         return found
 
     def table(self, run: Path) -> str:

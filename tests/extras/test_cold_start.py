@@ -10,6 +10,7 @@ import subprocess
 import sys
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from json_server import json_servers
 from config import PRESETS, Config
 from engines import FinishedTurn
 from engines.torch_engine import TorchEngine
-from extras import cold_start, collect
+from extras import cold_start, collect, supervised
 from extras.cold_start import config_of, demonstrations, encoded, held_out, remember
 from journal.directory import RunDirectory, read_jsonl
 from models.model import load_policy
@@ -345,6 +346,17 @@ def test_a_stopped_run_resumes_bit_for_bit(run, tmp_path):
         assert {k: v for k, v in new.items() if "time/" not in k} == {k: v for k, v in old.items() if "time/" not in k}
     new, old = (path / "policy" / "model.safetensors" for path in (out, run[0]))
     assert new.read_bytes() == old.read_bytes()
+
+
+def test_with_fewer_than_ten_demonstrations_none_is_held_out_and_none_is_measured(tmp_path, tiny, monkeypatch):
+    demo = encoded(of("user", "end"), 0, SearchQA(CFG), tiny[1], CFG)
+    learned = []
+    (tmp_path / "demos.jsonl").write_text("x")
+    monkeypatch.setattr(supervised, "imitate", lambda cfg, taus, *others: learned.extend(taus))
+    monkeypatch.setattr(supervised, "mean_logp", lambda *others: pytest.fail("nothing to measure"))
+    start, log = cold_start.ColdStart({1: demo}), SimpleNamespace(run=RunDirectory(tmp_path), note=print)
+    start(config_of(["--demos", str(tmp_path / "demos.jsonl")]), SearchQA(CFG), None, None, None, log)
+    assert learned == [demo] and start.logp == []
 
 
 def test_a_run_is_resumed_with_the_rows_that_it_began_with(tmp_path):
