@@ -348,10 +348,10 @@ def parse(argv: list[str] | None = None, kind: type[C] = Config, **changes: Any)
 
     `changes`: what a program changes of every preset; a flag wins.
     """
-    parser = _parser(kind)
+    parser = _parser(kind, changes)
     flags = {k: v for k, v in vars(parser.parse_args(argv)).items() if v is not None}
     if flags.pop("help_all", False):
-        _parser(kind, everything=True).print_help()
+        _parser(kind, changes, everything=True).print_help()
         parser.exit()
     named = flags.get("model", kind.model)
     preset = PRESETS.get(named, {}) | changes | (STATIC if flags.get("mode") == "static" else {})
@@ -370,7 +370,7 @@ def parse(argv: list[str] | None = None, kind: type[C] = Config, **changes: Any)
     return cfg
 
 
-def _parser(kind: type[Config], everything: bool = False) -> Parser:
+def _parser(kind: type[Config], changes: dict[str, Any], everything: bool = False) -> Parser:
     """Returns the parser of all flags; its help has those that most runs need, or with `everything` all."""
     parser = Parser(
         kind.PROGRAM, usage=f"{kind.PROGRAM} [--flag value ...]", allow_abbrev=False,
@@ -391,7 +391,7 @@ def _parser(kind: type[Config], everything: bool = False) -> Parser:
             if f.type is not bool:
                 flag = {"type": f.type, "metavar": getattr(f.type, "__name__", "")}
             shown = everything or not f.metadata["more"]
-            text = _help(f).replace("%", "%%") if shown else argparse.SUPPRESS
+            text = _help(f, changes).replace("%", "%%") if shown else argparse.SUPPRESS
             group.add_argument(f"--{f.name}", default=None, help=text, **flag)
     return parser
 
@@ -430,10 +430,10 @@ def holds_a_run(path: str) -> str:
     return f"{path} holds a run already: continue it with --resume, or choose another --out"
 
 
-def _help(f: dataclasses.Field[Any]) -> str:
-    """Returns a flag's line in --help, with the defaults of `python inspo.py` and of the paper."""
+def _help(f: dataclasses.Field[Any], changes: dict[str, Any]) -> str:
+    """Returns a flag's line in --help, with the default of the program without --model and that of the paper."""
     doc: str = f.metadata["doc"]
-    default = PRESETS["world"].get(f.name, f.default)
+    default = (PRESETS["world"] | changes).get(f.name, f.default)
     if f.name == "model" or isinstance(default, bool) or default == "":
         return doc
     shown = os.path.relpath(default, HERE) if str(default).startswith(str(HERE)) else default

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning, for the two SFT rows of Table 1, with the training code of everything else.
+"""Supervised fine-tuning, for the SFT rows of Table 1 and for a cold start, with the training code of everything else.
 
 A demonstration is a trajectory with advantage 1. Its policy gradient at ratio 1 is the gradient of its tokens'
 log-likelihood, so one mini-batch a step, no KL and the token mean make GRPO's update a supervised one. The constants
@@ -13,7 +13,7 @@ import numpy as np
 
 from config import Config
 from extras.prompts import wording
-from grpo import Array, Learner, Terms
+from grpo import Array, Learner, Terms, micro_batches
 from journal.directory import read_jsonl
 from journal.log import Log
 from plumbing.faults import Fault
@@ -21,7 +21,7 @@ from population import Instruction, Population, ReplayBuffer
 from reflect import Optimizer
 from rollout import encode, prompt_ids
 from tasks import Job, Question, Task, Trajectory, draw, reward
-from training.policy import Policy
+from training.policy import Policy, Worker
 
 
 class Demonstrated(Learner):
@@ -37,13 +37,20 @@ class Demonstrated(Learner):
 def supervised(
     cfg: Config, task: Task, policy: Policy, optimizer: Optimizer | None, P: Population, log: Log
 ) -> tuple[Policy, Instruction]:
-    """Trains `policy` on demonstrations, `batch` a step for T steps; returns it with the instruction of all of them.
+    """Trains `policy` on the questions of its task; returns it with the instruction of all demonstrations.
 
     Without tools these are the gold answers; else the policy's own correct rollouts of G a question (rejection
     sampling, as in Search-R1). Raises Fault if it has none. The signature is `inspo`'s.
     """
     D = task.questions("train")
     examples = own_successes(cfg, task, policy, D, log) if task.tools else gold_answers(cfg, task, policy, D, log.first)
+    return imitate(cfg, examples, policy, P, log)
+
+
+def imitate(
+    cfg: Config, examples: list[Trajectory], policy: Policy, P: Population, log: Log
+) -> tuple[Policy, Instruction]:
+    """Trains `policy` on demonstrations, `batch` a step for T steps; returns it with the first instruction."""
     first, stopped = log.restore(P, ReplayBuffer(cfg.buffer))
     if not P.family:
         P.join(log.first, None, 0)
@@ -118,3 +125,16 @@ def demonstration(
     tau = Trajectory(0, q, k, ids, prompt_tokens, mask, [0.0] * len(ids))
     tau.prediction, tau.stop, tau.reward, tau.advantage = answer, "answer", 1.0, 1.0
     return tau
+
+
+def mean_logp(policy: Policy, taus: list[Trajectory]) -> float:
+    """Returns the mean log-probability of the demonstrations' learned tokens under the present policy, in nats."""
+    return policy.on_all_ranks(_mean_logp, taus)[0]
+
+
+def _mean_logp(worker: Worker, taus: list[Trajectory]) -> float:
+    worker.engine.sleep()  # as for an update
+    worker.synced = worker.shared
+    learner = worker.learner
+    share = micro_batches(taus, worker.cfg.micro_tokens, learner.ranks)[learner.rank :: learner.ranks]
+    return float(learner.score(taus, share)[0].mean())

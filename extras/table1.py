@@ -269,6 +269,11 @@ class SupervisedConfig(Config):
     FIXED: ClassVar[tuple[str, ...]] = ("supervised",)
     mode: str = knob("supervised", "supervised", of=("supervised",), more=True)
 
+    def __post_init__(self) -> None:
+        """A step is one mini-batch without a KL, whatever a preset says."""
+        object.__setattr__(self, "mini", self.batch)
+        object.__setattr__(self, "beta", 0.0)
+
     def a_step(self) -> str:
         return f"{self.batch} demonstrations"
 
@@ -301,8 +306,6 @@ def config_of(method: str, flags: list[str]) -> Config:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(getattr(wording(cfg.model), "direct" if method == "sft" else "grpo") + "\n")
         cfg = dataclasses.replace(cfg, instruction=str(file))
-    if isinstance(cfg, SupervisedConfig):
-        cfg = dataclasses.replace(cfg, beta=0.0, mini=cfg.batch)
     return cfg
 
 

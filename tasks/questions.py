@@ -27,7 +27,7 @@ def load_questions(path: str | Path, skip: Callable[[str], None] | None = None) 
     a row that is no question is left out, and `skip` is told where it stands and why.
     """
     path = Path(path)
-    read = {".jsonl": _read_jsonl, ".parquet": _read_parquet}.get(path.suffix)
+    read = {".jsonl": json_lines, ".parquet": _read_parquet}.get(path.suffix)
     if read is None:
         raise Fault(f"{path}: unknown suffix {path.suffix!r}; give a .jsonl or a .parquet file")
     if not path.is_file():
@@ -56,7 +56,7 @@ def load_questions(path: str | Path, skip: Callable[[str], None] | None = None) 
     return questions
 
 
-def _read_jsonl(path: Path) -> Iterator[tuple[int, object]]:
+def json_lines(path: Path) -> Iterator[tuple[int, object]]:
     with path.open("rb") as file:
         for line, raw in enumerate(file, 1):
             if not raw.strip():

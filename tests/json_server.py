@@ -32,7 +32,7 @@ class JsonServer(ThreadingHTTPServer):
 
 class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.body = body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         script = self.server.script
         self.server.requests.append((self.path, dict(self.headers), body))
         entry = script.pop(0) if len(script) > 1 else script[0]

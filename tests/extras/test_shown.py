@@ -30,6 +30,7 @@ CAMPAIGN = f"--extra '{RUN}' --jobs 2 --seeds 0"
 SMALL = {  # program -> the flags with which it is run small here; or where else that is done, or why nowhere
     "inspo.py": RUN, "extras/selection.py": RUN, "extras/espl.py": RUN + " --buffer 8", "extras/fst.py": RUN,
     "extras/objectives.py": RUN, "extras/table1.py train": RUN.replace("--G 2", "--G 5"),
+    "extras/cold_start.py": RUN, "extras/collect.py": "--least 0", "extras.real.demos": "--n 20",
     "extras/table1.py": "--n 4", "evaluate.py": "--n 4", "evaluate.py --compare": "", "ask.py": "", "export.py": "",
     "report.py": "", "extras.campaigns.world": "--questions 4", "extras.campaigns.instructions": "--questions 1",
     "extras.campaigns.errors": "--questions 4 --repeat 2 --trials 2", "bench/step.py": "--repeat 1",
@@ -157,6 +158,7 @@ def desk(tmp_path_factory):
         pq.write_table(pa.Table.from_pylist(rows), desk / f"{name}.parquet")
     (desk / "wiki.jsonl").symlink_to(WORLD / "corpus.jsonl")
     call("inspo.py", [*RUN.split(), "--lora_rank", "4", "--eval_every", "1", "--out", desk / "NAME"])
+    call("extras/collect.py", [desk / "NAME", "--least", "0", "--out", desk / "demos.jsonl"])
     for name in "AB":
         call("evaluate.py", [desk / "NAME", "--n", 8, "--out", desk / f"evaluation-{name}"])
     return desk
@@ -211,7 +213,9 @@ def smaller(command: Shown, desk: Path, out: Path) -> list[str]:
     argv, words = [], [x for x in command.argv if x not in ("...", "--serve")]
     while words:
         word = words.pop(0)
-        if word in ("--retriever", "--optimizer_model", "--seed") or (word == "--model" and "qwen" in words[0].lower()):
+        if word in ("--retriever", "--optimizer_model", "--seed") or (
+            word == "--model" and re.match("(?i).*qwen|smollm", words[0])
+        ):
             words.pop(0)
             continue
         if word == "--data":
@@ -232,8 +236,10 @@ def smaller(command: Shown, desk: Path, out: Path) -> list[str]:
             word = "dr_grpo"
         elif word in ("questions.jsonl", "passages.jsonl"):
             word = str(WORLD / ("test.jsonl" if word[0] == "q" else "corpus.jsonl"))
-        elif word.endswith(".parquet"):
+        elif word.endswith(".parquet") or word == "demos.jsonl":
             word = str(desk / Path(word).name)
+        elif word.startswith("http://"):  # a chat endpoint: the world's policy plays instead
+            word, words = "world", ["--n", "4", *words]
         argv.append(word)
     places = {"--runs": "runs", "--results": "results", "--out": "out", "--picture": "picture.png", "--to": "to"}
     argv += [x for flag, name in places.items() if flag in flags_of(command.program) for x in (flag, str(out / name))]
