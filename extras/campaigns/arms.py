@@ -205,6 +205,13 @@ def collect(
         return [fault for fault in pool.map(one, jobs) if fault]
 
 
+def publish(page: str, path: Path) -> None:
+    """Writes a page, and prints its tables: paragraphs are long lines."""
+    path.write_text(page)
+    tables = [part.strip() for part in page.split("\n\n") if part.strip().startswith("|")]
+    print(*tables, f"{path} has the whole page", sep="\n\n")
+
+
 def canary(runs: Path) -> Path:
     """Returns a file with a good instruction that no run is given, under which all policies are scored."""
     runs.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,7 @@ import numpy as np
 
 from config import HERE
 from evaluation.statistics import Difference, adjusted, against, interval, over_seeds
-from extras.campaigns.arms import canary, clock, collect, cpu_seconds, launch, origin
+from extras.campaigns.arms import canary, clock, collect, cpu_seconds, launch, origin, publish
 from extras.campaigns.figures import plt, save
 from extras.objectives import OBJECTIVES
 from journal.directory import read_jsonl
@@ -185,9 +185,8 @@ def main() -> None:
 
     failed = collect(wanted, lambda job: run(*job, args), path, args.jobs, says)
     if rows := read_jsonl(path):
-        (args.out / "objectives.md").write_text(table(rows))
         draw(rows, args.out / "objectives.png")
-        print(table(rows))
+        publish(table(rows), args.out / "objectives.md")
         print(json.dumps(rows))
     if failed:
         raise Fault(f"{len(failed)} runs failed, the first: {failed[0]}")

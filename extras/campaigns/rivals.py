@@ -21,7 +21,7 @@ import numpy as np
 from config import HERE, Config, parse
 from evaluation.statistics import adjusted, against, over_seeds
 from extras import espl, fst
-from extras.campaigns.arms import begun, clock, collect, cpu_seconds, launch, origin, rollouts
+from extras.campaigns.arms import begun, clock, collect, cpu_seconds, launch, origin, publish, rollouts
 from extras.campaigns.figures import plt, save
 from extras.selection import SelectionConfig
 from journal.directory import read_jsonl
@@ -220,9 +220,8 @@ def main(argv: list[str] | None = None) -> None:
 
     failed = collect(wanted, lambda job: run(*job, args), path, args.jobs, says)
     if rows := read_jsonl(path):
-        (args.results / "selection.md").write_text(table(rows, args.target))
         draw(rows, args.results / "selection.png")
-        print(table(rows, args.target))
+        publish(table(rows, args.target), args.results / "selection.md")
     if failed:
         raise Fault(f"{len(failed)} runs failed, the first: {failed[0]}")
 
