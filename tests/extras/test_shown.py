@@ -41,6 +41,7 @@ SMALL = {  # program -> the flags with which it is run small here; or where else
 ELSEWHERE = {
     "retrieval_server.py": "tests/test_retrieval_*.py", "world.optimizer": "tests/test_optimizer.py",
     "extras.world.warm_start": "tests/extras/test_warm_start.py", "extras/one_step.py": "tests/extras/test_one_step.py",
+    "extras.real.model": "tests/extras/test_real.py",
     "pytest": "itself", "ruff": "make lint", "mypy": "make lint", "pip": "make resolve",
     "bench/chaos.py": "tests/test_chaos.py", "bench/mutants.py": "it runs these tests", "bench/retrieval.py": "minutes",
     "bench/rollout.py": "it wants vLLM", "bench/trl.py": "it wants TRL", "bench/gpu.py": "it wants a GPU",
@@ -113,19 +114,34 @@ def test_the_pages_show_commands():
     assert {"inspo.py", "evaluate.py", "evaluate.py --compare", "export.py", "pytest"} <= {c.program for c in SHOWN}
 
 
-@pytest.mark.parametrize("command", dict.fromkeys(SHOWN), ids=lambda c: f"{c.page}: {c.text}"[:90])
-def test_a_shown_command_is_run_small_somewhere_and_its_flags_exist(command):
-    script = command.program.split()[0]
-    assert command.program in SMALL or command.program in ELSEWHERE, f"say how {command.program} is run small"
+def file_of(program: str) -> Path | None:
+    """Returns the file of a program; None if it is not ours."""
+    script = program.split()[0]
     if script in ("pytest", "ruff", "mypy", "pip"):
-        return
-    file = ROOT / (script if script.endswith(".py") else script.replace(".", "/") + ".py")
-    assert file.is_file()
-    flags = {x.partition("=")[0] for x in (*command.program.split()[1:], *command.argv) if re.match(r"--[a-z]", x)}
-    assert flags <= flags_of(command.program), f"{command.page} shows flags that {script} has not"
+        return None
+    return ROOT / (script if script.endswith(".py") else script.replace(".", "/") + ".py")
+
+
+@pytest.mark.parametrize("program", sorted({c.program for c in SHOWN}))
+def test_a_program_that_is_shown_exists_and_is_run_small_somewhere(program):
+    assert program in SMALL or program in ELSEWHERE, f"say how {program} is run small"
+    assert file_of(program) is None or file_of(program).is_file()
+
+
+@pytest.mark.slow  # --help of twenty programs, some of which import torch
+@pytest.mark.parametrize("program", sorted({c.program for c in SHOWN if file_of(c.program)}))
+def test_a_shown_flag_exists(program):
+    for command in SHOWN:
+        words = (*command.program.split()[1:], *command.argv)
+        flags = {x.partition("=")[0] for x in words if command.program == program and re.match(r"--[a-z]", x)}
+        assert not flags or flags <= flags_of(program), f"{command.page}: {command.text}"
 
 
 HELP: dict[str, set[str]] = {}
+
+
+def help_of(*argv: str) -> str:
+    return subprocess.run([sys.executable, *argv], cwd=ROOT, capture_output=True, text=True).stdout
 
 
 def flags_of(program: str) -> set[str]:
@@ -134,14 +150,11 @@ def flags_of(program: str) -> set[str]:
         script, *words = program.split()
         how = [script] if script.endswith(".py") else ["-m", script]
         words = ["train", "sft"] if words == ["train"] else []  # else of all that it does
-        out = ""
-        for page in ("--help", "--help_all"):
-            done = subprocess.run([sys.executable, *how, *words, page], cwd=ROOT, capture_output=True, text=True)
-            out += done.stdout
-        for verb in ("build",) if script == "retrieval_server.py" else ():
-            out += subprocess.run(
-                [sys.executable, script, verb, "--help"], cwd=ROOT, capture_output=True, text=True
-            ).stdout
+        out = help_of(*how, *words, "--help")
+        if "--help_all" in out:
+            out += help_of(*how, *words, "--help_all")
+        if script == "retrieval_server.py":
+            out += help_of(script, "build", "--help")
         HELP[program] = set(re.findall(r"--[a-zA-Z][\w-]*", out))
     return HELP[program]
 
