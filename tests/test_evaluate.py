@@ -236,9 +236,7 @@ def test_progress_is_shown_within_a_chunk_and_in_lines_off_a_terminal(retriever,
     assert lines[-1].startswith("world: 100%|")
 
 
-@pytest.mark.parametrize(
-    "program", ["evaluate.py", "ask.py", *(f"extras/{name}.py" for name in ("table1", "cold_start", "collect"))]
-)
+@pytest.mark.parametrize("program", ["evaluate.py", "ask.py"])
 def test_help_waits_for_neither_torch_nor_scipy(program):
     command = [sys.executable, "-X", "importtime", program, "--help"]
     done = subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=60)
