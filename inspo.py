@@ -72,12 +72,17 @@ def inspo(
             evolve(cfg, t, P, B, task, policy, optimizer, D, log)
 
         stopped = ""
-        if evaluated := cfg.eval_every > 0 and t % cfg.eval_every == 0 and t < cfg.T:
-            log.evaluate_step(t, P.best())
-        log.end_step(t)
-        if evaluated or t % cfg.save_every == 0 or t == cfg.T:
-            log.save(t)
+        evaluate_and_save(cfg, t, P, log)
     return policy, P.best()  # Alg.1 L26
+
+
+def evaluate_and_save(cfg: Config, t: int, P: Population, log: Log) -> None:
+    """Ends step t: evaluates every --eval_every steps, saves every --save_every, after an evaluation and in the end."""
+    if evaluated := cfg.eval_every > 0 and t % cfg.eval_every == 0 and t < cfg.T:
+        log.evaluate_step(t, P.best())
+    log.end_step(t)
+    if evaluated or t % cfg.save_every == 0 or t == cfg.T:
+        log.save(t)
 
 
 def evolve(

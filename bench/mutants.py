@@ -17,7 +17,7 @@ from mutmut.stats import status_by_exit_code
 
 GOAL = 0.9
 NAMES = {
-    "inspo": "inspo evolve first_population propose ask prompt_of verify population_of",
+    "inspo": "inspo evaluate_and_save evolve first_population propose ask prompt_of verify population_of",
     "grpo": "group_advantages xǁLearnerǁset_advantages xǁLearnerǁterms",
     "reflect": "parse _end_of_thoughts candidates check _questions _names normalized paraphrase_prompt history_prompt "
     "reflection_prompt examples shorten _middle_out",

@@ -3,11 +3,22 @@
 from collections.abc import Callable
 
 from config import Config
+from inspo import evaluate_and_save
 from journal.log import Log
 from population import Instruction, Population, ReplayBuffer
 from reflect import Optimizer
 from tasks import Question, Task, draw, reward, rng_of
 from training.policy import Policy
+
+
+def begin(P: Population, B: ReplayBuffer, log: Log) -> tuple[int, str]:
+    """Restores a run, or starts it with the first instruction alone; returns the step to take and where in it."""
+    first, stopped = log.restore(P, B)
+    if not P.family:
+        P.join(log.first, None, 0)
+        log.started(P)
+    log.begin()
+    return first, stopped
 
 
 def alternate(
@@ -17,11 +28,7 @@ def alternate(
     """Trains `policy` while evolve(t, B, D, optimizer) changes P every K_e steps; returns it with the best of P."""
     D = {q.id: q for q in task.questions("train")}
     B = ReplayBuffer(cfg.buffer)
-    first, stopped = log.restore(P, B)
-    if not P.family:
-        P.join(log.first, None, 0)
-        log.started(P)
-    log.begin()
+    first, stopped = begin(P, B, log)
     for t in range(first, cfg.T + 1):
         if not stopped:
             log.begin_step(t)
@@ -38,9 +45,5 @@ def alternate(
             evolve(t, B, D, optimizer)
 
         stopped = ""
-        if evaluated := cfg.eval_every > 0 and t % cfg.eval_every == 0 and t < cfg.T:
-            log.evaluate_step(t, P.best())
-        log.end_step(t)
-        if evaluated or t % cfg.save_every == 0 or t == cfg.T:
-            log.save(t)
+        evaluate_and_save(cfg, t, P, log)
     return policy, P.best()

@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import inspo
 from config import STATIC, RolloutKnobs, knob, parse
 from extras.table1 import SupervisedConfig
-from journal.summary import label, many
+from journal.summary import label
+from page.read import many
 from plumbing.faults import Fault, one_line
 from plumbing.outside import as_data, clean, control, decoded
 from plumbing.status import status

@@ -7,13 +7,16 @@ of Search-R1's SFT rows (axolotl) are not published: T, lr, batch and the schedu
 
 import json
 import math
+import time
 from typing import Any, ClassVar
 
 import numpy as np
 
 from config import Config
+from extras.alternate import begin
 from extras.prompts import wording
 from grpo import Array, Learner, Terms, micro_batches
+from inspo import evaluate_and_save
 from journal.directory import read_jsonl
 from journal.log import Log
 from plumbing.faults import Fault
@@ -51,24 +54,18 @@ def imitate(
     cfg: Config, examples: list[Trajectory], policy: Policy, P: Population, log: Log
 ) -> tuple[Policy, Instruction]:
     """Trains `policy` on demonstrations, `batch` a step for T steps; returns it with the first instruction."""
-    first, stopped = log.restore(P, ReplayBuffer(cfg.buffer))
-    if not P.family:
-        P.join(log.first, None, 0)
-        log.started(P)
-    log.begin()
+    first, stopped = begin(P, ReplayBuffer(cfg.buffer), log)
     for t in range(first, cfg.T + 1):
         if not stopped:
             log.begin_step(t)
             taus = draw(dict(enumerate(examples)), cfg.batch, cfg.seed, t)
             update = policy.update(t, taus)
-            # No engine sampled a demonstration: the "gap" to log-probs of 0 is the trainer's log-prob itself.
-            log.updated(t, taus, update | {"logp": -update.pop("logp_gap")})
+            if "logp_gap" in update:  # not where every optimizer step was skipped
+                # No engine sampled a demonstration: the "gap" to log-probs of 0 is the trainer's log-prob itself.
+                update["logp"] = -update.pop("logp_gap")
+            log.updated(t, taus, update, time.perf_counter())
         stopped = ""
-        if evaluated := cfg.eval_every > 0 and t % cfg.eval_every == 0 and t < cfg.T:
-            log.evaluate_step(t, P.best())
-        log.end_step(t)
-        if evaluated or t % cfg.save_every == 0 or t == cfg.T:
-            log.save(t)
+        evaluate_and_save(cfg, t, P, log)
     return policy, P.best()
 
 

@@ -16,10 +16,11 @@ import psutil
 from config import Config, evolves, preset_of, read_instruction
 from journal.directory import RunDirectory
 from journal.screen import Screen
-from journal.summary import added_sentences, ending, label, lineage, many, step_metrics
+from journal.summary import added_sentences, ending, label, lineage, step_metrics
 from journal.tokens import piece_reader, token_data
 from journal.track import tracker
 from page import html
+from page.read import many
 from page.silence import Silence
 from plumbing import stop
 from plumbing.faults import DiskFault, Fault, Outage
@@ -142,13 +143,16 @@ class Log:
 
     def step(self, t: int, taus: Sequence[Trajectory], P: Population, update: dict[str, float]) -> None:
         """Logs the rollouts and the update of step t, with the weights as they are before anyone is pruned."""
+        began = time.perf_counter()
         self.ledger.training_rollouts += len(taus)
         self.ledger.tool_calls += sum(tau.served(tool.tag) for tau in taus for tool in self.task.tools)
-        self.updated(t, taus, step_metrics(taus, P, self.cfg.G, self.task) | update)
+        self.updated(t, taus, step_metrics(taus, P, self.cfg.G, self.task) | update, began)
 
-    def updated(self, t: int, taus: Sequence[Trajectory], row: dict[str, Any]) -> None:
-        """Logs an update of the policy: what it learned from, and the step's row of metrics.jsonl."""
-        began = time.perf_counter()
+    def updated(self, t: int, taus: Sequence[Trajectory], row: dict[str, Any], began: float) -> None:
+        """Logs an update of the policy: what it learned from, and the step's row of metrics.jsonl.
+
+        `began`: when the step's work had ended and its logging began, by time.perf_counter.
+        """
         self.run.write_trajectories(f"step-{t:06d}", [self.record(tau) for tau in taus])
         self.row = row
         if n := row.get("skipped_updates"):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from page.read import many
 from page.verdict import conclusion
 from population import Instruction, Population, mean_rewards
 from tasks import Task, Trajectory, by_source, measure
@@ -95,11 +96,6 @@ def ending(summary: Row, path: Path) -> str:
         "metrics.jsonl, population.jsonl, reflections.jsonl, trajectories/",
     ]
     return "\n".join(lines)
-
-
-def many(n: int, noun: str) -> str:
-    """Returns a count with its noun."""
-    return f"{n:,} {noun}{'' if n == 1 else 's'}"
 
 
 def label(metric: str) -> str:

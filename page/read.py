@@ -104,6 +104,11 @@ def number(x: object) -> float | None:
     return x if isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x) else None
 
 
+def many(n: int, noun: str) -> str:
+    """Returns a count with its noun."""
+    return f"{n:,} {noun}{'' if n == 1 else 's'}"
+
+
 def finite(x: Any) -> Any:
     """Returns x with None for every nan and infinity inside: JSON has no word for them, and browsers refuse them."""
     if isinstance(x, float):

@@ -45,9 +45,10 @@ class Silence:
 
     def step(self, row: Mapping[str, Any]) -> list[str]:
         """Returns warnings after a step: of signs that have just lasted too long, and each time they double that."""
-        for sign, there in signs(row).items():
+        now = signs(row)
+        for sign, there in now.items():
             self.since[sign] = (self.since[sign] + 1) * there
-        return [text for sign, n, text in self.lasting() if _doubles(n, _limit(sign)) and signs(row).get(sign)]
+        return [text for sign, n, text in self.lasting() if now.get(sign) and _doubles(n, _limit(sign))]
 
     def lasting(self) -> Iterator[tuple[str, int, str]]:
         """Yields each sign that has lasted too long, for how many steps (evolutions), and a sentence about it."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from page.family import lineage, undecided_of
-from page.read import Row, Run, number
+from page.read import Row, Run, many, number
 from page.silence import ALL_ALIKE, NO_ANSWER, PATIENCE, Silence
 
 RUNNING = 600.0  # seconds without a line after which an unfinished run counts as stopped
@@ -33,8 +33,8 @@ def conclusion(means: dict[str, float], n: int, metric: str = "em", spread: dict
         return f"{gained}: nothing gained that {n} questions could show (two standard errors are {noise:.2f})."
     right_or_wrong = all(math.isclose(variance(x), means[x] * (1 - means[x]), abs_tol=1e-9) for x in (first, end))
     if n < SIGNS or (right_or_wrong and round(abs(gain) * n) < SIGNS):
-        many = f"{n} question{'s' * (n != 1)}"
-        return f"{gained}: nothing gained that {many} could show (a sign test takes {SIGNS} that change)."
+        asked = many(n, "question")
+        return f"{gained}: nothing gained that {asked} could show (a sign test takes {SIGNS} that change)."
     if end == policy:
         return f"{gained} under the first instruction, by training alone."
     if gain < 0:

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
+from found_search import Found
 from tiny_model import FIXTURE, STOP
 
 from config import Config
@@ -107,21 +108,6 @@ def calls(tau, tool="search"):
 def observation(documents):
     """Returns the text of an observation of `documents`, uncut."""
     return f"\n\n<information>{Found().show(documents)}</information>\n\n"
-
-
-class Found(Tool):
-    """A search that finds the same documents, whatever is asked."""
-
-    tag, noun, argument, plural, result_tag = "search", "a search", "query", "searches", "information"
-    show = Search.show
-
-    def __init__(self, *documents):
-        self.documents = list(documents)
-
-    def submit(self, argument):
-        future = Future()
-        future.set_result(self.documents)
-        return future
 
 
 INVALID = invalid_action([Found()])

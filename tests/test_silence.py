@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from safetensors.torch import load_file, save_file
 import inspo
 from config import PRESETS, read_instruction
 from grpo import Learner
+from journal.log import Ledger, Log
 from models.model import load_model
 from page.silence import Silence
 from plumbing.faults import Fault
@@ -181,3 +183,20 @@ def test_a_run_whose_policy_writes_no_tag_says_so(tmp_path, capsys):
     out = capsys.readouterr().out
     assert out.count("WARNING") == 2 and "in 5 steps without a break no turn called a tool" in out
     assert "until the end, in 6 steps" in out.splitlines()[-2]
+
+
+# ---- seconds
+
+
+def test_measuring_the_rollouts_is_no_part_of_the_reward_s_seconds(monkeypatch):
+    order = []
+    monkeypatch.setattr("journal.log.step_metrics", lambda *args: order.append("metrics") or {})
+    monkeypatch.setattr("journal.log.time", SimpleNamespace(perf_counter=lambda: order.append("clock") or 1.5))
+    log = SimpleNamespace(
+        ledger=Ledger(),
+        task=SimpleNamespace(tools=[]),
+        cfg=SimpleNamespace(G=2),
+        updated=lambda *args: order.append(args),
+    )
+    Log.step(log, 3, [], None, {"loss": 0.0})
+    assert order == ["clock", "metrics", (3, [], {"loss": 0.0}, 1.5)]

@@ -17,6 +17,7 @@ from evaluation.statistics import between_seeds, over_seeds
 from extras.campaigns.arms import ARMS, Campaign
 from extras.campaigns.claims import Rows, reward
 from extras.campaigns.paper import SEEDS, complete, line_of, read
+from page.read import many
 from plumbing.faults import Fault, one_line
 
 CONTROLS = ("inspo", "static", "frozen")
@@ -52,7 +53,7 @@ def page(rows: Rows) -> str:
         f" default.jsonl: {len(every)} runs, commit {', '.join(sorted({row['commit'] for row in every}))}, on"
         f" {'; '.join(sorted({row['machine'] for row in every}))}, one thread each.", "",
         *table(rows), "",
-        f"An evolution takes {rounds} round{'s' * (rounds != 1)} of generate and verify here, with the preset of the"
+        f"An evolution takes {many(rounds, 'round')} of generate and verify here, with the preset of the"
         f" world, and up to {Config.rounds} in the paper (App. C). A candidate that is below its parent on D_B does not"
         " join.", "",
         f"EM: of the policy after {steps} steps under the run's best instruction, greedy, on"

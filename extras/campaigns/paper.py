@@ -22,7 +22,7 @@ from evaluation.statistics import adjusted, between_seeds, interval, over_seeds
 from extras.campaigns.arms import ARMS, Campaign, Row, clock, origin
 from extras.campaigns.claims import CLAIMS, Rows, verdict
 from journal.directory import read_jsonl
-from journal.summary import many
+from page.read import many
 from plumbing.faults import Fault, one_line
 from tasks.questions import load_questions
 
