@@ -6,11 +6,11 @@ import contextlib
 import dataclasses
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from config import PRESETS, Config, evolves, read_config, read_instruction
+from config import PRESETS, Config, RolloutKnobs, TaskKnobs, evolves, out_of_range, read_config, read_instruction
 from engines import Engine
 from plumbing.faults import CheckpointFault, Fault
 from plumbing.outside import without_secrets
@@ -32,6 +32,15 @@ class Subject:
     weights: str  # directory, hub id or URL
     cfg: Config
     I_star: str = ""
+
+    def configured(self, given: object, names: Iterable[str], **knobs: Any) -> Config:
+        """Returns the configuration with the flags of these names that were given, and with `knobs`; Fault if it cannot
+        be."""
+        flags = {name: value for name in names if (value := getattr(given, name)) is not None}
+        cfg = dataclasses.replace(self.cfg, **flags | knobs)
+        if fault := out_of_range(cfg, flags) or RolloutKnobs.check(cfg) or TaskKnobs.check(cfg):
+            raise Fault(fault)
+        return cfg
 
 
 @contextlib.contextmanager

@@ -15,7 +15,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from config import RolloutKnobs, TaskKnobs, out_of_range
 from evaluation.agents import PLAYED, SERVED, Agent, Method, agent, instruction_of, method_of, subject
 from evaluation.benchmarks import load, size_note
 from evaluation.identity import identity
@@ -204,10 +203,7 @@ def evaluate(args: argparse.Namespace, methods: Mapping[str, Method]) -> Row:
     with subject(args.what) as chosen:
         name = args.method or method_of(chosen, methods)
         method = methods[name]
-        flags = {key: value for key in (*PLAYED, *SERVED) if (value := getattr(args, key)) is not None}
-        cfg = dataclasses.replace(chosen.cfg, **flags | dict(method.knobs))
-        if fault := out_of_range(cfg, flags) or RolloutKnobs.check(cfg) or TaskKnobs.check(cfg):
-            raise Fault(fault)
+        cfg = chosen.configured(args, (*PLAYED, *SERVED), **method.knobs)
         task = load_task(cfg)
         if not isinstance(task, method.task):
             raise Fault(f"--method {name} cannot play {task.cfg.task}: it is for {method.task.__name__}")

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from config import Config, RolloutKnobs, TaskKnobs, out_of_range, read_config
+from config import Config, read_config
 from engines.chat_engine import Words
 from evaluation.agents import Method, agent, instruction_of, subject
 from extras.cold_start import conversation, stored, until_it_ends
@@ -115,11 +115,7 @@ def read(run: Path, demos: Demos) -> None:
 def play(args: argparse.Namespace, demos: Demos) -> None:
     """Adds what WHAT plays of the training questions. Raises Fault."""
     with subject(args.what) as chosen:
-        flags = {name: value for name in KNOBS if (value := getattr(args, name)) is not None}
-        cfg = dataclasses.replace(chosen.cfg, **flags)
-        if fault := out_of_range(cfg, flags) or RolloutKnobs.check(cfg) or TaskKnobs.check(cfg):
-            raise Fault(fault)
-        task = load_task(cfg)
+        task = load_task(cfg := chosen.configured(args, KNOBS))
         instruction = instruction_of(chosen, task, Method(), args.instruction)
         asked = subset(task.questions("train"), args.n, args.seed)
         left = [q for q in asked if (instruction, q.id) not in demos.known]
