@@ -9,6 +9,7 @@ import dataclasses
 import importlib.util
 import math
 import os
+import time
 import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -339,8 +340,10 @@ def preset_of(model: str) -> str:
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        first = os.environ.get("RANK", "0") == "0"  # under torchrun one process speaks for all
-        self.exit(2, f"{self.prog}: {message} ({self.prog} --help lists the flags)\n" if first else None)
+        if os.environ.get("RANK", "0") != "0":  # under torchrun one process speaks for all,
+            time.sleep(30)  # and has to get its word in: torchrun ends the others as soon as one has failed
+            self.exit(2)
+        self.exit(2, f"{self.prog}: {message} ({self.prog} --help lists the flags)\n")
 
 
 def parse(argv: list[str] | None = None, kind: type[C] = Config, **changes: Any) -> C:  # type: ignore[assignment]

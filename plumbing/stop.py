@@ -76,7 +76,8 @@ def requested() -> bool:
 def check() -> None:
     """Raises Stopped if a signal has come."""
     if _state.requested and not _state.over:
-        raise Stopped(f"stopped by {_state.requested}")
+        speaks = os.environ.get("RANK", "0") == "0"  # under torchrun one process for all
+        raise Stopped(f"stopped by {_state.requested}" if speaks else 1)
 
 
 def listen() -> dict[signal.Signals, object]:

@@ -282,11 +282,15 @@ def test_every_rank_must_have_a_trajectory_to_train_on(refuses, monkeypatch):
     assert parse(["--batch", "4", "--mini", "4", "--G", "2"]).mini == 4
 
 
-def test_one_rank_speaks_for_all(monkeypatch, capsys):
-    monkeypatch.setenv("RANK", "3")
-    with pytest.raises(SystemExit) as stop:
-        parse(["--G", "1"])
-    assert stop.value.code == 2 and capsys.readouterr() == ("", "")
+def test_one_rank_speaks_for_all_and_others_let_it_speak_first(monkeypatch, capsys):
+    waited = []
+    monkeypatch.setattr("time.sleep", waited.append)
+    for rank, speaks in ("0", True), ("3", False):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) as stop:
+            parse(["--G", "1"])
+        out, err = capsys.readouterr()
+        assert stop.value.code == 2 and out == "" and ("--G 1" in err) is speaks and (sum(waited) > 10) is not speaks
 
 
 def test_only_rank_0_needs_files_and_an_optimizer_and_a_dry_run_neither(refuses, monkeypatch):
