@@ -19,6 +19,7 @@ from world.clauses import CLAUSES, FILLERS, FRAMES, SAYS, read, write
 
 HARM = ("memory", "verbose", "terse", "early", "whole")
 KNOWN_TAGS = set(re.findall(r"</?\w+>", FRAMES[0]))
+OF_THE_WORLD = re.compile(r"\bof the (?:person|film|company|city|nation)\b", re.I)  # what its questions end in
 KNOWN_SENTENCES = sorted([*FRAMES, *SAYS, *FILLERS], key=len, reverse=True)
 
 
@@ -47,6 +48,33 @@ def diagnose(response: str) -> dict[str, str]:
     if len(queries) > 1 and not any(t.startswith("steps") for t in thoughts):
         found["plan"] = "The agent has no plan and loses the thread."
     return found
+
+
+def diagnose_by_gold(response: str, golds: str) -> dict[str, str]:
+    """The same for questions that are not the world's: what was asked, found and said, beside the right answers."""
+    question, _, acted = response.partition("\n")
+    asked = words(question)[1:]  # without "Question:"
+    queries = [words(query) for query in re.findall(r"<search>(.*?)</search>", acted, re.S)]
+    results = words(" ".join(re.findall(r"<information>(.*?)</information>", acted, re.S)))
+    said = words((re.findall(r"<answer>(.*?)</answer>", acted, re.S) or [""])[-1])
+    right = [words(gold) for gold in golds.split(" or ")]
+    if any(within(gold, said) for gold in right):
+        return {"exact": "The answer is a sentence where a name was asked for."}
+    if not queries:
+        return {"entity": "The agent answers from memory and never searches."}
+    if any(within(gold, results) for gold in right):
+        return {"state": "The right answer was found, and another one was given."}
+    if any(query == asked for query in queries):
+        return {"entity": "One broad query mirrors the whole question and cannot find what lies behind the first fact."}
+    return {"cont": "The agent stops searching before the last fact is found."}
+
+
+def words(text: str) -> list[str]:
+    return re.findall(r"\w+", text.lower())
+
+
+def within(part: list[str], whole: list[str]) -> bool:
+    return f" {' '.join(part)} " in f" {' '.join(whole)} "
 
 
 def foreign(instruction: str) -> str:
@@ -85,7 +113,7 @@ def reply_to(prompt: str, seed: int, guess: bool = False) -> str:
     if frame and (own := next((f for f in FRAMES if f in instruction), "")):
         frame = f"{own} {frame}"
     other = re.search(r"<other>(.*?)</other>", prompt, re.S)
-    failures = re.findall(r"Response: (.*?)\nCorrect answer:", prompt, re.S)
+    failures = re.findall(r"Response: (.*?)\nCorrect answer: (.*?)\n</example>", prompt, re.S)
     if other:
         text = ["The first one lacks what the other says beyond it."]
         lacks = [c for c in read(other.group(1)) if c not in clauses]
@@ -93,8 +121,10 @@ def reply_to(prompt: str, seed: int, guess: bool = False) -> str:
     elif failures:
         reasons: dict[str, str] = {}
         votes: list[str] = []
-        for response in [] if guess else failures:
-            found = {c: why for c, why in diagnose(response).items() if c not in clauses}
+        for response, golds in [] if guess else failures:
+            ours = OF_THE_WORLD.search(response.partition("?")[0])
+            symptoms = diagnose(response) if ours else diagnose_by_gold(response, golds)
+            found = {c: why for c, why in symptoms.items() if c not in clauses}
             reasons |= found
             votes += found
         text = [f"{k}. {why}" for k, why in enumerate(reasons.values(), 1)] or ["The reasons are not clear."]
