@@ -194,7 +194,7 @@ class ReflectionKnobs:
 class EngineKnobs:
     """where it runs (torchrun: a rank a GPU)"""
 
-    device: str = knob("", "cpu or cuda; empty: cuda if there is one", of=("", "cpu", "cuda"))
+    device: str = knob("", "cpu or cuda; empty: cuda if there is one", of=("", "cpu", "cuda"), more=True)
     dtype: str = knob(
         "", "in which the policy is computed; weights and sums stay float32. Empty: bfloat16 where it is faster",
         of=("", "float32", "bfloat16"), more=True,
@@ -356,10 +356,10 @@ def parse(argv: list[str] | None = None, kind: type[C] = Config, **changes: Any)
     if flags.pop("help_all", False):
         _parser(kind, changes, everything=True).print_help()
         parser.exit()
-    named = flags.get("model", kind.model)
+    named = flags.pop("preset", flags.get("model", kind.model))
     preset = PRESETS.get(named, {}) | changes | (STATIC if flags.get("mode") == "static" else {})
-    if named in PRESETS and "model" in flags:
-        flags["model"] = PRESETS[named]["model"]
+    if flags.get("model") in PRESETS:
+        flags["model"] = PRESETS[flags["model"]]["model"]
     if flags.get("lora_rank", 0) > 0:
         preset["lr"] = LORA_LR.get(named, float(f"{10 * preset.get('lr', kind.lr):.6g}"))
     try:
@@ -384,6 +384,9 @@ def _parser(kind: type[Config], changes: dict[str, Any], everything: bool = Fals
         "Without flags: the embedded world. [default; the paper's, where the world's differs]"
     )
     parser.add_argument("--help_all", action="store_true", default=None, help="the flags that few runs need, too")
+    parser.add_argument(
+        "--preset", choices=PRESETS, help="the preset whose other flags a --model of another name or folder takes"
+    )
     left = {f.name: f for f in dataclasses.fields(kind)}  # a knob that a subclass defines anew stays in its first place
     for concern in reversed(kind.__mro__):
         own = [left.pop(name) for name in vars(concern).get("__annotations__", ()) if name in left]

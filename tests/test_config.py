@@ -145,8 +145,8 @@ def test_help_has_at_most_50_flags_and_help_all_every_one(capsys):
     first, everything = (help_of(capsys, flag) for flag in ("--help", "--help_all"))
     names, names_of_all = (re.findall(r"^  --(\w+)", shown, re.M) for shown in (first, everything))
     assert len(names) <= 50 and "help_all" in names
-    assert set(names) - {"help_all"} == {f.name for f in FIELDS if not f.metadata["more"]}
-    assert sorted(names_of_all) == sorted([f.name for f in FIELDS] + ["help_all"])
+    assert set(names) - {"help_all", "preset"} == {f.name for f in FIELDS if not f.metadata["more"]}
+    assert sorted(names_of_all) == sorted([f.name for f in FIELDS] + ["help_all", "preset"])
 
 
 def test_help_shows_the_defaults_of_the_world_and_where_they_differ_the_paper_s(capsys):
@@ -282,6 +282,15 @@ def test_every_rank_must_have_a_trajectory_to_train_on(refuses, monkeypatch):
     assert parse(["--batch", "4", "--mini", "4", "--G", "2"]).mini == 4
 
 
+def test_another_model_takes_a_preset_s_other_flags(refuses):
+    cfg = parse(["--preset", "world", "--model", "runs/x/policy", "--T", "3"])
+    assert cfg == dataclasses.replace(parse(["--T", "3"]), model="runs/x/policy")
+    lora = parse(["--preset", "world", "--model", "m", "--lora_rank", "4"])
+    assert lora.lr == parse(["--lora_rank", "4"]).lr != cfg.lr
+    assert parse(["--preset", "world", "--model", "qwen2.5-3b"]).model == "Qwen/Qwen2.5-3B"
+    assert "invalid choice: 'x'" in refuses("--preset", "x")
+
+
 def test_one_rank_speaks_for_all_and_others_let_it_speak_first(monkeypatch, capsys):
     waited = []
     monkeypatch.setattr("time.sleep", waited.append)
@@ -327,7 +336,7 @@ def test_periods_that_drift_against_each_other_are_only_a_warning():
 def test_no_flag_of_ours_is_or_abbreviates_one_of_torchrun_s():
     theirs = [option for action in torchrun_parser()._actions for option in action.option_strings]
     assert "--nproc_per_node" in theirs and "--max-restarts" in theirs
-    for name in ["help_all", *(f.name for f in FIELDS)]:
+    for name in ["help_all", "preset", *(f.name for f in FIELDS)]:
         for option in theirs:
             assert not option.startswith(f"--{name}"), f"torchrun would take --{name} for its {option}"
 
