@@ -42,6 +42,10 @@ setup: .venv/done     ## .venv with all that is needed
 train: setup          ## the embedded default: a whole INSPO run on a small world, minutes on two cores
 	OMP_NUM_THREADS=2 $(PY) inspo.py $(ARGS)
 
+real: setup           ## a real language model on real facts: fetched, cold-started, trained, measured (resumable)
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-real.txt
+	OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),2) $(PY) -m extras.real $(ARGS)
+
 static: setup         ## the baseline on the same world: one fixed instruction
 	OMP_NUM_THREADS=2 $(PY) inspo.py --mode static $(ARGS)
 

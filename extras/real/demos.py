@@ -30,7 +30,7 @@ BEST = {"entity", "cont", "exact"}
 # Probability of the right behaviour under the clause, under one that contradicts it, and under neither (None).
 OBEY = {
     "entity": {"entity": 0.97, None: 0.0},
-    "full": {"cont": 0.50, "early": 0.0, None: 0.10},
+    "full": {"cont": 0.70, "early": 0.0, None: 0.10},
     "exact": {"exact": 0.98, "verbose": 0.02, None: 0.45},
 }
 
@@ -39,9 +39,9 @@ def random_clauses(rng: random.Random) -> list[str]:
     """Returns a random set of clauses, never all of BEST."""
     while True:
         chosen = [
-            rng.choices(["entity", "whole", None], [0.55, 0.25, 0.20])[0],
-            rng.choices(["cont", "early", None], [0.45, 0.20, 0.35])[0],
-            rng.choices(["exact", "verbose", None], [0.45, 0.20, 0.35])[0],
+            rng.choices(["entity", "whole", None], [0.65, 0.20, 0.15])[0],
+            rng.choices(["cont", "early", None], [0.65, 0.15, 0.20])[0],
+            rng.choices(["exact", "verbose", None], [0.35, 0.30, 0.35])[0],
         ]
         clauses = [c for c in chosen if c]
         if not set(clauses) >= BEST:

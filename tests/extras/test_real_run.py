@@ -1,0 +1,127 @@
+"""`make real`: its commands can be parsed, parts are skipped, resumed and stopped, its table has what they measured."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from config import HERE, parse
+from extras.real import __main__ as real
+from extras.real.__main__ import Part
+from plumbing.faults import Fault
+
+SLOW = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(print('saved')))\ntime.sleep(60)"
+
+
+def test_every_part_is_a_command_with_flags_that_exist(tmp_path, monkeypatch):
+    from extras.cold_start import config_of
+
+    (tmp_path / "demos.jsonl").write_text("{}")
+    model, demos, cold, run, *rest = real.parts(tmp_path, False, "scripted", 3)
+    learned = config_of(cold.argv[1:])
+    assert learned.demos == demos.argv[-1] == str(demos.leaves) and learned.T == real.STEPS and learned.seed == 3
+    cfg, preset = parse(run.argv[1:]), parse(["--model", real.NAME])
+    assert cfg.model == f"{learned.out}/policy" and cfg.seed == 3
+    assert (cfg.T, cfg.corpus, cfg.N_P, cfg.lr) == (preset.T, preset.corpus, preset.N_P, preset.lr)
+    assert learned.instruction == cfg.instruction  # so that the cold start's table is about the run's first one
+    assert [part.argv[1] for part in rest] == [real.NAME, real.NAME, f"{cfg.out}/policy"]
+    for part in (model, demos, *rest):
+        done = subprocess.run([sys.executable, *part.argv, "--no_such"], cwd=HERE, capture_output=True, text=True)
+        assert "unrecognized arguments: --no_such" in done.stderr
+
+
+def test_a_part_that_has_left_nothing_is_named(tmp_path):
+    fails = Part("the thing", ["-c", "import sys; sys.exit(3)"], tmp_path / "a")
+    with pytest.raises(Fault, match="the thing: .* ended with 3.*goes on there"):
+        real.play(fails)
+    with pytest.raises(Fault, match="ended with 0"):
+        real.play(Part("the thing", ["-c", "pass"], tmp_path / "a"))
+    real.play(Part("the thing", ["-c", f"open({str(tmp_path / 'b' / 'c')!r}, 'w')"], tmp_path / "b" / "c"))
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_run_that_was_begun_is_resumed(tmp_path, monkeypatch, begun):
+    asked = []
+
+    class Child:
+        def __init__(self, argv, cwd):
+            asked.append(argv[1:])
+            (tmp_path / "done").touch()
+
+        def wait(self):
+            return 0
+
+    monkeypatch.setattr(real.subprocess, "Popen", Child)
+    out = tmp_path / "run"
+    out.mkdir()
+    if begun:
+        (out / "config.json").touch()
+    real.play(Part("INSPO", ["inspo.py", "--out", str(out)], tmp_path / "done"))
+    assert asked == [["inspo.py", "--out", str(out), *["--resume"] * begun]]
+
+
+def test_a_request_to_stop_reaches_the_part_and_ends_in_a_line(tmp_path):
+    program = (
+        "from extras.real import __main__ as real\n"
+        f"real.parts = lambda *_: [real.Part('x', ['-c', {SLOW!r}], real.Path({str(tmp_path / 'x')!r}))]\n"
+        f"real.main(['--out', {str(tmp_path / 'out')!r}])"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    )  # fmt: skip
+    while "$ python" not in child.stdout.readline():
+        pass
+    time.sleep(1.5)
+    child.send_signal(signal.SIGTERM)
+    out, err = child.communicate(timeout=30)
+    assert "saved" in out and child.returncode and "stopped by SIGTERM" in err and "Traceback" not in err
+
+
+def test_what_was_begun_otherwise_is_not_gone_on_with(tmp_path):
+    real.remember(tmp_path / "a", {"seed": 0, "optimizer_model": "scripted"})
+    real.remember(tmp_path / "a", {"seed": 0, "optimizer_model": "scripted"})
+    with pytest.raises(Fault, match="--seed 0, not 1: choose another --out"):
+        real.remember(tmp_path / "a", {"seed": 1, "optimizer_model": "scripted"})
+
+
+def test_the_table_has_a_row_for_all_that_was_measured(tmp_path):
+    def held(questions, **rows):
+        return {"questions": questions, "held_out": {k.replace("_", " "): v for k, v in rows.items()}}
+
+    figures = {
+        "cold": held(24, **{"first policy, first instruction": {"em": 0.0, "searches": 0.1}}),
+        "inspo": held(
+            100,
+            **{
+                "first policy, first instruction": {"em": 0.12, "searches": 1.0},
+                "trained policy, best instruction": {"em": 0.9, "searches": 2.1},
+            },
+        ),
+    }
+    row = {"questions": 100, "em": {"mean": 0.03}, "searches": {"mean": 0.0}}
+    for which in ("direct", "rag", "trained-direct"):
+        figures[f"evaluation/{which}"] = {"data": {"test": row}}
+    for name, summary in figures.items():
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "summary.json").write_text(json.dumps(summary))
+    lines = real.table(tmp_path).splitlines()[2:]
+    assert "| as it comes, the agent's loop, first instruction | 0.00 | 0.10 | 24 |" in lines
+    assert "| after the cold start, first instruction | 0.12 | 1.00 | 100 |" in lines
+    assert "| trained by INSPO, best instruction | 0.90 | 2.10 | 100 |" in lines
+    assert sum("| 0.03 | 0.00 | 100 |" in line for line in lines) == 3 and len(lines) == 6
+
+
+def test_the_plan_tells_minutes_from_this_machine_s_pace(tmp_path, tiny_path, monkeypatch):
+    monkeypatch.setattr(real, "SMOLLM", tiny_path)
+    dtype, learning, sampling = real.pace()
+    assert dtype == "float32" and 0 < learning < 0.1 and 0 < sampling < 0.1
+    monkeypatch.setattr(real, "pace", lambda: ("bfloat16", 0.006, 0.012))
+    todo = [Part("the cold start", [], tmp_path, learned=100), Part("INSPO", [], tmp_path, sampled=50)]
+    cold, run, every, here = real.plan([*todo]).splitlines()
+    assert cold.split()[-3:] == run.split()[-3:] == ["about", "10", "minutes"]
+    assert "about 20 minutes" in every and "bfloat16" in here
