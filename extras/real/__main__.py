@@ -180,9 +180,9 @@ def table(out: Path) -> str:
 
 def evaluated(out: Path, which: str) -> tuple[int, float, float]:
     """Returns (questions, EM, searches) of an evaluation."""
-    summary = json.loads((out / "evaluation" / which / "summary.json").read_text())
-    (row,) = summary["data"].values()
-    return row["questions"], row["em"]["mean"], row["searches"]["mean"]
+    summary = decoded((out / "evaluation" / which / "summary.json").read_text())
+    (row,) = summary["benchmarks"].values()
+    return row["questions"], row["em"]["mean"], row["searches"]
 
 
 def main(argv: list[str] | None = None) -> None:
