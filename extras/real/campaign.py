@@ -60,8 +60,8 @@ def run(arm: str, seed: int, policy: Path, runs: Path) -> Row:
     """Returns the row of a run; starts it, or goes on with it."""
     out = runs / f"{arm}-seed{seed}"
     flags = ARMS[arm][1]
-    argv = ["inspo.py", "--preset", NAME, "--model", str(policy), *flags.split(), "--seed", str(seed), "--out", str(out)]
-    argv = begun(out, argv)
+    named = ["--preset", NAME, "--model", str(policy), *flags.split(), "--seed", str(seed), "--out", str(out)]
+    argv = begun(out, ["inspo.py", *named])
     if not (out / "summary.json").exists():
         launch(f"{arm}, seed {seed}", argv, out, threads=2)
     summary = decoded((out / "summary.json").read_text())
