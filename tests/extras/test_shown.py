@@ -41,7 +41,8 @@ SMALL = {  # program -> the flags with which it is run small here; or where else
 ELSEWHERE = {
     "retrieval_server.py": "tests/test_retrieval_*.py", "world.optimizer": "tests/test_optimizer.py",
     "extras.world.warm_start": "tests/extras/test_warm_start.py", "extras/one_step.py": "tests/extras/test_one_step.py",
-    "extras.real.model": "tests/extras/test_real.py",
+    "extras.real.model": "tests/extras/test_real.py", "extras.real": "tests/extras/test_real_run.py",
+    "extras.real.campaign": "tests/extras/test_real_campaign.py",
     "pytest": "itself", "ruff": "make lint", "mypy": "make lint", "pip": "make resolve",
     "bench/chaos.py": "tests/test_chaos.py", "bench/mutants.py": "it runs these tests", "bench/retrieval.py": "minutes",
     "bench/rollout.py": "it wants vLLM", "bench/trl.py": "it wants TRL", "bench/gpu.py": "it wants a GPU",
@@ -119,7 +120,8 @@ def file_of(program: str) -> Path | None:
     script = program.split()[0]
     if script in ("pytest", "ruff", "mypy", "pip"):
         return None
-    return ROOT / (script if script.endswith(".py") else script.replace(".", "/") + ".py")
+    path = ROOT / (script if script.endswith(".py") else script.replace(".", "/"))
+    return path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
 
 
 @pytest.mark.parametrize("program", sorted({c.program for c in SHOWN}))
