@@ -14,6 +14,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,8 +80,17 @@ def parts(out: Path, hub: bool, optimizer: str, seed: int) -> list[Part]:
     ]  # fmt: skip
 
 
-def pace() -> tuple[str, float, float]:
-    """Returns the precision of a run, and the seconds that a token takes to learn and to sample on this machine."""
+class Pace(NamedTuple):
+    """How fast this machine is with the model."""
+
+    dtype: str
+    threads: int
+    learning: float  # seconds a token
+    sampling: float
+
+
+def pace() -> Pace:
+    """Returns what is measured in half a minute."""
     import torch
 
     from engines.choose import device_of, dtype_of
@@ -103,7 +114,7 @@ def pace() -> tuple[str, float, float]:
         engine.begin(0)
         list(engine.generate({k: list(range(100, 200)) for k in range(40)}, 16, 1.0))
 
-    return dtype, seconds(learn) / 1024, seconds(sample) / (40 * 16)
+    return Pace(dtype, torch.get_num_threads(), seconds(learn) / 1024, seconds(sample) / (40 * 16))
 
 
 def seconds(work: Callable[[], None]) -> float:
@@ -114,20 +125,16 @@ def seconds(work: Callable[[], None]) -> float:
     return time.monotonic() - start
 
 
-def plan(todo: list[Part]) -> str:
-    """Returns how long each part will take here, in words."""
-    import torch
-
-    dtype, learning, sampling = pace()
-    minutes = [1000 * (part.learned * learning + part.sampled * sampling) / 60 for part in todo]
+def plan(todo: list[Part], here: Pace) -> str:
+    """Returns how long each part will take, in words."""
+    minutes = [1000 * (part.learned * here.learning + part.sampled * here.sampling) / 60 for part in todo]
     lines = [
         f"{part.what:44} {f'about {x:.0f} minutes' if x >= 1 else 'less than a minute'}"
         for part, x in zip(todo, minutes, strict=True)
     ]
     lines.append(f"{'in all, with this machine to itself':44} about {sum(minutes):.0f} minutes")
-    threads, learned, sampled = torch.get_num_threads(), 1 / learning, 1 / sampling
-    lines.append(f"measured here: {dtype}, {threads} threads, {learned:,.0f} tokens/s learned, {sampled:,.0f} sampled")
-    return "\n".join(lines)
+    speed = f"{1 / here.learning:,.0f} tokens/s learned, {1 / here.sampling:,.0f} sampled"
+    return "\n".join([*lines, f"measured here: {here.dtype}, {here.threads} threads, {speed}"])
 
 
 def remember(out: Path, setting: dict[str, Any]) -> None:
@@ -202,7 +209,10 @@ def main(argv: list[str] | None = None) -> None:
             play(model)
         todo = [part for part in rest if not part.leaves.exists()]
         if todo:
-            print(f"SmolLM2-135M-Instruct on real facts, into {args.out}\n\n{plan(todo)}", flush=True)
+            print(f"SmolLM2-135M-Instruct on real facts, into {args.out}", flush=True)
+            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as apart:  # whose memory is free afterwards
+                here = apart.submit(pace).result()
+            print(f"\n{plan(todo, here)}", flush=True)
         for part in todo:
             play(part)
         found = table(out)

@@ -121,10 +121,9 @@ def test_the_table_has_a_row_for_all_that_was_measured(tmp_path):
 
 def test_the_plan_tells_minutes_from_this_machine_s_pace(tmp_path, tiny_path, monkeypatch):
     monkeypatch.setattr(real, "SMOLLM", tiny_path)
-    dtype, learning, sampling = real.pace()
-    assert dtype == "float32" and 0 < learning < 0.1 and 0 < sampling < 0.1
-    monkeypatch.setattr(real, "pace", lambda: ("bfloat16", 0.006, 0.012))
+    here = real.pace()
+    assert here.dtype == "float32" and 0 < here.learning < 0.1 and 0 < here.sampling < 0.1
     todo = [Part("the cold start", [], tmp_path, learned=100), Part("INSPO", [], tmp_path, sampled=50)]
-    cold, run, every, here = real.plan([*todo]).splitlines()
+    cold, run, every, speed = real.plan(todo, real.Pace("bfloat16", 2, 0.006, 0.012)).splitlines()
     assert cold.split()[-3:] == run.split()[-3:] == ["about", "10", "minutes"]
-    assert "about 20 minutes" in every and "bfloat16" in here
+    assert "about 20 minutes" in every and "bfloat16" in speed
