@@ -123,7 +123,8 @@ def direct(player: Player, questions: Sequence[Question]) -> list[Trajectory]:
     """
     taus = player.under(player.words.direct, questions)
     for tau in taus:
-        tau.prediction, tau.stop = answer_of(tau.response), "answer"
+        said = player.tokenizer.decode(tau.ids[tau.prompt_tokens :], skip_special_tokens=True)  # no EOS in the answer
+        tau.prediction, tau.stop = answer_of(said), "answer"
     return taus
 
 

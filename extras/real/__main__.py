@@ -12,20 +12,18 @@ import argparse
 import json
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from config import HERE, PRESETS, SMOLLM, Config
+from config import HERE, PRESETS, SMOLLM
+from extras.real.pace import NAME, Pace, pace
 from journal.directory import writing
 from plumbing import stop
 from plumbing.faults import Fault, one_line
 from plumbing.outside import decoded
 
-NAME = "smollm2-135m"
 DEMOS, STEPS = 1024, 60  # of the cold start
 COLD = "after the cold start"
 
@@ -76,53 +74,8 @@ def parts(out: Path, hub: bool, optimizer: str, seed: int) -> list[Part]:
         ),
         measured("closed book, as it comes", "direct", [NAME, "--method", "direct"]),
         measured("one search with the question, as it comes", "rag", [NAME, "--method", "rag"]),
-        measured("closed book, trained", "trained-direct", [str(run / "policy"), "--method", "direct"]),
+        measured("closed book, trained", "trained-direct", [str(run), "--method", "direct"]),
     ]  # fmt: skip
-
-
-class Pace(NamedTuple):
-    """How fast this machine is with the model."""
-
-    dtype: str
-    threads: int
-    learning: float  # seconds a token
-    sampling: float
-
-
-def pace() -> Pace:
-    """Returns what is measured in half a minute."""
-    import torch
-
-    from engines.choose import device_of, dtype_of
-    from engines.torch_engine import TorchEngine
-    from models.model import load_policy
-
-    cfg = Config(**PRESETS[NAME])
-    device = device_of(cfg)
-    dtype = dtype_of(cfg, device)
-    model, tokenizer = load_policy(str(SMOLLM), device)
-    model.to(getattr(torch, dtype))
-    ids, lengths = (torch.arange(1024, device=device) % len(tokenizer))[None], [256] * 4
-    positions = torch.arange(256, device=device).repeat(4)[None]
-    engine = TorchEngine(model, tokenizer, ("</answer>",))
-
-    def learn() -> None:
-        h = model.base_model(input_ids=ids, position_ids=positions, use_cache=False, lengths=lengths).last_hidden_state
-        h.float().square().mean().backward()
-
-    def sample() -> None:
-        engine.begin(0)
-        list(engine.generate({k: list(range(100, 200)) for k in range(40)}, 16, 1.0))
-
-    return Pace(dtype, torch.get_num_threads(), seconds(learn) / 1024, seconds(sample) / (40 * 16))
-
-
-def seconds(work: Callable[[], None]) -> float:
-    """Returns how long work takes, the second time."""
-    work()
-    start = time.monotonic()
-    work()
-    return time.monotonic() - start
 
 
 def plan(todo: list[Part], here: Pace) -> str:
@@ -175,7 +128,7 @@ def table(out: Path) -> str:
     held = cold["held_out"]["first policy, first instruction"]
     rows["the agent's loop, first instruction"] = (cold["questions"], held["em"], held["searches"])
     rows = {f"as it comes, {what}": row for what, row in rows.items()}
-    for name, held in run["held_out"].items():
+    for name, held in sorted(run["held_out"].items()):  # the first policy's come first
         rows[name.replace("first policy", COLD).replace("trained policy", "trained by INSPO")] = (
             run["questions"], held["em"], held["searches"],
         )  # fmt: skip

@@ -32,7 +32,7 @@ import numpy as np
 from config import HERE, PRESETS, Config
 from evaluation.statistics import adjusted, between_seeds, over_seeds
 from extras.campaigns.arms import begun, cpu_seconds, launch, origin, rollouts
-from extras.real.__main__ import NAME
+from extras.real.pace import NAME
 from journal.directory import read_jsonl
 from page.read import many
 from plumbing.faults import Fault, one_line

@@ -6,7 +6,7 @@ import pytest
 
 from config import parse
 from extras.real import campaign
-from extras.real.__main__ import NAME
+from extras.real.pace import NAME
 from world.clauses import read
 
 

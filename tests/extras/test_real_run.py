@@ -12,6 +12,7 @@ import pytest
 
 from config import HERE, parse
 from extras.real import __main__ as real
+from extras.real import pace
 from extras.real.__main__ import Part
 from extras.table1 import main as evaluate
 from plumbing.faults import Fault
@@ -26,11 +27,11 @@ def test_every_part_is_a_command_with_flags_that_exist(tmp_path, monkeypatch):
     model, demos, cold, run, *rest = real.parts(tmp_path, False, "scripted", 3)
     learned = config_of(cold.argv[1:])
     assert learned.demos == demos.argv[-1] == str(demos.leaves) and learned.T == real.STEPS and learned.seed == 3
-    cfg, preset = parse(run.argv[1:]), parse(["--model", real.NAME])
+    cfg, preset = parse(run.argv[1:]), parse(["--model", pace.NAME])
     assert cfg.model == f"{learned.out}/policy" and cfg.seed == 3
     assert (cfg.T, cfg.corpus, cfg.N_P, cfg.lr) == (preset.T, preset.corpus, preset.N_P, preset.lr)
     assert learned.instruction == cfg.instruction  # so that the cold start's table is about the run's first one
-    assert [part.argv[1] for part in rest] == [real.NAME, real.NAME, f"{cfg.out}/policy"]
+    assert [part.argv[1] for part in rest] == [pace.NAME, pace.NAME, cfg.out]
     for part in (model, demos, *rest):
         done = subprocess.run([sys.executable, *part.argv, "--no_such"], cwd=HERE, capture_output=True, text=True)
         assert "unrecognized arguments: --no_such" in done.stderr
@@ -120,10 +121,10 @@ def test_the_table_has_a_row_for_all_that_was_measured(tmp_path):
 
 
 def test_the_plan_tells_minutes_from_this_machine_s_pace(tmp_path, tiny_path, monkeypatch):
-    monkeypatch.setattr(real, "SMOLLM", tiny_path)
-    here = real.pace()
+    monkeypatch.setattr(pace, "SMOLLM", tiny_path)
+    here = pace.pace()
     assert here.dtype == "float32" and 0 < here.learning < 0.1 and 0 < here.sampling < 0.1
     todo = [Part("the cold start", [], tmp_path, learned=100), Part("INSPO", [], tmp_path, sampled=50)]
-    cold, run, every, speed = real.plan(todo, real.Pace("bfloat16", 2, 0.006, 0.012)).splitlines()
+    cold, run, every, speed = real.plan(todo, pace.Pace("bfloat16", 2, 0.006, 0.012)).splitlines()
     assert cold.split()[-3:] == run.split()[-3:] == ["about", "10", "minutes"]
     assert "about 20 minutes" in every and "bfloat16" in speed

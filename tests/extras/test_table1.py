@@ -33,13 +33,21 @@ EMMA = Question("q0", "Who wrote Emma?", ("Jane Austen",), "nq", 1)
 BORN = Question("q1", "Where was the author of Emma born?", ("Steventon",), "hotpotqa", 2)
 
 
+class Tokenizer(Words):
+    """Words, with an EOS that is left out where special tokens are."""
+
+    def decode(self, ids, skip_special_tokens=False):
+        text = super().decode(ids)
+        return text.replace(" <|im_end|>", "") if skip_special_tokens else text
+
+
 class Script:
     """An engine whose k-th batch of rows says what the k-th table holds for each row; it keeps what it was shown."""
 
     max_rows, lockstep = 512, True
 
     def __init__(self, *tables):
-        self.words, self.tables, self.shown = Words(), list(tables), []
+        self.words, self.tables, self.shown = Tokenizer(), list(tables), []
 
     def begin(self, seed):
         pass
@@ -84,7 +92,7 @@ def test_every_row_of_table_1_has_a_name_and_ends_its_turns_as_it_plays():
 
 
 def test_direct_takes_the_answer_from_its_tags_or_the_whole_reply():
-    engine = Script({0: "<answer> Jane Austen </answer>", 1: " Bath."})
+    engine = Script({0: "<answer> Jane Austen </answer>", 1: " Bath. <|im_end|>"})
     taus = played("direct", engine, [EMMA, BORN])
     assert [tau.prediction for tau in taus] == ["Jane Austen", "Bath"]
     assert engine.max_new == 32 and [tau.served("search") for tau in taus] == [0, 0]
