@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from page.read import many
+from page.read import WIDE, many
 from page.verdict import conclusion
 from population import Instruction, Population, mean_rewards
 from tasks import Task, Trajectory, by_source, measure
@@ -70,7 +70,8 @@ def ending(summary: Row, path: Path) -> str:
     """Returns the last screen of a run: metrics by source, the winning instruction, its cost, where the files are."""
     rows: dict[str, Row] = summary["held_out"]
     metric, first = summary["metric"], next(iter(rows.values()))
-    columns = [metric, *(k for k in sorted(first) if k.startswith(f"{metric}/"))]
+    sources = [k for k in sorted(first) if k.startswith(f"{metric}/")]
+    columns = [metric, *(sources if len(sources) <= WIDE else ())]
     columns += [k for k in (*summary["metrics"][1:], *summary["tools"]) if k in first]
     heads = [label(k.removeprefix(f"{metric}/")) for k in columns]
     widths = [max(9, len(head) + 2) for head in heads]
@@ -80,6 +81,8 @@ def ending(summary: Row, path: Path) -> str:
     for name, row in rows.items():
         cells = [f"{row[k]:>{w}.{2 if k in summary['tools'] else 3}f}" for k, w in zip(columns, widths, strict=True)]
         lines.append(f"{name:{name_width}}{''.join(cells)}")
+    if len(sources) > WIDE:
+        lines.append(f"({label(metric)} of each of {len(sources)} sources is in summary.json)")
     means = {name: row[metric] for name, row in rows.items()}
     lines += ["", conclusion(means, summary["questions"], metric, summary["spread"])]
     cost = summary["ledger"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from page.read import Row, Run, number
+from collections import Counter
+
+from page.read import WIDE, Row, Run, number
 
 # Settings that say where a run ran and what it kept, not what it is.
 ASIDE = {"seed", "out", "resume", "device", "tracker", "retriever", "keep", "save_every", "engine", "vllm", "gpus"}
@@ -13,10 +15,14 @@ ASIDE |= {"id", "commit"}
 def curves(run: Run) -> Row:
     """Returns {"t": [...], "series": {name: [...]}} with None where a step has no such number.
 
-    The scores at the run's end, which are in summary.json alone, are those of the last step.
+    The scores at the run's end, which are in summary.json alone, are those of the last step. A metric that has more
+    than WIDE sources is drawn of all of them together.
     """
     final = run.held_out.get("trained policy, I_star") or run.held_out.get("trained policy, first instruction") or {}
     names = sorted({name for row in run.steps for name, value in row.items() if number(value) is not None} - {"t"})
+    sources = Counter(name.partition("/")[0] for name in names if "/" in name)
+    crowded = {f"{metric}/" for metric in names if sources[metric] > WIDE}
+    names = [name for name in names if name[: name.find("/") + 1] not in crowded]
     series = {name: [number(row.get(name)) for row in run.steps] for name in names}
     for name, value in final.items():
         if f"test/{name}" in series:

@@ -11,6 +11,7 @@ from plumbing.faults import Fault
 from plumbing.outside import decoded
 
 Row = dict[str, Any]
+WIDE = 8  # sources of questions at most that have a column, or a curve, of their own
 
 
 @dataclass

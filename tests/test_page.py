@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import report
+from journal.summary import ending
 from page import html, sample
 from page.curves import curves, groups
 from page.family import family, lineage
@@ -472,6 +473,21 @@ def test_a_run_of_another_task_is_shown_by_its_own_metric(tmp_path):
     assert unfinished.metrics == ["won", "fuel"] and unfinished.tools == ["moves"]
     assert learned(unfinished)["table"] == {}
     assert Run(path, {"metric": "won"}).metric == "won" and Run(path).metric == "em"
+
+
+@pytest.mark.parametrize("n, told", [(8, True), (9, False)])
+def test_a_metric_of_many_sources_is_drawn_and_printed_of_all_together(n, told):
+    means = {"em": 0.5} | {f"em/source-{k}": 0.1 for k in range(n)} | {"f1": 0.4, "f1/a": 0.4, "searches": 1.0}
+    drawn = curves(run_of(means | {f"time/{k}": 1.0 for k in range(20)}))["series"]
+    assert ("em/source-0" in drawn) is told and {"em", "f1", "f1/a", "searches", "time/0"} <= drawn.keys()
+    summary = {
+        "held_out": {f"{policy} policy, first instruction": means for policy in ("first", "trained")},
+        "metric": "em", "metrics": ["em", "f1"],
+        "tools": ["searches"], "questions": 9, "spread": None, "generations": [0], "I_star": "I", "steps": 1,
+        "seconds": 1.0, "ledger": {"optimizer_calls": 0},
+    }  # fmt: skip
+    text = ending(summary, Path("run"))
+    assert ("source-0" in text) is told and (f"each of {n} sources is in summary.json" in text) is not told
 
 
 def test_runs_that_differ_by_their_seed_are_one_group():
