@@ -131,8 +131,8 @@ bench-rollout: .venv-vllm/done  ## rollouts with vLLM against raw generation and
 gpu:                  ## does it work on this GPU? 10 minutes, in an environment of yours (PYTHON=...), not .venv
 	$(PYTHON) bench/gpu.py $(ARGS)
 
-bench-trl: .venv-trl/done  ## a step of single turns beside TRL's GRPOTrainer, on one thread
-	OMP_NUM_THREADS=1 $(TRL) bench/trl.py $(ARGS)
+bench-trl: .venv-trl/done  ## a step of single turns beside TRL's GRPOTrainer (ARGS="--model smollm2-135m" is a real one's)
+	$(TRL) bench/trl.py $(ARGS)
 
 warm-start: setup     ## rebuild world/files from nothing
 	$(PY) -m extras.world.warm_start $(ARGS)

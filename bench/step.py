@@ -1,15 +1,18 @@
-"""One training step of the embedded default, part by part (`make bench-step`); JSON last.
+"""One training step, of the embedded default or of --model, part by part (`make bench-step`); JSON last.
 
-The update is also predicted with the formulas of `--dry_run`, from the rates that this CPU reaches in products of the
-model's shapes, in attention and in copying. Prediction and update take turns; both are in CPU seconds, which other
-programs on the machine disturb less, and their medians are compared.
+In float32 the update is also predicted with the formulas of `--dry_run`, from the rates that this CPU reaches in
+products of the model's shapes, in attention and in copying. Prediction and update take turns; both are in CPU seconds,
+which other programs on the machine disturb less, and their medians are compared.
 
-Rollouts use the world's best instruction, under which they are longest, and a real search server.
+Rollouts use the world's best instruction, under which they are longest, and a real search server. In bfloat16 they
+begin with the engine's copy of the weights, as after an update.
 """
 
 import argparse
+import contextlib
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
@@ -22,7 +25,9 @@ from typing import Any
 
 HERE = Path(__file__).parent.parent
 sys.path.insert(0, str(HERE))
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+from config import PRESETS, Config, parse  # noqa: E402
 from models.model import blocks  # noqa: E402
 from plumbing.faults import one_line  # noqa: E402
 from training.speed import Assumed, Card, Lengths, shape_of, update_flops, update_seconds  # noqa: E402
@@ -32,6 +37,20 @@ BEST = (
     "</answer>. Search one entity at a time. State the fact found after each search. Answer with the exact name only. "
     "Keep searching until the last fact is found."
 )
+
+
+def add_policy(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that say whose steps are measured."""
+    parser.add_argument("--model", default="world", help="a preset (world, smollm2-135m), or a folder with --preset")
+    parser.add_argument("--preset", help="the preset whose other flags the model of a folder takes")
+    parser.add_argument("--dtype", help="float32 or bfloat16; without it, as a run chooses")
+
+
+def config(args: argparse.Namespace, **changes: Any) -> Config:
+    """Returns the preset's Config, changed; its learning rate is 0: all steps start from the same policy."""
+    given = {name: getattr(args, name) for name in ("model", "preset", "dtype")}
+    flags = [x for name, value in given.items() if value for x in (f"--{name}", value)]
+    return parse(flags, mode="static", lr=0.0, **changes)
 
 
 def first_step(out: str) -> float:
@@ -82,64 +101,71 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_policy(parser)
     parser.add_argument("--repeat", type=int, default=5, help="the median counts")
     parser.add_argument("--micro_tokens", type=int, nargs="*", default=[], help="of the update (the preset's)")
     args = parser.parse_args()
+    if args.repeat < 1:
+        parser.error("--repeat: at least 1")
 
     import torch
 
-    from config import PRESETS, Config
-    from engines.torch_engine import TorchEngine
-    from grpo import Learner, micro_batches
-    from models.model import load_policy
+    from engines.choose import dtype_of
+    from grpo import micro_batches
     from plumbing.servers import Child
-    from rollout import rollout
     from tasks import Job, reward
     from tasks.search_qa import SearchQA
-    from tasks.tools import stop_strings
+    from training.policy import Policy
+    from training.ranks import Ranks
 
-    cfg = Config(**PRESETS["world"])
-    task = SearchQA(cfg)
+    cfg = config(args)
+    task, ranks = SearchQA(cfg), Ranks("cpu", cfg.patience, dtype_of(cfg, "cpu"))
     questions = task.questions("train")[: cfg.batch]
-    model, tokenizer = load_policy(cfg.model, "cpu")
-    reference, _ = load_policy(cfg.model, "cpu")
     jobs = [Job(None, BEST, q, k) for k, q in enumerate(questions) for _ in range(cfg.G)]
-    found: dict = {"threads": torch.get_num_threads(), "torch": torch.__version__}
+    found: dict = {"model": cfg.model, "dtype": ranks.dtype, "threads": torch.get_num_threads()}
+    found["torch"] = torch.__version__
     serve = [str(HERE / "retrieval_server.py"), "--corpus", cfg.corpus]
-    with tempfile.TemporaryDirectory() as tmp, Child(serve, f"{tmp}/log") as server:
-        task.connect(server.url)
-        engine = TorchEngine(model, tokenizer, stop_strings(task.tools), cfg.max_rows)
+    with contextlib.ExitStack() as stack:
+        tmp = stack.enter_context(tempfile.TemporaryDirectory())
+        task.connect(stack.enter_context(Child(serve, f"{tmp}/log")).url)
+        policy = stack.enter_context(contextlib.closing(Policy(cfg, ranks, "torch", task)))
         times = []
         for k in range(args.repeat + 1):
-            start = time.monotonic()
-            taus = rollout(engine, tokenizer, task, jobs, cfg, temperature=1.0, seed=k)
-            times.append(time.monotonic() - start)
-        found["rollout_s"] = round(statistics.median(times[1:]), 3)
+            policy.worker.synced = policy.worker.shared  # as after an update
+            start = time.monotonic(), time.process_time()
+            taus = policy.rollout(k, "rollout", jobs)
+            times.append((time.monotonic() - start[0], time.process_time() - start[1]))
+        wall, cpu = (statistics.median(column) for column in zip(*times[1:], strict=True))
+        found |= {"rollout_s": round(wall, 3), "rollout_cpu_s": round(cpu, 3)}
         found |= {"trajectories": len(taus), "searches": sum(t.served("search") for t in taus) / len(taus)}
         found["tokens_per_trajectory"] = round(sum(len(t.ids) for t in taus) / len(taus), 1)
         reward(task, taus)
+        policy.learner.set_advantages(taus)
         tokens = sum(len(tau.ids) for tau in taus)
         mean, sampled = round(tokens / len(taus)), round(sum(sum(tau.mask) for tau in taus) / len(taus))
         prompt = round(sum(tau.prompt_tokens for tau in taus) / len(taus))
         lengths = Lengths("measured", prompt, mean - prompt - sampled, sampled, row=0, longest=0, searches=0, rounds=0)
-        shape, rates = shape_of(model.config, torch.float32), Assumed(flops=1, bandwidth=1, link=1)
+        model, rates = policy.learner.model, Assumed(flops=1, bandwidth=1, link=1)
+        shape = shape_of(model.config, torch.float32)
         for micro in args.micro_tokens or [cfg.micro_tokens]:
-            trained = replace(cfg, lr=0.0, micro_tokens=micro)
-            learner, rows = Learner(model, reference, trained), []
-            learner.set_advantages(taus)
+            policy.learner.cfg, rows, predictions = replace(cfg, micro_tokens=micro), [], []
             for _ in range(args.repeat + 1):
-                card = card_here(model, tokens // len(micro_batches(taus, micro)), lengths)
-                predicted = sum(update_seconds(trained, shape, card, 1, lengths, rates).values())
+                if ranks.dtype == "float32":
+                    card = card_here(model, tokens // len(micro_batches(taus, micro)), lengths)
+                    predictions.append(sum(update_seconds(policy.learner.cfg, shape, card, 1, lengths, rates).values()))
                 start = time.monotonic(), time.process_time()
-                learner.update(1, [taus])
-                rows.append((time.monotonic() - start[0], time.process_time() - start[1], predicted))
-            wall, cpu, predicted = (statistics.median(column) for column in zip(*rows[1:], strict=True))
+                policy.update(1, taus)
+                rows.append((time.monotonic() - start[0], time.process_time() - start[1]))
+            wall, cpu = (statistics.median(column) for column in zip(*rows[1:], strict=True))
             found[f"update_s micro_tokens={micro}"] = round(wall, 3)
             found[f"measured_cpu_s micro_tokens={micro}"] = round(cpu, 3)
-            found[f"predicted_cpu_s micro_tokens={micro}"] = round(predicted, 3)
-            found[f"measured / predicted micro_tokens={micro}"] = round(cpu / predicted, 2)
-        found["start_to_end_of_first_step_s"] = round(first_step(f"{tmp}/run"), 2)
+            if predictions:
+                predicted = statistics.median(predictions[1:])
+                found[f"predicted_cpu_s micro_tokens={micro}"] = round(predicted, 3)
+                found[f"measured / predicted micro_tokens={micro}"] = round(cpu / predicted, 2)
+        if cfg.model == PRESETS["world"]["model"]:
+            found["start_to_end_of_first_step_s"] = round(first_step(f"{tmp}/run"), 2)
     for name, value in found.items():
         print(f"{name:42} {value}")
     print(json.dumps(found))

@@ -1,14 +1,21 @@
 """A step of GRPO here and with TRL's GRPOTrainer: same policy, prompts, reward and threads, in turn; JSON last.
 
-Single turns of at most 48 tokens, which end with </answer>: the work that both can do. Each round generates for 24
-questions, 5 times each, and takes one optimizer update in float32, with the learning rate 0, so that every round starts
-from the same policy. A round of ours follows every round of TRL's, in the same process. Seconds are the CPU's, which
-other programs on the machine disturb least; with one thread on an idle machine they are the clock's. `make bench-trl`
-sets up an environment of its own.
+Single turns of at most 48 tokens without a tool: the work that both can do. Each round generates for the preset's
+questions, 24 of the world's or 8 real ones, 5 times each, and takes one optimizer update with the learning rate 0, so
+that every round starts from the same policy. A round of ours follows every round of TRL's, in the same process. Turns
+end with </answer> where that is one token, as in the world; elsewhere with EOS alone, since TRL stops at tokens.
+
+Both compute in the dtype of a run. In bfloat16 both keep float32 weights: ours are gathered in bfloat16 (FSDP2), and
+the engine samples from a copy, with float32 logits; TRL's are cast at every use (torch's autocast), in generation too.
+
+Seconds are the CPU's, of all threads, which other programs on the machine disturb least; with one thread on an idle
+machine they are the clock's. Threads are OMP_NUM_THREADS; without it 1 for the world's policy, 2 for another.
+`make bench-trl` sets up an environment of its own.
 """
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
@@ -19,46 +26,50 @@ from importlib.metadata import version
 from pathlib import Path
 
 HERE = Path(__file__).parent.parent
-sys.path[0] = str(HERE)  # not this folder, where this file has TRL's name
+if __name__ == "__main__":
+    sys.path[0] = str(HERE)  # not this folder, where this file has TRL's name
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+from bench.step import BEST, add_policy, config  # noqa: E402
 from config import PRESETS, Config, read_instruction  # noqa: E402
-from rollout import rollout  # noqa: E402
-from tasks import Job, Question, Trajectory, reward  # noqa: E402
+from plumbing.faults import one_line  # noqa: E402
+from rollout import encode  # noqa: E402
+from tasks import Job, Trajectory, reward  # noqa: E402
 from tasks.questions import em  # noqa: E402
 from tasks.search_qa import SearchQA  # noqa: E402
-from tasks.tools import last_answer, stop_strings  # noqa: E402
+from tasks.tools import last_answer  # noqa: E402
 
-CFG = Config(**PRESETS["world"] | {"tools": "none", "lr": 0.0})  # no tool, one turn
-TASK = SearchQA(CFG)
+WORLD = PRESETS["world"]
+ROWS = 10  # trajectories in a forward pass of TRL's, for memory; all at once of the world's small policy
 
 
 class Ours:
-    """The path of a run: TorchEngine samples from the trainer's model, then Learner updates it."""
+    """The path of a run: its Policy plays and is updated, in the dtype that the run would choose."""
 
-    def __init__(self, questions: list[Question]):
-        import copy
+    def __init__(self, cfg: Config):
+        from engines.choose import dtype_of
+        from training.policy import Policy
+        from training.ranks import Ranks
 
-        from engines.torch_engine import TorchEngine
-        from grpo import Learner
-        from models.model import load_policy
+        self.cfg, self.task, self.dtype = cfg, SearchQA(cfg), dtype_of(cfg, "cpu")
+        self.policy = Policy(cfg, Ranks("cpu", cfg.patience, self.dtype), "torch", self.task)
+        questions = self.task.questions("train")[: cfg.batch]
+        # With BEST a trajectory on the real facts has about 160 tokens.
+        text = read_instruction("instruction", cfg.instruction) if cfg.instruction else BEST
+        self.jobs = [Job(None, text, q, group) for group, q in enumerate(questions) for _ in range(cfg.G)]
+        engine, tokenizer = self.policy.worker.engine, self.policy.worker.tokenizer
+        ends = [encode(tokenizer, tag) for tag in engine.stop]
+        self.ends = [ids[0] for ids in ends if len(ids) == 1]  # tokens that end a turn, beside EOS
+        if len(self.ends) < len(ends):
+            self.ends, engine.stop = [], ()
 
-        self.stop = stop_strings(TASK.tools)
-        model, self.tokenizer = load_policy(CFG.model, "cpu", self.stop)
-        self.engine = TorchEngine(model, self.tokenizer, self.stop, CFG.max_rows)
-        self.learner = Learner(model, copy.deepcopy(model), CFG)
-        text = read_instruction("instruction", CFG.instruction)
-        self.jobs = [Job(None, text, q, group) for group, q in enumerate(questions) for _ in range(CFG.G)]
+    def generate(self, t: int) -> list[Trajectory]:
+        return self.policy.rollout(t, "rollout", self.jobs)
 
-    def generate(self, k: int) -> list[Trajectory]:
-        return rollout(self.engine, self.tokenizer, TASK, self.jobs, CFG, temperature=1.0, seed=k)
-
-    def update(self, taus: list[Trajectory]) -> None:
-        from grpo import minibatches
-
-        reward(TASK, taus)
-        self.learner.set_advantages(taus)
-        self.engine.sleep()
-        self.learner.update(1, minibatches(taus, CFG))
+    def update(self, t: int, taus: list[Trajectory]) -> dict[str, float]:
+        reward(self.task, taus)
+        self.policy.learner.set_advantages(taus)
+        return self.policy.update(t, taus)
 
 
 def exact_match(completions: list, golds: list, **_: object) -> list[float]:
@@ -68,40 +79,40 @@ def exact_match(completions: list, golds: list, **_: object) -> list[float]:
 
 
 def trl_trainer(ours: Ours, rounds: int, out: str):
+    import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
-    tokenizer = AutoTokenizer.from_pretrained(CFG.model)
-    model = AutoModelForCausalLM.from_pretrained(CFG.model)  # float32, as its config says
-    model.generation_config.eos_token_id = [tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids(list(ours.stop))]
+    cfg, n = ours.cfg, len(ours.jobs)
+    rows = n if cfg.model == WORLD["model"] else math.gcd(n, ROWS)
+    tokenizer = AutoTokenizer.from_pretrained(cfg.model)
+    model = AutoModelForCausalLM.from_pretrained(cfg.model, dtype=torch.float32)
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, *ours.ends]
     args = GRPOConfig(
-        output_dir=out, use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none", disable_tqdm=True,
-        save_strategy="no", logging_strategy="no", max_steps=rounds, per_device_train_batch_size=CFG.batch * CFG.G,
-        num_generations=CFG.G, max_completion_length=CFG.max_response, temperature=1.0, top_k=0, top_p=1.0,
-        learning_rate=0.0, weight_decay=CFG.weight_decay, max_grad_norm=CFG.max_grad_norm, optim="adamw_torch_fused",
-        beta=CFG.beta, epsilon=CFG.eps, loss_type="grpo", scale_rewards="group", shuffle_dataset=False,
+        output_dir=out, use_cpu=True, bf16=ours.dtype == "bfloat16", gradient_checkpointing=False, report_to="none",
+        disable_tqdm=True, save_strategy="no", logging_strategy="no", max_steps=rounds,
+        per_device_train_batch_size=rows, gradient_accumulation_steps=n // rows, num_generations=cfg.G,
+        max_completion_length=cfg.max_response, temperature=1.0, top_k=0, top_p=1.0, learning_rate=0.0,
+        weight_decay=cfg.weight_decay, max_grad_norm=cfg.max_grad_norm, optim="adamw_torch_fused", beta=cfg.beta,
+        epsilon=cfg.eps, loss_type="grpo", scale_rewards="group", shuffle_dataset=False,
     )  # fmt: skip
     seen = {job.group: job for job in ours.jobs}.values()
-    rows = [
-        {
-            "prompt": TASK.prompt(job.text, job.question),
-            "golds": job.question.golds,
-        }
-        for job in seen
-    ]
+    data = [{"prompt": ours.task.prompt(job.text, job.question), "golds": job.question.golds} for job in seen]
     return GRPOTrainer(
-        model, exact_match, args=args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer
+        model, exact_match, args=args, train_dataset=Dataset.from_list(data), processing_class=tokenizer
     )  # fmt: skip
 
 
-def measure(rounds: int) -> dict:
-    """Returns seconds of every round, by side and part, and the tokens that were sampled in each."""
+def measure(ours: Ours, rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Returns what every round took and sampled, by side: CPU seconds of its parts, the clock's, tokens."""
     import torch
     from transformers import TrainerCallback
 
-    ours = Ours(TASK.questions("train")[: CFG.batch])
     found: dict = {side: defaultdict(list) for side in ("ours", "trl")}
+
+    def now() -> tuple[float, float]:
+        return time.process_time(), time.monotonic()
 
     with tempfile.TemporaryDirectory() as out:
         trainer = trl_trainer(ours, rounds + 1, out)
@@ -112,23 +123,23 @@ def measure(rounds: int) -> dict:
             result = generate(prompts)
             found["trl"]["generation"].append(time.process_time() - start)
             found["trl"]["tokens"].append(sum(map(len, result[1])))
-            assert result[0][:: CFG.G] == [tau.ids[: tau.prompt_tokens] for tau in first[:: CFG.G]], "other prompts"
+            assert result[0] == [tau.ids[: tau.prompt_tokens] for tau in first], "other prompts"
             return result
 
         class InTurn(TrainerCallback):
             def on_step_begin(self, *_, **__):
-                self.start = time.process_time()
+                self.start = now()
 
             def on_step_end(self, args, state, *_, **__):
-                found["trl"]["step"].append(time.process_time() - self.start)
+                begin = now()
                 torch.set_grad_enabled(True)
-                begin = time.process_time()
                 taus = ours.generate(state.global_step)
                 middle = time.process_time()
-                ours.update(taus)
-                end = time.process_time()
-                found["ours"]["generation"].append(middle - begin)
-                found["ours"]["step"].append(end - begin)
+                ours.update(state.global_step, taus)
+                for side, a, b in (("trl", self.start, begin), ("ours", begin, now())):
+                    found[side]["step"].append(b[0] - a[0])
+                    found[side]["clock"].append(b[1] - a[1])
+                found["ours"]["generation"].append(middle - begin[0])
                 found["ours"]["tokens"].append(sum(sum(tau.mask) for tau in taus))
 
         first = ours.generate(0)
@@ -137,22 +148,32 @@ def measure(rounds: int) -> dict:
         trainer.train()
     for side in found.values():
         side["update"] = [step - part for step, part in zip(side["step"], side["generation"], strict=True)]
+        side["prompt"] = [sum(tau.prompt_tokens for tau in first)] * len(side["step"])
     return {side: {name: values[1:] for name, values in parts.items()} for side, parts in found.items()}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=12, help="of each side, after one that warms up")
-    rounds = parser.parse_args().rounds
-    os.environ["HF_HUB_OFFLINE"] = "1"
+    add_policy(parser)
+    args = parser.parse_args()
+    if args.rounds < 1:
+        parser.error("--rounds: at least 1")
     import torch
 
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
-    found = measure(rounds)
+    cfg, rounds = config(args, tools="none", max_response=48), args.rounds
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1 if cfg.model == WORLD["model"] else 2)))
+    ours = Ours(cfg)
+    found, n = measure(ours, rounds), len(ours.jobs)
     result: dict = {name: version(name) for name in ("trl", "transformers", "torch")}
+    cpu = torch.cpu.get_capabilities()
+    result |= {"model": cfg.model, "dtype": ours.dtype, "amx": cpu.get("amx_bf16", False), "trajectories": n}
     result |= {"threads": torch.get_num_threads(), "rounds": rounds}
-    print("\nCPU seconds: median (least to most)")
-    for part in ("generation", "update", "step"):
+    print(f"\n{n} trajectories a round, {ours.dtype}, threads: {result['threads']}, "
+          f"a CPU {'with' if result['amx'] else 'without'} AMX")  # fmt: skip
+    print("CPU seconds, and a step's by the clock: median (least to most)")
+    for part in ("generation", "update", "step", "clock"):
         row = f"{part:12}"
         for side, parts in found.items():
             x = parts[part]
@@ -163,9 +184,14 @@ def main() -> None:
         print(f"{row} TRL / ours {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
     for side, parts in found.items():
         result[f"{side}_tokens"] = statistics.median(parts["tokens"])
-    print(f"tokens a round: {result['ours_tokens']:.0f}, TRL {result['trl_tokens']:.0f}")
+        tokens = [(a + b) / n for a, b in zip(parts["prompt"], parts["tokens"], strict=True)]
+        result[f"{side}_tokens_per_trajectory"] = round(statistics.mean(tokens), 1)
+    print(f"tokens a round: {result['ours_tokens']:.0f}, TRL {result['trl_tokens']:.0f}; a trajectory with its prompt: "
+          f"{result['ours_tokens_per_trajectory']}, TRL {result['trl_tokens_per_trajectory']}")  # fmt: skip
     print(json.dumps(result))
+    ours.policy.close()
 
 
 if __name__ == "__main__":
-    main()
+    with one_line():
+        main()
