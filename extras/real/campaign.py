@@ -139,12 +139,34 @@ def page(rows: list[Row], heeded: list[Row]) -> str:
             "| | EM, by seed | mean, 95 % | inspo less this, 95 % | p (Holm) | would have shown |"
             " first instruction | searches | trajectories | CPU minutes |", "|---" * 10 + "|",
         ]  # fmt: skip
-        lines += arms_table(by)
+        lines += [*arms_table(by), "", "![reward and searches by step](real.png)"]
         start = np.mean([row["held_out"]["first policy, first instruction"] for row in every])
         lines += ["", f"Before training, under the first instruction: {start:.2f}."]
     if heeded:
         lines += ["", "## The same policy under ten instructions", "", *heeding_table(heeded)]
     return "\n".join([*lines, "", "## The plan, written before", "", plan, ""])
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """Draws reward and searches of each step's rollouts, a line a run."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    colors = dict(zip(ARMS, ("C0", "C3", "C2", "C7"), strict=True))
+    fig, axes = plt.subplots(1, 2, figsize=(9, 3.2))
+    titles = {"reward": "reward of a step's rollouts", "searches": "searches a question"}
+    for ax, (name, title) in zip(axes, titles.items(), strict=True):
+        for arm, color in colors.items():
+            for k, row in enumerate(row for row in rows if row["arm"] == arm):
+                curve = row["curves"][name]
+                ax.plot(range(1, len(curve) + 1), curve, color=color, alpha=0.8, label=None if k else arm)
+        ax.set(title=title, xlabel="step t", ylim=(0, None))
+        ax.spines[["top", "right"]].set_visible(False)
+    axes[0].legend(frameon=False)
+    fig.tight_layout()
+    fig.savefig(path, dpi=110)
 
 
 def arms_table(by: dict[str, list[Row]]) -> list[str]:
@@ -208,7 +230,8 @@ def main(argv: list[str] | None = None) -> None:
             policy = args.cold if name == "cold" else args.runs / f"{name}-seed{SEEDS[0]}/policy"
             if policy.is_dir() and name not in {row["policy"] for row in read_jsonl(heeded)}:
                 keep(heeded, heeds(name, policy))
-        (args.results / "real.md").write_text(page(read_jsonl(rows), read_jsonl(heeded)))
+        (args.results / "real.md").write_text(page(played := read_jsonl(rows), read_jsonl(heeded)))
+        draw(played, args.results / "real.png")
         print(f"{args.results / 'real.md'} has the tables")
 
 

@@ -50,6 +50,18 @@ def test_the_page_compares_inspo_with_each_arm():
     assert "would have shown" in text and "p above 0.05" in text
 
 
+def test_every_run_is_a_line_of_the_picture(tmp_path, monkeypatch):
+    import matplotlib.axes
+
+    axes, drawn = matplotlib.axes.Axes, []
+    plot = axes.plot
+    monkeypatch.setattr(axes, "plot", lambda ax, x, y, **kw: drawn.append(list(y)) or plot(ax, x, y, **kw))
+    curves = [{"reward": [0.1, 0.2], "searches": [1.0, k]} for k in (1.5, 2.5)]
+    rows = [row("inspo", 1, 0.9) | {"curves": curves[0]}, row("static", 1, 0.3) | {"curves": curves[1]}]
+    campaign.draw(rows, tmp_path / "real.png")
+    assert drawn == [[0.1, 0.2], [0.1, 0.2], [1.0, 1.5], [1.0, 2.5]] and (tmp_path / "real.png").stat().st_size > 5000
+
+
 def test_a_page_without_inspo_s_runs_compares_nothing():
     text = campaign.page([row("static", 1, 0.3)], [])
     assert "| 0.30 | 0.300 |" in text and "+0" not in text and "ten instructions" not in text.split("## The plan")[0]
