@@ -99,7 +99,9 @@ def main() -> None:
     with one_line("extras.real.demos"):
         rng, facts = random.Random(args.seed), Facts()
         rows = [demo(rng, facts) for _ in range(args.n)]
-        args.out.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        part = args.out.with_name(f".{args.out.name}.part")
+        part.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        part.replace(args.out)  # all of it at once: `make real` skips what is there
         print(f"{args.out}: {args.n:,} demonstrations of {len({row['id'] for row in rows}):,} questions")
 
 
