@@ -9,11 +9,12 @@ Both compute in the dtype of a run. In bfloat16 both keep float32 weights: ours 
 the engine samples from a copy, with float32 logits; TRL's are cast at every use (torch's autocast), in generation too.
 
 Seconds are the CPU's, of all threads, which other programs on the machine disturb least; with one thread on an idle
-machine they are the clock's. Threads are OMP_NUM_THREADS; without it 1 for the world's policy, 2 for another.
-`make bench-trl` sets up an environment of its own.
+machine they are the clock's. Threads are OMP_NUM_THREADS; without it 1 for the world's policy, 2 for another. Both
+sides of SmolLM2-135M take 11 GB; --only measures one. `make bench-trl` sets up an environment of its own.
 """
 
 import argparse
+import gc
 import json
 import math
 import os
@@ -22,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -33,7 +35,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from bench.step import BEST, add_policy, config  # noqa: E402
 from config import PRESETS, Config, read_instruction  # noqa: E402
 from plumbing.faults import one_line  # noqa: E402
-from rollout import encode  # noqa: E402
+from rollout import encode, prompt_ids  # noqa: E402
 from tasks import Job, Trajectory, reward  # noqa: E402
 from tasks.questions import em  # noqa: E402
 from tasks.search_qa import SearchQA  # noqa: E402
@@ -58,6 +60,7 @@ class Ours:
         text = read_instruction("instruction", cfg.instruction) if cfg.instruction else BEST
         self.jobs = [Job(None, text, q, group) for group, q in enumerate(questions) for _ in range(cfg.G)]
         engine, tokenizer = self.policy.worker.engine, self.policy.worker.tokenizer
+        self.prompts = [prompt_ids(tokenizer, self.task, job.text, job.question) for job in self.jobs]
         ends = [encode(tokenizer, tag) for tag in engine.stop]
         self.ends = [ids[0] for ids in ends if len(ids) == 1]  # tokens that end a turn, beside EOS
         if len(self.ends) < len(ends):
@@ -104,57 +107,79 @@ def trl_trainer(ours: Ours, rounds: int, out: str):
     )  # fmt: skip
 
 
-def measure(ours: Ours, rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Returns what every round took and sampled, by side: CPU seconds of its parts, the clock's, tokens."""
+def measure(ours: Ours, rounds: int, sides: list[str]) -> dict[str, dict[str, list[float]]]:
+    """Returns and prints what every round took and sampled, by side: CPU seconds of its parts, the clock's, tokens."""
+    found: dict = {side: defaultdict(list) for side in sides}
+
+    def note(side: str, start: tuple[float, float], generation: float, tokens: int) -> None:
+        step, clock = (b - a for a, b in zip(start, now(), strict=True))
+        row = {"generation": generation, "update": step - generation, "step": step, "clock": clock, "tokens": tokens}
+        for name, value in row.items():
+            found[side][name].append(value)
+        print(side, "  ".join(f"{name} {value:.1f}" for name, value in row.items()), flush=True)
+
+    def our_round(t: int) -> None:
+        start = now()
+        taus = ours.generate(t)
+        generation = time.process_time() - start[0]
+        ours.update(t, taus)
+        note("ours", start, generation, sum(sum(tau.mask) for tau in taus))
+
+    if "trl" in sides:
+        if "ours" not in sides:
+            ours.policy.close()  # drops its weights,
+            gc.collect()  # which refer to themselves
+        trl_rounds(ours, rounds + 1, note, our_round if "ours" in sides else lambda t: None)
+    else:
+        for t in range(1, rounds + 2):
+            our_round(t)
+    if "ours" in sides:
+        ours.policy.close()
+    return {side: {name: values[1:] for name, values in parts.items()} for side, parts in found.items()}
+
+
+def now() -> tuple[float, float]:
+    """Returns the seconds of the CPU and of the clock."""
+    return time.process_time(), time.monotonic()
+
+
+def trl_rounds(ours: Ours, rounds: int, note: Callable[..., None], our_round: Callable[[int], None]) -> None:
+    """Trains with TRL; calls `note` after every round, then `our_round`."""
     import torch
     from transformers import TrainerCallback
 
-    found: dict = {side: defaultdict(list) for side in ("ours", "trl")}
-
-    def now() -> tuple[float, float]:
-        return time.process_time(), time.monotonic()
-
     with tempfile.TemporaryDirectory() as out:
-        trainer = trl_trainer(ours, rounds + 1, out)
+        trainer = trl_trainer(ours, rounds, out)
         generate = trainer._generate
-
-        def timed(prompts):
-            start = time.process_time()
-            result = generate(prompts)
-            found["trl"]["generation"].append(time.process_time() - start)
-            found["trl"]["tokens"].append(sum(map(len, result[1])))
-            assert result[0] == [tau.ids[: tau.prompt_tokens] for tau in first], "other prompts"
-            return result
 
         class InTurn(TrainerCallback):
             def on_step_begin(self, *_, **__):
                 self.start = now()
 
             def on_step_end(self, args, state, *_, **__):
-                begin = now()
+                note("trl", self.start, self.generation, self.tokens)
                 torch.set_grad_enabled(True)
-                taus = ours.generate(state.global_step)
-                middle = time.process_time()
-                ours.update(state.global_step, taus)
-                for side, a, b in (("trl", self.start, begin), ("ours", begin, now())):
-                    found[side]["step"].append(b[0] - a[0])
-                    found[side]["clock"].append(b[1] - a[1])
-                found["ours"]["generation"].append(middle - begin[0])
-                found["ours"]["tokens"].append(sum(sum(tau.mask) for tau in taus))
+                our_round(state.global_step)
 
-        first = ours.generate(0)
+        turns = InTurn()
+
+        def timed(prompts):
+            start = time.process_time()
+            result = generate(prompts)
+            turns.generation = time.process_time() - start
+            turns.tokens = sum(map(len, result[1]))
+            assert result[0] == ours.prompts, "other prompts"
+            return result
+
         trainer._generate = timed
-        trainer.add_callback(InTurn())
+        trainer.add_callback(turns)
         trainer.train()
-    for side in found.values():
-        side["update"] = [step - part for step, part in zip(side["step"], side["generation"], strict=True)]
-        side["prompt"] = [sum(tau.prompt_tokens for tau in first)] * len(side["step"])
-    return {side: {name: values[1:] for name, values in parts.items()} for side, parts in found.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=12, help="of each side, after one that warms up")
+    parser.add_argument("--only", choices=("ours", "trl"), help="one side, which takes half the memory")
     add_policy(parser)
     args = parser.parse_args()
     if args.rounds < 1:
@@ -165,8 +190,9 @@ def main() -> None:
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1 if cfg.model == WORLD["model"] else 2)))
     ours = Ours(cfg)
-    found, n = measure(ours, rounds), len(ours.jobs)
-    result: dict = {name: version(name) for name in ("trl", "transformers", "torch")}
+    found, n = measure(ours, rounds, [args.only] if args.only else ["ours", "trl"]), len(ours.jobs)
+    packages = ("transformers", "torch", *(("trl",) if "trl" in found else ()))
+    result: dict = {name: version(name) for name in packages}
     cpu = torch.cpu.get_capabilities()
     result |= {"model": cfg.model, "dtype": ours.dtype, "amx": cpu.get("amx_bf16", False), "trajectories": n}
     result |= {"threads": torch.get_num_threads(), "rounds": rounds}
@@ -179,17 +205,16 @@ def main() -> None:
             x = parts[part]
             result[f"{side}_{part}_s"] = [round(f(x), 3) for f in (statistics.median, min, max)]
             row += f"{side:>6} {statistics.median(x):.3f} ({min(x):.3f} to {max(x):.3f})  "
-        ratios = [b / a for a, b in zip(found["ours"][part], found["trl"][part], strict=True)]
-        result[f"{part}_ratio"] = [round(f(ratios), 2) for f in (statistics.median, min, max)]
-        print(f"{row} TRL / ours {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+        if not args.only:
+            ratios = [b / a for a, b in zip(found["ours"][part], found["trl"][part], strict=True)]
+            result[f"{part}_ratio"] = [round(f(ratios), 2) for f in (statistics.median, min, max)]
+            row += f" TRL / ours {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        print(row)
     for side, parts in found.items():
-        result[f"{side}_tokens"] = statistics.median(parts["tokens"])
-        tokens = [(a + b) / n for a, b in zip(parts["prompt"], parts["tokens"], strict=True)]
-        result[f"{side}_tokens_per_trajectory"] = round(statistics.mean(tokens), 1)
-    print(f"tokens a round: {result['ours_tokens']:.0f}, TRL {result['trl_tokens']:.0f}; a trajectory with its prompt: "
-          f"{result['ours_tokens_per_trajectory']}, TRL {result['trl_tokens_per_trajectory']}")  # fmt: skip
+        tokens = result[f"{side}_tokens"] = statistics.median(parts["tokens"])
+        mean = result[f"{side}_tokens_per_trajectory"] = round((sum(map(len, ours.prompts)) + tokens) / n, 1)
+        print(f"{side}: {tokens:.0f} tokens sampled a round; a trajectory has {mean} with its prompt")
     print(json.dumps(result))
-    ours.policy.close()
 
 
 if __name__ == "__main__":

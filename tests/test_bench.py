@@ -88,6 +88,20 @@ def test_what_cannot_be_measured_is_named(monkeypatch, capsys, script, given, sa
     assert says in f"{e.value}{capsys.readouterr().err}"
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_our_side_alone_needs_no_trl(monkeypatch, capsys, tiny_path, dtype):
+    sizes = dict(batch=2, mini=2, G=2, max_response=8)
+    monkeypatch.setattr(trl, "config", lambda args, **changes: replace(config(args, **changes), **sizes))
+    given = ["--only", "ours", "--rounds", "1", "--model", tiny_path, "--preset", "world", "--dtype", dtype]
+    monkeypatch.setattr(sys, "argv", ["trl.py", *given])
+    trl.main()
+    out = capsys.readouterr().out
+    found = json.loads(out.splitlines()[-1])
+    assert found["dtype"] == dtype and found["trajectories"] == 4 and found["ours_step_s"][0] > 0
+    assert 4 < found["ours_tokens"] <= 4 * 8 and not {"trl", "trl_step_s", "step_ratio"} & {*found}
+    assert sum(line.startswith("ours generation") for line in out.splitlines()) == 2  # the warm-up's, too
+
+
 @pytest.mark.skipif(not find_spec("trl"), reason="TRL is not installed: make test-trl")
 def test_beside_trl_both_sides_do_the_same_work(tiny_path):
     command = [sys.executable, "bench/trl.py", "--rounds", "1", "--model", tiny_path, "--preset", "world"]
