@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from config import Config, read_config
+from engines.choose import dtype_of
 from journal.directory import RunDirectory, step_of
 from models import lora
 from models.model import empty, export, load_config, load_model, load_tokenizer, weights
@@ -46,7 +47,8 @@ def export_checkpoint(
     if adapters:
         lora.export(model, cfg.model, to)
     else:
-        export(config, weights(model), load_tokenizer(cfg.model), to)
+        computed = getattr(torch, dtype_of(cfg, "cuda" if torch.cuda.is_available() else "cpu"))
+        export(config, weights(model), load_tokenizer(cfg.model), to, computed)
     (to / "I_star.txt").write_text(P.best().text + "\n")
     return to, step_of(chosen), P.best().id
 

@@ -30,18 +30,21 @@ def piece_reader(tokenizer: Tokenizer) -> Callable[[int], str]:
 
 
 def pieces(tokenizer: Tokenizer, piece: Callable[[int], str], ids: Sequence[int]) -> list[str]:
-    """Returns the text of each token; of tokens that share a character the first has it, and the others have ""."""
+    """Returns the text of each token; of tokens that share a character the first has it, and the others have "".
+
+    A part of a character whose rest does not follow stands alone.
+    """
     out = [piece(id) for id in ids]
     k = 0
     while k < len(out):
-        if BROKEN in out[k]:
-            end = k + 1
-            while end < len(out) and end < k + 4 and BROKEN in tokenizer.decode(ids[k:end]):
-                end += 1
-            out[k:end] = [tokenizer.decode(ids[k:end], skip_special_tokens=False), *[""] * (end - k - 1)]
-            k = end
-        else:
-            k += 1
+        end = k + 1
+        for n in (2, 3, 4) if BROKEN in out[k] else ():
+            text = tokenizer.decode(ids[k : k + n], skip_special_tokens=False)
+            if BROKEN not in text and k + n <= len(out):
+                end = k + n
+                out[k:end] = [text, *[""] * (n - 1)]
+                break
+        k = end
     return out
 
 

@@ -5,6 +5,7 @@ only within their sequence. With several ranks, or a GPU, every rank holds a sha
 gathers a block at a time in the compute dtype.
 """
 
+import copy
 import inspect
 import re
 from collections.abc import Iterable, Iterator
@@ -237,8 +238,8 @@ def skeleton(config: Any, dtype: torch.dtype = torch.float32) -> Any:
     AttentionInterface.register("packed", packed_attention)
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation="packed", trust_remote_code=False
+            return AutoModelForCausalLM.from_config(  # it writes dtype into the config that it is given
+                copy.deepcopy(config), dtype=dtype, attn_implementation="packed", trust_remote_code=False
             )
     except Exception as e:  # a family without a causal LM, or settings that fit no model
         raise _unloadable(config.name_or_path, "causal LM", e) from e
@@ -332,12 +333,15 @@ def weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield plain, whole(p)
 
 
-def export(config: Any, named: Iterable[tuple[str, torch.Tensor]], tokenizer: Any, path: Path | None) -> None:
-    """Writes a plain Hugging Face directory in the dtype of `config`.
+def export(
+    config: Any, named: Iterable[tuple[str, torch.Tensor]], tokenizer: Any, path: Path | None, computed: torch.dtype
+) -> None:
+    """Writes a plain Hugging Face directory in the dtype of `config`, or in a wider one in which it was `computed`.
 
     All ranks iterate over `named`; only the one with a `path` writes.
     """
-    dtype = config.dtype or torch.float32
+    # bfloat16 has no room for the small steps of a training in float32: what is written would be another policy.
+    dtype = torch.promote_types(config.dtype or torch.float32, computed)
     state = {}
     for name, tensor in named:
         if path:

@@ -59,7 +59,7 @@ def main() -> None:
         dcp.save(learner.state_dict(), checkpoint_id=args.out / "dcp")
     metrics.append(learner.update(2, minibatches))
     final = {name: tensor.clone() for name, tensor in weights(model)}
-    export(config, weights(model), load_tokenizer(args.policy), args.out / "policy" if rank == 0 else None)
+    export(config, weights(model), load_tokenizer(args.policy), args.out / "policy" if rank == 0 else None, frozen)
     if rank == 0:
         torch.save({"metrics": metrics, "weights": final}, args.out / "result.pt")
     del learner, model, reference

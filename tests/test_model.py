@@ -26,6 +26,7 @@ from models.model import (
     logit_scale,
     packed_attention,
     score,
+    skeleton,
     weights,
 )
 from plumbing.chat import in_template
@@ -107,11 +108,30 @@ def test_there_is_a_block_for_every_layer(policy):
 def test_an_exported_policy_is_the_policy(policy, tiny_path, tmp_path):
     model, tokenizer = policy
     path = tiny_path if model.config.hidden_size == 64 else WORLD / "policy"
-    export(load_config(str(path)), weights(model), tokenizer, tmp_path / "p")
+    export(load_config(str(path)), weights(model), tokenizer, tmp_path / "p", torch.float32)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "p", dtype=torch.float32)
     assert [n for n, _ in again.named_parameters()] == [n for n, _ in model.named_parameters()]
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
     assert load_tokenizer(str(tmp_path / "p"))("<search>x")["input_ids"] == tokenizer("<search>x")["input_ids"]
+
+
+@pytest.mark.parametrize(
+    "published, computed, written",
+    [("bfloat16", "bfloat16", "bfloat16"), ("bfloat16", "float32", "float32"), ("float32", "bfloat16", "float32")],
+)
+def test_an_export_has_the_digits_of_the_model_and_of_its_training(
+    tiny, tiny_path, tmp_path, published, computed, written
+):
+    config = load_config(tiny_path)
+    config.dtype = getattr(torch, published)
+    skeleton(config, torch.float32)  # as FSDP2 and export.py make one first
+    skeleton(config, torch.bfloat16)
+    assert config.dtype == getattr(torch, published)
+    export(config, weights(tiny[0]), tiny[1], tmp_path / "p", getattr(torch, computed))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "p")  # in the dtype that config.json names
+    assert {p.dtype for p in again.parameters()} == {getattr(torch, written)}
+    for p, q in zip(again.parameters(), tiny[0].parameters(), strict=True):
+        assert torch.equal(p.float(), q.to(p.dtype).float())
 
 
 def test_an_empty_model_filled_computes_as_its_source(policy, tiny_path):

@@ -74,6 +74,15 @@ def test_tokens_that_share_a_character_are_one_text(tiny):
     assert len(alone) == 1
 
 
+def test_a_part_of_a_character_without_its_rest_stands_alone(tiny):
+    tokenizer = tiny[1]
+    part, rest = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("🙂", " the director 東 of"))
+    for ids in ([part[0], *rest], [*part[:-1], *rest], [part[0], *part, *rest]):
+        got = pieces(tokenizer, piece_reader(tokenizer), ids)
+        assert got[-len(rest) :] == pieces(tokenizer, piece_reader(tokenizer), rest)
+        assert "\N{REPLACEMENT CHARACTER}" in got[0] and "".join(got).endswith(" the director 東 of")
+
+
 def test_the_data_of_tokens_say_how_many_there_were(tiny):
     tokenizer, tau = tiny[1], batch_of(1)[0]
     n = sum(tau.mask)

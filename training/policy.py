@@ -278,7 +278,7 @@ class Worker:
         """Writes a plain Hugging Face directory from rank 0."""
         to = path if self.ranks.rank == 0 else None
         try:
-            export(self.config, weights(self.learner.model), self.tokenizer, to)
+            export(self.config, weights(self.learner.model), self.tokenizer, to, getattr(torch, self.ranks.dtype))
         except (OSError, SafetensorError) as e:
             raise DiskFault(f"cannot write {path} ({getattr(e, 'strerror', None) or e})") from None
 

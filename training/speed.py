@@ -6,7 +6,6 @@ takes the longer of its arithmetic and its reading. The policy is dense, and its
 `bench/step.py` compares the training parts with what they take on a CPU.
 """
 
-import copy
 import math
 import re
 from dataclasses import dataclass
@@ -68,7 +67,7 @@ class Shape:
 
 def shape_of(config: Any, dtype: torch.dtype = torch.bfloat16, fused: int = 0) -> Shape:
     """Returns the Shape of a Hugging Face config, trained in `dtype`, with Liger's layers if `fused`."""
-    model, text = skeleton(copy.deepcopy(config), dtype), config.get_text_config()
+    model, text = skeleton(config, dtype), config.get_text_config()
     if fused:
         fuse_shapes(model)
     forward, backward = moved(model)
