@@ -36,7 +36,7 @@ def conclusion(means: dict[str, float], n: int, metric: str = "em", spread: dict
         asked = many(n, "question")
         return f"{gained}: nothing gained that {asked} could show (a sign test takes {SIGNS} that change)."
     if end == policy:
-        return f"{gained}, under the first instruction."
+        return f"{gained} under the first instruction."
     if gain < 0:
         return f"{gained}: the run has done harm."
     by_policy, by_instruction = means[policy] - means[first], means["first policy, I_star"] - means[first]
