@@ -34,7 +34,6 @@ from evaluation.statistics import adjusted, between_seeds, over_seeds
 from extras.campaigns.arms import begun, cpu_seconds, launch, origin, rollouts
 from extras.real.pace import NAME
 from journal.directory import read_jsonl
-from page.read import many
 from plumbing.faults import Fault, one_line
 from plumbing.outside import decoded
 from tasks import Job
@@ -133,7 +132,7 @@ def page(rows: list[Row], heeded: list[Row]) -> str:
         every = [row for mine in by.values() for row in mine]
         lines += [
             f"SmolLM2-135M-Instruct after the cold start of `make real`, on [real facts](../facts/README.md): "
-            f"{many(len(every), 'run')}, commit {', '.join(sorted({row['commit'] for row in every}))}, on "
+            f"{len(every)} of the plan's {len(ARMS) * len(SEEDS)} runs, commit {', '.join(sorted({row['commit'] for row in every}))}, on "
             f"{'; '.join(sorted({row['machine'] for row in every}))}, float32. Exact match on {every[0]['questions']} "
             "held-out questions, greedy.", "",
             "| | EM, by seed | mean, 95 % | inspo less this, 95 % | p (Holm) | would have shown |"
@@ -163,6 +162,7 @@ def draw(rows: list[Row], path: Path) -> None:
                 curve = row["curves"][name]
                 ax.plot(range(1, len(curve) + 1), curve, color=color, alpha=0.8, label=None if k else arm)
         ax.set(title=title, xlabel="step t", ylim=(0, None))
+        ax.xaxis.get_major_locator().set_params(integer=True)
         ax.spines[["top", "right"]].set_visible(False)
     axes[0].legend(frameon=False)
     fig.tight_layout()
