@@ -131,8 +131,9 @@ def page(rows: list[Row], heeded: list[Row]) -> str:
     if by:
         every = [row for mine in by.values() for row in mine]
         lines += [
-            f"SmolLM2-135M-Instruct after the cold start of `make real`, on [real facts](../facts/README.md): "
-            f"{len(every)} of the plan's {len(ARMS) * len(SEEDS)} runs, commit {', '.join(sorted({row['commit'] for row in every}))}, on "
+            "SmolLM2-135M-Instruct after the cold start of `make real`, on [real facts](../facts/README.md): "
+            f"{len(every)} of the plan's {len(ARMS) * len(SEEDS)} runs, "
+            f"commit {', '.join(sorted({row['commit'] for row in every}))}, on "
             f"{'; '.join(sorted({row['machine'] for row in every}))}, float32. Exact match on {every[0]['questions']} "
             "held-out questions, greedy.", "",
             "| | EM, by seed | mean, 95 % | inspo less this, 95 % | p (Holm) | would have shown |"
