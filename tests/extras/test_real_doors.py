@@ -1,0 +1,336 @@
+"""The real model passes through every door: vLLM, two processes, LoRA, plain transformers, ask, evaluate, the page.
+
+`make test-real` fetches the model first. Everything is small: a question a step, two steps, turns of 24 tokens.
+"""
+
+import base64
+import functools
+import gzip
+import json
+import os
+import random
+import re
+import sys
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+import torch
+from found_search import Found
+from test_cold_start import Says, same
+from test_inspo import ENV, ROOT, finish, metrics, popen, run_here
+from torch.distributed.checkpoint import FileSystemReader
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import ask
+import export
+import report
+from config import FACTS, PRESETS, SMOLLM, Config
+from engines.torch_engine import TorchEngine
+from engines.vllm_engine import VllmEngine, vllm_installed
+from evaluation.command import main as evaluate
+from extras.cold_start import encoded
+from journal.directory import read_jsonl
+from models.model import load_policy, weights
+from page.sample import parts
+from rollout import encode, prompt_ids, rollout
+from tasks import Job, Question
+from tasks.questions import em
+from tasks.search_qa import SearchQA
+from tasks.tools import stop_strings
+from training import checkpoint
+
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.skipif(not (SMOLLM / "source.json").is_file(), reason=f"{SMOLLM} holds no model: make test-real"),
+]
+HERE = Path(__file__).parent
+ENV = ENV | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(map(str, (ROOT, HERE.parent, HERE)))}
+SMALL = dict(max_turns=1, max_response=24, temperature=0.5)
+CFG = Config(**PRESETS["smollm2-135m"] | SMALL)
+FLAGS = ["--model", "smollm2-135m", "--task", f"{Path(__file__).stem}:Shown", "--mode", "static", "--dtype", "float32"]
+FLAGS += "--T 2 --batch 1 --mini 1 --G 2 --eval_n 2 --max_turns 1 --max_response 24 --temperature 0.5".split()
+INSTRUCTION = "Search, then answer."
+ASKED = ("train-1", "train-732")  # on Aydūn and Kujang-ŭp; ŭ is two tokens
+SHOWN = (
+    "<search> Lima </search>\n\n<information>Doc 1(Title: Lima) Lima is a city in Peru.</information>\n\n"
+    "<search> Peru </search>\n\n<information>Doc 1(Title: Peru) The currency of Peru is the sol.</information>\n\n"
+    "<answer> sol </answer>"
+)
+
+
+class Shown(SearchQA):
+    """Shows a conversation before each question: without a cold start the model searches only where it saw how.
+
+    Every letter of a response is worth a little, so that hardly two trajectories have the same reward.
+    """
+
+    def prompt(self, instruction, question):
+        first = Question("shown", "Which currency is used in Lima?")
+        asked, then = (super(Shown, self).prompt(instruction, q) for q in (first, question))
+        return [*asked, {"role": "assistant", "content": SHOWN}, *then]
+
+    def reward(self, taus):
+        return [em(tau.prediction, tau.question.golds) + len(tau.response) / 1000 for tau in taus]
+
+
+TASK = Shown(CFG)
+STOP = stop_strings(TASK.tools)
+
+
+@pytest.fixture(scope="module")
+def real():
+    """(model, tokenizer)"""
+    return load_policy(str(SMOLLM), "cpu", STOP)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Returns a function: the directory of a run of n processes, with adapters of this rank; 0: without."""
+    folder = tmp_path_factory.mktemp("runs")
+    asked = [row for row in read_jsonl(FACTS / "train.jsonl") if row["id"] in ASKED]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
+    (folder / "instruction.txt").write_text(INSTRUCTION)
+
+    @functools.cache
+    def run(n, lora_rank):
+        out = folder / f"{n}-{lora_rank}"
+        flags = [*FLAGS, "--out", str(out), "--lora_rank", str(lora_rank)]
+        flags += ["--train", str(folder / "train.jsonl"), "--instruction", str(folder / "instruction.txt")]
+        if n == 1:
+            code, _, stderr = run_here(*flags)
+        else:
+            argv = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={n}", "inspo.py", *flags]
+            code, _, stderr = finish(popen(argv, ENV), 900)
+        assert code == 0, stderr
+        return out
+
+    return run
+
+
+TRAINED = "test-trained_policy-first_instruction"  # rows of a run's last evaluation, which is greedy
+
+
+def stored(run, name):
+    with gzip.open(run / "trajectories" / f"{name}.jsonl.gz", "rt") as file:
+        return [json.loads(line) for line in file]
+
+
+def trained(run):
+    """Returns the trained weights of a run's last checkpoint, in the float32 in which they are kept."""
+    [path] = (run / "checkpoints").iterdir()
+    found = FileSystemReader(path).read_metadata().state_dict_metadata
+    state = {name: torch.empty(about.size) for name, about in found.items() if name.startswith("model.")}
+    checkpoint.load(state, path, alone=True)
+    return {name.removeprefix("model."): W for name, W in state.items()}
+
+
+def agree(model, context, mine, theirs):
+    """Asserts that two greedy turns are the same, up to a place where two tokens are equally likely to rounding."""
+    if mine != theirs:
+        k = next((k for k, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), None)
+        assert k is not None, (mine, theirs)  # one goes on where the other ends
+        logps = torch.log_softmax(model(torch.tensor([context + mine[:k]])).logits[0, -1], -1)
+        assert abs(logps[mine[k]] - logps[theirs[k]]) < 1e-3, (mine, theirs)
+
+
+# ---- two processes, LoRA
+
+
+@pytest.mark.parametrize("lora_rank", [0, 8])
+def test_two_processes_train_as_one_does(runs, lora_rank):
+    """With one question a step they play the same trajectories; they share the updates, and the evaluations."""
+    one, two = runs(1, lora_rank), runs(2, lora_rank)
+    for name in ("step-000001", "step-000002", TRAINED):
+        mine, theirs = ([(row["response"], row["reward"]) for row in stored(run, name)] for run in (one, two))
+        assert mine == theirs
+    for a, b in zip(metrics(one)[1:], metrics(two)[1:], strict=True):
+        assert a["grad_norm"] > 0.1 and a["lr"] > 0 and max(a["logp_gap"], b["logp_gap"]) < 1e-4
+        for name in ("loss", "kl", "entropy", "grad_norm"):
+            assert a[name] == pytest.approx(b[name], rel=1e-3, abs=1e-6), name
+    assert metrics(one)[2]["kl"] > 1e-4  # the first step moved it
+    mine, theirs = trained(one), trained(two)
+    assert mine.keys() == theirs.keys()
+    off = torch.cat([(W - theirs[name]).abs().flatten() for name, W in mine.items()])
+    assert off.max() < 1e-5 and (off > 1e-6).float().mean() < 1e-4  # the first step moves them by 2e-5, with LoRA 2e-4
+    if lora_rank:
+        grown = [name for name, W in mine.items() if ".lora_B." in name and W.abs().max() > 1e-4]
+        assert len(grown) == len(mine) / 2 == 7 * 30
+
+
+# ---- what a run leaves, in plain transformers
+
+
+@pytest.mark.parametrize("lora_rank", [0, 8])
+def test_plain_transformers_say_what_the_trained_policy_said(runs, lora_rank, tmp_path):
+    run, other = runs(1, lora_rank), runs(2, lora_rank)
+    export.main([str(run), "--to", str(tmp_path / "exported")])
+    for name in ("model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja"):
+        assert (tmp_path / "exported" / name).read_bytes() == (run / "policy" / name).read_bytes(), name
+        assert (other / "policy" / name).stat().st_size == (run / "policy" / name).stat().st_size, name
+    tokenizer, source = (AutoTokenizer.from_pretrained(path) for path in (run / "policy", SMOLLM))
+    texts = [row["contents"] for row in read_jsonl(FACTS / "corpus.jsonl")]
+    assert tokenizer(texts)["input_ids"] == source(texts)["input_ids"]
+    models = [AutoModelForCausalLM.from_pretrained(run / "policy", dtype=torch.float32)]
+    if lora_rank:
+        from peft import PeftModel
+
+        export.main([str(run), "--adapters", "--to", str(tmp_path / "adapters")])
+        base = AutoModelForCausalLM.from_pretrained(SMOLLM, dtype=torch.float32)
+        models.append(PeftModel.from_pretrained(base, tmp_path / "adapters"))
+    engine = TorchEngine(*load_policy(str(run / "policy"), "cpu", STOP), STOP)
+    known = {q.id: q for q in TASK.questions("test")}
+    for row in stored(run, TRAINED):
+        messages = TASK.prompt(INSTRUCTION, known[row["question"]])
+        given = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )  # fmt: skip
+        context = given["input_ids"][0].tolist()
+        assert context == prompt_ids(tokenizer, TASK, INSTRUCTION, known[row["question"]])
+        engine.begin(0)
+        [turn] = engine.generate({0: context}, CFG.max_response, 0.0)
+        assert tokenizer.decode(turn.ids) == row["turns"][0]["text"]
+        for model in models:
+            [said] = model.generate(**given, max_new_tokens=len(turn.ids), do_sample=False).tolist()
+            agree(models[0], context, turn.ids, said[len(context) :])
+
+
+# ---- ask, evaluate, the page
+
+
+def test_ask_and_evaluate_play_what_the_run_s_evaluation_played(runs, tmp_path, capsys):
+    run = runs(1, 0)
+    rows = stored(run, TRAINED)
+    assert any(row["turns"][0]["result"] for row in rows)  # the model has searched
+    evaluate([str(run), "--n", "2", "--out", str(tmp_path / "e")])
+    assert re.search(r"\| EM, 95 % \|", capsys.readouterr().out)
+    found = {row["id"]: row for row in read_jsonl(tmp_path / "e" / "results.jsonl")}
+    for row in rows:
+        again = found[row["question"]]
+        assert (again["prediction"], again["tokens"]) == (row["prediction"], row["tokens"])
+    ask.main(["--run", str(run), rows[0]["question"]])
+    said = " ".join(capsys.readouterr().out.split())
+    assert all(" ".join(turn["text"].split()) in said for turn in rows[0]["turns"]) and "scored em" in said
+    ask.main(["--run", str(run), "Which currency is used in Kujang-ŭp"])
+    said = capsys.readouterr().out
+    assert "<search> Kujang-ŭp </search>" in said and "Kujang-ŭp is a place in North Korea" in said
+
+
+def test_the_page_has_every_token_s_text(runs, tmp_path):
+    report.main([str(runs(1, 0)), "--out", str(tmp_path / "page.html")])
+    blocks = re.findall(r'<script type="text/plain" id="page-\d+">(.*?)</script>', (tmp_path / "page.html").read_text())
+    pages = [json.loads(gzip.decompress(base64.b64decode(block))) for block in blocks]
+    shown = [row for page in pages for row in page if isinstance(row, dict) and "parts" in row]
+    rows = [row for name in ("step-000001", "step-000002", TRAINED) for row in stored(runs(1, 0), name)]
+    acts = [[text for kind, text in row["parts"] if kind == "act"] for row in shown]
+    for row in rows:
+        assert [turn["text"] for turn in row["turns"]] in acts
+    split = 0
+    for row in shown:
+        if data := row.get("token_data"):
+            said = "".join(text for kind, text in row["parts"] if kind == "act")
+            assert "".join(data["text"]) == said and len(data["text"]) == data["n"] == len(data["logp"])
+            split += "" in data["text"] and "ŭ" in data["text"]
+    assert split  # a letter of several tokens, which the first of them has
+
+
+# ---- tokens in, tokens out
+
+
+@pytest.mark.parametrize("end", STOP)
+def test_a_turn_ends_at_its_stop_string_whatever_the_last_token_holds_besides(real, end):
+    engine, tokenizer = TorchEngine(*real, STOP), real[1]
+    texts = tokenizer.batch_decode([[i] for i in range(len(tokenizer))])
+    before = encode(tokenizer, f"<think> ŭ </think> {end[:-1]}")
+    ending = {i for i, text in enumerate(texts) if text.startswith(">")}
+    assert {texts[i] for i in ending} > {">", ">.", "></", '>"', ">>"}  # merges of the vocabulary
+    assert {i for i in range(len(texts)) if engine.ended([*before, i])} == ending | {tokenizer.eos_token_id}
+    for behind in ("</search>", ".", '".', "\n\n", "></answer>", " </"):
+        ids = encode(tokenizer, f"<search> Kujang-ŭp {end}{behind}")
+        [n, *_] = [n for n in range(1, len(ids) + 1) if engine.ended(ids[:n])]
+        assert end in tokenizer.decode(ids[:n]) and end not in tokenizer.decode(ids[: n - 1])
+
+
+def test_what_is_sampled_is_what_is_read(real):
+    """At a temperature at which it writes parts of characters, too."""
+    task, (model, tokenizer) = Shown(CFG), real
+    task.tools = [Found('"Kujang-ŭp"\nKujang-ŭp is a place in <|im_start|>North Korea</answer>.')]
+    jobs = [Job(0, INSTRUCTION, q, k) for k, q in enumerate(task.questions("train")[:4])]
+    taus = rollout(TorchEngine(model, tokenizer, STOP), tokenizer, task, jobs, CFG, temperature=0.8, seed=0)
+    assert any(turn.result for tau in taus for turn in tau.turns)
+    for tau in taus:
+        assert tokenizer.decode(tau.ids[tau.prompt_tokens :]) == tau.response
+        shown = [i for i, m in zip(tau.ids, tau.mask, strict=True) if not m][tau.prompt_tokens :]
+        assert not set(tokenizer.all_special_ids) & set(shown) and "Korea</answer>" not in tau.response
+        starts = [k for k, m in enumerate(tau.mask) if m and not tau.mask[k - 1]]
+        read = [tokenizer.decode(tau.ids[k : k + n]) for k, n in zip(starts, tau.acted, strict=True)]
+        assert read == [turn.text for turn in tau.turns]
+        assert [text for kind, text in parts(tau.record()) if kind == "act"] == read
+
+
+class Passages(Found):
+    """The search of the demonstrations."""
+
+    def __init__(self, facts):
+        self.facts = facts
+
+    def submit(self, argument):
+        future = Future()
+        future.set_result([self.facts.search(argument)])
+        return future
+
+
+def test_demonstrations_have_the_ids_of_a_rollout(real):
+    from extras.real.demos import Facts, demo  # not above: vLLM does not start where BM25's numba is imported
+
+    facts, rng, tokenizer = Facts(), random.Random(0), real[1]
+    cfg = Config(**PRESETS["smollm2-135m"])
+    task = SearchQA(cfg)
+    task.tools = [Passages(facts)]
+    questions = {row["id"]: Question(row["id"], row["question"]) for row in facts.questions}
+    rows = [demo(rng, facts) for _ in range(40)]
+    texts = [[m["content"] for m in row["messages"] if m["role"] == "assistant"] for row in rows]
+    jobs = [Job(0, row["instruction"], questions[row["id"]], k) for k, row in enumerate(rows)]
+    taus = rollout(Says(tokenizer, *texts), tokenizer, task, jobs, cfg, temperature=1.0, seed=0)
+    assert {len(tau.turns) for tau in taus} >= {2, 3} and not all(tau.response.isascii() for tau in taus)
+    for k, (row, tau) in enumerate(zip(rows, taus, strict=True)):
+        assert tau.stop == "answer" and same(tau, encoded(row, k, task, tokenizer, cfg), tokenizer)
+
+
+# ---- vLLM
+
+
+@pytest.mark.skipif(not vllm_installed(), reason="vLLM is not installed here: make test-real")
+def test_vllm_says_what_the_torch_engine_says(real):
+    model, tokenizer = real
+    length = CFG.max_prompt + CFG.max_response
+    vllm = VllmEngine(str(SMOLLM), tokenizer, STOP, max_len=length, dtype="float32", memory=0.03, seed=0)
+    try:
+        vllm.load(weights(model))
+        assert vllm.unproven == 0
+        twin = TorchEngine(model, tokenizer, STOP)
+        questions = [q for q in TASK.questions("train") if q.id in ASKED] + TASK.questions("test")[:2]
+        contexts = {k: prompt_ids(tokenizer, TASK, INSTRUCTION, q) for k, q in enumerate(questions)}
+        texts = []
+        for _ in range(2):
+            mine, theirs = turns(vllm, contexts), turns(twin, contexts)
+            for key, (_, ids, logps) in mine.items():
+                agree(model, contexts[key], ids, theirs[key].ids)
+                if ids == theirs[key].ids:
+                    torch.testing.assert_close(logps, theirs[key].logps, atol=1e-4, rtol=0)
+                texts.append(tokenizer.decode(ids))
+            assert sum(ids == theirs[key].ids for key, ids, _ in mine.values()) >= len(mine) - 1
+            found = "\n\n<information>Doc 1(Title: Kujang-ŭp) It is a place in North Korea.</information>\n\n"
+            contexts = {key: contexts[key] + theirs[key].ids + encode(tokenizer, found) for key in contexts}
+        assert any(text.endswith("</search>") for text in texts[:4])  # and did not run on to the last token
+    finally:
+        vllm.close()
+
+
+def turns(engine, contexts):
+    """Returns the greedy turns of all rows, by key."""
+    engine.begin(0)
+    ended = list(engine.generate(contexts, CFG.max_response, 0.0))
+    while len(ended) < len(contexts):
+        ended += engine.generate({}, CFG.max_response, 0.0)
+    return {turn.key: turn for turn in ended}
