@@ -56,8 +56,8 @@ class Ours:
         self.cfg, self.task, self.dtype = cfg, SearchQA(cfg), dtype_of(cfg, "cpu")
         self.policy = Policy(cfg, Ranks("cpu", cfg.patience, self.dtype), "torch", self.task)
         questions = self.task.questions("train")[: cfg.batch]
-        # With BEST a trajectory on the real facts has about 160 tokens.
-        text = read_instruction("instruction", cfg.instruction) if cfg.instruction else BEST
+        # With BEST a trajectory on the real facts has up to 160 tokens.
+        text = read_instruction("instruction", cfg.instruction) if cfg.train == WORLD["train"] else BEST
         self.jobs = [Job(None, text, q, group) for group, q in enumerate(questions) for _ in range(cfg.G)]
         engine, tokenizer = self.policy.worker.engine, self.policy.worker.tokenizer
         self.prompts = [prompt_ids(tokenizer, self.task, job.text, job.question) for job in self.jobs]

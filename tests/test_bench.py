@@ -56,9 +56,10 @@ def test_turns_end_where_trl_can_end_them(ours, tiny_path):
     assert world.policy.worker.engine.stop == ("</answer>",)
 
 
-def test_a_step_of_the_real_model_has_forty_trajectories():
-    cfg = config(flags("--model", "smollm2-135m"))
-    assert cfg.batch * cfg.G == 40 and "facts" in cfg.train and cfg.lr == 0
+def test_a_step_on_the_real_facts_has_forty_trajectories_under_the_long_instruction(ours, tiny_path):
+    one = ours("--model", tiny_path, "--preset", "smollm2-135m")
+    assert len(one.jobs) == 40 and "facts" in one.cfg.train and one.cfg.lr == 0
+    assert {job.text for job in one.jobs} == {step.BEST}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
