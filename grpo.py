@@ -1,7 +1,8 @@
 """Trajectories -> new policy: advantages, packing by length, the token-level loss, the update (§2.2, Eq. 2 and 3)."""
 
-import heapq
+import bisect
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from config import GRPOKnobs
 from models import lora
+from models.packing import Packing
 from plumbing.faults import EngineFault
 from tasks import Trajectory
 
@@ -35,25 +37,36 @@ def minibatches(taus: list[Trajectory], cfg: GRPOKnobs) -> list[list[Trajectory]
     return [taus[k : k + n] for k in range(0, len(taus), n)]
 
 
+def prefix_of(tau: Trajectory) -> tuple[int, ...]:
+    """Returns the tokens that a trajectory shares with others of the same prompt: all of it but the last one, which
+    predicts the first sampled token."""
+    return tuple(tau.ids[: max(0, tau.prompt_tokens - 1)])
+
+
 def micro_batches(taus: list[Trajectory], micro_tokens: int, ranks: int = 1) -> list[list[int]]:
-    """Returns the places of the trajectories, in batches of at most `micro_tokens` (a longer one is alone) and of
-    nearly equal size.
+    """Returns the places of the trajectories, cut in their order into batches of at most `micro_tokens` (a longer one
+    is alone), whose largest is as small as it can be. A prompt counts once in a batch.
 
     Their number is a multiple of `ranks`, since all ranks must work in step; some may then be empty.
     """
-    longest_first = sorted(range(len(taus)), key=lambda place: -len(taus[place].ids))
-    n = min(len(taus), math.ceil(sum(len(tau.ids) for tau in taus) / micro_tokens))
-    while True:
-        n = math.ceil(n / ranks) * ranks
-        fill = [(0, k) for k in range(n)]  # a heap: the emptiest batch is first
-        batches: list[list[int]] = [[] for _ in range(n)]
-        for place in longest_first:
-            tokens, k = heapq.heappop(fill)
-            batches[k].append(place)
-            heapq.heappush(fill, (tokens + len(taus[place].ids), k))
-        if all(tokens <= micro_tokens or len(batches[k]) == 1 for tokens, k in fill):
-            return batches
-        n += 1
+    prefixes = [prefix_of(tau) for tau in taus]
+
+    def cut(most: int) -> list[list[int]]:
+        batches: list[list[int]] = []
+        tokens, begun = most, set[tuple[int, ...]]()
+        for place, (tau, prefix) in enumerate(zip(taus, prefixes, strict=True)):
+            tokens += len(tau.ids) - len(prefix) * (prefix in begun)
+            if tokens > most:
+                tokens, begun = len(tau.ids), set()
+                batches.append([])
+            batches[-1].append(place)
+            begun.add(prefix)
+        return batches
+
+    n = math.ceil(len(cut(micro_tokens)) / ranks) * ranks
+    least = bisect.bisect_left(range(micro_tokens), True, lo=1, key=lambda most: len(cut(most)) <= n)
+    batches = cut(least)
+    return batches + [[]] * (n - len(batches))
 
 
 def rows_of(lengths: list[int], places: list[int]) -> Rows:
@@ -279,13 +292,32 @@ class Learner:
         """Returns the log-probs (N,) of the batch's action tokens under the present policy."""
         return self.scores(batch)[0]
 
-    def pack(self, batch: list[Trajectory]) -> tuple[torch.Tensor, list[int], torch.Tensor, torch.Tensor]:
-        """Returns ids (T,), one trajectory after another, their lengths, and for the N action tokens the positions
-        that predict them (N,) and their ids (N,)."""
-        ids = torch.tensor([i for tau in batch for i in tau.ids] or [0], device=self.device)
-        mask = torch.tensor([m for tau in batch for m in [*tau.mask[1:], 0]] or [0], device=self.device)
-        rows = mask.nonzero()[:, 0]
-        return ids, [len(tau.ids) for tau in batch] or [1], rows, ids[rows + 1]
+    def pack(self, batch: list[Trajectory]) -> tuple[torch.Tensor, Packing, torch.Tensor, torch.Tensor]:
+        """Returns ids (T,) of a row in which trajectories follow one another, with a prompt that several share before
+        the first of them alone; its packing; and for the N action tokens the places that predict them (N,) and their
+        ids (N,)."""
+        sharing = Counter(map(prefix_of, batch))
+        pieces: dict[tuple[int, ...], int] = {}  # of the prompts that are in the row already
+        ids, rows, targets = list[int](), list[int](), list[int]()
+        lengths, parents = list[int](), list[int]()
+        for tau in batch:
+            prefix = prefix_of(tau)
+            if sharing[prefix] == 1:
+                prefix = ()
+            elif prefix and prefix not in pieces:
+                pieces[prefix] = len(lengths)
+                lengths.append(len(prefix))
+                parents.append(-1)
+                ids += prefix
+            begin = len(ids) - len(prefix)  # where the trajectory would begin with a prompt of its own
+            acted = [k for k, m in enumerate(tau.mask) if m]
+            rows += [begin + k - 1 for k in acted]
+            targets += [tau.ids[k] for k in acted]
+            lengths.append(len(tau.ids) - len(prefix))
+            parents.append(pieces.get(prefix, -1))
+            ids += tau.ids[len(prefix) :]
+        row, *places = (torch.tensor(x, device=self.device) for x in (ids or [0], rows, targets))
+        return row, Packing(lengths or [1], parents, self.device), *(x.long() for x in places)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns trained weights and optimizer by the parameters' names, for torch.distributed.checkpoint."""

@@ -1,12 +1,10 @@
 """The policy's Hugging Face model: load it, shard it over the ranks (FSDP2), score packed sequences with it.
 
-A batch is one row: sequences follow one another without padding, positions restart at 0 in each, and tokens attend
-only within their sequence. With several ranks, or a GPU, every rank holds a share of each parameter in float32 and
-gathers a block at a time in the compute dtype.
+With several ranks, or a GPU, every rank holds a share of each parameter in float32 and gathers a block at a time in the
+compute dtype.
 """
 
 import copy
-import inspect
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -15,72 +13,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from kernels import grpo_head, token_logprobs
 from models import lora
+from models.packing import Packing, packed_attention
 from plumbing.chat import in_template
 from plumbing.faults import Fault
 
-VARLEN = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch >= 2.12; its kernel is FlashAttention-2
 LOGIT_SCALES = {  # how a family's config.json names the constant in its logits, and the power in which it enters
     "cohere": ("logit_scale", 1),
     "granite": ("logits_scaling", -1),
     "hyperclovax": ("logits_scaling", 1),
 }
-
-
-def packed_attention(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    lengths: list[int] | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Causal attention within each of the sequences of these `lengths`, packed into one row.
-
-    query, key, value (1, heads, T, dim) -> (1, T, heads, dim). Without `lengths`, as in generation, this is
-    transformers' own SDPA; a causal mask (B, 1, T, columns), with columns in the order of positions, is narrowed to the
-    layer's sliding window.
-    """
-    window = kwargs.get("sliding_window")
-    if lengths is None:
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-        if window and attention_mask is not None:
-            columns = torch.arange(attention_mask.shape[-1], device=query.device)
-            attention_mask = attention_mask & (columns >= attention_mask.sum(-1, keepdim=True) - window)
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    longest = max(lengths)
-    window = window or longest
-    if VARLEN and query.dtype == torch.bfloat16 and query.is_cuda:
-        ends = torch.tensor([0, *lengths], device=query.device).cumsum(0, dtype=torch.int32)
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, dim)
-        reach = window - 1 if window < longest else -1  # -1: no window, for which the kernel has a faster variant
-        out = varlen_attn(
-            q, k, v, ends, ends, longest, longest, scale=scaling, window_size=(reach, 0), enable_gqa=True
-        )  # fmt: skip
-        return out[None], None
-    repeats = query.shape[1] // key.shape[1]
-    gqa = {"enable_gqa": True} if repeats > 1 else {}
-    parts = []
-    for q, k, v in zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True):
-        n = q.shape[2]
-        if window < n:  # no fast kernel takes both a mask and GQA
-            k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-            distance = torch.arange(n, device=q.device)
-            distance = distance[:, None] - distance
-            masking: dict[str, Any] = {"attn_mask": (distance >= 0) & (distance < window)}
-        else:
-            masking = {"is_causal": True} | gqa
-        parts.append(F.scaled_dot_product_attention(q, k, v, scale=scaling, **masking))
-    return torch.cat(parts, dim=2).transpose(1, 2), None
 
 
 def load_tokenizer(path: str, stop: tuple[str, ...] = ()) -> Any:
@@ -209,9 +155,9 @@ def _unsupported(model: Any) -> str:
                 multiple = f"{factor:.4g} times its head's output, not {scale:.4g} times"
                 wrong = multiple if _close(z, factor * x) else "not a multiple of its head's output"
                 return f"its logits are {wrong}, which the loss does not know{_logit_settings(model.config)}"
-    positions = torch.cat([torch.arange(n) for n in lengths])
+    packing = Packing(lengths)
     packed = model.base_model(
-        input_ids=ids[None], position_ids=positions[None], use_cache=False, lengths=lengths
+        input_ids=ids[None], position_ids=packing.positions[None], use_cache=False, packing=packing
     ).last_hidden_state[0]
     alone = torch.cat([h.chunk(2)[0] for h in hidden])
     if not _close(packed, alone):
@@ -357,7 +303,7 @@ def export(
 def score(
     model: Any,
     ids: torch.Tensor,
-    lengths: list[int],
+    packing: Packing,
     rows: torch.Tensor,
     targets: torch.Tensor,
     temperature: float,
@@ -365,12 +311,11 @@ def score(
 ) -> Any:
     """Returns `grpo_head`'s result for the given `loss` arguments; without them, `token_logprobs`'.
 
-    ids (T,): packed sequences of these `lengths`; rows (N,): positions in ids whose next token is scored; targets (N,):
-    those tokens.
+    ids (T,): the row of a `packing`; rows (N,): the places in it whose next token is scored; targets (N,): those
+    tokens.
     """
-    positions = torch.cat([torch.arange(n, device=ids.device) for n in lengths])
     hidden = model.base_model(
-        input_ids=ids[None], position_ids=positions[None], use_cache=False, lengths=lengths
+        input_ids=ids[None], position_ids=packing.positions[None], use_cache=False, packing=packing
     ).last_hidden_state[0, rows]  # (N, H)
     weight = model.get_output_embeddings().weight
     temperature = temperature / logit_scale(model.config)

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from engines.vllm_engine import VllmEngine
 from models.model import fill, load_config, load_model, load_tokenizer, shard, skeleton, weights
+from models.packing import Packing
 
 
 @torch.no_grad()
@@ -31,7 +32,7 @@ def error(engine, model, tokenizer, rank: int) -> float:
     for row, ids, logps in turns:
         whole, n = torch.tensor(contexts[row] + ids), len(contexts[row])
         rows, targets = torch.arange(n - 1, len(whole) - 1), whole[n:]
-        wanted = model.score(whole, [len(whole)], rows, targets, 0.8)[0]
+        wanted = model.score(whole, Packing([len(whole)]), rows, targets, 0.8)[0]
         worst = max(worst, (wanted - torch.tensor(logps)).abs().max().item())
     return worst
 

@@ -23,6 +23,7 @@ from config import Config, parse
 from kernels import grpo_head
 from models import lora
 from models.model import empty, skeleton
+from models.packing import Packing
 from rollout import prompt_ids, rollout
 from tasks import Job, Question
 from tasks.search_qa import SearchQA
@@ -345,10 +346,11 @@ def test_activations_equal_autograd_s(kind, recompute, rank):
         p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))  # FSDP2 frees them, too
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    packing = Packing(LENGTHS)
+    positions = packing.positions[None]
     with Live([*model.parameters(), *model.buffers()]) as live:
-        positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
         hidden = model.base_model(
-            input_ids=torch.zeros_like(positions), position_ids=positions, use_cache=False, lengths=LENGTHS
+            input_ids=torch.zeros_like(positions), position_ids=positions, use_cache=False, packing=packing
         ).last_hidden_state
         held, loss = live.now(), hidden.sum()
         del hidden

@@ -57,7 +57,8 @@ def reference(model):
 
 
 def batch_of(groups, seed=0, longest=40):
-    """Returns `groups` groups of G random trajectories with random advantages, of any length, of one to four turns."""
+    """Returns `groups` groups of G random trajectories with random advantages, of one to four turns, after a prompt
+    of the group's."""
     g = torch.Generator().manual_seed(seed)
 
     def number(low, high):
@@ -68,9 +69,9 @@ def batch_of(groups, seed=0, longest=40):
 
     taus = []
     for group in range(groups):
+        prompt = tokens(number(3, 12))
         for _ in range(G):
-            ids = tokens(number(3, 12))
-            tau = Trajectory(0, QUESTION, group, ids, len(ids), [0] * len(ids), [0.0] * len(ids))
+            tau = Trajectory(0, QUESTION, group, list(prompt), len(prompt), [0] * len(prompt), [0.0] * len(prompt))
             for _ in range(number(1, 3)):
                 n = number(1, longest // 4)
                 tau.act(tokens(n), (-8 * torch.rand(n, generator=g)).tolist())
@@ -431,19 +432,36 @@ def test_a_mini_batch_holds_mini_questions_with_all_their_trajectories():
         )
 
 
+def tokens_of(batch):
+    """Returns how many tokens a row of these trajectories has, which holds a group's prompt, but for its last, once."""
+    prompts = {tau.group: tau.prompt_tokens - 1 for tau in batch}
+    return sum(prompts.values()) + sum(len(tau.ids) - tau.prompt_tokens + 1 for tau in batch)
+
+
+def smallest_largest(taus, n):
+    """Returns the largest batch's tokens when `taus` are cut into n batches in the best way, by dynamic programming."""
+    best = {(0, 0): 0}
+    for k in range(1, n + 1):
+        for end in range(len(taus) + 1):
+            cuts = [max(best[k - 1, at], tokens_of(taus[at:end])) for at in range(end + 1) if (k - 1, at) in best]
+            if cuts:
+                best[k, end] = min(cuts)
+    return best[n, len(taus)]
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 7])
 @pytest.mark.parametrize("micro_tokens", [1, 60, 200, 500, 10**6])
 def test_micro_batches_keep_to_their_size_and_lose_nothing(micro_tokens, ranks):
-    taus = batch_of(10)
+    taus = batch_of(6)
     batches = [[taus[k] for k in places] for places in micro_batches(taus, micro_tokens, ranks)]
-    sizes = [sum(len(tau.ids) for tau in batch) for batch in batches]
+    sizes = [tokens_of(batch) for batch in batches]
     assert all(size <= micro_tokens or len(batch) == 1 for size, batch in zip(sizes, batches, strict=True))
-    assert sorted(id(tau) for batch in batches for tau in batch) == sorted(map(id, taus))
+    assert [id(tau) for batch in batches for tau in batch] == list(map(id, taus))
     assert len(batches) % ranks == 0
-    if micro_tokens >= 200:  # several fit into one: hardly more batches than tokens ask for, and equally full
-        longest = max(len(tau.ids) for tau in taus)
-        least = math.ceil(sum(sizes) / micro_tokens)
-        assert len(batches) <= least * 1.4 + ranks and max(sizes) - min(sizes) <= longest
+    if len(batches) > ranks:  # fewer would not do
+        assert smallest_largest(taus, len(batches) - ranks) > micro_tokens
+    if max(sizes) <= micro_tokens:  # and the largest, for which the other ranks wait, is as small as it can be
+        assert max(sizes) == smallest_largest(taus, len(batches))
     assert micro_batches([], 10, ranks) == []
 
 

@@ -15,6 +15,7 @@ from test_model import SHAPES, make_family
 from config import Config
 from models.layers import FAMILIES, fuse, installed
 from models.model import empty, load_model, score, skeleton
+from models.packing import Packing
 from training.fit import activations
 from training.policy import Worker
 
@@ -61,7 +62,7 @@ def logps_and_gradients(model):
     where = torch.tensor([i for i in range(len(ids)) if i + 1 not in torch.tensor(LENGTHS).cumsum(0)])
     g = torch.Generator().manual_seed(1)
     weights = dict(adv=torch.randn(len(where), generator=g), w=torch.rand(len(where), generator=g))
-    loss, extras = score(model, ids, LENGTHS, where, ids[where + 1], 0.9, **weights)
+    loss, extras = score(model, ids, Packing(LENGTHS), where, ids[where + 1], 0.9, **weights)
     loss.backward()
     return extras["logp"], {name: p.grad for name, p in model.named_parameters()}
 
@@ -110,8 +111,10 @@ def test_the_estimate_counts_what_liger_keeps(name, recompute):
         model.gradient_checkpointing_enable({"use_reentrant": False})
     kept, again = activations(skeleton(config), T, recompute, fused=1)
     with Live([*model.parameters(), *model.buffers()]) as live:
-        ids, places = torch.zeros(1, T, dtype=torch.long), torch.arange(T)[None]
-        hidden = model.base_model(input_ids=ids, position_ids=places, use_cache=False, lengths=[T]).last_hidden_state
+        ids, packing = torch.zeros(1, T, dtype=torch.long), Packing([T])
+        hidden = model.base_model(
+            input_ids=ids, position_ids=packing.positions[None], use_cache=False, packing=packing
+        ).last_hidden_state
         if not recompute:
             gc.collect()  # the interpreter holds on to the last kernel's arguments
             assert kept + hidden.nbytes == pytest.approx(live.now(), rel=1e-3)
@@ -131,7 +134,7 @@ def test_adapters_on_the_projections_are_computed(tiny_path):
         if name.endswith("_proj"):
             module.register_forward_hook(lambda *_, name=name: called.append(name))
     with torch.no_grad():
-        model.base_model(torch.tensor([[5, 6]]), use_cache=False, lengths=[2])
+        model.base_model(torch.tensor([[5, 6]]), use_cache=False, packing=Packing([2]))
     assert sorted(called) == sorted(name for name, _ in model.named_modules() if name.endswith("_proj"))
 
 

@@ -24,11 +24,11 @@ from models.model import (
     load_model,
     load_tokenizer,
     logit_scale,
-    packed_attention,
     score,
     skeleton,
     weights,
 )
+from models.packing import Packing, packed_attention
 from plumbing.chat import in_template
 from plumbing.faults import Fault
 
@@ -38,14 +38,14 @@ LENGTHS = [7, 1, 30, 12, 30]
 def plain_attention(q, k, v, scale, window):
     """Softmax attention of one sequence in float64, (heads, n, dim), every row written out."""
     heads, n, _ = q.shape
-    out = torch.empty_like(q)
+    rows = []
     for h in range(heads):
         kv = h * k.shape[0] // heads
         for i in range(n):
             first = max(0, i - window + 1)
             weights = torch.softmax(k[kv, first : i + 1] @ q[h, i] * scale, 0)
-            out[h, i] = weights @ v[kv, first : i + 1]
-    return out
+            rows.append(weights @ v[kv, first : i + 1])
+    return torch.stack(rows).view(heads, n, -1)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
@@ -54,7 +54,7 @@ def test_packed_attention_stays_within_a_sequence(kv_heads, window):
     g = torch.Generator().manual_seed(0)
     T = sum(LENGTHS)
     q, k, v = (torch.randn(1, h, T, 8, generator=g, dtype=torch.float64) for h in (4, kv_heads, kv_heads))
-    got, _ = packed_attention(None, q, k, v, None, scaling=0.3, lengths=LENGTHS, sliding_window=window)
+    got, _ = packed_attention(None, q, k, v, None, scaling=0.3, packing=Packing(LENGTHS), sliding_window=window)
     assert got.shape == (1, T, 4, 8)
     start = 0
     for n in LENGTHS:
@@ -64,17 +64,50 @@ def test_packed_attention_stays_within_a_sequence(kv_heads, window):
         start += n
 
 
+SHARED = Packing([7, 5, 30, 12, 1, 9], [-1, 0, 0, -1, 0, 3])  # a prompt of 7 with three tails, one of 12 with one
+
+
+def unshared(packing):
+    """Returns for each sequence of a packing, a prompt alone included, its places in the row."""
+    rows = torch.arange(sum(packing.lengths)).split(packing.lengths)
+    pairs = zip(packing.parents, rows, strict=True)
+    return [torch.cat([rows[parent], own]) if parent >= 0 else own for parent, own in pairs]
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("window", [None, 5, 30])
+def test_tails_attend_to_the_prompt_that_they_share(kv_heads, window):
+    g = torch.Generator().manual_seed(0)
+    T = sum(SHARED.lengths)
+    x = [torch.randn(1, h, T, 8, generator=g, dtype=torch.float64, requires_grad=True) for h in (4, kv_heads, kv_heads)]
+    y = [t.detach().clone().requires_grad_() for t in x]
+    got, _ = packed_attention(None, *x, None, scaling=0.3, packing=SHARED, sliding_window=window)
+    want = torch.empty(T, 4, 8, dtype=torch.float64)
+    for places, n in zip(unshared(SHARED), SHARED.lengths, strict=True):
+        alone = plain_attention(*(t[0][:, places] for t in y), 0.3, window or T)
+        want[places[-n:]] = alone.transpose(0, 1)[-n:]
+        assert SHARED.positions[places].tolist() == list(range(len(places)))
+    torch.testing.assert_close(got[0], want, atol=1e-12, rtol=0)
+    weights = torch.randn(want.shape, generator=g, dtype=torch.float64)
+    for out in (got[0], want):
+        (out * weights).sum().backward()
+    for a, b in zip(x, y, strict=True):
+        torch.testing.assert_close(a.grad, b.grad, atol=1e-12, rtol=0)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("parents", [SHARED.parents, []])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("window", [None, 5, 1000])
-def test_packed_attention_in_bf16_on_a_gpu(kv_heads, window):
+def test_packed_attention_in_bf16_on_a_gpu(kv_heads, window, parents):
     g = torch.Generator().manual_seed(0)
-    T = sum(LENGTHS)
+    T = sum(SHARED.lengths)
     x = [torch.randn(1, h, T, 64, generator=g).bfloat16().requires_grad_() for h in (4, kv_heads, kv_heads)]
     y = [t.detach().cuda().requires_grad_() for t in x]
-    want, _ = packed_attention(None, *(t.double() for t in x), None, lengths=LENGTHS, sliding_window=window)
-    got, _ = packed_attention(None, *y, None, lengths=LENGTHS, sliding_window=window)
+    there, here = (Packing(SHARED.lengths, parents, device) for device in ("cpu", "cuda"))
+    want, _ = packed_attention(None, *(t.double() for t in x), None, packing=there, sliding_window=window)
+    got, _ = packed_attention(None, *y, None, packing=here, sliding_window=window)
     torch.testing.assert_close(got.cpu().double(), want, atol=0.02, rtol=0.02)
     want.square().sum().backward()
     got.float().square().sum().backward()
@@ -88,7 +121,7 @@ def test_a_packed_batch_is_scored_as_its_sequences_are_alone(policy):
     rows = [torch.randint(5, 600, (n,), generator=g) for n in LENGTHS]
     ids, ends = torch.cat(rows), torch.tensor(LENGTHS).cumsum(0)
     where = torch.tensor([i for i in range(len(ids)) if i + 1 not in ends])  # predicts the next of its sequence
-    logp, _ = score(model, ids, LENGTHS, where, ids[where + 1], 0.8)
+    logp, _ = score(model, ids, Packing(LENGTHS), where, ids[where + 1], 0.8)
     want = []
     for row in rows:
         alone = torch.log_softmax(model(row[None], use_cache=False).logits[0].double() / 0.8, -1)
@@ -208,12 +241,12 @@ def test_a_supported_family_is_scored_and_sampled_with_its_own_logits(family, ti
     ids = torch.cat(rows)
     for temperature in (1.0, 0.7):
         want = torch.cat([own_logps(own, row, temperature).gather(1, row[1:, None])[:, 0] for row in rows])
-        logp, _ = score(model, ids, LENGTHS, where, ids[where + 1], temperature)
+        logp, _ = score(model, ids, Packing(LENGTHS), where, ids[where + 1], temperature)
         torch.testing.assert_close(logp.double(), want, atol=1e-4, rtol=0)
         assert want.std() > 0.2 * scale  # not all alike
 
         weights = dict(adv=torch.ones(len(where)), w=torch.ones(len(where)))
-        _, extras = score(model, ids, LENGTHS, where, ids[where + 1], temperature, **weights)
+        _, extras = score(model, ids, Packing(LENGTHS), where, ids[where + 1], temperature, **weights)
         torch.testing.assert_close(extras["logp"].double(), want, atol=1e-4, rtol=0)
 
         engine = TorchEngine(model, tokenizer, STOP)

@@ -25,18 +25,19 @@ def pace() -> Pace:
     from engines.choose import device_of, dtype_of
     from engines.torch_engine import TorchEngine
     from models.model import load_policy
+    from models.packing import Packing
 
     cfg = Config(**PRESETS[NAME])
     device = device_of(cfg)
     dtype = dtype_of(cfg, device)
     model, tokenizer = load_policy(str(SMOLLM), device)
     model.to(getattr(torch, dtype))
-    ids, lengths = (torch.arange(1024, device=device) % len(tokenizer))[None], [256] * 4
-    positions = torch.arange(256, device=device).repeat(4)[None]
+    ids, packing = (torch.arange(1024, device=device) % len(tokenizer))[None], Packing([256] * 4, device=device)
+    positions = packing.positions[None]
     engine = TorchEngine(model, tokenizer, ("</answer>",))
 
     def learn() -> None:
-        h = model.base_model(input_ids=ids, position_ids=positions, use_cache=False, lengths=lengths).last_hidden_state
+        h = model.base_model(input_ids=ids, position_ids=positions, use_cache=False, packing=packing).last_hidden_state
         h.float().square().mean().backward()
 
     def sample() -> None:

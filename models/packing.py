@@ -1,0 +1,96 @@
+"""Sequences packed into one row, without padding; what several of them begin with stands in the row once.
+
+The row is cut into pieces. A piece begins a sequence, or goes on from an earlier piece, its parent: then its tokens
+follow the parent's in position and attend to them. So the trajectories of a group are pieces with one parent, their
+prompt, and linear layers compute each token once.
+"""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.varlen import varlen_attn
+
+VARLEN = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch >= 2.12; its kernel is FlashAttention-2
+
+
+class Packing:
+    """How a row of tokens is cut into pieces; made once for all layers.
+
+    `lengths`: tokens of each piece; `parents`: the place among them of the piece that it goes on from, or -1. A parent
+    is itself a beginning.
+    """
+
+    def __init__(self, lengths: Sequence[int], parents: Sequence[int] = (), device: torch.device | str = "cpu"):
+        self.lengths = list(lengths)
+        self.parents = list(parents) or [-1] * len(self.lengths)
+        self.before = [0 if parent < 0 else self.lengths[parent] for parent in self.parents]  # tokens of the parent
+        seen = [before + n for before, n in zip(self.before, self.lengths, strict=True)]
+        self.longest = max(self.lengths), max(seen)  # queries, keys
+        spans = [torch.arange(before, n) for before, n in zip(self.before, seen, strict=True)]
+        self.positions = torch.cat(spans).to(device)  # (T,)
+        ends = torch.tensor([[0, *self.lengths], [0, *seen]]).cumsum(1, dtype=torch.int32).to(device)
+        self.query_ends, self.key_ends = ends  # (pieces + 1,) each
+
+    def keys(self, x: torch.Tensor, dim: int) -> list[torch.Tensor]:
+        """Returns for each piece what its tokens attend to, of keys or values of the row: the parent's and its own."""
+        own = x.split(self.lengths, dim)
+        return [
+            piece if parent < 0 else torch.cat([own[parent], piece], dim)
+            for parent, piece in zip(self.parents, own, strict=True)
+        ]
+
+
+def packed_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    packing: Packing | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Causal attention within each of the sequences that are packed into one row.
+
+    query, key, value (1, heads, T, dim) -> (1, T, heads, dim). Without `packing`, as in generation, this is
+    transformers' own SDPA; a causal mask (B, 1, T, columns), with columns in the order of positions, is narrowed to the
+    layer's sliding window.
+    """
+    window = kwargs.get("sliding_window")
+    if packing is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        if window and attention_mask is not None:
+            columns = torch.arange(attention_mask.shape[-1], device=query.device)
+            attention_mask = attention_mask & (columns >= attention_mask.sum(-1, keepdim=True) - window)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    queries, longest = packing.longest
+    window = window or longest
+    if VARLEN and query.dtype == torch.bfloat16 and query.is_cuda:
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, dim)
+        if any(packing.before):
+            k, v = (torch.cat(packing.keys(x, 0)) for x in (k, v))
+        reach = window - 1 if window < longest else -1  # -1: no window, for which the kernel has a faster variant
+        out = varlen_attn(  # its causal mask ends at a piece's last query and last key
+            q, k, v, packing.query_ends, packing.key_ends, queries, longest, scale=scaling, window_size=(reach, 0),
+            enable_gqa=True,
+        )  # fmt: skip
+        return out[None], None
+    repeats = query.shape[1] // key.shape[1]
+    gqa = {"enable_gqa": True} if repeats > 1 else {}
+    parts = []
+    of_pieces = zip(query.split(packing.lengths, 2), packing.keys(key, 2), packing.keys(value, 2), strict=True)
+    for before, (q, k, v) in zip(packing.before, of_pieces, strict=True):
+        n = k.shape[2]
+        if before or window < n:  # no fast kernel takes both a mask and GQA
+            k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+            place = torch.arange(n, device=q.device)
+            distance = place[before:, None] - place
+            masking: dict[str, Any] = {"attn_mask": (distance >= 0) & (distance < window)}
+        else:
+            masking = {"is_causal": True} | gqa
+        parts.append(F.scaled_dot_product_attention(q, k, v, scale=scaling, **masking))
+    return torch.cat(parts, dim=2).transpose(1, 2), None
