@@ -190,10 +190,10 @@ class Learner:
                 loss, extras = self.loss(taus, some)
                 loss.backward()
                 note_tokens(taus, some, extras)
-                sums["loss"] += loss.item()
-                for name in ("kl", "entropy", "clipped", "gap"):
-                    sums[name] += extras[name].float().sum().item()
-                sums["tokens"] += len(extras["logp"])
+                seen = [loss.detach(), *(extras[name].sum() for name in ("kl", "entropy", "clipped", "gap"))]
+                row = torch.stack([x.double() for x in seen]).tolist()  # the host waits for the device once
+                for name, x in zip(sums, [*row, len(extras["logp"])], strict=True):
+                    sums[name] += x
             sums = self.sum_over_ranks(sums)
             if k == 0 and math.isfinite(sums["loss"]):  # otherwise it is the trainer that computes nonsense
                 self.refuse_a_stale_engine(sums)

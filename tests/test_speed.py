@@ -135,12 +135,12 @@ def test_a_step_s_parts_by_hand():
     cfg = replace(CFG3, batch=8, mini=4, G=2, micro_tokens=40, recompute=1)
     lengths = Lengths("", prompt=4, observed=6, sampled=10, row=20, longest=25, searches=3, rounds=2)
     found = update_seconds(cfg, PLAIN, replace(UNIT, link=math.inf), 2, lengths, EXACT)
-    tokens, scored, pairs = 16 * 20, 16 * 10, 16 * 200
+    tokens, scored, pairs = 8 * 4 + 16 * 16, 16 * 10, 8 * 8 + 16 * (200 - 8)  # eight prompts of 4, each once
     score = (forward_flops(PLAIN, tokens, scored, pairs) + forward_bytes(PLAIN, tokens, scored)) / 2
     update = (update_flops(PLAIN, tokens, scored, pairs, 1) + update_bytes(PLAIN, tokens, scored, 1)) / 2
     assert found == {"old log-probs": score / 2, "reference": score, "update": update, "optimizer": 2 * 40 * 100 / 2}
     slow = update_seconds(cfg, PLAIN, replace(UNIT, link=1e-3), 2, lengths, EXACT)
-    batches = 2 * 2  # two updates of 160 tokens: four micro-batches, two a rank
+    batches = 2 * 2  # two updates of 144 tokens: four micro-batches, two a rank
     assert slow["update"] == pytest.approx(batches * 8 * 100 / 2 / 1e-3)
     one = update_seconds(replace(cfg, mini=8, beta=0.0), PLAIN, UNIT, 2, lengths, EXACT)
     assert one["old log-probs"] == one["reference"] == 0

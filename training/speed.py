@@ -219,12 +219,22 @@ def decode_bytes(shape: Shape, rows: float, context: float) -> float:
 # --- seconds ------------------------------------------------------------------------------------------------------
 
 
+def work(cfg: Config, lengths: Lengths) -> tuple[float, float, float]:
+    """Returns the tokens of a step that are computed, those that are scored, and the pairs of attention.
+
+    A group's prompt is computed once, and so is its attention.
+    """
+    taus, again = cfg.batch * cfg.G, cfg.batch * (cfg.G - 1)
+    tokens = taus * lengths.total - again * lengths.prompt
+    pairs = taus * lengths.total**2 / 2 - again * lengths.prompt**2 / 2
+    return tokens, taus * lengths.sampled, pairs
+
+
 def update_seconds(
     cfg: Config, shape: Shape, card: Card, gpus: int, lengths: Lengths, assumed: Assumed
 ) -> dict[str, float]:
     """Returns the seconds of Learner.update by part."""
-    taus = cfg.batch * cfg.G
-    tokens, scored, pairs = taus * lengths.total, taus * lengths.sampled, taus * lengths.total**2 / 2
+    tokens, scored, pairs = work(cfg, lengths)
     updates = cfg.batch // cfg.mini
     batches = updates * math.ceil(math.ceil(tokens / updates / cfg.micro_tokens) / gpus)  # of one rank
     # Seconds in which a GPU receives the others' shares of a number that has one byte a parameter.
@@ -250,8 +260,7 @@ def update_seconds(
 
 def update_mfu(cfg: Config, shape: Shape, card: Card, lengths: Lengths, assumed: Assumed) -> float:
     """Returns the share of the card's FLOP/s that an update reaches on one GPU; recomputation counts as work."""
-    tokens, scored = cfg.batch * cfg.G * lengths.total, cfg.batch * cfg.G * lengths.sampled
-    flops = update_flops(shape, tokens, scored, tokens * lengths.total / 2, cfg.recompute, cfg.lora_rank > 0)
+    flops = update_flops(shape, *work(cfg, lengths), cfg.recompute, cfg.lora_rank > 0)
     return flops / card.flops / update_seconds(cfg, shape, card, 1, lengths, assumed)["update"]
 
 
