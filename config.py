@@ -210,8 +210,9 @@ class EngineKnobs:
         512, "rows the torch engine generates at once; affects speed and memory alone", least=1, more=True
     )
     recompute: int = knob(
-        1, "1: recompute a block's activations in the backward pass; 0: keep them", of=(0, 1), more=True
-    )
+        -1, "1: recompute a block's activations in the backward pass; 0: keep them; -1: keep what a GPU has room for",
+        of=(-1, 0, 1), more=True,
+    )  # fmt: skip
     fused_layers: int = knob(
         1, "1: on a GPU, RMSNorm, rotary embedding and SwiGLU are Liger's kernels; 0: torch's", of=(0, 1), more=True
     )

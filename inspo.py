@@ -236,14 +236,14 @@ def train(
         with ranks.fail_at_once(), contextlib.ExitStack() as stack:
             if ranks.rank:
                 return worker_loop(cfg, ranks, learner)
-            engine, why = check(cfg, ranks, task, first)
+            engine, why, fitted = check(cfg, ranks, task, first)
             run = stack.enter_context(RunDirectory.opened(cfg))
             serve = stack.enter_context(Servers(run.path / "servers.log"))
             status("starting servers")
             tools = task.start(serve)
             optimizer = connect(cfg, serve, run.rows("reflections"))
             status("loading the policy")
-            policy = stack.enter_context(contextlib.closing(Policy(cfg, ranks, engine, task, learner)))
+            policy = stack.enter_context(contextlib.closing(Policy(fitted, ranks, engine, task, learner)))
             status("")
             screen = stack.enter_context(Screen(cfg.T, [tool.plural for tool in task.tools]))
             log = Log(cfg, run, policy, task, first, screen)

@@ -87,6 +87,9 @@ class Log:
         asked = f"{len(self.task.questions('train'))} questions, {len(self.test)} held out"
         steps = f"{cfg.T} steps of {cfg.a_step()}, seed {cfg.seed}"
         lines = [f"{cfg.mode}: {model} on {asked}", f"fused layers: {worker.layers}" * bool(worker.layers)]
+        if ranks.device == "cuda":
+            kept = "recomputed" if worker.cfg.recompute else "kept"
+            lines.append(f"updates: {worker.cfg.micro_tokens:,} tokens a forward pass, activations are {kept}")
         lines += [tools, f"optimizer: {optimizer}", f"{steps}; everything goes to {self.run.path}"]
         self.note("\n".join(filter(None, lines)))
         for line in warnings:

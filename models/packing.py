@@ -33,6 +33,7 @@ class Packing:
         self.positions = torch.cat(spans).to(device)  # (T,)
         ends = torch.tensor([[0, *self.lengths], [0, *seen]]).cumsum(1, dtype=torch.int32).to(device)
         self.query_ends, self.key_ends = ends  # (pieces + 1,) each
+        self.masks: dict[tuple[int, int, int], torch.Tensor] = {}
 
     def keys(self, x: torch.Tensor, dim: int) -> list[torch.Tensor]:
         """Returns for each piece what its tokens attend to, of keys or values of the row: the parent's and its own."""
@@ -41,6 +42,15 @@ class Packing:
             piece if parent < 0 else torch.cat([own[parent], piece], dim)
             for parent, piece in zip(self.parents, own, strict=True)
         ]
+
+    def mask(self, before: int, n: int, window: int, like: torch.Tensor) -> torch.Tensor:
+        """Returns what is added to a piece's scores, (n - before, n) in the dtype of `like`: 0 where a token looks."""
+        if (before, n, window) not in self.masks:
+            place = torch.arange(n, device=like.device)
+            distance = place[before:, None] - place
+            hidden = (distance < 0) | (distance >= window)
+            self.masks[before, n, window] = like.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+        return self.masks[before, n, window]
 
 
 def packed_attention(
@@ -85,12 +95,10 @@ def packed_attention(
     of_pieces = zip(query.split(packing.lengths, 2), packing.keys(key, 2), packing.keys(value, 2), strict=True)
     for before, (q, k, v) in zip(packing.before, of_pieces, strict=True):
         n = k.shape[2]
-        if before or window < n:  # no fast kernel takes both a mask and GQA
-            k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-            place = torch.arange(n, device=q.device)
-            distance = place[before:, None] - place
-            masking: dict[str, Any] = {"attn_mask": (distance >= 0) & (distance < window)}
-        else:
-            masking = {"is_causal": True} | gqa
+        masking: dict[str, Any] = {"is_causal": True} | gqa
+        if before or window < n:
+            if repeats > 1:  # no fast kernel takes both a mask and GQA
+                k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+            masking = {"attn_mask": packing.mask(before, n, window, q)}
         parts.append(F.scaled_dot_product_attention(q, k, v, scale=scaling, **masking))
     return torch.cat(parts, dim=2).transpose(1, 2), None

@@ -28,7 +28,7 @@ from rollout import prompt_ids, rollout
 from tasks import Job, Question
 from tasks.search_qa import SearchQA
 from tasks.tools import Tool
-from training.fit import activations, estimate, kv_bytes
+from training.fit import activations, estimate, kv_bytes, with_room
 
 ROOT = Path(__file__).parent.parent
 P3, P7 = 3_085_938_688, 7_615_616_512
@@ -232,8 +232,8 @@ def test_the_command_prints_the_table_and_refuses_what_cannot_fit(capsys):
     inspo.main([*argv, "--gpus", "8", "--gpu_mem", "80"])
     stdout, stderr = capsys.readouterr()
     assert stderr == "" and "7,616M parameters on 8 x 80 GB" in stdout
-    fitted = estimate(CFG7, B7, "vllm", 8, 80)
-    assert stdout == f"{fitted.table()}\n\n{speed.table(CFG7, B7, fitted.kv_tokens)}\n"
+    cfg, fitted = with_room(CFG7, B7, "vllm", 8, 80)
+    assert stdout == f"{fitted.table()}\n\n{speed.table(cfg, B7, fitted.kv_tokens)}\n"
     inspo.main([*argv, "--card", "h200"])
     assert "7,616M parameters on 8 x 141 GB" in capsys.readouterr().out
     with pytest.raises(SystemExit) as end:
@@ -285,6 +285,25 @@ def test_every_recommended_setting_saves_memory():
     assert not any(name.startswith("vLLM") for name in of(served)) and "vLLM" not in served.table()
     fewer = estimate(replace(CFG7, max_rows=8), B7, "torch", 8, 80)
     assert fewer.rollout < estimate(CFG7, B7, "torch", 8, 80).rollout
+
+
+@pytest.mark.slow
+def test_activations_are_kept_where_they_fit():
+    """In the largest micro-batches of 8,192 tokens or more for which there is room; what was asked for is kept."""
+    cfg, fit = with_room(CFG3, B3, "vllm", 8, 80)
+    assert cfg == replace(CFG3, recompute=0, micro_tokens=8192)
+    assert fit.table() == estimate(cfg, B3, "vllm", 8, 80).table()
+    assert with_room(CFG3, B3, "vllm", 8, 141)[0] == replace(CFG3, recompute=0, micro_tokens=16384)
+    assert with_room(CFG3, B3, "vllm", 8, 400)[0] == replace(CFG3, recompute=0)
+    for gpu_mem in (80, 141):
+        tokens = 2 * with_room(CFG3, B3, "vllm", 8, gpu_mem)[0].micro_tokens
+        tight = estimate(replace(CFG3, recompute=0, micro_tokens=tokens), B3, "vllm", 8, gpu_mem)
+        assert tight.update > 0.9 * tight.usable
+    cfg, fit = with_room(CFG7, B7, "vllm", 8, 40)
+    assert cfg == replace(CFG7, recompute=1) and fit.update == estimate(CFG7, B7, "vllm", 8, 40).update
+    for recompute in (0, 1):
+        asked = replace(CFG3, recompute=recompute, micro_tokens=32768)
+        assert with_room(asked, B3, "vllm", 8, 80)[0] == asked
 
 
 @pytest.mark.parametrize(

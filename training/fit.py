@@ -5,7 +5,7 @@ gradients besides that state, while vLLM sleeps. The larger of the two has to fi
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from models.model import blocks, load_config, skeleton
 RESERVE = 0.06  # share of a GPU that shapes cannot predict: CUDA context, NCCL buffers, fragmentation
 GRAPHS = 30e6  # bytes of vLLM's CUDA graphs, a layer: an allowance
 SAMPLER = 4  # float32 matrices (rows, V) of vLLM's V1 sampler: logits, log-probs, probabilities, noise; V2 makes fewer
+SURE = 0.9  # share of what is usable up to which an estimate decides alone: it has been 7 % off
+KEPT = 8192  # tokens of a micro-batch that is worth the smaller size if its activations are then kept
 CHUNK = 4096  # rows of logits that kernels/head.py allocates at a time
 KNOWN = {  # the presets' models, so that estimating needs no hub
     "Qwen/Qwen2.5-0.5B": dict(
@@ -219,6 +221,22 @@ def estimate(cfg: Config, config: Any, engine: str, gpus: int, gpu_mem: float) -
         "(Upper bounds: what --max_turns, --max_response, --max_observation and --max_prompt allow.)"
     )
     return Fit(title, parts, (1 - RESERVE) * gpu_mem * 1e9, notes, starved, kv_tokens)
+
+
+def with_room(cfg: Config, config: Any, engine: str, gpus: int, gpu_mem: float) -> tuple[Config, Fit]:
+    """Returns `cfg` with --recompute -1 decided, and its estimate: activations are kept where they fit.
+
+    If need be in smaller micro-batches, down to KEPT tokens: their products still take longer than FSDP2's traffic.
+    """
+    tokens = cfg.micro_tokens
+    while cfg.recompute < 0 and tokens >= KEPT:
+        kept = replace(cfg, recompute=0, micro_tokens=tokens)
+        fit = estimate(kept, config, engine, gpus, gpu_mem)
+        if not fit.fault() and fit.update < SURE * fit.usable:
+            return kept, fit
+        tokens //= 2
+    cfg = replace(cfg, recompute=abs(cfg.recompute))
+    return cfg, estimate(cfg, config, engine, gpus, gpu_mem)
 
 
 def activations(model: Any, tokens: int, recompute: int, fused: int) -> tuple[float, float]:

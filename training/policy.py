@@ -46,7 +46,7 @@ class Policy:
         self.in_step = True  # whether all ranks wait for the next call
         self.progress: Callable[[str, int, int], None] = lambda purpose, done, total: None  # told of rollouts under way
         if ranks.size > 1:
-            ranks.broadcast((engine, task.address()))
+            ranks.broadcast((cfg, engine, task.address()))
         self.worker = Worker(cfg, ranks, engine, task, learner)
 
     @property
@@ -295,7 +295,7 @@ def worker_loop(cfg: Config, ranks: Ranks, learner: type[Learner] = Learner) -> 
     """Serves a rank other than 0: makes its worker when rank 0 makes its own, then runs the calls it hears."""
     if not (start := ranks.broadcast()):
         return
-    engine, address = start
+    cfg, engine, address = start  # rank 0 has decided what fits
     task = load_task(cfg)
     task.connect(address)
     worker = Worker(cfg, ranks, engine, task, learner)

@@ -207,7 +207,7 @@ def forward_bytes(shape: Shape, tokens: float, scored: float) -> float:
 
 def update_bytes(shape: Shape, tokens: float, scored: float, recompute: int) -> float:
     """Returns the bytes that forward and backward pass move; dL/dz is written and read for dX and dW, in bf16."""
-    passes = (1 + recompute) * shape.forward + shape.backward
+    passes = (1 + bool(recompute)) * shape.forward + shape.backward
     return passes * tokens + (2 * 4 + 3 * 2) * shape.vocabulary * scored
 
 
