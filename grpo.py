@@ -47,25 +47,28 @@ def micro_batches(taus: list[Trajectory], micro_tokens: int, ranks: int = 1) -> 
     """Returns the places of the trajectories, cut in their order into batches of at most `micro_tokens` (a longer one
     is alone), whose largest is as small as it can be. A prompt counts once in a batch.
 
-    Their number is a multiple of `ranks`, since all ranks must work in step; some may then be empty.
+    Their number is a multiple of `ranks`, since all ranks must work in step; some may then be empty. The largest come
+    first, so that batches of one size are computed at the same time.
     """
     prefixes = [prefix_of(tau) for tau in taus]
 
-    def cut(most: int) -> list[list[int]]:
-        batches: list[list[int]] = []
-        tokens, begun = most, set[tuple[int, ...]]()
+    def cut(most: int) -> list[tuple[int, list[int]]]:
+        """Returns (tokens, places) of batches of at most `most` tokens."""
+        batches: list[tuple[int, list[int]]] = []
+        tokens, places, begun = most, list[int](), set[tuple[int, ...]]()
         for place, (tau, prefix) in enumerate(zip(taus, prefixes, strict=True)):
             tokens += len(tau.ids) - len(prefix) * (prefix in begun)
             if tokens > most:
-                tokens, begun = len(tau.ids), set()
-                batches.append([])
-            batches[-1].append(place)
+                tokens, places, begun = len(tau.ids), [], set()
+                batches.append((tokens, places))
+            places.append(place)
             begun.add(prefix)
+            batches[-1] = tokens, places
         return batches
 
     n = math.ceil(len(cut(micro_tokens)) / ranks) * ranks
     least = bisect.bisect_left(range(micro_tokens), True, lo=1, key=lambda most: len(cut(most)) <= n)
-    batches = cut(least)
+    batches = [places for _, places in sorted(cut(least), key=lambda batch: -batch[0])]
     return batches + [[]] * (n - len(batches))
 
 
