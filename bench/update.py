@@ -1,15 +1,15 @@
 """An update of a random policy of Qwen2.5-3B's shape, alone on one device (`python bench/update.py`); JSON last.
 
-A step is the paper's: two mini-batches, log-probs of pi_old, the reference, recomputed activations. A trajectory has a
-prompt of 300 tokens and 2 to 8 turns of 40 to 120 sampled tokens with an observation of 500 between them: 2,700 tokens
-on average, 400 of them sampled. Weights are drawn on the device; the engine's log-probs are those of the policy. A
-smaller card gets fewer layers. Without a GPU the model is a toy, which only tests the script.
+A step is the paper's: two mini-batches, log-probs of pi_old, the reference, recomputed activations. A group of 5 has
+a prompt of 300 tokens, a trajectory 2 to 8 turns of 40 to 120 sampled tokens with an observation of 500 between them:
+2,700 tokens on average, 400 of them sampled. Weights are drawn on the device; the engine's log-probs are those of the
+policy. A smaller card gets fewer layers. Without a GPU the model is a toy, which only tests the script.
 
 tokens/s  all tokens of the trajectories / seconds of the update
 MFU       (3 + reference + pi_old) F / (seconds x the card's dense bf16 FLOP/s). A forward pass is
-          F = 2 N T + 2 H V A + 2 L H S, for T tokens, A of them sampled, and S, the sum of squared lengths (causal);
-          N parameters in the matrices of the L blocks, H wide, and V tokens in the vocabulary. A backward pass is 2 F.
-          Recomputation does not count
+          F = 2 N T + 2 H V A + 2 L H S, for T tokens, A of them sampled, and S, the sum of squared lengths (causal),
+          each group's prompt once; N parameters in the matrices of the L blocks, H wide, and V tokens in the
+          vocabulary. A backward pass is 2 F. Recomputation does not count
 peak      of the allocator, beside the estimate of training/fit.py without an engine
 gather    all weights, one whole tensor at a time: what a sync streams into the engine
 """
@@ -33,7 +33,7 @@ import torch.distributed as dist  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 
 from config import Config  # noqa: E402
-from grpo import Learner, micro_batches, minibatches  # noqa: E402
+from grpo import Learner, micro_batches, minibatches, prefix_of  # noqa: E402
 from models.model import blocks, shard, skeleton, weights  # noqa: E402
 from plumbing.faults import Fault, one_line  # noqa: E402
 from tasks import Question, Trajectory  # noqa: E402
@@ -83,12 +83,14 @@ def draw(rng, n, vocab, shrink):
     """Returns n trajectories in groups of 5 without log-probs; `shrink` divides all lengths."""
     question, taus = Question("q", "Who?", ("x",), ""), []
     for k in range(n):
+        if k % 5 == 0:
+            prompt = [rng.randrange(vocab) for _ in range(300 // shrink)]
         turns = rng.randint(2, 8)
         mask = [0] * (300 // shrink)
         for turn in range(turns):
             mask += [1] * (rng.randint(40, 120) // shrink) + [0] * (500 // shrink * (turn < turns - 1))
-        ids = [rng.randrange(vocab) for _ in mask]
-        tau = Trajectory(0, question, k // 5, ids, 300 // shrink, mask, [0.0] * len(mask))
+        ids = prompt + [rng.randrange(vocab) for _ in mask[len(prompt) :]]
+        tau = Trajectory(0, question, k // 5, ids, len(prompt), mask, [0.0] * len(mask))
         tau.advantage = rng.uniform(-1, 1)
         taus.append(tau)
     return taus
@@ -98,9 +100,12 @@ def forward_flops(model, taus):
     """Returns F of the docstring."""
     config = model.config
     n = sum(p.numel() for block in blocks(model) for p in block.parameters() if p.ndim == 2)
-    attention = config.num_hidden_layers * config.hidden_size * sum(len(tau.ids) ** 2 for tau in taus)
+    prompts = [len(prefix_of(tau)) for tau in taus]
+    again = [p for k, p in enumerate(prompts) if k and taus[k].group == taus[k - 1].group]  # computed already
+    pairs = sum(len(tau.ids) ** 2 for tau in taus) - sum(p**2 for p in again)
     head = config.vocab_size * config.hidden_size * sum(sum(tau.mask) for tau in taus)
-    return 2 * (n * sum(len(tau.ids) for tau in taus) + head + attention)
+    tokens = sum(len(tau.ids) for tau in taus) - sum(again)
+    return 2 * (n * tokens + head + config.num_hidden_layers * config.hidden_size * pairs)
 
 
 def peak_of(name):

@@ -6,12 +6,14 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench import gpu, update
+from grpo import Learner
 from models.model import empty, score
 
 ROOT = Path(__file__).parent.parent
@@ -26,14 +28,13 @@ def test_the_flops_of_a_forward_pass_are_those_that_torch_counts():
     for p in model.parameters():
         torch.nn.init.constant_(p, 0.01)
     taus = update.draw(random.Random(0), 3, config.vocab_size, 20)
-    lengths = [len(tau.ids) for tau in taus]
-    mask = torch.tensor([m for tau in taus for m in [*tau.mask[1:], 0]])
-    ids, rows = torch.tensor([i for tau in taus for i in tau.ids]), mask.nonzero()[:, 0]
+    packed = Learner.pack(SimpleNamespace(device="cpu"), taus)  # the prompt of the three stands in it once
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        score(model, ids, lengths, rows, ids[rows + 1], 1.0)
+        score(model, *packed, 1.0)
     products = {op.__name__.split(".")[0]: n for op, n in counter.get_flop_counts()["Global"].items()}
     want = products["mm"] + products.get("addmm", 0)
-    attention = sum(2 * 2 * n * n * 64 / 2 for n in lengths) * 2  # QK' and PV, causal, 64 wide; two layers
+    pairs = sum(len(tau.ids) ** 2 for tau in taus) - 2 * 14**2  # 14 of 15 tokens: the last one is each one's own
+    attention = 2 * 2 * pairs * 64 / 2 * 2  # QK' and PV, causal, 64 wide; two layers
     assert update.forward_flops(model, taus) == want + attention
 
 
