@@ -59,13 +59,16 @@ ask: setup            ## question the agent of the newest run
 	$(PY) ask.py $(ARGS)
 
 test: lint            ## everything that can be tested without a GPU in minutes
-	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow and not ranks and not real" -n 2 --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow and not ranks and not real and not fake" -n 2 --dist loadfile $(ARGS)
 
 test-slow: setup      ## whole runs: the default learns, servers die, forks; the warm start from nothing (15 minutes)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m slow -n 2 $(ARGS)
 
 test-ranks: setup     ## several processes: FSDP2 over gloo with 2, 3 and 4; whole runs killed and resumed
 	$(PY) -m pytest -m ranks $(ARGS)
+
+fake-gpu: setup       ## whole presets on fake CUDA tensors: devices, dtypes, memory, waiting (2 minutes)
+	OMP_NUM_THREADS=1 $(PY) -m pytest tests/test_fake_gpu.py -n 2 $(ARGS)
 
 test-vllm: .venv-vllm/done  ## a real vLLM on the CPU, in an environment of its own
 	$(VLLM) -m pytest tests/test_vllm.py tests/test_vllm_runs.py $(ARGS)

@@ -92,7 +92,7 @@ def test_a_run_and_the_core_s_tests_need_no_guest(without_the_wing):
 
 @pytest.mark.slow
 def test_the_core_s_tests_pass_without_guests(without_the_wing):
-    chosen = "not slow and not ranks", "--deselect", "tests/test_house.py"
+    chosen = "not slow and not ranks and not fake", "--deselect", "tests/test_house.py"
     run(without_the_wing, "-m", "pytest", "-q", "-x", "-n", "2", "--dist", "loadfile", "-m", *chosen, seconds=1800)
 
 

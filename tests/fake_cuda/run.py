@@ -1,0 +1,269 @@
+"""Trains a preset's policy at full size on fake CUDA tensors, and prints as JSON what happened. Needs no card.
+
+    python tests/fake_cuda/run.py GUARD RANKS --model PRESET [other flags of inspo.py]
+
+A fake tensor has shape, dtype and device, but no values: FakeTensorMode works these out for every operation, and a fake
+process group answers for the other ranks. Worker and Learner are the real ones, from their construction and a resume to
+an update and a save; what would need a hub, a card's own kernels or a disk is replaced. GUARD is guard.cpp, compiled.
+"""
+
+import collections
+import contextlib
+import ctypes
+import json
+import sys
+import traceback
+import weakref
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+ctypes.CDLL(sys.argv[1])  # before torch asks, once, whether there is a CUDA
+HERE = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(HERE))
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from liger_kernel.ops import rms_norm, rope, swiglu  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily  # noqa: E402
+from torch.distributed.tensor import DTensor  # noqa: E402
+from torch.distributed.tensor._sharding_prop import ShardingPropagator  # noqa: E402
+from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
+
+import config  # noqa: E402
+import training.policy as policy  # noqa: E402
+from grpo import Learner  # noqa: E402
+from kernels import rows_triton  # noqa: E402
+from models.model import blocks  # noqa: E402
+from tasks import Question, Trajectory  # noqa: E402
+from training.fit import estimate, shapes  # noqa: E402
+
+OURS = {str(path) for part in ("*.py", "[!t]*/*.py", "training/*.py") for path in HERE.glob(part)}
+LENGTH, PROMPT, TURN = 2048, 448, 160  # tokens of every trajectory, so that micro-batches are full; two observations
+
+
+def on_card(x):
+    return isinstance(x, FakeTensor) and x.fake_device.type == "cuda"
+
+
+class Tracker(TorchDispatchMode):
+    """Notes what every operation does to the card: memory, products of matrices, and when the host waits for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.phase, self.ones = "build", 0  # `ones`: how many action tokens the mask of the present micro-batch has
+        self.live = {}  # storage -> (a weak reference to it, its bytes)
+        self.now = 0
+        self.peak = collections.Counter()  # bytes by phase
+        self.products = collections.Counter()  # multiplications by (device, dtype of the factors)
+        self.batches = collections.Counter()  # micro-batches by phase
+        self.syncs = collections.Counter()  # by (phase, kind, line of ours)
+        self.left = 0  # bytes that went from the card to the CPU
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage, size):  # FSDP2 frees gathered weights so
+            resize(storage, size)
+            self.note(storage)
+
+        torch.UntypedStorage.resize_ = resized
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented  # its shares come next
+        kwargs, name = kwargs or {}, func.overloadpacket.__name__
+        if name == "device":
+            return func(*args, **kwargs)
+        if name in ("_local_scalar_dense", "nonzero") and on_card(args[0]):
+            self.sync(name)
+            if name == "nonzero":
+                return torch.empty(self.ones, args[0].ndim, dtype=torch.long, device="cuda")
+            return 0.0 if args[0].is_floating_point() else 0
+        out = func(*args, **kwargs)
+        outputs = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+        if name in ("_to_copy", "copy_"):
+            here, there = on_card(args[name == "copy_"]), on_card(outputs[0])
+            if here != there and not (kwargs.get("non_blocking") or args[2:] == (True,)):
+                self.sync("copy to the card" if there else "copy to the CPU")
+            self.left += outputs[0].nbytes if here and not there else 0
+        if name in ("mm", "bmm", "addmm", "addmm_", "baddbmm"):
+            factor = args["add" in name]
+            self.products[f"{factor.device.type} {factor.dtype}"] += outputs[0].numel() * factor.shape[-1]
+        elif "attn" in name or "attention" in name:
+            self.products[f"{args[0].device.type} {args[0].dtype}"] += args[0].numel()
+        for x in outputs:
+            self.note(x.untyped_storage(), x)
+        return out
+
+    def note(self, storage, tensor=None):
+        key = storage._cdata
+        if key not in self.live:
+            if not (on_card(tensor) and tensor.fake_mode is FAKE):
+                return
+            self.live[key] = weakref.ref(storage, lambda _: self.gone(key)), 0
+        reference, before = self.live[key]
+        self.live[key] = reference, storage.nbytes()
+        self.now += storage.nbytes() - before
+        self.peak[self.phase] = max(self.peak[self.phase], self.now)
+
+    def gone(self, key):
+        self.now -= self.live.pop(key)[1]
+
+    def sync(self, kind):
+        lines = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None))
+        file, line = next((file, line) for file, line in lines if file in OURS)
+        self.syncs[self.phase, kind, f"{Path(file).name}:{line}"] += 1
+
+
+def read(x):
+    """Returns what Python reads from a fake tensor: zeros."""
+    if on_card(x):
+        TRACKER.sync("read")
+    return np.zeros(tuple(x.shape), dtype=str(x.dtype).removeprefix("torch."))
+
+
+class Watched(Learner):
+    """Tells the tracker what is being done."""
+
+    def pack(self, batch):
+        TRACKER.ones = sum(sum(tau.mask) for tau in batch)
+        TRACKER.batches[TRACKER.phase] += 1
+        return super().pack(batch)
+
+    def score(self, *args):
+        with phase("score"):
+            return super().score(*args)
+
+    def step(self, *args):
+        with phase("step"):
+            return super().step(*args)
+
+
+@contextlib.contextmanager
+def phase(name):
+    before, TRACKER.phase = TRACKER.phase, name
+    TRACKER.peak[name] = max(TRACKER.peak[name], TRACKER.now)
+    yield
+    TRACKER.phase = before
+
+
+class Nothing:
+    """A stream, an event or a kernel: does nothing when it is called, indexed or entered, nor do its methods."""
+
+    device_type, device_index, stream_id = 1, 0, 0
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: self
+
+    def __getitem__(self, grid):
+        return lambda *args, **kwargs: None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *args):
+        pass
+
+
+def pretend(ranks):
+    """Replaces what only a card has: torch.cuda's calls into the driver, and the Triton kernels."""
+    card = SimpleNamespace(multi_processor_count=132, major=9, minor=0, total_memory=80 * 10**9, name="fake")
+    calls = dict(
+        current_device=lambda: 0, _exchange_device=lambda k: 0, _maybe_exchange_device=lambda k: 0,
+        device_count=lambda: ranks, get_device_properties=lambda *_: card, current_stream=lambda *_: Nothing(),
+        stream=lambda _: contextlib.nullcontext(), Stream=Nothing, Event=Nothing,
+    )  # fmt: skip
+    for name, call in calls.items():
+        setattr(torch.cuda, name, call)
+    FakeTensor.numpy, FakeTensor.tolist = read, lambda x: read(x).tolist()
+    for module in (rows_triton, rms_norm, rope, swiglu):
+        for name, value in vars(module).items():
+            if hasattr(value, "run") and hasattr(value, "warmup"):  # a kernel, jitted
+                setattr(module, name, Nothing())
+
+
+def worker_of(cfg, ranks):
+    """Returns the real Worker of rank 0 among `ranks`."""
+    policy.load_config, policy.load_tokenizer = shapes, lambda *args: None
+    policy.skeleton, policy.lora.add = outside(policy.skeleton), outside(policy.lora.add)
+    dist.device_mesh.init_device_mesh = outside(dist.device_mesh.init_device_mesh)
+    shapes_of = "_propagate_tensor_meta_non_cached"  # DTensor asks for an operation's shapes before it runs it
+    setattr(ShardingPropagator, shapes_of, outside(getattr(ShardingPropagator, shapes_of)))
+    policy.Worker.first_policy = lambda self: self.adapted(policy.skeleton(self.config)).to_empty(device="cpu")
+    policy.checkpoint.save = lambda *args, **kwargs: {}
+    policy.checkpoint.load = lambda *args, **kwargs: None
+    policy.Worker.vllm = lambda *args: Nothing()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    group = SimpleNamespace(rank=0, size=ranks, device="cuda", dtype="bfloat16", grouped=True)
+    return policy.Worker(cfg, group, "vllm", SimpleNamespace(tools=[]), Watched)
+
+
+def outside(function):
+    """Returns a function that makes tensors on the meta device as it is: modules cannot swap fake ones."""
+
+    def call(*args, **kwargs):
+        with unset_fake_temporarily():
+            return function(*args, **kwargs)
+
+    return call
+
+
+def trajectory(group):
+    tau = Trajectory(0, Question("q", "Who?", ("x",)), group, [5] * PROMPT, PROMPT, [0] * PROMPT, [0.0] * PROMPT)
+    observation = (LENGTH - PROMPT - 3 * TURN) // 2
+    for k in range(3):
+        tau.act([5] * TURN, [-1.0] * TURN)
+        tau.observe([5] * observation * (k < 2))
+    tau.advantage = 0.5
+    return tau
+
+
+def dtypes(tensors):
+    return sorted({str(x.dtype).removeprefix("torch.") for x in tensors})
+
+
+FAKE, TRACKER = FakeTensorMode(allow_non_fake_inputs=True), Tracker()
+
+
+def main():
+    ranks = int(sys.argv[2])
+    cfg = config.parse([*sys.argv[3:], "--dry_run"])
+    full = ranks * (cfg.micro_tokens // LENGTH)  # trajectories in one full micro-batch of every rank
+    cfg = replace(cfg, G=2, mini=full)  # two of these in a mini-batch
+    pretend(ranks)
+    fit = estimate(cfg, shapes(cfg.model), "vllm", ranks, 80)
+    with FAKE, TRACKER, torch.autograd.set_multithreading_enabled(False):
+        worker = worker_of(cfg, ranks)
+        with phase("resume"):
+            worker.load(Path())
+        taus = [trajectory(k // cfg.G) for k in range(3 * full)]
+        with phase("update"):  # a mini-batch and a half: the second is scored before the first is learned from
+            worker.update(1, taus)
+        with phase("save"):
+            worker.save(Path())
+        model, reference = worker.learner.model, worker.learner.reference
+        trained = [p for p in model.parameters() if p.requires_grad]
+        frozen = [p for m in (model, reference) for p in m.parameters() if not p.requires_grad]
+        states = [x for state in worker.learner.optimizer.state.values() for x in state.values()]
+        print(json.dumps({
+            "devices": sorted({x.device.type for x in [*trained, *frozen, *model.buffers(), *states]}),
+            "trained": dtypes(trained),
+            "frozen": dtypes(frozen),
+            "optimizer": dtypes(states),
+            "products": TRACKER.products,
+            "bytes to the CPU a token": TRACKER.left / (len(taus) * LENGTH / ranks),
+            "layers": len(blocks(model)),
+            "batches": TRACKER.batches,
+            "syncs": [[*key, n] for key, n in TRACKER.syncs.most_common()],
+            "peak": TRACKER.peak,
+            "estimate": sum(part.update for part in fit.parts if "CUDA graphs" not in part.name),
+        }))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

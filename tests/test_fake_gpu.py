@@ -1,0 +1,67 @@
+"""The CUDA path without a card: whole presets on fake CUDA tensors (tests/fake_cuda), at full size."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils import cpp_extension
+
+HERE = Path(__file__).parent
+# Times that the host waits for the card in a micro-batch of the update, and of these in attention, per layer and pass.
+SYNCS, IN_ATTENTION = 13, 1
+PRESETS = {
+    "0.5B": (1, "--model", "qwen2.5-0.5b"),
+    "1.5B LoRA": (1, "--model", "qwen2.5-1.5b", "--lora_rank", "32"),
+    "3B": (8, "--model", "qwen2.5-3b"),
+    "7B": (8, "--model", "qwen2.5-7b"),
+}
+pytestmark = [
+    pytest.mark.fake,
+    pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA itself: make gpu"),
+    pytest.mark.skipif(not shutil.which("g++"), reason="g++ is not installed"),
+]
+
+
+@pytest.fixture(scope="module")
+def guard(tmp_path_factory):
+    library = tmp_path_factory.mktemp("guard") / "guard.so"
+    lib = cpp_extension.library_paths()[0]
+    command = ["g++", "-O0", "-shared", "-fPIC", "-std=c++20", HERE / "fake_cuda" / "guard.cpp", "-o", library]
+    command += [f"-I{path}" for path in cpp_extension.include_paths()]
+    subprocess.run([*command, f"-L{lib}", f"-Wl,-rpath,{lib}", "-lc10", "-ltorch_cpu"], check=True)
+    return library
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_builds_resumes_updates_and_saves_on_the_card(preset, guard):
+    ranks, *flags = PRESETS[preset]
+    command = [sys.executable, str(HERE / "fake_cuda" / "run.py"), str(guard), str(ranks), *flags]
+    done = subprocess.run(command, env=os.environ | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-5000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+
+    # Nothing falls back to the CPU, where a few numbers of each token are read.
+    assert found["devices"] == ["cuda"]
+    assert {key.split()[0] for key in found["products"]} == {"cuda"}
+    assert found["bytes to the CPU a token"] < 64
+
+    products = found["products"]
+    assert products["cuda torch.bfloat16"] > 0.999 * sum(products.values()), products
+    assert (found["trained"], found["optimizer"], found["frozen"]) == (["float32"], ["float32"], ["bfloat16"])
+
+    syncs = Counter()
+    for phase, _, _, n in found["syncs"]:
+        syncs[phase] += n
+    passes = {"update": 3, "score": 1}  # reference, forward, and forward again where activations are recomputed
+    for phase, n in passes.items():
+        bound = SYNCS + n * IN_ATTENTION * found["layers"]
+        assert syncs[phase] / found["batches"][phase] <= bound, found["syncs"]
+
+    peaks = {phase: n for phase, n in found["peak"].items() if phase != "build"}
+    assert max(peaks.values()) == pytest.approx(found["estimate"], rel=0.1), peaks
