@@ -71,7 +71,7 @@ fake-gpu: setup       ## whole presets on fake CUDA tensors: devices, dtypes, me
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests/test_fake_gpu.py -n 2 $(ARGS)
 
 test-vllm: .venv-vllm/done  ## a real vLLM on the CPU, in an environment of its own
-	$(VLLM) -m pytest tests/test_vllm.py tests/test_vllm_runs.py $(ARGS)
+	$(VLLM) -m pytest tests/test_vllm.py tests/test_vllm_lora.py tests/test_vllm_runs.py $(ARGS)
 
 test-real: setup .venv-vllm/done  ## the real model, which it fetches (93 MB), through every door: vLLM, ranks, LoRA, ask, ...
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-real.txt

@@ -4,6 +4,9 @@ python export.py runs/NAME                  # the newest checkpoint
 python export.py runs/NAME --step 100       # or --best: the best on the validation questions
 python export.py runs/NAME --adapters       # of a run with --lora_rank: the adapters alone, for peft and vLLM
 vllm serve runs/NAME/step-000100            # the directory loads in vLLM and in transformers
+
+The weights of a run with --lora_rank are merged in float32: add --dtype float32, since bfloat16 would round small
+updates away, or serve the adapters alone.
 """
 
 import argparse

@@ -1,23 +1,28 @@
 """Generation by one or more `vllm serve`, on this machine or others.
 
-Turns go to vLLM's endpoint for token ids; weights reach the servers over NCCL, with vLLM's weight transfer.
+Turns go to vLLM's endpoint for token ids; weights reach the servers over NCCL, with vLLM's weight transfer. With LoRA
+the servers have read the frozen weights themselves, and read the adapters from a directory that both sides see.
 """
 
 import contextlib
 import socket
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 
 from engines import FinishedTurn
 from engines.remote import RemoteTurns
-from engines.vllm_engine import VERSION, StaleWeights, check_vllm, sampling
+from engines.vllm_engine import LORA, VERSION, StaleWeights, check_vllm, lora_settings, sampling
+from models import lora
 from models.model import load_config, skeleton
 from plumbing.client import Client, RequestFailed
 from plumbing.faults import EngineFault, Fault
@@ -32,8 +37,9 @@ class VllmServer:
     """An Engine: one or more `vllm serve`, and the connection that brings them the weights.
 
     `urls`: the servers, separated by commas; a row stays with one server, which has cached its context. Every rank
-    constructs its own and calls `load` together with the others; rank 0 sends. Raises Fault with the command to start
-    a server that is unsuitable, EngineDown when one stops answering, StaleWeights when one was restarted.
+    constructs its own and calls `load` together with the others; rank 0 sends. `lora_rank`, `lora_alpha`: of the
+    policy's adapters, which are written below `folder`. Raises Fault with the command to start a server that is
+    unsuitable, EngineDown when one stops answering, StaleWeights when one was restarted.
     """
 
     max_rows = sys.maxsize
@@ -41,8 +47,12 @@ class VllmServer:
     retries, timeout = 4, 600.0  # of a request; seconds to wait for its answer
     backend = "nccl"
 
-    def __init__(self, urls: str, tokenizer: Any, stop: tuple[str, ...], *, model: str, max_len: int):
+    def __init__(
+        self, urls: str, tokenizer: Any, stop: tuple[str, ...], *, model: str, max_len: int, lora_rank: int = 0,
+        lora_alpha: int = 1, folder: Path = Path(),
+    ):  # fmt: skip
         check_vllm()
+        self.model, self.lora_rank, self.lora_alpha, self.folder = model, lora_rank, lora_alpha, folder.absolute()
         self.urls = [at(url) for url in urls.split(",")]
         self.tokenizer, self.stop, self.loads = tokenizer, stop, 0
         self.rank = dist.get_rank() if dist.is_initialized() else 0
@@ -53,23 +63,26 @@ class VllmServer:
             )
             for url in self.urls
         }  # fmt: skip
-        configs = [self.inspect(url, model, max_len) for url in self.urls]
+        configs = [self.inspect(url, max_len) for url in self.urls]
         rows = sum(config["scheduler_config"]["max_num_seqs"] for config in configs)
         self.pool = ThreadPoolExecutor(rows)
         self.begin(0)
         self.workers = [config["parallel_config"]["world_size"] for config in configs]
         self.source = WeightSource(model, getattr(torch, configs[0]["model_config"]["dtype"].removeprefix("torch.")))
         self.unproven = len(self.source.parameters)  # the layers of a server are out of reach
-        self.sender = self.connect()
+        self.sender = None if lora_rank else self.connect()
 
-    def inspect(self, url: str, model: str, max_len: int) -> dict[str, Any]:
+    def inspect(self, url: str, max_len: int) -> dict[str, Any]:
         """Returns a server's configuration; raises Fault with the command that starts a suitable one."""
         place = urlsplit(url)
+        modes, takes = "VLLM_SERVER_DEV_MODE=1", f"""--weight-transfer-config '{{"backend": "{self.backend}"}}'"""
+        if self.lora_rank:
+            modes += " VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+            takes = f"--enable-lora --max-lora-rank {lora_settings(self.model, self.lora_rank)['max_lora_rank']}"
         command = (
-            f"VLLM_SERVER_DEV_MODE=1 vllm serve {model} --host {place.hostname} --port {place.port} --dtype bfloat16 "
+            f"{modes} vllm serve {self.model} --host {place.hostname} --port {place.port} --dtype bfloat16 "
             f"--max-model-len {max_len} --logprobs-mode processed_logprobs --enable-scale-out "
-            """--hf-overrides '{"head_dtype": "float32"}' """
-            f"""--weight-transfer-config '{{"backend": "{self.backend}"}}'"""
+            f"""--hf-overrides '{{"head_dtype": "float32"}}' {takes}"""
         )
         try:
             found = self.request(url, "/version")["version"]
@@ -82,13 +95,26 @@ class VllmServer:
                 raise EngineDown(f"{url} takes {longest} tokens, {max_len} are needed")
             if mode != "processed_logprobs":
                 raise EngineDown(f"{url} has --logprobs-mode {mode}, which leaves the temperature out")
-            if backend != self.backend:
+            if self.lora_rank:
+                self.inspect_lora(url, config)
+            elif backend != self.backend:
                 raise EngineDown(f"{url} has the weight transfer {backend}, not {self.backend}")
             self.request(url, "/resume", {})  # a killed run may have left it paused
             self.generate_turn(url, [self.tokenizer.eos_token_id], sampling(self, 1, 1.0))
         except EngineDown as e:
             raise Fault(without_secrets(f"--vllm {e}; start it with: {command}")) from e
         return config
+
+    def inspect_lora(self, url: str, config: dict[str, Any]) -> None:
+        """Raises EngineDown unless a server has read the frozen weights itself and takes adapters of this rank."""
+        served, how = config["model_config"]["model"], config["load_config"]["load_format"]
+        room = (config["lora_config"] or {}).get("max_lora_rank", 0)
+        if served != self.model:
+            raise EngineDown(f"{url} serves {served}, not {self.model}, whose weights it needs below the adapters")
+        if how == "dummy":
+            raise EngineDown(f"{url} has --load-format dummy; nobody sends it the weights below the adapters")
+        if room < self.lora_rank:
+            raise EngineDown(f"{url} takes adapters up to rank {room}, not {self.lora_rank}")
 
     def connect(self) -> Any:
         """Returns vLLM's sender of weights, once trainer and servers have met at a free port of this machine."""
@@ -142,6 +168,8 @@ class VllmServer:
     def generate_turn(self, url: str, ids: list[int], sampling_params: dict[str, Any]) -> tuple[list[int], list[float]]:
         """Returns the ids and log-probabilities of one turn."""
         body = {"token_ids": ids, "sampling_params": sampling_params}
+        if self.lora_rank and self.loads:  # a server without them answers that there is no such model
+            body["model"] = LORA[0]
         answer = self.request(url, "/inference/v1/generate", body)["choices"][0]
         versions = {span["version"] for span in answer["weight_versions"]}
         if self.loads and versions != {str(self.loads)}:
@@ -157,16 +185,19 @@ class VllmServer:
         self.begin(self.seed)
         self.barrier()
         self.loads += 1
-        self.source.weights = weights
         fault: list[str | None] = [None]
         try:
             if self.rank == 0:
                 self.request_all("/pause")  # ends forgotten turns: vLLM would crash if their weights changed
-            self.sender.send_weights()
+            if self.sender:
+                self.source.weights = weights
+                self.sender.send_weights()
+            else:
+                self.send_adapters(weights)
             if self.rank == 0 and not all(answer["success"] for answer in self.request_all("/reset_prefix_cache")):
                 urls = without_secrets(",".join(self.urls))
                 raise EngineDown(f"{urls}: could not drop the prefix cache of the old weights")
-        except EngineDown as e:
+        except (EngineDown, OSError, SafetensorError) as e:  # the last two: the adapters cannot be written
             fault = [str(e)]
         for _ in weights:  # after a fault on rank 0, the other ranks still wait for it to gather the rest
             pass
@@ -177,6 +208,21 @@ class VllmServer:
             dist.broadcast_object_list(fault, 0)
         if fault[0]:
             raise EngineDown(fault[0])
+
+    def send_adapters(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Has the servers read the adapters among the weights, which rank 0 writes.
+
+        Not by `load_inplace`: vLLM 0.32 then reads them from disk again in every forward pass.
+        """
+        adapters = [pair for pair in weights if lora.is_adapter(pair[0])]
+        if self.rank == 0:
+            with contextlib.suppress(EngineDown):  # those of the last load, or of an earlier run, if there are any
+                self.request_all("/v1/unload_lora_adapter", *[{"lora_name": LORA[0]}] * len(self.urls), read=str)
+            with tempfile.TemporaryDirectory(prefix=".adapters-", dir=self.folder) as path:
+                lora.export(adapters, self.lora_rank, self.lora_alpha, self.model, Path(path))
+                body = {"lora_name": LORA[0], "lora_path": path}
+                self.request_all("/v1/load_lora_adapter", *[body] * len(self.urls), read=str)
+            self.request_all("/update_weight_version", *[{"new_version": str(self.loads)}] * len(self.urls))
 
     @staticmethod
     def barrier() -> None:
@@ -200,28 +246,29 @@ class VllmServer:
     def finish_weight_update(self) -> None:
         self.request_all("/finish_weight_update", *[{"weight_version": str(self.loads)}] * len(self.urls))
 
-    def request_all(self, path: str, *bodies: dict[str, Any]) -> list[dict[str, Any]]:
+    def request_all(self, path: str, *bodies: dict[str, Any], read: Callable[[Any], Any] = dict) -> list[Any]:
         """Returns the answers of all servers to simultaneous requests.
 
         The servers wait for each other, hence simultaneous; they count requests, hence no retries.
         """
         bodies = bodies or ({},) * len(self.urls)
         with ThreadPoolExecutor(len(self.urls)) as pool:
-            return list(pool.map(lambda url, body: self.request(url, path, body, retries=0), self.urls, bodies))
+            return list(pool.map(lambda url, body: self.request(url, path, body, 0, read), self.urls, bodies))
 
     def request(
-        self, url: str, path: str, body: dict[str, Any] | None = None, retries: int | None = None
-    ) -> dict[str, Any]:
+        self, url: str, path: str, body: dict[str, Any] | None = None, retries: int | None = None,
+        read: Callable[[Any], Any] = dict,
+    ) -> Any:  # fmt: skip
         """Returns a server's answer to a POST of `body`, or to a GET; raises EngineDown after the last attempt."""
         client = self.clients[url]
         try:
-            return client.get(path, dict, retries) if body is None else client.post(path, body, dict, retries)
+            return client.get(path, read, retries) if body is None else client.post(path, body, read, retries)
         except RequestFailed as e:
             raise EngineDown(str(e)) from e
 
     def close(self) -> None:
         self.pool.shutdown(wait=False, cancel_futures=True)
-        if self.rank == 0:
+        if self.rank == 0 and self.sender:
             with ThreadPoolExecutor(1) as pool:  # both sides must shut down at once; ignore servers that are gone
                 pool.submit(self.request_all, "/shutdown_weight_transfer_engine")
                 self.sender.shutdown()

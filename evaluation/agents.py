@@ -194,7 +194,7 @@ def _engine(model: str, cfg: Config, stop: tuple[str, ...], served: str) -> tupl
 
     engine = VllmEngine(
         model, tokenizer, stop, max_len=cfg.max_prompt + cfg.max_response, memory=cfg.vllm_memory, seed=cfg.seed,
-        dtype="bfloat16" if device == "cuda" else "float32",
+        dtype="bfloat16" if device == "cuda" and not cfg.lora_rank else "float32",  # merged adapters need float32
     )  # fmt: skip
     engine.load(weights(loaded))
     return engine, tokenizer

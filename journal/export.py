@@ -45,10 +45,10 @@ def export_checkpoint(
     tensors = {"model": {k: v for k, v in model.state_dict().items() if lora.is_adapter(k) or not cfg.lora_rank}}
     checkpoint.load(tensors, chosen, alone=True)
     if adapters:
-        lora.export(model, cfg.model, to)
+        lora.export(weights(model, frozen=False), cfg.lora_rank, cfg.lora_alpha, cfg.model, to)
     else:
         computed = getattr(torch, dtype_of(cfg, "cuda" if torch.cuda.is_available() else "cpu"))
-        export(config, weights(model), load_tokenizer(cfg.model), to, computed)
+        export(config, model, load_tokenizer(cfg.model), to, computed)
     (to / "I_star.txt").write_text(P.best().text + "\n")
     return to, step_of(chosen), P.best().id
 

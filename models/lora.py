@@ -6,30 +6,35 @@ changes is that a layer's `weight` is called `base_layer.weight`, and that `lora
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 
-def add(model: Any, rank: int, alpha: int, seed: int = 0) -> Any:
+def add(model: Any, rank: int, alpha: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
     """Freezes a model and puts adapters on it, in place, scaled by alpha / rank; returns it. Rank 0 adds none.
 
-    A is random and B zero, so that the model computes what it did before. Adapters are float32, whatever the model is.
+    A is random and B zero, so that the model computes what it did before. `dtype`: the adapters', whatever the model's.
     """
     if not rank:
         return model
-    from peft import LoraConfig, inject_adapter_in_model
+    from peft import inject_adapter_in_model
 
-    config = LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=alpha, target_modules="all-linear")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        inject_adapter_in_model(config, model)
+        inject_adapter_in_model(_config(rank, alpha), model)
     for name, p in model.named_parameters():
         if is_adapter(name):
-            p.data = p.data.float()
+            p.data = p.data.to(dtype)
     return model
+
+
+def _config(rank: int, alpha: int) -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=alpha, target_modules="all-linear")
 
 
 def is_adapter(name: str) -> bool:
@@ -68,12 +73,12 @@ def merged(W: torch.Tensor, A: torch.Tensor, B: torch.Tensor, scale: float) -> t
     return torch.addmm(W.float(), B.float(), A.float(), alpha=scale)
 
 
-def export(model: Any, base: str, path: Path) -> None:
-    """Writes the adapters of a whole model to a directory that peft and vLLM load on top of `base`, a path or id."""
+def export(adapters: Iterable[tuple[str, torch.Tensor]], rank: int, alpha: int, base: str, path: Path) -> None:
+    """Writes (name, whole A or B) to a directory that peft and vLLM load on top of `base`, a path or id."""
     from safetensors.torch import save_file
 
-    config = model.peft_config["default"]
+    config = _config(rank, alpha)
     config.base_model_name_or_path, config.inference_mode = base, True
     config.save_pretrained(path)
-    named = {name.replace(".default", ""): p for name, p in model.named_parameters() if is_adapter(name)}
-    save_file({f"base_model.model.{name}": p.detach() for name, p in named.items()}, path / "adapter_model.safetensors")
+    tensors = {f"base_model.model.{name.replace('.default', '')}": p.cpu() for name, p in adapters}
+    save_file(tensors, path / "adapter_model.safetensors")

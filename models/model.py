@@ -6,7 +6,7 @@ compute dtype.
 
 import copy
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -259,44 +259,55 @@ def fill(model: Any, source: Any) -> Any:
     return model
 
 
-def weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (Hugging Face name, whole tensor) for every parameter; all ranks must iterate together.
+def weights(model: Any, frozen: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields (name, whole tensor) for every parameter, or only for the trained ones; all ranks must iterate together.
 
-    Adapters are merged into their weights, one at a time and in float32.
+    With LoRA the adapters come as they are, beside their weights: merged and rounded to bfloat16, most of a small
+    update would vanish.
     """
+    for name, p in model.named_parameters():
+        if frozen or p.requires_grad:
+            yield name, _whole(p)
 
-    def whole(p: torch.Tensor) -> torch.Tensor:
-        return (p.full_tensor() if isinstance(p, DTensor) else p).detach()
 
+def merged(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields (Hugging Face name, whole tensor) of the policy without adapters: W + scale * B A, in float32.
+
+    One tensor at a time; all ranks must iterate together.
+    """
     adapted = lora.layers(model)
     for name, p in model.named_parameters():
         plain = lora.plain(name)
         if plain in adapted:
             layer = adapted[plain]
-            A, B = (whole(part["default"].weight) for part in (layer.lora_A, layer.lora_B))
-            yield plain, lora.merged(whole(p), A, B, layer.scaling["default"])
+            A, B = (_whole(part["default"].weight) for part in (layer.lora_A, layer.lora_B))
+            yield plain, lora.merged(_whole(p), A, B, layer.scaling["default"])
         elif not lora.is_adapter(name):
-            yield plain, whole(p)
+            yield plain, _whole(p)
 
 
-def export(
-    config: Any, named: Iterable[tuple[str, torch.Tensor]], tokenizer: Any, path: Path | None, computed: torch.dtype
-) -> None:
+def _whole(p: torch.Tensor) -> torch.Tensor:
+    return (p.full_tensor() if isinstance(p, DTensor) else p).detach()
+
+
+def export(config: Any, model: Any, tokenizer: Any, path: Path | None, computed: torch.dtype) -> None:
     """Writes a plain Hugging Face directory in the dtype of `config`, or in a wider one in which it was `computed`.
 
-    All ranks iterate over `named`; only the one with a `path` writes.
+    All ranks call this together; only the one with a `path` writes. A policy with adapters is merged, in float32.
     """
-    # bfloat16 has no room for the small steps of a training in float32: what is written would be another policy.
+    # bfloat16 has no room for the small steps of a training in float32: what is written would be another policy. A sum
+    # with adapters has none in bfloat16, even if its two parts were computed in it.
+    computed = torch.float32 if lora.layers(model) else computed
     dtype = torch.promote_types(config.dtype or torch.float32, computed)
     state = {}
-    for name, tensor in named:
+    for name, tensor in merged(model):
         if path:
             state[name] = tensor.to("cpu", dtype, copy=True)
     if path:
-        model = skeleton(config, dtype)
-        model.load_state_dict(state, assign=True, strict=False)
-        model.tie_weights()
-        model.save_pretrained(path)
+        plain = skeleton(config, dtype)
+        plain.load_state_dict(state, assign=True, strict=False)
+        plain.tie_weights()
+        plain.save_pretrained(path)
         tokenizer.save_pretrained(path)
 
 

@@ -81,7 +81,7 @@ class Client:
     def post(self, path: str, body: Any, read: Callable[[Any], T], retries: int | None = None) -> T:
         """Returns `read(answer)` of a POST of `body`; `retries` replaces the client's. Raises RequestFailed.
 
-        A LookupError, TypeError or ValueError of `read` makes the answer malformed.
+        A LookupError, TypeError or ValueError of `read` makes the answer malformed. `str` reads one that is no JSON.
         """
         return self._request("POST", path, body, read, retries)
 
@@ -148,7 +148,7 @@ class Client:
             fault = f"HTTP {answer.status}: {' '.join(text.split())[:200]}".rstrip(": ")
             raise RequestFailed(fault, answer.status == 429 or answer.status >= 500, _retry_after(answer))
         try:
-            found = decoded(answer.body, parse_constant=_refuse)
+            found = answer.body.decode() if read is str else decoded(answer.body, parse_constant=_refuse)
             if self.secrets or b"\\ud" in answer.body.lower():  # large answers of an engine need no pass in Python
                 found = clean(found, self.secrets)
             return read(found)

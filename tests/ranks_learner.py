@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 
 from grpo import Learner
 from models import lora
-from models.model import blocks, export, fill, load_config, load_model, load_tokenizer, shard, skeleton, weights
+from models.model import blocks, export, fill, load_config, load_model, load_tokenizer, merged, shard, skeleton
 
 
 def main() -> None:
@@ -40,7 +40,7 @@ def main() -> None:
         lora.add(whole, cfg.lora_rank, cfg.lora_alpha)
     model = fill(shard(model, "cpu", compute=torch.bfloat16 if args.bf16 else None), source)
     plain = {lora.plain(name): p.to(frozen) for name, p in source.named_parameters()} if source else {}
-    for (name, whole), (_, copy) in zip(weights(model), weights(reference), strict=True):
+    for (name, whole), (_, copy) in zip(merged(model), merged(reference), strict=True):
         assert torch.equal(whole, copy.to(whole.dtype)) and (source is None or torch.equal(copy, plain[name]))
     shares = sum(p.to_local().numel() for p in model.parameters())
     whole = sum(p.numel() for p in model.parameters())
@@ -58,8 +58,8 @@ def main() -> None:
         metrics.append(learner.update(1, minibatches))
         dcp.save(learner.state_dict(), checkpoint_id=args.out / "dcp")
     metrics.append(learner.update(2, minibatches))
-    final = {name: tensor.clone() for name, tensor in weights(model)}
-    export(config, weights(model), load_tokenizer(args.policy), args.out / "policy" if rank == 0 else None, frozen)
+    final = {name: tensor.clone() for name, tensor in merged(model)}
+    export(config, model, load_tokenizer(args.policy), args.out / "policy" if rank == 0 else None, frozen)
     if rank == 0:
         torch.save({"metrics": metrics, "weights": final}, args.out / "result.pt")
     del learner, model, reference

@@ -61,6 +61,10 @@ def test_a_post_sends_json_and_returns_what_its_reader_makes_of_the_answer(serve
     assert headers["Content-Type"] == "application/json" and headers["X-Key"] == "k"
 
 
+def test_an_answer_that_is_no_json_can_be_read_as_text(serve):
+    assert client(serve((200, {}, "Success: 'x' added")).url).post("/load", {}, str) == "Success: 'x' added"
+
+
 def test_an_empty_body_is_sent_as_one_and_a_get_has_none(serve):
     server = serve(OK)
     asker = client(server.url)

@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
+from test_engine import contexts_of
 from test_grpo import batch_of, eq2, scaled, settings_of
 from test_inspo import SMALL, finish, metrics, run_here, start, weights_of
 from test_ranks import CFG, LIMIT, together, torchrun
@@ -18,7 +19,7 @@ from config import WORLD, Config
 from engines.torch_engine import TorchEngine
 from grpo import Learner, minibatches
 from models import lora
-from models.model import load_policy, weights
+from models.model import fill, load_policy, merged
 from tasks import load_task
 from training.policy import Policy
 from training.ranks import Ranks
@@ -70,7 +71,7 @@ def logps_of(model, taus):
 def test_the_stream_is_base_plus_scale_b_a_under_the_plain_names_in_their_order(policy):
     model = trained(policy[0])
     base = dict(policy[0].named_parameters())
-    found, changed = dict(weights(model)), 0
+    found, changed = dict(merged(model)), 0
     assert list(found) == list(base)
     for name, W in base.items():
         want = W.detach().double()
@@ -96,7 +97,7 @@ def test_the_engine_samples_the_same_from_active_and_from_merged_adapters(tiny):
     shared, separate = TorchEngine(model, tiny[1], STOP), TorchEngine(other, tiny[1], STOP)
     contexts = {row: list(range(5 + row, 30)) for row in range(3)}
     before = list(separate.generate(contexts, 8, 0.0))
-    separate.load(weights(model))
+    separate.load(merged(model))
     for engine in (shared, separate):
         engine.begin(0)
     mine, theirs = (sorted(engine.generate(contexts, 8, 0.0)) for engine in (shared, separate))
@@ -349,7 +350,7 @@ def one(path, batches):
     model = load_policy(path, "cpu")[0]
     first = {name: p.detach().clone() for name, p in model.named_parameters()}
     learner = Learner(lora.add(model, RANK, ALPHA), None, cfg)
-    return [learner.update(t, parts) for t in (1, 2)], dict(weights(model)), first
+    return [learner.update(t, parts) for t in (1, 2)], dict(merged(model)), first
 
 
 @pytest.fixture(scope="module")
@@ -415,5 +416,95 @@ def test_the_workers_of_a_run_do_so_too(path, batches, tmp_path):
     found = json.loads((tmp_path / "metrics.json").read_text())
     assert found == pytest.approx(want, rel=2e-5, abs=1e-6)
     exported = weights_of(tmp_path / "policy")
-    for name, W in weights(model):
+    for name, W in merged(model):
         torch.testing.assert_close(exported[name], W, atol=1e-4, rtol=0)
+
+
+# ---- bfloat16
+
+
+@pytest.fixture(scope="module")
+def faint(tiny, tmp_path_factory):
+    """(path of a bf16 policy, that policy with trained adapters, tokenizer); W + scale * B A, in bf16, is nearly W.
+
+    B is as AdamW's first updates make it: all entries of one size, in the direction of a gradient.
+    """
+    path, tokenizer = tmp_path_factory.mktemp("faint") / "policy", tiny[1]
+    base = copy.deepcopy(tiny[0]).bfloat16()
+    with torch.no_grad():
+        for name, p in base.named_parameters():
+            p.mul_(3 if "_proj.weight" in name else 1)  # a coarser grid
+    base.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    model = adapted(load_policy(str(path), "cpu")[0])
+    texts = {key: (ids, range(10, 50)) for key, ids in contexts_of(tokenizer).items()}
+
+    def look(layer, args):  # at what its inputs have in common, so that the update moves all tokens alike
+        layer.lora_A["default"].weight.data.zero_()[0] = 0.1 * args[0][0].mean(0).sign()
+
+    hooks = [layer.register_forward_pre_hook(look) for layer in lora.layers(model).values()]
+    logps_of_turns(model, texts)
+    for hook in hooks:
+        hook.remove()
+    logps_of_turns(model, texts).sum().backward()
+    with torch.no_grad():
+        for layer in lora.layers(model).values():
+            B = layer.lora_B["default"].weight
+            B.copy_(3e-4 * B.grad.sign())
+        first, last = (torch.cat([p.flatten().float() for _, p in merged(m)]) for m in (base, model))
+    move, rounded = last - first, last.bfloat16().float() - first
+    assert move @ rounded < 0.25 * move @ move
+    model.zero_grad()
+    return str(path), model, tokenizer
+
+
+def logps_of_turns(model, turns):
+    """Returns the log-probs of the tokens of all turns, {key: (context, ids)}."""
+    found = []
+    for context, ids in turns.values():
+        logps = model(torch.tensor([[*context, *ids]]), use_cache=False).logits[0].log_softmax(-1)
+        found.append(logps[range(len(context) - 1, len(context) + len(ids) - 1), [*ids]])
+    return torch.cat(found)
+
+
+@torch.no_grad()
+def share_of_update(engine, model, tokenizer):
+    """Returns how much of what the adapters change in the log-probs an engine has: 1 is all, 0 nothing."""
+    contexts = contexts_of(tokenizer)
+    engine.begin(0)
+    turns = list(engine.generate(contexts, 40, 1.0))
+    while len(turns) < len(contexts):
+        turns += engine.generate({}, 40, 1.0)
+    played = {turn.key: (contexts[turn.key], turn.ids) for turn in turns}
+    got = torch.tensor([lp for turn in turns for lp in turn.logps])
+    on = logps_of_turns(model, played)
+    with lora.off(model):
+        off = logps_of_turns(model, played)
+    return ((got - off) @ (on - off) / (on - off).square().sum()).item()
+
+
+@pytest.fixture
+def half(faint):
+    """A run's policy, computed in bf16, with those adapters."""
+    cfg = Config(model=faint[0], engine="torch", dtype="bfloat16", lora_rank=RANK, lora_alpha=ALPHA)
+    policy = Policy(cfg, Ranks("cpu", 1, "bfloat16"), "torch", load_task(cfg))
+    policy.worker.sync()
+    fill(policy.worker.learner.model, faint[1])
+    policy.worker.synced = False
+    yield policy
+    policy.close()
+
+
+def test_an_engine_of_its_own_in_bf16_has_what_a_small_update_changes(half, faint):
+    engine = half.worker.engine
+    assert {p.dtype for p in engine.model.parameters()} == {torch.bfloat16}  # as FSDP gathers them
+    assert abs(share_of_update(engine, *faint[1:])) < 0.15  # the first policy's
+    half.worker.sync()
+    assert share_of_update(engine, *faint[1:]) == pytest.approx(1, abs=0.15)
+
+
+def test_an_export_of_a_bf16_run_keeps_what_its_adapters_have_learned(half, faint, tmp_path):
+    half.export(tmp_path / "policy")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")  # in the dtype that config.json names
+    for name, W in merged(faint[1]):
+        torch.testing.assert_close(exported.get_parameter(name), W, atol=1e-7, rtol=1e-6)

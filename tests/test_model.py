@@ -26,7 +26,6 @@ from models.model import (
     logit_scale,
     score,
     skeleton,
-    weights,
 )
 from models.packing import Packing, packed_attention
 from plumbing.chat import in_template
@@ -141,7 +140,7 @@ def test_there_is_a_block_for_every_layer(policy):
 def test_an_exported_policy_is_the_policy(policy, tiny_path, tmp_path):
     model, tokenizer = policy
     path = tiny_path if model.config.hidden_size == 64 else WORLD / "policy"
-    export(load_config(str(path)), weights(model), tokenizer, tmp_path / "p", torch.float32)
+    export(load_config(str(path)), model, tokenizer, tmp_path / "p", torch.float32)
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "p", dtype=torch.float32)
     assert [n for n, _ in again.named_parameters()] == [n for n, _ in model.named_parameters()]
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
@@ -160,7 +159,7 @@ def test_an_export_has_the_digits_of_the_model_and_of_its_training(
     skeleton(config, torch.float32)  # as FSDP2 and export.py make one first
     skeleton(config, torch.bfloat16)
     assert config.dtype == getattr(torch, published)
-    export(config, weights(tiny[0]), tiny[1], tmp_path / "p", getattr(torch, computed))
+    export(config, tiny[0], tiny[1], tmp_path / "p", getattr(torch, computed))
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "p")  # in the dtype that config.json names
     assert {p.dtype for p in again.parameters()} == {getattr(torch, written)}
     for p, q in zip(again.parameters(), tiny[0].parameters(), strict=True):

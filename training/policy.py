@@ -168,13 +168,15 @@ class Worker:
             reference = copy.deepcopy(source)
         self.shared = engine == "torch" and not ranks.grouped  # the engine samples from the trainer's own model
         self.synced = self.shared  # the engine has the policy's present weights
+        self.has_frozen = False  # the engine has the weights that never change, of a run with LoRA
         self.engine: Engine
         if engine == "vllm":
             self.engine = self.vllm(ends, ranks.dtype)
         elif self.shared:
             self.engine = TorchEngine(model, self.tokenizer, ends, cfg.max_rows)
         else:
-            whole = fill(empty(self.config, compute, ranks.device), source)
+            # Adapters in the dtype in which FSDP gathers the trainer's, so that both compute one policy.
+            whole = fill(self.adapted(empty(self.config, compute, ranks.device), compute), source)
             self.engine = TorchEngine(whole, self.tokenizer, ends, cfg.max_rows)
         if cfg.recompute:
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -191,17 +193,20 @@ class Worker:
         if cfg.vllm != "colocate":
             from engines.vllm_server import VllmServer
 
-            return VllmServer(cfg.vllm, self.tokenizer, ends, model=cfg.model, max_len=max_len)
+            return VllmServer(
+                cfg.vllm, self.tokenizer, ends, model=cfg.model, max_len=max_len, lora_rank=cfg.lora_rank,
+                lora_alpha=cfg.lora_alpha, folder=Path(cfg.out or "runs"),
+            )  # fmt: skip
         from engines.vllm_engine import VllmEngine
 
         return VllmEngine(
             cfg.model, self.tokenizer, ends, max_len=max_len, dtype=dtype, memory=cfg.vllm_memory,
-            seed=cfg.seed + self.ranks.rank,
+            seed=cfg.seed + self.ranks.rank, lora_rank=cfg.lora_rank, lora_alpha=cfg.lora_alpha,
         )  # fmt: skip
 
-    def adapted(self, model: Any) -> Any:
-        """Returns the model with the adapters of a run with LoRA; otherwise as it is."""
-        return lora.add(model, self.cfg.lora_rank, self.cfg.lora_alpha, self.cfg.seed)
+    def adapted(self, model: Any, dtype: torch.dtype = torch.float32) -> Any:
+        """Returns the model with the adapters of a run with LoRA, in this dtype; otherwise as it is."""
+        return lora.add(model, self.cfg.lora_rank, self.cfg.lora_alpha, self.cfg.seed, dtype)
 
     def first_policy(self) -> Any:
         """Returns the policy from before training on rank 0, whole and on the CPU; None on the other ranks."""
@@ -221,9 +226,7 @@ class Worker:
         have thousands of questions.
         """
         rank, size = self.ranks.rank, self.ranks.size
-        if not self.synced:
-            self.engine.load(weights(self.learner.model))
-            self.synced = True
+        self.sync()
         if self.engine.lockstep or size == 1:
             number = {group: k for k, group in enumerate(dict.fromkeys(job.group for job in jobs))}
             mine = [k for k, job in enumerate(jobs) if number[job.group] % size == rank]
@@ -242,6 +245,12 @@ class Worker:
         if size > 1 and whole is not None:
             taus = {k: tau if tau.group in whole else tau.outcome() for k, tau in taus.items()}
         return list(taus.items())
+
+    def sync(self) -> None:
+        """Gives the engine the policy's present weights, unless it has them; frozen ones once."""
+        if not self.synced:
+            self.engine.load(weights(self.learner.model, frozen=not self.has_frozen))
+            self.synced = self.has_frozen = True
 
     def update(self, t: int, taus: list[Trajectory]) -> tuple[dict[str, float], dict[int, dict[str, list[float]]]]:
         """Calls `Learner.update` with the engine asleep; returns its metrics, and by place in `taus` the tokens that
@@ -278,7 +287,7 @@ class Worker:
         """Writes a plain Hugging Face directory from rank 0."""
         to = path if self.ranks.rank == 0 else None
         try:
-            export(self.config, weights(self.learner.model), self.tokenizer, to, getattr(torch, self.ranks.dtype))
+            export(self.config, self.learner.model, self.tokenizer, to, getattr(torch, self.ranks.dtype))
         except (OSError, SafetensorError) as e:
             raise DiskFault(f"cannot write {path} ({getattr(e, 'strerror', None) or e})") from None
 
