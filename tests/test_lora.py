@@ -390,8 +390,11 @@ def test_a_checkpoint_of_two_is_loaded_by_any_number(path, batches, tmp_path, tw
 
 @pytest.mark.ranks
 def test_frozen_weights_in_bf16_agree_within_its_rounding(path, batches, tmp_path, one):
-    (mine, *_), merged = together(2, path, batches, tmp_path / "2", "--bf16")
-    (theirs, *_), _ = together(1, path, batches, tmp_path / "1", "--bf16")
+    cfg, parts = pickle.loads(batches.read_bytes())
+    (alone := tmp_path / "alone.pkl").write_bytes(pickle.dumps((replace(cfg, micro_tokens=1), parts)))
+    # A shared prompt is rounded otherwise than each one's own, and other numbers of ranks cut other batches.
+    (mine, *_), merged = together(2, path, alone, tmp_path / "2", "--bf16")
+    (theirs, *_), _ = together(1, path, alone, tmp_path / "1", "--bf16")
     for name in ("loss", "grad_norm", "entropy"):
         assert mine[name] == pytest.approx(theirs[name], rel=0.02, abs=1e-3), name
         assert mine[name] == pytest.approx(one[0][0][name], rel=0.25, abs=2e-3), name  # random tokens: 16 % at most
