@@ -13,11 +13,10 @@ import torch
 from torch.utils import cpp_extension
 
 HERE = Path(__file__).parent
-# Times that the host waits for the card in a micro-batch of the update, and of these in attention, per layer and pass.
-SYNCS, IN_ATTENTION = 13, 1
+SYNCS = 12  # times that the host waits for the card in a micro-batch, at most
 PRESETS = {
-    "0.5B": (1, "--model", "qwen2.5-0.5b"),
-    "1.5B LoRA": (1, "--model", "qwen2.5-1.5b", "--lora_rank", "32"),
+    "0.5B": (1, "--model", "qwen2.5-0.5b", "--card", "rtx4090"),
+    "1.5B LoRA": (1, "--model", "qwen2.5-1.5b", "--lora_rank", "32", "--card", "rtx4090"),
     "3B": (8, "--model", "qwen2.5-3b"),
     "7B": (8, "--model", "qwen2.5-7b"),
 }
@@ -58,10 +57,8 @@ def test_a_preset_builds_resumes_updates_and_saves_on_the_card(preset, guard):
     syncs = Counter()
     for phase, _, _, n in found["syncs"]:
         syncs[phase] += n
-    passes = {"update": 3, "score": 1}  # reference, forward, and forward again where activations are recomputed
-    for phase, n in passes.items():
-        bound = SYNCS + n * IN_ATTENTION * found["layers"]
-        assert syncs[phase] / found["batches"][phase] <= bound, found["syncs"]
+    for phase in ("update", "score"):
+        assert syncs[phase] / found["batches"][phase] <= SYNCS, found["syncs"]
 
     peaks = {phase: n for phase, n in found["peak"].items() if phase != "build"}
     assert max(peaks.values()) == pytest.approx(found["estimate"], rel=0.1), peaks

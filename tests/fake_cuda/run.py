@@ -37,12 +37,13 @@ import config  # noqa: E402
 import training.policy as policy  # noqa: E402
 from grpo import Learner  # noqa: E402
 from kernels import rows_triton  # noqa: E402
-from models.model import blocks  # noqa: E402
 from tasks import Question, Trajectory  # noqa: E402
-from training.fit import estimate, shapes  # noqa: E402
+from training.fit import shapes, with_room  # noqa: E402
+from training.speed import CARDS  # noqa: E402
 
 OURS = {str(path) for part in ("*.py", "[!t]*/*.py", "training/*.py") for path in HERE.glob(part)}
-LENGTH, PROMPT, TURN = 2048, 448, 160  # tokens of every trajectory, so that micro-batches are full; two observations
+LENGTH, PROMPT, TURN = 2272, 449, 161  # tokens of every trajectory
+PAIR = 2 * LENGTH - (PROMPT - 1)  # of two, which share all of a prompt but its end: 4,096 fill a micro-batch
 
 
 def on_card(x):
@@ -214,7 +215,7 @@ def outside(function):
 
 
 def trajectory(group):
-    tau = Trajectory(0, Question("q", "Who?", ("x",)), group, [5] * PROMPT, PROMPT, [0] * PROMPT, [0.0] * PROMPT)
+    tau = Trajectory(0, Question("q", "Who?", ("x",)), group, [group] * PROMPT, PROMPT, [0] * PROMPT, [0.0] * PROMPT)
     observation = (LENGTH - PROMPT - 3 * TURN) // 2
     for k in range(3):
         tau.act([5] * TURN, [-1.0] * TURN)
@@ -233,10 +234,10 @@ FAKE, TRACKER = FakeTensorMode(allow_non_fake_inputs=True), Tracker()
 def main():
     ranks = int(sys.argv[2])
     cfg = config.parse([*sys.argv[3:], "--dry_run"])
-    full = ranks * (cfg.micro_tokens // LENGTH)  # trajectories in one full micro-batch of every rank
+    cfg, fit = with_room(cfg, shapes(cfg.model), "vllm", ranks, CARDS[cfg.card].memory)
+    full = 2 * ranks * (cfg.micro_tokens // PAIR)  # trajectories in one full micro-batch of every rank
     cfg = replace(cfg, G=2, mini=full)  # two of these in a mini-batch
     pretend(ranks)
-    fit = estimate(cfg, shapes(cfg.model), "vllm", ranks, 80)
     with FAKE, TRACKER, torch.autograd.set_multithreading_enabled(False):
         worker = worker_of(cfg, ranks)
         with phase("resume"):
@@ -256,8 +257,8 @@ def main():
             "frozen": dtypes(frozen),
             "optimizer": dtypes(states),
             "products": TRACKER.products,
-            "bytes to the CPU a token": TRACKER.left / (len(taus) * LENGTH / ranks),
-            "layers": len(blocks(model)),
+            "bytes to the CPU a token": TRACKER.left / (len(taus) / 2 * PAIR / ranks),
+            "recompute": cfg.recompute,
             "batches": TRACKER.batches,
             "syncs": [[*key, n] for key, n in TRACKER.syncs.most_common()],
             "peak": TRACKER.peak,
