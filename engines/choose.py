@@ -8,14 +8,29 @@ from models.model import load_config
 from plumbing.faults import Fault
 
 NARROW = 256  # a model of fewer hidden units gains nothing from bfloat16 on a CPU
+DRIVERS = {"12": 525, "13": 580}  # the oldest for a major version of CUDA ("Minor Version Compatibility", NVIDIA)
 
 
 def device_of(cfg: EngineKnobs) -> str:
     """Returns "cuda" or "cpu"."""
     device = cfg.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
-        raise Fault("--device cuda: torch finds no CUDA device here; leave it out, or choose cpu")
+        raise Fault(f"--device cuda: {without_cuda()}; leave it out, or choose cpu")
     return device
+
+
+def without_cuda() -> str:
+    """Returns why torch finds no CUDA device."""
+    if not torch.version.cuda:
+        return f"torch {torch.__version__} is built without CUDA"
+    said = "no device"
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as e:
+        said = str(e).splitlines()[0]
+    driver = DRIVERS.get(torch.version.cuda.split(".")[0])
+    needed = f", whose CUDA {torch.version.cuda} needs an NVIDIA driver of {driver} or later" if driver else ""
+    return f"torch {torch.__version__}{needed}, finds no CUDA device ({said})"
 
 
 def dtype_of(cfg: Config, device: str) -> str:

@@ -93,7 +93,8 @@ class VllmEngine:
         self.begin(seed)
 
     def begin(self, seed: int) -> None:
-        """As Engine; on CUDA samples depend only on `seed` and contexts, on the CPU also on the rows run together."""
+        """As Engine. On CUDA a row draws by `seed` and its context alone, though the rows that run together round its
+        log-probs, and so may change a draw; on the CPU they also share its random numbers."""
         self.seed = seed
         if not self.cuda:  # rows have no seeds of their own there (see `add`), so ranks must differ
             torch.manual_seed(seed + (dist.get_rank() if self.had_group else 0))

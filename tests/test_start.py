@@ -5,9 +5,13 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
 from json_server import JsonServer
 
+import inspo
 from config import WORLD, Config, parse
+from engines.choose import without_cuda
+from grpo import Learner
 from models.model import load_tokenizer
 from plumbing.faults import Fault
 from plumbing.servers import Servers
@@ -95,6 +99,39 @@ def test_an_instruction_that_leaves_no_room_for_a_turn_ends_the_run_at_its_start
         check(replace(cfg, max_prompt=1000), ranks, task, task.instruction)
     with pytest.raises(Fault, match="--canary /dev/null: the file is empty"):
         check(replace(cfg, canary="/dev/null"), ranks, task, task.instruction)
+
+
+def test_a_large_model_is_not_trained_on_a_cpu_that_nobody_asked_for():
+    """Where torch finds no CUDA; --device cpu goes on, to the next thing that is missing."""
+    cfg = replace(parse([]), model="Qwen/Qwen2.5-0.5B")
+    task, ranks = SearchQA(cfg), Ranks("cpu", 1)
+    with pytest.raises(Fault, match="^--model Qwen/Qwen2.5-0.5B: .*CUDA.*--device cpu"):
+        check(cfg, ranks, task, "")
+    with pytest.raises(Fault, match="no causal LM can be loaded"):
+        check(replace(cfg, device="cpu"), ranks, task, "")
+
+
+@pytest.mark.parametrize("cuda, driver", [("12.8", "525"), ("13.0", "580")])
+def test_a_driver_that_is_too_old_is_told_which_would_do(monkeypatch, cuda, driver):
+    def init():
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nMore.")
+
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    assert re.search(rf"CUDA {cuda} needs an NVIDIA driver of {driver} or later.*found version 11040\)", without_cuda())
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert without_cuda().endswith("built without CUDA")
+
+
+def test_a_full_gpu_is_told_in_one_line_that_names_a_remedy(monkeypatch, tmp_path):
+    def update(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has ...")
+
+    monkeypatch.setattr(Learner, "update", update)
+    with pytest.raises(SystemExit) as ended:
+        inspo.main(f"--mode static --T 2 --batch 2 --mini 2 --G 2 --eval_n 2 --out {tmp_path / 'run'}".split())
+    said = str(ended.value).strip().splitlines()
+    assert re.match("update: CUDA out of memory; resume with .*--recompute 1.*--micro_tokens", said[0]), said
 
 
 @pytest.mark.parametrize("url", ["", "http://127.0.0.1:8000", "http://localhost:8000"])

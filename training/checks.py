@@ -5,7 +5,7 @@ import dataclasses
 import torch
 
 from config import Config, read_instruction
-from engines.choose import choose_engine
+from engines.choose import choose_engine, without_cuda
 from models import layers
 from models.model import load_config, load_tokenizer
 from plumbing.faults import Fault
@@ -16,6 +16,8 @@ from training.fit import shapes, with_room
 from training.ranks import Ranks
 from training.speed import CARDS
 from training.speed import table as speed_table
+
+WIDE = 896  # hidden units of a model whose step takes a CPU hours: the 0.5B's
 
 
 def print_memory(cfg: Config) -> None:
@@ -38,6 +40,8 @@ def check(cfg: Config, ranks: Ranks, task: Task, instruction: str) -> tuple[str,
     """
     if cfg.canary:
         read_instruction("canary", cfg.canary)
+    if ranks.device == "cpu" and not cfg.device and shapes(cfg.model).get_text_config().hidden_size >= WIDE:
+        raise Fault(f"--model {cfg.model}: {without_cuda()}; mend that, or take hours with --device cpu")
     engine, why = choose_engine(cfg, ranks.device)
     if ranks.device == "cuda":
         memory = torch.cuda.get_device_properties(0).total_memory / 1e9

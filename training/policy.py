@@ -35,6 +35,9 @@ R = TypeVar("R")
 # After these all ranks can still work together.
 PASSED_ON = (Outage, CheckpointFault, stop.Stopped)
 
+UPDATE = "--recompute 1, a smaller --micro_tokens, --offload_reference or more GPUs"  # what saves memory in it
+ROLLOUT = "a smaller --vllm_memory, or --max_rows of the torch engine"
+
 
 class Policy:
     """pi_theta: what Algorithm 1 does with it, and what a run needs besides. Made on rank 0 alone."""
@@ -122,7 +125,7 @@ class Policy:
     def on_all_ranks(self, method: Callable[Concatenate[Worker, S], R], *args: S.args, **kwargs: S.kwargs) -> list[R]:
         """Returns method(worker, *args) of every rank, by rank; raises a rank's fault once all have finished."""
         if self.ranks.size == 1:
-            return [method(self.worker, *args, **kwargs)]
+            return [within_memory(method, self.worker, *args, **kwargs)]
         self.in_step = False
         self.ranks.broadcast((method, args, kwargs))
         answers = self.ranks.gather(attempt(method, self.worker, *args, **kwargs))
@@ -322,6 +325,16 @@ def attempt(
 ) -> R | BaseException:
     """Returns method(worker, ...), or the fault that it raised where all ranks can continue after it."""
     try:
-        return method(worker, *args, **kwargs)
+        return within_memory(method, worker, *args, **kwargs)
     except PASSED_ON as e:
         return e
+
+
+def within_memory(method: Callable[Concatenate[Worker, S], R], worker: Worker, *args: S.args, **kwargs: S.kwargs) -> R:
+    """Returns method(worker, ...); a Fault says what helps where a GPU's memory was too small for it."""
+    try:
+        return method(worker, *args, **kwargs)
+    except torch.OutOfMemoryError as e:
+        smaller = ROLLOUT if method.__name__ == "rollout" else UPDATE
+        reason = str(e).partition(". ")[0]
+        raise Fault(f"\n{method.__name__}: {reason}; resume with {smaller}, or look at --dry_run") from None
