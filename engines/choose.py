@@ -22,8 +22,8 @@ def device_of(cfg: EngineKnobs) -> str:
 def without_cuda() -> str:
     """Returns why torch finds no CUDA device."""
     if not torch.version.cuda:
-        return f"torch {torch.__version__} is built without CUDA"
-    said = "no device"
+        return f"torch {torch.__version__} finds no CUDA device (it is built without CUDA)"
+    said = "there is none"
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as e:

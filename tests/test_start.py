@@ -120,7 +120,7 @@ def test_a_driver_that_is_too_old_is_told_which_would_do(monkeypatch, cuda, driv
     monkeypatch.setattr(torch.cuda, "init", init)
     assert re.search(rf"CUDA {cuda} needs an NVIDIA driver of {driver} or later.*found version 11040\)", without_cuda())
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert without_cuda().endswith("built without CUDA")
+    assert without_cuda().endswith("built without CUDA)")
 
 
 def test_a_full_gpu_is_told_in_one_line_that_names_a_remedy(monkeypatch, tmp_path):
