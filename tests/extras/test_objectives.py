@@ -897,9 +897,13 @@ def test_one_ratio_for_a_whole_sequence(model):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", ["gspo", "hapo"])
-def test_an_objective_sees_the_whole_mini_batch_on_every_rank(tiny_path, tmp_path, name):
-    """GSPO needs a ratio a sequence, HAPO the quantiles and groups of all tokens, from several passes."""
+@pytest.mark.parametrize(("name", "close"), [("gspo", 5e-5), ("hapo", 5e-3)])
+def test_an_objective_sees_the_whole_mini_batch_on_every_rank(tiny_path, tmp_path, name, close):
+    """GSPO needs a ratio a sequence, HAPO the quantiles and groups of all tokens, from several passes.
+
+    HAPO divides by the smallest log entropy, and its terms cancel: in one process other micro-batches move its loss by
+    1.4e-3 of its size in float32, by 1e-6 in float64.
+    """
     from test_ranks import CFG, LIMIT, Update, same, torchrun, weights_of
 
     cfg, taus = ObjectiveConfig(**vars(CFG), objective=name), batch_of(7, seed=3)
@@ -915,7 +919,7 @@ def test_an_objective_sees_the_whole_mini_batch_on_every_rank(tiny_path, tmp_pat
     code, _, stderr = finish(process, LIMIT)
     assert code == 0, stderr
     found = torch.load(tmp_path / "out" / "result.pt")
-    same(found["metrics"], found["weights"], one)
+    same(found["metrics"], found["weights"], one, close)
 
 
 @pytest.mark.slow
