@@ -60,6 +60,7 @@ class TaskKnobs:
     """the task"""
 
     task: str = knob("tasks.search_qa:SearchQA", "what is asked, called and scored: module:Class (docs/tasks.md)")
+    reward: str = knob("", "a function that scores in place of the task: module:function (docs/tasks.md)", more=True)
     train: str = knob("", "training questions, .jsonl or .parquet")
     valid: str = knob("", "questions that choose the best checkpoint; empty: some of --train are set aside")
     valid_n: int = knob(

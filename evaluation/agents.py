@@ -20,7 +20,7 @@ from tasks import Job, Question, Task, Trajectory
 from tasks.tools import stop_strings
 
 # Flags of inspo.py that matter here; a run's own values are the defaults. The second half changes no result.
-PLAYED = ("task", "test", "topk", "max_turns", "max_response", "max_observation", "max_prompt")
+PLAYED = ("task", "reward", "test", "topk", "max_turns", "max_response", "max_observation", "max_prompt")
 SERVED = ("retriever", "corpus", "search_retries", "max_rows", "engine", "device", "vllm_memory")
 
 

@@ -32,8 +32,8 @@ from tasks.questions import json_lines
 from tasks.tools import tags_of
 
 CHUNK = 64  # questions that are played together; one that was stopped repeats at most so many
-KNOBS = ("task", "train", "corpus", "retriever", "topk", "tools", "max_turns", "max_response", "max_observation",
-         "max_prompt", "engine", "device", "max_rows")  # fmt: skip
+KNOBS = ("task", "reward", "train", "corpus", "retriever", "topk", "tools", "max_turns", "max_response",
+         "max_observation", "max_prompt", "engine", "device", "max_rows")  # fmt: skip
 Row = dict[str, Any]
 
 

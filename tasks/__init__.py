@@ -6,14 +6,16 @@ the policy is trained for: rollouts, rewards, failures and metrics all come from
 
 from __future__ import annotations
 
+import asyncio
 import importlib
+import inspect
 import math
 import os
 import sys
 import zlib
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
 
@@ -194,18 +196,12 @@ class Task(ABC):
 
 def load_task(cfg: Config) -> Task:
     """Returns the task that --task names; a Fault says what is wrong with it."""
-    module, _, name = cfg.task.partition(":")
     where = f"--task {cfg.task}"
-    if not module or module.startswith(".") or not name:
-        raise Fault(f"{where}: give it as module:Class, for example mygame:Game for class Game in mygame.py")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        kind = getattr(importlib.import_module(module), name, None)
-    except ImportError as e:
-        raise Fault(f"{where}: {module} cannot be imported ({e}); run in the directory that it is in") from None
+    module, name, kind = imported(where, cfg.task, "Class, for example mygame:Game for class Game in mygame.py")
     if not (isinstance(kind, type) and issubclass(kind, Task)):
         raise Fault(f"{where}: {name} is no class in {module} that extends tasks.Task")
+    if cfg.reward:
+        kind = rewarded(kind, cfg.reward)
     if missing := sorted(getattr(kind, "__abstractmethods__", ())):
         raise Fault(f"{where}: {name} has no {' and no '.join(missing)}; define {'it' if len(missing) < 2 else 'them'}")
     task = kind(cfg)
@@ -216,6 +212,42 @@ def load_task(cfg: Config) -> Task:
     if fault := unusable(task.tools, COLUMNS):
         raise Fault(f"{where}: {fault}")
     return task
+
+
+def imported(where: str, spec: str, example: str) -> tuple[str, str, Any]:
+    """Returns module, name and object of "module:name", or None for an object that the module lacks; Fault if there is
+    no such module. The working directory is searched last."""
+    module, _, name = spec.partition(":")
+    if not module or module.startswith(".") or not name:
+        raise Fault(f"{where}: give it as module:{example}")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        return module, name, getattr(importlib.import_module(module), name, None)
+    except ImportError as e:
+        raise Fault(f"{where}: {module} cannot be imported ({e}); run in the directory that it is in") from None
+
+
+def rewarded(kind: type[Task], spec: str) -> type[Task]:
+    """Returns the task with the reward of --reward: a function, async or not, that returns a number for each of the
+    trajectories it gets. Its attribute `best_reward`, if it has one, replaces the task's."""
+    where = f"--reward {spec}"
+    module, name, score = imported(where, spec, "function, for example grades:brief for brief(taus) in grades.py")
+    if not callable(score) or isinstance(score, type):
+        raise Fault(f"{where}: {name} is no function in {module}")
+
+    def reward(self: Task, taus: Sequence[Trajectory]) -> list[float]:
+        found = score(taus)
+        if inspect.isawaitable(found):
+            found = asyncio.run(_waited(found))
+        return found.tolist() if hasattr(found, "tolist") else found  # type: ignore[no-any-return]
+
+    own = {"reward": reward, "best_reward": getattr(score, "best_reward", kind.best_reward)}
+    return type(kind.__name__, (kind,), own | {"__module__": kind.__module__})
+
+
+async def _waited(found: Awaitable[Any]) -> Any:
+    return await found
 
 
 def check_questions(task: Task) -> None:
@@ -234,7 +266,7 @@ def reward(task: Task, taus: Sequence[Trajectory]) -> None:
     """Sets `reward` and `failed` of the trajectories; Fault if the task's rewards are not a number for each."""
     with may_stop():  # a judge may take minutes
         rewards = task.reward(taus)
-    where = f"--task {task.cfg.task}: its reward"
+    where = f"--reward {task.cfg.reward}: the reward" if task.cfg.reward else f"--task {task.cfg.task}: its reward"
     if not isinstance(rewards, Sequence) or len(rewards) != len(taus):
         n = len(rewards) if isinstance(rewards, Sequence) else type(rewards).__name__
         raise Fault(f"{where} returned {n} for {len(taus)} trajectories; return a list with a number for each")

@@ -95,9 +95,9 @@ def two(path, batches, tmp_path_factory):
 def same(found, weights, one, close=5e-5):
     """Asserts that several processes computed what one did, in float32.
 
-    The metrics agree to `close` of their size (2.5e-5 was seen). The weights agree to 1e-5, after two steps that move them
-    by up to 1e-3 each, but for one in a thousand: where a gradient is almost 0, Adam divides rounding by rounding (3e-5
-    was seen).
+    The metrics agree to `close` of their size (2.5e-5 was seen). The weights agree to 1e-5, after two steps that move
+    them by up to 1e-3 each, but for one in a thousand: where a gradient is almost 0, Adam divides rounding by rounding
+    (3e-5 was seen).
     """
     for mine, theirs in zip(found, one.metrics[-len(found) :], strict=True):
         assert mine == pytest.approx(theirs, rel=close, abs=1e-6)

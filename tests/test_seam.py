@@ -138,6 +138,81 @@ def test_a_task_without_questions_or_with_an_id_twice_is_refused(split, ids, say
     check_questions(Asking())  # without validation questions a run has no best checkpoint, and needs none
 
 
+# ---- a reward without a task
+
+GRADES = """
+import asyncio
+import numpy as np
+
+def brief(taus):
+    return [1 / (1 + len(tau.response)) for tau in taus]
+
+async def waiting(taus):
+    async def grade(tau):
+        await asyncio.sleep(0)
+        return 2.0 * len(tau.response)
+    return await asyncio.gather(*map(grade, taus))
+
+waiting.best_reward = 6.0
+
+def array(taus):
+    return np.arange(len(taus), dtype=np.float32)
+
+def short(taus):
+    return [1.0]
+
+class Grade:
+    pass
+
+ten = 10
+"""
+
+
+@pytest.fixture
+def grades(game, tmp_path):
+    (tmp_path / "my_grades.py").write_text(GRADES)
+
+
+@pytest.mark.parametrize(
+    "function, rewards, failed",
+    [
+        ("brief", [1.0, 0.5, 0.25], [False, True, True]),
+        ("waiting", [0.0, 2.0, 6.0], [True, True, False]),  # its best reward is 6
+        ("array", [0.0, 1.0, 2.0], [True, False, False]),
+    ],
+)
+def test_a_function_scores_in_place_of_the_task(grades, function, rewards, failed):
+    task, played = load_task(Config(task="my_game:Game", reward=f"my_grades:{function}")), taus(3)
+    for tau, n in zip(played, (0, 1, 3), strict=True):
+        tau.response = "x" * n
+    reward(task, played)
+    assert [tau.reward for tau in played] == rewards and [tau.failed for tau in played] == failed
+    assert load_task(Config(task="my_game:Game")).reward(played) == [0.0] * 3
+
+
+def test_a_function_is_all_the_reward_that_a_task_needs(grades):
+    assert load_task(Config(task="my_game:Half", reward="my_grades:array")).reward(taus(2)) == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    "name, says",
+    [
+        ("my_grades", "give it as module:function"),
+        ("my_gradus:brief", "my_gradus cannot be imported"),
+        ("my_grades:long", "long is no function in my_grades"),
+        ("my_grades:ten", "ten is no function in my_grades"),
+        ("my_grades:Grade", "Grade is no function in my_grades"),
+    ],
+)
+def test_what_is_no_function_is_refused_by_name(grades, name, says):
+    assert refused(load_task, Config(task="my_game:Game", reward=name)).startswith(f"--reward {name}: {says}")
+
+
+def test_a_function_that_does_not_score_each_is_named(grades):
+    task = load_task(Config(task="my_game:Game", reward="my_grades:short"))
+    assert refused(reward, task, taus(2)).startswith("--reward my_grades:short: the reward returned 1 for 2")
+
+
 # ---- rewards and metrics
 
 
