@@ -1,16 +1,18 @@
-"""Does it work on this GPU? Five parts in at most 10 minutes (`make gpu`): a line for each, a table, JSON last.
+"""Does it work on this GPU? Seven parts in at most 15 minutes (`make gpu`): a line for each, a table, JSON last.
 
 kernels  the tests that need a GPU: the Triton kernel in every setting, packed attention in bf16
 world    a run of the embedded world (FSDP2, NCCL, torch engine), killed and resumed: bench/resume.py
 update   an update of a random model of Qwen2.5-3B's shape: tokens/s, MFU, memory, gathering: bench/update.py
 head     the GRPO head beside Liger's, where that is installed, and beside its own goals: bench/kernels.py
 vllm     the world's run with vLLM: sleep, wake, reload, proof of weights, log-prob gap
+lora     the same with LoRA: vLLM computes with the trainer's adapters; killed and resumed
+ranks    the world's run over two cards, killed and resumed
 
 Each part is a process with a time limit of its own; whatever happens to one, the next one runs. It PASSes, FAILs or is
-SKIPped because something is not installed, and then says what. A missed goal is a FAIL. Nothing outside this machine is
-reached. Exit code 1 if any part failed. It needs one GPU and `pip install -r requirements.txt` (torch 2.11 or later;
-without vLLM its part is skipped; the tests need pytest). `--device cpu` tries everything without a GPU on toy shapes,
-whose figures mean nothing.
+SKIPped because a package or a second card is missing, and then says what. A missed goal is a FAIL. Nothing outside this
+machine is reached. Exit code 1 if any part failed. It needs one GPU and `pip install -r requirements.txt` (torch 2.11
+or later; without vLLM its part is skipped; the tests need pytest). `--device cpu` tries everything without a GPU on toy
+shapes, whose figures mean nothing.
 """
 
 import argparse
@@ -54,6 +56,7 @@ found |= {"transformers": version("transformers"), "liger-kernel": version("lige
 if torch.cuda.is_available():
     card = torch.cuda.get_device_properties(0)
     found |= {"card": card.name, "memory_gb": round(card.total_memory / 1e9), "sm": f"{card.major}.{card.minor}"}
+    found["cards"] = torch.cuda.device_count()
 print(json.dumps(found))
 """
 
@@ -73,6 +76,7 @@ class Part:
     cpu: list[str]  # and on toy shapes
     # (log, whether on a GPU) -> the figures in a phrase, and as numbers; raises Missed
     read: Callable[[str, bool], tuple[str, dict]]
+    cards: int = 1
 
 
 def read_tests(log: str, cuda: bool) -> tuple[str, dict]:
@@ -93,7 +97,9 @@ def last_json(log: str) -> dict:
 def read_world(log: str, cuda: bool) -> tuple[str, dict]:
     x = last_json(log)
     killed = f", killed, resumed after step {x['resumed_after']}" if x["resumed_after"] else ""
-    text = f"{x['steps']} steps{killed}; rollouts {x['rollout_s']:.2f} s, "
+    over = f" on {x['ranks']} ranks" if x["ranks"] > 1 else ""
+    over += f", LoRA {x['lora_rank']}" if x["lora_rank"] else ""
+    text = f"{x['steps']} steps{over}{killed}; rollouts {x['rollout_s']:.2f} s, "
     text += f"update {x['update_s']:.2f} s a step; log-prob gap {x['logp_gap_max']:.1e} nat"
     if x["engine"] == "vllm":
         text += f"; {x['unproven'] or 'no'} weights without proof"
@@ -143,6 +149,7 @@ TESTS = (
 # On a GPU every setting with the small vocabulary, two with Qwen's; test_kernels' half that runs the Triton kernel.
 ON_GPU = "(on_the_gpu and (37-64-1187 or beta-dtype1 or cispo-dtype1)) or on_a_gpu or triton- or triton]"
 WORLD = "bench/resume.py --device {} --engine {} --steps {} --kill_at {}".format
+LORA, TWO = ["--lora_rank", "8"], ["--ranks", "2"]
 HEAD = "bench/kernels.py --out= --masked 0 50"  # half masked: one of its goals
 PARTS = [
     Part(
@@ -163,6 +170,14 @@ PARTS = [
     ),
     Part(
         "vllm", 140, f"vllm {RUN}", WORLD("cuda", "vllm", 6, 0).split(), WORLD("cpu", "vllm", 3, 0).split(), read_world,
+    ),
+    Part(
+        "lora", 180, f"vllm {RUN}", [*WORLD("cuda", "vllm", 6, 3).split(), *LORA],
+        [*WORLD("cpu", "vllm", 3, 2).split(), *LORA], read_world,
+    ),
+    Part(
+        "ranks", 130, RUN, [*WORLD("cuda", "torch", 6, 3).split(), *TWO],
+        [*WORLD("cpu", "torch", 3, 2).split(), *TWO], read_world, cards=2,
     ),
 ]  # fmt: skip
 
@@ -187,11 +202,15 @@ def error_line(log: str) -> str:
     return (errors or lines or ["it printed nothing"])[-1]
 
 
-def attempt(part: Part, cuda: bool, limit: float, out: Path, env: dict[str, str]) -> dict:
-    """Runs a part; returns its status, seconds, limit, line for the table, log and figures."""
+def attempt(part: Part, cards: int, limit: float, out: Path, env: dict[str, str]) -> dict:
+    """Runs a part, on the CPU if there are no cards; returns its status, seconds, limit, line for the table, log and
+    figures."""
+    cuda = cards > 0
     row = {"name": part.name, "status": "SKIP", "seconds": 0.0, "limit": limit, "log": "", "figures": {}}
     if absent := missing(part.needs):
         return row | {"line": f"pip install {absent}"}
+    if cuda and cards < part.cards:
+        return row | {"line": f"it takes {part.cards} cards; here is {cards}"}
     start, path = time.monotonic(), out / f"{part.name}.log"
     row |= {"status": "FAIL", "log": str(path)}
     with path.open("w") as file:
@@ -285,7 +304,8 @@ def main() -> int:
     limits, rows = dict(args.limit), []
     for part in PARTS:
         if not args.only or part.name in args.only:
-            row = attempt(part, cuda, limits.get(part.name, part.limit * (1 if cuda else 3)), out, env)
+            limit = limits.get(part.name, part.limit * (1 if cuda else 3))
+            row = attempt(part, machine.get("cards", 0), limit, out, env)
             where = f" ({row['log']})" if row["status"] == "FAIL" else ""
             print(f"{row['status']} {part.name:8} {row['seconds']:4.0f} s  {row['line']}{where}", flush=True)
             rows.append(row)

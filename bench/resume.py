@@ -1,15 +1,18 @@
 """A few steps of the embedded world, killed and resumed (`python bench/resume.py --engine torch`); JSON last.
 
 The run prunes, evolves and saves on the way; --kill_at 0 lets it end in peace. With `--engine vllm` every step puts
-vLLM to sleep, wakes it, sends it the weights and has it prove that it computes with them. Exits with 1 and a line if a
-run fails, if a step is missing or there twice, or if no gradient arrived.
+vLLM to sleep, wakes it, sends it the weights and has it prove that it computes with them. `--lora_rank 8` trains
+adapters, `--ranks 2` starts two processes. Exits with 1 and a line if a run fails, if a step is missing or there twice,
+or if no gradient arrived.
 """
 
 import argparse
+import contextlib
 import json
 import math
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -37,7 +40,9 @@ def rows_of(run: Path) -> list[dict]:
 
 def play(command: list[str], run: Path, kill_at: int) -> str:
     """Runs the command, killing it once step `kill_at` is logged (0: never); prints and returns its output."""
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=HERE)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=HERE, process_group=0
+    )
     lines: list[str] = []
 
     def pass_on() -> None:  # at once: a part that hangs is killed, and its last line then tells where
@@ -50,7 +55,8 @@ def play(command: list[str], run: Path, kill_at: int) -> str:
     while process.poll() is None and not (kill_at and len(rows_of(run)) > kill_at):
         time.sleep(0.02)
     code = process.poll()
-    process.kill()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     reader.join(10)
     if code:
@@ -67,6 +73,8 @@ def main() -> None:
     parser.add_argument("--engine", choices=("torch", "vllm"), default="torch")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--kill_at", type=int, default=3, help="the step after which it is killed; 0: none")
+    parser.add_argument("--lora_rank", type=int, default=0, help="of adapters; 0: all weights are trained")
+    parser.add_argument("--ranks", type=int, default=1, help="processes, a card each")
     args = parser.parse_args()
     if args.kill_at == 1:
         raise Fault("--kill_at 1: a step's checkpoint follows its line of metrics, so none is there yet; from 2 on")
@@ -74,8 +82,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as tmp:
         run, instruction = Path(tmp, "run"), Path(tmp, "instruction.txt")
         instruction.write_text(BEST)  # under it the first policy scores, so there are gradients
-        command = [sys.executable, "inspo.py", "--out", str(run), "--instruction", str(instruction)]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.ranks}"]
+        command = [sys.executable, *torchrun * (args.ranks > 1), "inspo.py"]
+        command += ["--out", str(run), "--instruction", str(instruction)]
         command += [*FLAGS, "--T", str(args.steps), "--engine", args.engine]
+        command += ["--lora_rank", str(args.lora_rank)] if args.lora_rank else []
         command += ["--device", args.device] if args.device else []
         start = time.monotonic()
         if args.kill_at:
@@ -92,7 +103,8 @@ def main() -> None:
     norms, gaps = ([row[name] for row in rows[1:]] for name in ("grad_norm", "logp_gap"))
     if not max(norms) > 0 or not all(map(math.isfinite, norms)):
         raise Fault(f"the gradients' norms are {norms}")
-    found = {"engine": args.engine, "steps": args.steps, "resumed_after": int(resumed[1]) if resumed else None}
+    found = {name: getattr(args, name) for name in ("engine", "lora_rank", "ranks", "steps")}
+    found |= {"resumed_after": int(resumed[1]) if resumed else None}
     found |= {"logp_gap_mean": statistics.mean(gaps), "logp_gap_max": max(gaps), "grad_norm_max": max(norms)}
     found |= {"unproven": int(unproven[1]) if unproven else 0}
     found |= {f"{name}_s": statistics.median(row[f"time/{name}"] for row in rows[1:]) for name in ("rollout", "update")}

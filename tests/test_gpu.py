@@ -54,8 +54,15 @@ def test_a_card_s_peak_is_known_or_0(name, tflops):
     assert update.peak_of(name) == tflops
 
 
-def test_the_parts_take_at_most_10_minutes():
-    assert sum(part.limit for part in gpu.PARTS) <= 600
+def test_the_parts_take_at_most_15_minutes():
+    assert sum(part.limit for part in gpu.PARTS) <= 900
+
+
+def test_a_part_for_two_cards_is_skipped_where_there_is_one(tmp_path):
+    part = gpu.Part("two", 1, "json", ["-c", "raise SystemExit(3)"], [], gpu.read_tests, cards=2)
+    row = gpu.attempt(part, 1, 5, tmp_path, {})
+    assert row["status"] == "SKIP" and "2 cards" in row["line"]
+    assert gpu.attempt(part, 2, 5, tmp_path, {})["status"] == "FAIL"
 
 
 def test_what_is_missing_is_named_with_its_pin():
