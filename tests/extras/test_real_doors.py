@@ -152,7 +152,8 @@ def test_two_processes_train_as_one_does(runs, lora_rank):
     mine, theirs = trained(one), trained(two)
     assert mine.keys() == theirs.keys()
     off = torch.cat([(W - theirs[name]).abs().flatten() for name, W in mine.items()])
-    assert off.max() < 1e-5 and (off > 1e-6).float().mean() < 1e-4  # the first step moves them by 2e-5, with LoRA 2e-4
+    step = 2e-4 if lora_rank else 2e-5  # where a gradient is almost 0, Adam divides rounding by rounding
+    assert off.max() < step and (off > step / 20).float().mean() < 1e-4
     if lora_rank:
         grown = [name for name, W in mine.items() if ".lora_B." in name and W.abs().max() > 1e-4]
         assert len(grown) == len(mine) / 2 == 7 * 30
