@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen2Config
 
 from config import parse
+from models import lora
 from models.layers import NormShapes
 from models.model import blocks, empty
 from training.fit import shapes
@@ -43,7 +44,9 @@ SMALL = Qwen2Config(
 BLOCK = 8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 20  # q, k and v, o, and gate, up, down
 UNIT = Card(flops=1.0, bandwidth=1.0, link=1.0, memory=1.0)
 EXACT = Assumed(flops=1, bandwidth=1, link=1, host=0, search=0)
-PLAIN = Shape(parameters=100, matrices=60, head=20, vocabulary=10, width=3, kv=7, forward=5.0, backward=11.0)
+PLAIN = Shape(
+    parameters=100, matrices=60, head=20, vocabulary=10, width=3, kv=7, forward=5.0, backward=11.0, adapters=0
+)  # fmt: skip
 CFG3, CFG7 = (parse(["--dry_run", "--model", name]) for name in ("qwen2.5-3b", "qwen2.5-7b"))
 
 
@@ -82,6 +85,32 @@ def test_flops_equal_torch_s_counter(n):
     assert ours - 2 * shape.width * n * n == counted.get_total_flops() - rope  # a fused kernel repeats one product
     assert logits.shape == (1, n, 50)
     assert update_flops(shape, n, n, n * n, recompute=1) - ours == forward_flops(shape, n, 0, n * n)
+
+
+def test_flops_with_lora_equal_torch_s_counter(n=16):
+    """The policy's own weights get no gradient, the head's included."""
+    model = lora.add(empty(SMALL, torch.float32, "cpu"), 2, 2)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.02)
+    model.set_attn_implementation("eager")
+    shape = shape_of(SMALL, rank=2)
+    assert shape.adapters == 3 * 2 * (16 + 12 + 12 + 16 + 28 + 28 + 28)  # in + out of q, k, v, o, gate, up, down
+    assert shape.parameters == shape_of(SMALL).parameters and shape.matrices == 3 * BLOCK + shape.adapters
+    x, ids = torch.randn(1, n, 8, requires_grad=True), torch.zeros(1, n, dtype=torch.long)
+    with FlopCounterMode(display=False) as counted:
+        model(inputs_embeds=x, use_cache=False).logits.sum().backward()
+    ours = update_flops(shape, n, n, n * n, recompute=0) - 2 * shape.width * n * n
+    assert ours == counted.get_total_flops() - 2 * counted_rope(model, ids)
+
+
+def test_what_an_adapter_moves_by_hand():
+    """A unit of the intermediate size adds, to what it does without adapters: gate's and up's B write it, scaling reads
+    and writes it, the sum reads two and writes one; down's A reads it. Weights are read once for 1,024 tokens."""
+    wide = copy.deepcopy(SMALL)
+    wide.intermediate_size += 1000
+    plain, adapted = ([shape_of(config, rank=rank).forward for config in (SMALL, wide)] for rank in (0, 2))
+    more = (adapted[1] - adapted[0]) - (plain[1] - plain[0])
+    assert more == pytest.approx(3 * 2 * 1000 * (2 * (1 + 2 + 3) + 1 + 3 * 2 / 1024))
 
 
 def counted_rope(model, ids):

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from config import Config, evolves
 from engines.vllm_engine import MAX_SEQS
+from models import lora
 from models.layers import fuse_shapes
 from models.model import blocks, skeleton
 from training.fit import kv_bytes
@@ -61,19 +62,23 @@ class Shape:
     vocabulary: int
     width: int  # layers x query heads x their dimension
     kv: int  # bytes of one token's keys and values
+    adapters: int  # weights of LoRA's matrices, which are among the blocks'; 0 without
     forward: float  # bytes a token that a forward pass of the blocks moves between the products
     backward: float  # the same of their backward pass
 
 
-def shape_of(config: Any, dtype: torch.dtype = torch.bfloat16, fused: int = 0) -> Shape:
-    """Returns the Shape of a Hugging Face config, trained in `dtype`, with Liger's layers if `fused`."""
+def shape_of(config: Any, dtype: torch.dtype = torch.bfloat16, fused: int = 0, rank: int = 0) -> Shape:
+    """Returns the Shape of a Hugging Face config, trained in `dtype`, with Liger's layers if `fused`, and with LoRA
+    adapters of this rank."""
     model, text = skeleton(config, dtype), config.get_text_config()
     if fused:
         fuse_shapes(model)
-    forward, backward = moved(model)
+    parameters = sum(p.numel() for p in model.parameters())
+    lora.add(model, rank, rank, dtype=dtype)
+    forward, backward = moved(model, rank)
     dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return Shape(
-        parameters=sum(p.numel() for p in model.parameters()),
+        parameters=parameters,
         matrices=sum(p.numel() for block in blocks(model) for p in block.parameters() if p.ndim == 2),
         head=model.get_output_embeddings().weight.numel(),
         vocabulary=len(model.get_output_embeddings().weight),
@@ -81,24 +86,29 @@ def shape_of(config: Any, dtype: torch.dtype = torch.bfloat16, fused: int = 0) -
         kv=kv_bytes(config),
         forward=forward,
         backward=backward,
+        adapters=sum(p.numel() for name, p in model.named_parameters() if lora.is_adapter(name)),
     )
 
 
 class Moved(TorchDispatchMode):
-    """Adds up the bytes that operations read and write, except products of matrices and views."""
+    """Adds up the bytes that operations read and write, except views and products of matrices.
 
-    def __init__(self) -> None:
+    Products with an adapter of this rank count: they are so thin that the memory's bandwidth decides.
+    """
+
+    def __init__(self, rank: int = 0) -> None:
         super().__init__()
-        self.bytes = 0.0
+        self.bytes, self.rank = 0.0, rank
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         alias = [value.alias_info for value in func._schema.returns]
         view = any(info is not None and not info.is_write for info in alias)
-        if not view and not re.search("mm|empty|embedding|alias|_unsafe_view", func.__name__):
-            for t in tree_leaves((args, kwargs, out)):
-                if isinstance(t, torch.Tensor):  # an expanded tensor is read once
-                    self.bytes += min(t.nbytes, t.untyped_storage().nbytes())
+        tensors = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor)]
+        thin = self.rank and "mm" in func.__name__ and any(self.rank in t.shape for t in tensors)
+        if thin or (not view and not re.search("mm|empty|embedding|alias|_unsafe_view", func.__name__)):
+            for t in tensors:  # an expanded one is read once
+                self.bytes += min(t.nbytes, t.untyped_storage().nbytes())
         return out
 
 
@@ -115,8 +125,9 @@ class NoAttention(torch.autograd.Function):
         return tuple(torch.empty_like(t) for t in ctx.saved_tensors)
 
 
-def moved(model: Any) -> tuple[float, float]:
-    """Returns the bytes a token that forward and backward pass of a meta model's blocks move between its products."""
+def moved(model: Any, rank: int = 0) -> tuple[float, float]:
+    """Returns the bytes a token that forward and backward pass of a meta model's blocks move between its products,
+    and in those of adapters of this rank."""
     from transformers import AttentionInterface
 
     def attention(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> tuple[Any, None]:
@@ -126,9 +137,9 @@ def moved(model: Any) -> tuple[float, float]:
     model.set_attn_implementation("nothing")
     tokens = 1024
     ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
-    with Moved() as forward:
+    with Moved(rank) as forward:
         hidden = model.train().base_model(input_ids=ids, position_ids=ids, use_cache=False).last_hidden_state
-    with Moved() as backward:
+    with Moved(rank) as backward:
         hidden.backward(torch.empty_like(hidden))
     return forward.bytes / tokens, backward.bytes / tokens
 
@@ -186,17 +197,16 @@ def forward_flops(shape: Shape, tokens: float, scored: float, pairs: float) -> f
 
 
 def update_flops(
-    shape: Shape, tokens: float, scored: float, pairs: float, recompute: int, frozen: bool = False
+    shape: Shape, tokens: float, scored: float, pairs: float, recompute: int
 ) -> float:
     """Returns the FLOPs of forward and backward pass; `recompute` adds a forward pass of the blocks.
 
-    `frozen`: with LoRA, the matrices get no gradient.
-
-    The attention's backward pass has five products, its forward pass two.
+    With LoRA the adapters alone get a gradient. The attention's backward pass has five products, its forward two.
     """
     again = forward_flops(shape, tokens, 0, pairs) if recompute else 0
-    products = 2 if frozen else 4
-    backward = products * (shape.matrices * tokens + shape.head * scored) + 10 * shape.width * pairs
+    weights = shape.matrices * tokens + shape.head * scored
+    trained = shape.adapters * tokens if shape.adapters else weights
+    backward = 2 * weights + 2 * trained + 10 * shape.width * pairs
     return forward_flops(shape, tokens, scored, pairs) + backward + again
 
 
@@ -240,27 +250,28 @@ def update_seconds(
     # Seconds in which a GPU receives the others' shares of a number that has one byte a parameter.
     other = (gpus - 1) / gpus * shape.parameters / (card.link * assumed.link)
 
-    def part(flops: float, moved: float, sent: int) -> float:
+    def part(flops: float, moved: float, sent: float) -> float:
         """Computing, or FSDP2's traffic, `sent` bytes a parameter and micro-batch, which runs beside it."""
         compute = flops / (card.flops * assumed.flops) + moved / (card.bandwidth * assumed.bandwidth)
         return max(compute / gpus, batches * sent * other)
 
     score = part(forward_flops(shape, tokens, scored, pairs), forward_bytes(shape, tokens, scored), 2)
-    update = update_flops(shape, tokens, scored, pairs, cfg.recompute, cfg.lora_rank > 0)
+    update = update_flops(shape, tokens, scored, pairs, cfg.recompute)
+    trained = shape.adapters or shape.parameters
+    sent = 2 + 2 + 4 * trained / shape.parameters  # weights in bf16 for both passes; gradients are summed in float32
     return {
         # The first mini-batch's are those of its own forward pass.
         "old log-probs": score * (updates - 1) / updates,
         "reference": score if cfg.beta else 0.0,
-        # Weights are gathered in bf16 for both passes, gradients are summed in float32.
-        "update": part(update, update_bytes(shape, tokens, scored, cfg.recompute), 2 + 2 + 4),
+        "update": part(update, update_bytes(shape, tokens, scored, cfg.recompute), sent),
         # Norm and clipping read the gradient twice and write it once; AdamW reads 4 float32 numbers and writes 3.
-        "optimizer": updates * (3 + 7) * 4 * shape.parameters / gpus / (card.bandwidth * assumed.bandwidth),
+        "optimizer": updates * (3 + 7) * 4 * trained / gpus / (card.bandwidth * assumed.bandwidth),
     }
 
 
 def update_mfu(cfg: Config, shape: Shape, card: Card, lengths: Lengths, assumed: Assumed) -> float:
     """Returns the share of the card's FLOP/s that an update reaches on one GPU; recomputation counts as work."""
-    flops = update_flops(shape, *work(cfg, lengths), cfg.recompute, cfg.lora_rank > 0)
+    flops = update_flops(shape, *work(cfg, lengths), cfg.recompute)
     return flops / card.flops / update_seconds(cfg, shape, card, 1, lengths, assumed)["update"]
 
 
@@ -293,9 +304,11 @@ def rollout_seconds(
 
 
 def sync_seconds(shape: Shape, card: Card, gpus: int, assumed: Assumed) -> float:
-    """Returns the seconds of sending the policy to vLLM: gathered in float32 by every GPU, cast and copied in bf16."""
-    link = 4 * (gpus - 1) / gpus * shape.parameters / (card.link * assumed.link)
-    return link + (4 + 4 + 2 + 2 + 2) * shape.parameters / (card.bandwidth * assumed.bandwidth)
+    """Returns the seconds of sending the policy, or its adapters, to vLLM: gathered in float32 by every GPU, cast and
+    copied in bf16."""
+    sent = shape.adapters or shape.parameters
+    link = 4 * (gpus - 1) / gpus * sent / (card.link * assumed.link)
+    return link + (4 + 4 + 2 + 2 + 2) * sent / (card.bandwidth * assumed.bandwidth)
 
 
 def step_seconds(
@@ -318,7 +331,7 @@ def step_seconds(
 
 def table(cfg: Config, config: Any, kv_tokens: float) -> str:
     """Returns the seconds of a step on --gpus of --card as text of at most 100 columns."""
-    shape, card, assumed = shape_of(config, fused=cfg.fused_layers), CARDS[cfg.card], Assumed()
+    shape, card, assumed = shape_of(config, fused=cfg.fused_layers, rank=cfg.lora_rank), CARDS[cfg.card], Assumed()
     columns = [typical(cfg), most(cfg)]
     mfu = update_mfu(cfg, shape, card, columns[0], assumed)
     found = [step_seconds(cfg, shape, card, cfg.gpus, kv_tokens, lengths, assumed) for lengths in columns]
