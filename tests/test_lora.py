@@ -268,6 +268,39 @@ def test_reset_restores_the_first_policy_and_load_the_trained_one(tiny_path, tin
     policy.close()
 
 
+class Drowsy:
+    """An engine of its own memory: it loads weights, and notes when it sleeps."""
+
+    lockstep, unproven = True, 0
+
+    def __init__(self, fault=None):
+        self.seen, self.fault = [], fault
+
+    def sleep(self):
+        self.seen.append("sleep")
+        if self.fault:
+            raise self.fault
+
+    def load(self, weights):
+        self.seen.append("load" if sum(1 for _ in weights) else "nothing")
+
+
+@pytest.mark.parametrize("fault", [None, RuntimeError("the engine died")])
+def test_an_engine_sleeps_while_a_checkpoint_is_written_and_a_dead_one_costs_none(tiny_path, tmp_path, fault):
+    """A state dict takes the room of its weights and cache on a card; it gets them again before the next rollout."""
+    cfg = Config(model=tiny_path, engine="torch", T=2, beta=0.0)
+    policy = Policy(cfg, Ranks("cpu", 1), "torch", load_task(cfg))
+    worker, engine = policy.worker, Drowsy(fault)
+    worker.engine, worker.shared, worker.synced = engine, False, False
+    worker.sync()
+    policy.save(tmp_path / "one")
+    assert engine.seen == ["load", "sleep"] and (tmp_path / "one/.metadata").is_file()
+    policy.save(tmp_path / "two")  # it sleeps already
+    worker.sync()
+    worker.sync()
+    assert engine.seen == ["load", "sleep", "load"] and (tmp_path / "two/.metadata").is_file()
+
+
 # ---- whole runs
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import time
@@ -272,8 +273,12 @@ class Worker:
     def save(self, path: Path) -> dict[str, str]:
         """Writes trained weights and optimizer, every rank its shares; any number of ranks can load them.
 
-        Returns the digests of the files of this rank.
+        Returns the digests of the files of this rank. vLLM sleeps meanwhile: a state dict takes its room.
         """
+        if self.synced and self.cfg.vllm == "colocate":
+            with contextlib.suppress(Exception):  # an engine that died does not cost the checkpoint
+                self.engine.sleep()
+            self.synced = self.shared
         return checkpoint.save(self.learner.state_dict(), path, self.ranks.rank, alone=not self.ranks.grouped)
 
     def damage(self, path: Path) -> list[str]:
