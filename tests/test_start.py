@@ -1,5 +1,6 @@
 """What a run finds out about its servers before it starts."""
 
+import dataclasses
 import json
 import re
 from dataclasses import replace
@@ -7,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from json_server import JsonServer
+from transformers import Qwen2Config
 
 import inspo
 from config import WORLD, Config, parse
@@ -20,10 +22,15 @@ from rollout import prompt_ids
 from tasks import Question
 from tasks.search import Search, try_search
 from tasks.search_qa import SEARCH_R1, SearchQA
-from training.checks import check
+from training import checks
+from training.checks import check, check_disk, disk
 from training.ranks import Ranks
 from world.optimizer import reply_to
 
+QWEN = Qwen2Config(  # 0.5B's
+    hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,
+    vocab_size=151936, tie_word_embeddings=True,
+)  # fmt: skip
 QUESTIONS = [Question(str(k), f"Who is number {k}?", (f"Person {k}",), "x") for k in range(5)]
 
 
@@ -61,6 +68,30 @@ def test_searches_are_timed_and_gold_answers_counted(serving):
     said = try_search(Search(url, 3), QUESTIONS)
     seconds, thousand = map(float, re.search(r"5 questions took (.*) s, 1,000 searches .* take (.*) s;", said).groups())
     assert thousand == pytest.approx(200 * seconds, abs=1.1) and said.endswith("in the passages of 2")
+
+
+class Usage:
+    def __init__(self, free):
+        self.free, self.total = free, 1e15
+
+
+@pytest.mark.parametrize("rank, trained", [(0, 494_032_768), (8, 4_399_104)])
+def test_checkpoints_that_will_not_fit_are_refused_before_the_run(monkeypatch, tmp_path, rank, trained):
+    """Qwen2.5-0.5B's weights, or rank times in + out of 24 blocks' 7 matrices; with two moments, 12 bytes each."""
+    assert rank == 0 or trained == 24 * 8 * (2 * (896 + 896) + 2 * (896 + 128) + 3 * (896 + 4864))
+    cfg = Config(model="Qwen/Qwen2.5-0.5B", lora_rank=rank, keep=2, out=str(tmp_path / "a/run"))
+    size, most = disk(cfg, QWEN)
+    policy = 4 * (494_032_768 + trained * (rank > 0))
+    assert size == pytest.approx(12 * trained / 1e9) and most == pytest.approx((4 * 12 * trained + policy) / 1e9)
+    monkeypatch.setattr(checks, "shapes", lambda _: QWEN)
+    monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: Usage(most * 1e9 - 1))
+    with pytest.raises(Fault, match=f"{tmp_path}: .*--keep") as e:
+        check_disk(cfg)
+    assert "\n" not in str(e.value)
+    (tmp_path / "a/run/checkpoints/step-000001").mkdir(parents=True)
+    (tmp_path / "a/run/checkpoints/step-000001/x").write_bytes(b"xx")
+    check_disk(cfg)  # what a resumed run has written is room
+    assert disk(dataclasses.replace(cfg, T=25, save_every=25), QWEN)[1] < most  # two are all that it ever writes
 
 
 @pytest.mark.parametrize("found", [[], ["", " \n"]], ids=["none", "empty"])

@@ -1,13 +1,16 @@
 """What can be known before a run starts: the device, the memory it needs, whether a prompt leaves room for a turn."""
 
 import dataclasses
+import shutil
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from config import Config, read_instruction
 from engines.choose import choose_engine, without_cuda
-from models import layers
-from models.model import load_config, load_tokenizer
+from models import layers, lora
+from models.model import load_config, load_tokenizer, skeleton
 from plumbing.faults import Fault
 from plumbing.status import status
 from rollout import prompt_ids
@@ -29,14 +32,43 @@ def print_memory(cfg: Config) -> None:
     if fault := fit.fault():
         raise Fault(fault)
     print(f"\n{speed_table(cfg, config, fit.kv_tokens)}", flush=True)
+    size, most = disk(cfg, config)
+    print(f"\nA checkpoint takes {size:.1f} GB of disk, the run at most {most:.0f}, and its trajectories.", flush=True)
+
+
+def disk(cfg: Config, config: Any) -> tuple[float, float]:
+    """Returns the GB of a checkpoint, and of all there are at once: the newest, the best, the one that is being
+    written; and the policy.
+
+    A checkpoint holds what is trained and AdamW's two moments, in float32.
+    """
+    model = lora.add(skeleton(config, torch.bfloat16), cfg.lora_rank, cfg.lora_alpha)
+    size = sum(p.numel() for p in model.parameters() if p.requires_grad) * 3 * 4 / 1e9
+    kept = min(cfg.keep + 2, -(-cfg.T // cfg.save_every) + 1)
+    return size, kept * size + sum(p.numel() for p in model.parameters()) * 4 / 1e9
+
+
+def check_disk(cfg: Config) -> None:
+    """Raises Fault if a run's checkpoints will not fit where it writes; those that are there already count as room."""
+    size, most = disk(cfg, shapes(cfg.model))
+    out = Path(cfg.out or "runs").absolute()
+    there = sum(file.stat().st_size for file in out.glob("checkpoints/*/*")) / 1e9
+    place = next(path for path in (out, *out.parents) if path.exists())
+    usage = shutil.disk_usage(place)
+    free = usage.free / 1e9
+    if usage.total and most > free + there:  # /proc, for instance, has no size; whoever writes there is told so
+        raise Fault(
+            f"{place}: {free:.1f} GB are free, and checkpoints of {size:.1f} GB take {most - there:.1f} more at most:"
+            " make room, choose another disk with --out, or lower --keep"
+        )
 
 
 def check(cfg: Config, ranks: Ranks, task: Task, instruction: str) -> tuple[str, str, Config]:
     """Returns ("vllm" or "torch", why), the engine to sample with, and `cfg` with --recompute decided; Fault if the run
     cannot work.
 
-    It cannot with too little memory or too few positions, or where the first instruction leaves no room for a turn;
-    nor without a readable --canary.
+    It cannot with too little memory or disk or too few positions, where the first instruction leaves no room for a
+    turn, nor without a readable --canary.
     """
     if cfg.canary:
         read_instruction("canary", cfg.canary)
@@ -60,4 +92,5 @@ def check(cfg: Config, ranks: Ranks, task: Task, instruction: str) -> tuple[str,
             f"--max_prompt {cfg.max_prompt}: the first instruction and a question are {shortest} tokens at least, so no"
             " turn could start; raise it"
         )
+    check_disk(cfg)
     return engine, why, dataclasses.replace(cfg, recompute=abs(cfg.recompute))
