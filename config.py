@@ -263,6 +263,10 @@ class KeepKnobs:
     token_limit: int = knob(
         2000, "action tokens stored of such a trajectory; the page says how many are missing", least=0, more=True
     )
+    profile: int = knob(
+        0, "step whose rollouts and update are traced with torch.profiler into the run's directory; 0: none", least=0,
+        more=True,
+    )  # fmt: skip
     compare: int = knob(
         24, "questions of a verification or final evaluation whose trajectories are stored; 0: none", least=0, more=True
     )
@@ -288,6 +292,8 @@ class Config(KeepKnobs, EngineKnobs, ReflectionKnobs, PopulationKnobs, GRPOKnobs
         part of it."""
         if self.engine != "torch" and self.temperature > 2:
             return f"--temperature {self.temperature}: vLLM takes 2 at most (--engine torch any)"
+        if self.profile > self.T:
+            return f"--profile {self.profile}: the last step is {self.T} (--T)"
         if self.offload_reference and self.lora_rank:
             return "--offload_reference: with --lora_rank the reference is the policy, its adapters off; leave it out"
         if self.dry_run or os.environ.get("RANK", "0") != "0":

@@ -15,6 +15,7 @@ import psutil
 
 from config import Config, evolves, preset_of, read_instruction
 from journal.directory import RunDirectory
+from journal.pace import Trace, pace
 from journal.screen import Screen
 from journal.summary import added_sentences, ending, label, lineage, step_metrics
 from journal.tokens import piece_reader, token_data
@@ -66,6 +67,7 @@ class Log:
         self.test, self.valid = (subset(task.questions(split), cfg.eval_n) for split in ("test", "valid"))
         self.piece = piece_reader(policy.worker.tokenizer)
         self.track = tracker(cfg.tracker, run.path, dataclasses.asdict(cfg))
+        self.trace = Trace(cfg.profile, run.path)
         self.ledger = Ledger()
         self.t = 0  # the step in progress, or the last one
         self.phase = ""  # what is under way in it: "rollout" until it is logged, then "evolve", "evaluate"
@@ -143,6 +145,7 @@ class Log:
     def begin_step(self, t: int) -> None:
         self.t, self.phase, self.step_began = t, "rollout", time.perf_counter()
         self.policy.seconds.clear()
+        self.trace.begin(t)
 
     def step(self, t: int, taus: Sequence[Trajectory], P: Population, update: dict[str, float]) -> None:
         """Logs the rollouts and the update of step t, with the weights as they are before anyone is pruned."""
@@ -156,11 +159,14 @@ class Log:
 
         `began`: when the step's work had ended and its logging began, by time.perf_counter.
         """
+        if traced := self.trace.end():
+            self.note(traced)
         self.run.write_trajectories(f"step-{t:06d}", [self.record(tau) for tau in taus])
         self.row = row
         if n := row.get("skipped_updates"):
             self.note(f"step {t:3d}  optimizer steps skipped, as loss or gradient were not finite: {n}")
         self.row |= {f"time/{name}": seconds for name, seconds in self.policy.seconds.items()}
+        self.row |= pace(taus, self.policy.seconds)
         self.logged = time.perf_counter()
         # Rewards are all that takes time beside rollouts and update: a judge may take more than both.
         self.row["time/reward"] = max(0.0, began - self.step_began - sum(self.policy.seconds.values()))
