@@ -91,6 +91,7 @@ def test_checkpoints_that_will_not_fit_are_refused_before_the_run(monkeypatch, t
     (tmp_path / "a/run/checkpoints/step-000001").mkdir(parents=True)
     (tmp_path / "a/run/checkpoints/step-000001/x").write_bytes(b"xx")
     check_disk(cfg)  # what a resumed run has written is room
+    assert disk(dataclasses.replace(cfg, eval_every=0), QWEN)[1] == pytest.approx(most - size)  # nothing is the best
     assert disk(dataclasses.replace(cfg, T=25, save_every=25), QWEN)[1] < most  # two are all that it ever writes
 
 

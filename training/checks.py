@@ -37,14 +37,14 @@ def print_memory(cfg: Config) -> None:
 
 
 def disk(cfg: Config, config: Any) -> tuple[float, float]:
-    """Returns the GB of a checkpoint, and of all there are at once: the newest, the best, the one that is being
-    written; and the policy.
+    """Returns the GB of a checkpoint, and of all there are at once (the newest, the best if there are evaluations, the
+    one that is being written) with the policy.
 
     A checkpoint holds what is trained and AdamW's two moments, in float32.
     """
     model = lora.add(skeleton(config, torch.bfloat16), cfg.lora_rank, cfg.lora_alpha)
     size = sum(p.numel() for p in model.parameters() if p.requires_grad) * 3 * 4 / 1e9
-    kept = min(cfg.keep + 2, -(-cfg.T // cfg.save_every) + 1)
+    kept = min(cfg.keep + 1 + (cfg.eval_every > 0), -(-cfg.T // cfg.save_every) + 1)
     return size, kept * size + sum(p.numel() for p in model.parameters()) * 4 / 1e9
 
 
