@@ -15,6 +15,9 @@ The plan, written before the first of these runs; what it was tuned on: seed 0, 
    (seed 1), each under the same ten instructions on the same 50 questions. The spread of ten exact matches is told
    beside what chance alone gives: the same policy asked under ten rewordings of one instruction.
 5. What comes is published, also if static wins. A finished run leaves a row in results/real.jsonl and is not repeated.
+
+Changed after: 4 takes seed 3. Of seed 1, whose runs were the first, only a copy in bfloat16 was left, which is another
+policy: exact match 0.20 in place of 0.70, under the same instruction.
 """
 
 import argparse
@@ -47,6 +50,7 @@ ARMS = {  # what it is, flags
     "guessing": ("the optimizer proposes at random", "--optimizer_model guessing"),
 }
 SEEDS = (1, 2, 3)
+HEEDING = 3  # the seed whose policies are asked under ten instructions
 KINDS = {  # what an instruction says beside the tags -> its clauses
     "nothing": (), "whole": ("whole",), "entity": ("entity",), "cont": ("cont",), "exact": ("exact",),
     "entity, exact": ("entity", "exact"), "entity, cont": ("entity", "cont"),
@@ -228,7 +232,7 @@ def main(argv: list[str] | None = None) -> None:
                     keep(rows, row := run(arm, seed, args.cold, args.runs))
                     print(f"{arm}, seed {seed}: EM {row['em']:.2f}", flush=True)
         for name in args.ten:
-            policy = args.cold if name == "cold" else args.runs / f"{name}-seed{SEEDS[0]}/policy"
+            policy = args.cold if name == "cold" else args.runs / f"{name}-seed{HEEDING}/policy"
             if policy.is_dir() and name not in {row["policy"] for row in read_jsonl(heeded)}:
                 keep(heeded, heeds(name, policy))
         (args.results / "real.md").write_text(page(played := read_jsonl(rows), read_jsonl(heeded)))

