@@ -11,7 +11,7 @@ import inspo
 from config import Config, parse
 from engines.choose import dtype_of
 from engines.torch_engine import TorchEngine
-from journal.directory import read_jsonl
+from journal.directory import RunDirectory, read_jsonl
 from models.model import empty, fill, load_config, load_policy
 
 SMALL = "--mode static --dtype bfloat16 --T 3 --batch 4 --mini 4 --G 2 --eval_n 2 --save_every 1 --keep 9 --seed 6"
@@ -24,7 +24,9 @@ def steps(run) -> list[dict]:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     out = tmp_path_factory.mktemp("bf16") / "run"
-    inspo.main([*SMALL.split(), "--out", str(out)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunDirectory, "drop_optimizers", lambda run: None)  # a resumed run needs them
+        inspo.main([*SMALL.split(), "--out", str(out)])
     return out
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from found_search import Found
 from json_server import json_servers
+from test_inspo import ENV, popen, wait_for_step
 
 from config import PRESETS, Config
 from engines import FinishedTurn
@@ -37,6 +38,7 @@ ROOT = Path(__file__).parents[2]
 WORLD = ROOT / "world" / "files"
 GOOD = (ROOT / "tests" / "fixture" / "instruction.txt").read_text().strip()  # the first policy answers some under it
 CFG = Config(**PRESETS["world"])
+SMALL = "--T 3 --batch 6 --eval_n 6 --save_every 1 --lr 1e-3".split()
 LIMITS = {"tiny": {"max_prompt": 1500, "max_observation": 90}}  # its tokens are shorter; observations are cut
 
 
@@ -279,8 +281,7 @@ def cold(*flags):
 def run(demos, tmp_path_factory):
     """A run's directory and what it printed."""
     out = str(tmp_path_factory.mktemp("runs") / "cold")
-    small = "--T 3 --batch 6 --eval_n 6 --save_every 1 --lr 1e-3".split()
-    return Path(out), cold("--demos", str(demos), "--out", out, *small)
+    return Path(out), cold("--demos", str(demos), "--out", out, *SMALL)
 
 
 def reference(path, taus):
@@ -323,12 +324,15 @@ def test_what_is_held_out_is_never_trained_on(run, demos):
     assert 6 <= len(shown) <= 18
 
 
-def test_a_stopped_run_resumes_bit_for_bit(run, tmp_path):
+def test_a_killed_run_resumes_bit_for_bit(run, demos, tmp_path):
     out = tmp_path / "again"
-    shutil.copytree(run[0], out)
-    for gone in ("checkpoints/step-000003", "policy"):
-        shutil.rmtree(out / gone)
-    said = cold("--out", str(out), "--resume")
+    flags = ["--demos", str(demos), "--out", str(out), *SMALL]
+    process = popen([sys.executable, str(ROOT / "extras/cold_start.py"), *flags], ENV)
+    wait_for_step(out, 1, process)
+    process.kill()
+    process.communicate()
+    assert not (out / "policy").exists()
+    said = cold(*flags, "--resume")
     assert (out / "cold_start.md").read_text() == (run[0] / "cold_start.md").read_text() in said
     for new, old in zip(*(read_jsonl(path / "metrics.jsonl") for path in (out, run[0])), strict=True):
         assert {k: v for k, v in new.items() if "time/" not in k} == {k: v for k, v in old.items() if "time/" not in k}

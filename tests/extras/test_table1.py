@@ -3,7 +3,6 @@
 import contextlib
 import io
 import json
-import shutil
 import subprocess
 import sys
 from concurrent.futures import Future
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from test_inspo import ENV, metrics, popen, wait_for_step
 
 from config import PRESETS, WORLD, Config, parse
 from engines import FinishedTurn
@@ -270,10 +270,11 @@ def test_a_method_that_trains_runs_to_its_end(method, tmp_path):
         kept = read_jsonl(tmp_path / "run" / "successes.jsonl")
         golds = {q.id: q.golds for q in load_questions(PRESETS["world"]["train"])}
         assert kept and all(em(row["said"], golds[row["q"]]) for row in kept)
-        rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
-        shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000002")
-        again = subprocess.run([*command, "--resume"], cwd=ROOT, capture_output=True, text=True)
+        killed = [*command[:-1], str(tmp_path / "killed")]
+        process = popen(killed, ENV)
+        wait_for_step(tmp_path / "killed", 1, process)
+        process.kill()
+        process.communicate()
+        again = subprocess.run([*killed, "--resume"], cwd=ROOT, capture_output=True, text=True)
         assert again.returncode == 0 and "rejection sampling" not in again.stdout, again.stderr
-        for old, new in zip(rows, read_jsonl(tmp_path / "run" / "metrics.jsonl"), strict=True):
-            timed = {name for name in old if name.startswith("time/")}
-            assert {k: old[k] for k in old.keys() - timed} == {k: new[k] for k in new.keys() - timed}
+        assert metrics(tmp_path / "killed") == metrics(tmp_path / "run")
