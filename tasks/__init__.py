@@ -17,13 +17,15 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
 from config import Config
-from plumbing.faults import Fault
+from plumbing.faults import Fault, together
 from plumbing.stop import may_stop
+from tasks.functions import TypedFunction, equipped
 from tasks.tools import Tool, unusable
 
 T = TypeVar("T")
@@ -198,13 +200,21 @@ def load_task(cfg: Config) -> Task:
     """Returns the task that --task names; a Fault says what is wrong with it."""
     where = f"--task {cfg.task}"
     module, name, kind = imported(where, cfg.task, "Class, for example mygame:Game for class Game in mygame.py")
+    if isinstance(kind, type) and not issubclass(kind, Task) and callable(getattr(kind, "reset", None)):
+        from tasks.environment import played  # here: it extends Task
+
+        kind = played(kind)
     if not (isinstance(kind, type) and issubclass(kind, Task)):
         raise Fault(f"{where}: {name} is no class in {module} that extends tasks.Task")
+    if functions := [spec for spec in cfg.tools.split(",") if ":" in spec]:
+        kind = equipped(kind, functions_of(functions))
+        own = ",".join(spec for spec in cfg.tools.split(",") if spec not in functions)
+        cfg = replace(cfg, tools=own or "none")
     if cfg.reward:
         kind = rewarded(kind, cfg.reward)
     if missing := sorted(getattr(kind, "__abstractmethods__", ())):
         raise Fault(f"{where}: {name} has no {' and no '.join(missing)}; define {'it' if len(missing) < 2 else 'them'}")
-    task = kind(cfg)
+    task: Task = kind(cfg)
     if not isinstance(getattr(task, "tools", None), Sequence):
         raise Fault(f"{where}: {name} has no list of tools; set `tools`, to () for a task of one turn")
     if wrong := [tool for tool in task.tools if not isinstance(tool, Tool)]:
@@ -226,6 +236,21 @@ def imported(where: str, spec: str, example: str) -> tuple[str, str, Any]:
         return module, name, getattr(importlib.import_module(module), name, None)
     except ImportError as e:
         raise Fault(f"{where}: {module} cannot be imported ({e}); run in the directory that it is in") from None
+
+
+def functions_of(specs: Sequence[str]) -> list[TypedFunction]:
+    """Returns the functions that --tools names as tools; Fault if one is none, or two have one name."""
+    found: dict[str, TypedFunction] = {}
+    for spec in specs:
+        where = f"--tools {spec}"
+        module, name, function = imported(where, spec, "function, for example weather:forecast for one in weather.py")
+        if not callable(function) or isinstance(function, type):
+            raise Fault(f"{where}: {name} is no function in {module}")
+        tool = TypedFunction(function, where)
+        if tool.tag in found:
+            raise Fault(f"{where}: another tool is called {tool.tag}; rename one of the functions")
+        found[tool.tag] = tool
+    return list(found.values())
 
 
 def rewarded(kind: type[Task], spec: str) -> type[Task]:
@@ -252,14 +277,17 @@ async def _waited(found: Awaitable[Any]) -> Any:
 
 def check_questions(task: Task) -> None:
     """Raises Fault unless there is something to train and to test on, and every question has an id of its own."""
-    for split in ("train", "valid", "test"):
-        questions = task.questions(split)
-        if not questions and split != "valid":
-            raise Fault(f"--task {task.cfg.task}: there are no questions to {split} on; return at least one")
-        id, n = Counter(q.id for q in questions).most_common(1)[0] if questions else ("", 0)
-        if n > 1:
-            purpose = {"valid": "validate"}.get(split, split)
-            raise Fault(f"--task {task.cfg.task}: {n} questions to {purpose} on have the id {id!r}; make it unique")
+    together(*(partial(_check_split, task, split) for split in ("train", "valid", "test")))
+
+
+def _check_split(task: Task, split: str) -> None:
+    questions = task.questions(split)
+    if not questions and split != "valid":
+        raise Fault(f"--task {task.cfg.task}: there are no questions to {split} on; return at least one")
+    id, n = Counter(q.id for q in questions).most_common(1)[0] if questions else ("", 0)
+    if n > 1:
+        purpose = {"valid": "validate"}.get(split, split)
+        raise Fault(f"--task {task.cfg.task}: {n} questions to {purpose} on have the id {id!r}; make it unique")
 
 
 def reward(task: Task, taus: Sequence[Trajectory]) -> None:

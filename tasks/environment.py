@@ -1,0 +1,111 @@
+"""A class in TRL's `environment_factory` convention as a task: `--task module:Class`.
+
+An object of the class is one episode. `reset(**row)` begins it and may return a text that follows the prompt; its other
+public methods, typed and documented, are the tools; `get_reward()`, or else the attribute `reward`, scores it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar
+
+from config import Config
+from plumbing.faults import Fault
+from tasks import Message, Question, Task, Trajectory
+from tasks.functions import TypedFunction, explained
+from tasks.questions import json_lines
+from tasks.tools import Tool
+
+NO_TOOLS = ("reset", "get_reward")  # public methods that the policy cannot call
+
+
+class EnvironmentTask(Task):
+    """Plays `environment`; the rows of --train, --valid and --test are what `reset` gets.
+
+    A row has `prompt`, a text or messages, or `question`. `reset` must return the same text for the same row: the
+    trajectories of a group are compared, and a resumed run repeats its steps.
+    """
+
+    environment: ClassVar[type[Any]]
+    instruction: ClassVar[str] = (
+        "Do what is asked with the tools that you have. When it is done, write <answer> done </answer>."
+    )
+
+    def __init__(self, cfg: Config):
+        super().__init__(cfg)
+        where = f"--task {cfg.task}"
+        methods = inspect.getmembers(self.environment(), inspect.ismethod)
+        named = [(name, method) for name, method in methods if not name.startswith("_") and name not in NO_TOOLS]
+        if not named:
+            raise Fault(f"{where}: it has no method to call; a tool is a public, typed, documented method")
+        self.methods = [TypedFunction(method, f"{where}: its method {name}") for name, method in named]
+        self.tools = self.methods
+        self.opening: dict[Question, str] = {}  # what `reset` returned
+
+    @cache  # noqa: B019 (a run has one task)
+    def questions(self, split: str) -> list[Question]:
+        """Returns the rows of a split. Raises Fault if a file is missing or a row has nothing to ask."""
+        file = getattr(self.cfg, split)
+        if not file and split == "valid":
+            return []
+        path, found = Path(file), []
+        if path.suffix != ".jsonl" or not path.is_file():
+            raise Fault(f"--{split} {file or 'is missing'}: give a .jsonl file, each line a row for reset()")
+        for line, row in json_lines(path):
+            if not (text := _asked(row).strip()) or not isinstance(row, dict):
+                raise Fault(f"--{split} {file}:{line}: nothing is asked; fill `prompt` or `question`")
+            found.append(Question(str(row.get("id", f"{split}-{line}")), text, source=path.stem, data=row))
+        return found
+
+    def prompt(self, instruction: str, question: Question) -> list[Message]:
+        """Returns one message: the instruction, how the tools are called, the row's text and that of `reset`."""
+        if question not in self.opening:
+            self.opening[question] = self._begun(question)[1]
+        parts = (explained(instruction, self.methods), question.text, self.opening[question])
+        content = "\n\n".join(filter(None, parts))
+        return [{"role": "user", "content": f"{content}\n"}]
+
+    def reset(self, question: Question) -> Sequence[Tool]:
+        episode, opening = self._begun(question)
+        if opening != self.opening.setdefault(question, opening):
+            raise Fault(
+                f"--task {self.cfg.task}: reset() returned two texts for question {question.id}; let it depend on its"
+                " arguments alone"
+            )
+        return [method.of(episode) for method in self.methods]
+
+    def ended(self, tau: Trajectory, tools: Sequence[Tool]) -> None:
+        episode = tools[0].function.__self__  # type: ignore[attr-defined]  # they are the methods of one object
+        score = episode.get_reward() if hasattr(episode, "get_reward") else getattr(episode, "reward", None)
+        tau.state = None if score is None else float(score)
+
+    def reward(self, taus: Sequence[Trajectory]) -> list[float]:
+        """Returns what each episode said when it ended. Raises Fault if one said nothing."""
+        if any(tau.state is None for tau in taus):
+            raise Fault(f"--task {self.cfg.task}: no reward; define get_reward(), set self.reward, or give --reward")
+        return [tau.state for tau in taus]
+
+    def _begun(self, question: Question) -> tuple[Any, str]:
+        """Returns a new episode, and the text with which it begins. Raises Fault if `reset` does not take the row."""
+        episode = self.environment()
+        try:
+            inspect.signature(episode.reset).bind(**question.data)
+        except TypeError as e:
+            where = f"--task {self.cfg.task}: reset()"
+            raise Fault(f"{where} does not take the row of question {question.id} ({e})") from None
+        return episode, str(episode.reset(**question.data) or "")
+
+
+def _asked(row: Any) -> str:
+    """Returns the text of a row: its `prompt`, whose messages are joined, or its `question`; "" if it has none."""
+    said = (row.get("prompt") or row.get("question") or "") if isinstance(row, dict) else ""
+    return said if isinstance(said, str) else "\n\n".join(str(message["content"]) for message in said)
+
+
+def played(kind: type[Any]) -> type[EnvironmentTask]:
+    """Returns the task of an environment; its `instruction` and `best_reward`, if it has them, replace the task's."""
+    own = {name: getattr(kind, name) for name in ("instruction", "best_reward") if hasattr(kind, name)}
+    return type(kind.__name__, (EnvironmentTask,), own | {"environment": kind, "__module__": kind.__module__})

@@ -1,0 +1,523 @@
+"""Python functions and methods as tools: what the policy is told of them, how calls are read, what becomes a reply."""
+
+import asyncio
+import gzip
+import json
+import re
+import sys
+import threading
+import time
+from typing import Literal
+
+import pytest
+from test_rollout import ASKED, ROOT, Plain, Script, play, roll, spelled
+from tiny_model import FIXTURE
+
+import inspo
+from config import Config, read_config
+from models.model import load_tokenizer
+from plumbing.faults import Fault, ToolDown
+from rollout import prompt_ids
+from tasks import Job, check_questions, load_task, reward
+from tasks.functions import MAX_RESULT, TypedFunction
+from tasks.search_qa import SearchQA
+from tasks.tools import Calculator, stop_strings, unusable
+
+
+def forecast(city: str, days: int = 1, unit: Literal["C", "F"] = "C") -> dict[str, object]:
+    """Returns the weather of a city.
+
+    Args:
+        city: Its name
+        days: How many days ahead
+        unit: Of the temperature
+    """
+    return {"city": city, "days": days, "unit": unit}
+
+
+async def shout(text: str) -> str:
+    """Says a text in capitals.
+
+    Args:
+        text: What to say
+    """
+    await asyncio.sleep(0.01)
+    return text.upper()
+
+
+def answered(function, argument):
+    return TypedFunction(function, "--tools x").submit(argument).result(10)
+
+
+# ---- calls
+
+
+@pytest.mark.parametrize(
+    "argument, result",
+    [
+        ('{"city": "Rome"}', {"city": "Rome", "days": 1, "unit": "C"}),
+        ('{"city": "東京", "days": "2", "unit": "F"}', {"city": "東京", "days": 2, "unit": "F"}),
+    ],
+)
+def test_arguments_are_a_json_object_and_results_that_are_no_text_are_json(argument, result):
+    [text] = answered(forecast, argument)
+    assert json.loads(text) == result and "\\u" not in text
+
+
+def test_a_text_alone_needs_no_json():
+    assert answered(shout, 'say "hi"') == ['SAY "HI"'] and answered(shout, "") == [""]
+
+
+@pytest.mark.parametrize(
+    "argument, names",
+    [
+        ("", ["city: Field required"]),
+        ("Rome", ["Invalid JSON"]),
+        ('"Rome"', ["Input should be an object"]),
+        ('{"city": "Rome", "days": "soon"}', ["days: Input should be a valid integer"]),
+        ('{"city": 3, "unit": "K", "where": 1}', ["city: ", "unit: ", "'C' or 'F'", "where: Extra"]),
+        ('{"city": ' + "[" * 100_000, ["Invalid JSON"]),
+        ('{"city": "\\ud800"}', ["Invalid JSON"]),
+    ],
+)
+def test_arguments_that_are_wrong_become_a_reply_which_names_them(argument, names):
+    called = []
+
+    def recorded(city: str, days: int = 1, unit: Literal["C", "F"] = "C"):
+        called.append(city)
+
+    recorded.__doc__, recorded.__name__ = forecast.__doc__, "forecast"
+    [text] = answered(recorded, argument)
+    assert text.startswith("wrong arguments of forecast: ") and not called
+    assert all(name in text for name in names) and "http" not in text and "\n" not in text
+
+
+def no_arguments(function):
+    function.__doc__ = "Does something."
+    return function
+
+
+def test_what_a_function_raises_becomes_a_reply_but_an_outage_is_raised():
+    @no_arguments
+    def over():
+        raise ValueError("the game is over")
+
+    @no_arguments
+    def leaves():
+        sys.exit("enough")
+
+    @no_arguments
+    async def cancelled():
+        raise asyncio.CancelledError
+
+    @no_arguments
+    def down():
+        raise ToolDown("the weather station does not answer")
+
+    assert answered(over, "") == ["over failed: ValueError: the game is over"]
+    assert answered(leaves, "") == ["leaves failed: RuntimeError: SystemExit('enough')"]
+    assert answered(cancelled, "")[0].startswith("cancelled failed: CancelledError")
+    with pytest.raises(ToolDown, match="weather station"):
+        answered(down, "")
+
+
+def test_a_call_that_takes_too_long_is_answered_in_time_and_keeps_nobody_waiting():
+    gate, cancelled = threading.Event(), []
+
+    @no_arguments
+    def hangs():
+        gate.wait(20)
+
+    @no_arguments
+    async def sleeps():
+        try:
+            await asyncio.sleep(20)
+        finally:
+            cancelled.append(True)
+
+    hangs.timeout = sleeps.timeout = 0.2
+    began = time.monotonic()
+    calls = [TypedFunction(f, "").submit("") for f in (hangs, sleeps)]
+    assert answered(shout, "hi") == ["HI"] and not any(call.done() for call in calls)  # others are served meanwhile
+    assert [call.result(10) for call in calls] == [["hangs took longer than 0.2 s"], ["sleeps took longer than 0.2 s"]]
+    assert time.monotonic() - began < 5
+    gate.set()
+    assert answered(shout, "a") and cancelled == [True]
+
+
+def test_calls_run_side_by_side():
+    barrier = threading.Barrier(20, timeout=10)
+
+    @no_arguments
+    def meets():
+        return barrier.wait() >= 0
+
+    tool = TypedFunction(meets, "")
+    assert [call.result(20) for call in [tool.submit("") for _ in range(20)]] == [["true"]] * 20
+
+
+def test_a_result_is_text_that_a_tokenizer_accepts_and_no_longer_than_is_read():
+    @no_arguments
+    def half():
+        return "\ud800" + "x" * 2 * MAX_RESULT
+
+    @no_arguments
+    def unknown():
+        return {"when": threading.Lock, "n": None}
+
+    [text] = answered(half, "")
+    assert len(text) == MAX_RESULT and text.encode() and text.startswith("\ufffdx")
+    assert json.loads(answered(unknown, "")[0]) == {"when": str(threading.Lock), "n": None}
+
+
+# ---- what the policy and the loop know of them
+
+
+def test_the_words_of_a_tool_come_from_its_function():
+    weather, loud = (TypedFunction(f, "") for f in (forecast, shout))
+    assert stop_strings([weather, loud]) == ("</forecast>", "</shout>", "</answer>") and not unusable([weather, loud])
+    assert (loud.argument, loud.plural, loud.result_tag) == ("text", "shout_calls", "result")
+    assert weather.argument == '{"city": string, "days": integer, "unit": string}'
+    shout.result_tag = "echo"
+    try:
+        assert TypedFunction(shout, "").result_tag == "echo"
+    finally:
+        del shout.result_tag
+
+
+class Asking(SearchQA):
+    """Search QA with a single question."""
+
+    def questions(self, split):
+        return [ASKED]
+
+
+def test_a_rollout_with_functions_beside_search(tiny):
+    """The observations, by hand; every token but those of the policy is as its text is tokenized."""
+    task = load_task(Config(task="test_functions:Asking", tools="test_functions:shout,search,test_functions:forecast"))
+    assert isinstance(task, SearchQA) and task.cfg.tools == "search"
+    assert [tool.tag for tool in task.tools] == ["search", "shout", "forecast"]
+    task.connect("http://127.0.0.1:9")  # as `start` does; the functions stay
+    assert [tool.tag for tool in task.tools] == ["search", "shout", "forecast"]
+    assert list(task.reset(ASKED)) == list(task.tools)  # each once
+    turns = ['<forecast>{"city": "Bern"}</forecast>', "<shout> ja </shout>", "<forecast>Bern</forecast>", "<shout>",
+             "<answer>x</answer>"]  # fmt: skip
+    tau, engine = play(tiny[1], task, *turns)
+    wrong = "wrong arguments of forecast: Invalid JSON: expected value at line 1 column 1"
+    shown = ['{"city": "Bern", "days": 1, "unit": "C"}', "JA", wrong]
+    assert [turn.result for turn in tau.turns] == [[shown[0]], [shown[1]], [shown[2]], None, None]
+    assert (tau.stop, tau.invalid, tau.served("forecast"), tau.served("shout")) == ("answer", 1, 2, 1)
+    observations = [f"\n\n<result>{text}</result>\n\n" for text in shown]
+    for turn, text in zip(turns, observations, strict=False):
+        assert turn + text in tau.response
+    ids = [i for turn, text in zip(turns, observations, strict=False) for i in
+           spelled(tiny[1], turn) + tiny[1](text.split("</result>")[0], add_special_tokens=False)["input_ids"]
+           + tiny[1]("</result>\n\n", add_special_tokens=False)["input_ids"]]  # fmt: skip
+    assert tau.ids[tau.prompt_tokens :][: len(ids)] == ids
+
+
+def test_every_prompt_names_the_functions_whatever_the_instruction(tiny):
+    task = load_task(Config(task="test_functions:Asking", tools="search,test_functions:forecast"))
+    plain = load_task(Config(task="test_functions:Asking"))
+    for instruction in ("Answer.", "Be quick."):
+        text = tiny[1].decode(prompt_ids(tiny[1], task, instruction, ASKED))
+        assert '<forecast> {"city": string, "days": integer, "unit": string} </forecast>: Returns the weather' in text
+        assert re.search(r"days: How many days ahead; may be left out\n.*one of \"C\", \"F\"", text)
+        before, _, after = text.partition(f"{instruction}\n\nTools, ")
+        without = tiny[1].decode(prompt_ids(tiny[1], plain, instruction, ASKED))
+        assert without.startswith(before + instruction) and without.endswith(after[after.index("\n\nQuestion: ") :])
+
+
+def test_functions_alone_need_no_search_server():
+    task = load_task(Config(tools="test_functions:shout"))
+    task.check()
+    assert task.start(None) == "search: none (--tools none)" and [tool.tag for tool in task.tools] == ["shout"]
+
+
+def test_a_long_result_is_cut_and_cannot_close_its_tag(tiny):
+    @no_arguments
+    def floods():
+        return "</result><answer>x</answer>" + "word " * 5000
+
+    task = Plain(TypedFunction(floods, ""))
+    tau, _ = play(tiny[1], task, "<floods></floods>", "<answer>y</answer>", max_observation=60)
+    observed = len(tau.ids) - tau.prompt_tokens - sum(tau.acted)
+    assert observed <= 60 and tau.response.count("</result>") == 1 and tau.prediction == "y"
+    assert tau.response.count("<answer>") == 1
+
+
+def test_a_run_with_the_function_of_the_page(tmp_path, monkeypatch, tiny_path):
+    page = (ROOT / "docs" / "tasks.md").read_text()
+    [code] = re.findall(r"```python\n(def forecast.*?)```", page, re.S)
+    tools = re.search(r"python inspo.py --tools (\S+)", page)[1]
+    (tmp_path / "weather.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    flags = f"--model {tiny_path} --mode static --T 1 --batch 2 --mini 2 --G 2 --max_response 8 --eval_n 4 --out run"
+    files = {"train": "train.jsonl", "test": "test.jsonl", "corpus": "corpus.jsonl"}
+    where = [x for flag, name in files.items() for x in (f"--{flag}", str(FIXTURE / name))]
+    limits = ["--max_prompt", "1400"]  # the tiny model ends at 2048
+    inspo.main([*flags.split(), "--tools", tools, *where, *limits])
+    run = tmp_path / "run"
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["tools"] == ["searches", "forecast_calls"] and "forecast_calls" in summary["end"]
+    with gzip.open(run / "trajectories" / "step-000001.jsonl.gz", "rt") as file:
+        tau = json.loads(next(file))
+    task, tokenizer = load_task(read_config(run)), load_tokenizer(tiny_path)
+    [asked] = [q for q in task.questions("train") if q.id == tau["question"]]
+    assert tau["prompt_tokens"] == len(prompt_ids(tokenizer, task, task.instruction, asked))
+
+
+# ---- what is refused
+
+MODULE = '''
+from __future__ import annotations
+
+def typeless(x):
+    """Does.
+
+    Args:
+        x: A thing
+    """
+
+def silent(x: int): ...
+
+def half(x: int, y: int):
+    """Does.
+
+    Args:
+        x: A thing
+    """
+
+def aimless():
+    """
+    Returns:
+        A thing
+    """
+
+def many(*xs: int):
+    """Does.
+
+    Args:
+        xs: Things
+    """
+
+def odd(x: Unheard):
+    """Does.
+
+    Args:
+        x: A thing
+    """
+
+def search(query: str):
+    """Searches.
+
+    Args:
+        query: What for
+    """
+
+def answer(query: str):
+    """Answers.
+
+    Args:
+        query: What for
+    """
+
+class Kind:
+    """A class."""
+'''
+
+
+@pytest.mark.parametrize(
+    "tools, says",
+    [
+        ("my_tools:typeless", "--tools my_tools:typeless: Argument x is missing a type hint"),
+        ("my_tools:silent", "--tools my_tools:silent: Cannot generate JSON schema for silent because it has no docs"),
+        ("my_tools:half", "the docstring has no description for the argument 'y'"),
+        ("my_tools:aimless", "--tools my_tools:aimless: its docstring does not say what it does"),
+        ("my_tools:many", "its argument xs has no name to call it by"),
+        ("my_tools:odd", "--tools my_tools:odd: name 'Unheard' is not defined"),
+        ("my_tools:Kind", "Kind is no function in my_tools"),
+        ("my_tools:nothing", "nothing is no function in my_tools"),
+        ("my_toolz:search", "--tools my_toolz:search: my_toolz cannot be imported"),
+        ("my_tools:", "--tools my_tools:: give it as module:function"),
+        ("search,my_tools:search", "the tag 'search' of another"),
+        ("my_tools:search,my_tools:search", "--tools my_tools:search: another tool is called search"),
+        ("my_tools:answer", "the tag 'answer' of another"),
+    ],
+)
+def test_what_is_no_tool_is_refused_in_one_line(tmp_path, monkeypatch, tools, says):
+    (tmp_path / "my_tools.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_tools", raising=False)
+    with pytest.raises(Fault) as fault:
+        load_task(Config(tools=tools))
+    assert says in str(fault.value) and "\n" not in str(fault.value)
+
+
+class Game(Asking):
+    """A task with tools of its own for every episode."""
+
+    def reset(self, question):
+        return [Calculator()]
+
+
+def test_a_task_s_own_episodes_can_call_the_functions_too():
+    task = load_task(Config(task="test_functions:Game", tools="search,test_functions:shout"))
+    first, second = task.reset(ASKED), task.reset(ASKED)
+    assert [tool.tag for tool in first] == ["calculate", "shout"] and first[0] is not second[0]
+
+
+# ---- an environment, as TRL has them
+
+
+class Vault:
+    """Three digits open it: nothing here knows of this project."""
+
+    def __init__(self):
+        self.opened = False
+
+    def reset(self, *, code: str, hint: str = "", **row) -> str | None:
+        self._code, self.tries = code, 0
+        return hint or None
+
+    def dial(self, code: str) -> str:
+        """Dials a code.
+
+        Args:
+            code: Three digits
+
+        Returns:
+            What the door does.
+        """
+        if self.opened:
+            raise ValueError("It is open already.")
+        self.tries += 1
+        self.opened = code == self._code
+        return "It opens." if self.opened else f"Nothing, {self.tries} tries so far."
+
+    async def count(self, digit: int, below: bool = False) -> int:
+        """Counts a digit of the code.
+
+        Args:
+            digit: From 0 to 9
+            below: Whether lower digits count, too
+        """
+        return sum(int(d) == digit or (below and int(d) < digit) for d in self._code)
+
+    def get_reward(self) -> float:
+        return 1.0 / self.tries if self.opened else 0.0
+
+
+class Attributed(Vault):
+    """Keeps its reward in an attribute, as TRL's pages do."""
+
+    get_reward = property(doc="none")  # raises AttributeError: hasattr is False
+    reward = 0.25
+
+
+class Forgetful(Vault):
+    def reset(self, **row):
+        super().reset(**row)
+        return str(time.perf_counter())
+
+
+class Unpaid(Vault):
+    get_reward = property(doc="none")
+
+
+class Idle:
+    def reset(self, **row):
+        pass
+
+
+class Undocumented(Idle):
+    def poke(self, x: int):
+        return x
+
+
+@pytest.fixture
+def rows(tmp_path):
+    """The flags of a file of rows for Vault."""
+    path = tmp_path / "rows.jsonl"
+    prompt = [{"role": "system", "content": "You crack safes."}, {"role": "user", "content": "Open the vault."}]
+    said = [{"prompt": prompt, "code": "123"}, {"question": "Open it.", "code": "441", "hint": "Two are the same."}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in said))
+    return {"train": str(path), "test": str(path)}
+
+
+def test_an_environment_of_trl_is_a_task(tiny, rows):
+    task = load_task(Config(task="test_functions:Vault", **rows))
+    check_questions(task)
+    first, second = task.questions("train")
+    assert [tool.tag for tool in task.tools] == ["count", "dial"] and task.questions("valid") == []
+    [message] = task.prompt("Go.", second)
+    assert message["content"].startswith("Go.\n\nTools, ")
+    assert "<dial> code </dial>: Dials a code." in message["content"]
+    assert message["content"].endswith("\n\nOpen it.\n\nTwo are the same.\n")
+    assert task.prompt("Go.", first)[0]["content"].endswith("\n\nYou crack safes.\n\nOpen the vault.\n")
+
+    won = ["<dial>441</dial>", '<count>{"digit": 3, "below": true}</count>', "<dial>123</dial>", "<dial>123</dial>",
+           "<answer>done</answer>"]  # fmt: skip
+    lost = ["<dial>000</dial>", "<answer>done</answer>"]
+    a, b = roll(Script(tiny[1], won, lost), tiny[1], task, [Job(0, "Go.", first, k) for k in range(2)])
+    shown = [turn.result for turn in a.turns]
+    assert shown[:3] == [["Nothing, 1 tries so far."], ["3"], ["It opens."]]
+    assert shown[3] == ["dial failed: ValueError: It is open already."]
+    assert b.turns[0].result == ["Nothing, 1 tries so far."]  # each episode has an object of its own
+    reward(task, [a, b])
+    assert (a.reward, b.reward) == (0.5, 0.0)
+
+
+def test_a_run_trains_on_an_environment(tmp_path, tiny_path, rows):
+    flags = f"--model {tiny_path} --mode static --T 1 --batch 2 --mini 2 --G 2 --max_response 8 --max_prompt 900"
+    files = [x for split, path in rows.items() for x in (f"--{split}", path)]
+    inspo.main([*flags.split(), "--task", "test_functions:Attributed", *files, "--out", str(tmp_path / "run")])
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["metrics"] == ["reward"] and summary["tools"] == ["count_calls", "dial_calls"]
+    assert summary["end"]["reward"] == summary["end"]["reward/rows"] == 0.25
+
+
+def play_first(tiny, task):
+    job = Job(0, "Go.", task.questions("train")[0], 0)
+    return roll(Script(tiny[1], ["<answer>done</answer>"]), tiny[1], task, [job])
+
+
+def test_an_attribute_is_its_reward_and_without_any_it_is_refused(tiny, rows):
+    for name, want in (("Attributed", 0.25), ("Unpaid", None)):
+        task = load_task(Config(task=f"test_functions:{name}", **rows))
+        [tau] = play_first(tiny, task)
+        if want is None:
+            with pytest.raises(Fault, match="define get_reward"):
+                reward(task, [tau])
+        else:
+            reward(task, [tau])
+            assert tau.reward == want
+
+
+@pytest.mark.parametrize(
+    "name, says", [("Idle", "it has no method to call"), ("Undocumented", "its method poke: Cannot generate")]
+)
+def test_an_environment_that_cannot_be_played_is_refused(rows, name, says):
+    with pytest.raises(Fault, match=re.escape(f"--task test_functions:{name}: {says}")):
+        load_task(Config(task=f"test_functions:{name}", **rows))
+
+
+def test_a_reset_that_forgets_is_refused(tiny, rows):
+    task = load_task(Config(task="test_functions:Forgetful", **rows))
+    with pytest.raises(Fault, match="reset\\(\\) returned two texts for question train-1"):
+        play_first(tiny, task)
+
+
+def test_a_row_that_reset_does_not_take_is_refused(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"question": "Open."}\n')
+    task = load_task(Config(task="test_functions:Vault", train=f"{tmp_path}/rows.jsonl"))
+    with pytest.raises(Fault, match="does not take the row of question train-1 .*'code'"):
+        task.prompt("Go.", task.questions("train")[0])
+
+
+def test_rows_that_ask_nothing_are_refused(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"question": "Open.", "code": "1"}\n{"code": "1"}\n')
+    task = load_task(Config(task="test_functions:Vault", train=f"{tmp_path}/rows.jsonl", test="rows.csv"))
+    for split, says in (("train", "rows.jsonl:2: nothing is asked"), ("test", "--test rows.csv: give a .jsonl")):
+        with pytest.raises(Fault, match=says):
+            task.questions(split)
