@@ -16,10 +16,11 @@ from typing import Any
 
 from config import Config, evolves, scripted
 from plumbing.client import Client, RequestFailed
-from plumbing.faults import OptimizerDown
+from plumbing.faults import Fault, OptimizerDown
 from plumbing.outside import clean, letters, plain, printable, wide, without_secrets
 from plumbing.stop import may_stop
 
+OPENAI = "https://api.openai.com/v1"
 MAX_REPLY = 200_000  # characters of a reply that are read and kept
 CONTROL = re.compile(r"<[|｜][^<>]{1,64}[|｜]>|</?s>|<(?:bos|eos|pad|unk|(?:start|end)_of_turn)>|\[/?INST\]")
 RESULT = re.compile(r"<information>(.*?)</information>", re.S)
@@ -360,10 +361,28 @@ def paid_calls(rows: Iterable[Any]) -> dict[str, Call]:
     return paid
 
 
+def endpoint(cfg: Config) -> tuple[str, str]:
+    """Returns URL and key of the optimizer: OPENAI_BASE_URL's, else OpenAI's; "" if the run calls none of them.
+
+    Raises Fault if none can be called.
+    """
+    if not evolves(cfg) or scripted(cfg):
+        return "", ""
+    url, key = os.environ.get("OPENAI_BASE_URL", ""), os.environ.get("OPENAI_API_KEY", "").strip()
+    if not (cfg.optimizer_model and (url or key)):
+        raise Fault(
+            "no optimizer: set OPENAI_API_KEY to take OpenAI's, or OPENAI_BASE_URL and --optimizer_model, or choose"
+            " --mode static"
+        )
+    if url and not url.startswith(("http://", "https://")):
+        raise Fault(f"OPENAI_BASE_URL {without_secrets(url)}: begin it with http:// or https://")
+    return url or OPENAI, key
+
+
 def connect(
     cfg: Config, serve: Callable[..., str], rows: Iterable[Any]
 ) -> Optimizer | None:
-    """Returns the client of OPENAI_BASE_URL, or of the world's scripted optimizer; None in mode static.
+    """Returns the client of `endpoint`, or of the world's scripted optimizer; None in mode static.
 
     `serve` runs a program as a server; `rows`: of reflections.jsonl, whose calls have been paid for.
     """
@@ -377,7 +396,7 @@ def connect(
             return serve("-m", "world.optimizer", "--seed", str(cfg.seed), *guess) + "/v1"
 
         return Optimizer(own(), cfg.optimizer_model, retries=cfg.optimizer_retries, paid=paid, revive=own)
-    url, key = os.environ["OPENAI_BASE_URL"], os.environ.get("OPENAI_API_KEY", "").strip()
+    url, key = endpoint(cfg)
     return Optimizer(url, cfg.optimizer_model, key, retries=cfg.optimizer_retries, paid=paid)
 
 

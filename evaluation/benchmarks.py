@@ -12,6 +12,7 @@ from pathlib import Path
 
 from config import PRESETS
 from plumbing.faults import Fault
+from plumbing.hub import download as fetch
 from tasks import Question
 from tasks.questions import HOPS, load_questions
 
@@ -62,16 +63,11 @@ def find(name: str, folder: Path) -> Path | None:
 
 def download(name: str, folder: Path) -> Path:
     """Returns the evaluated split's file, fetched from the hub into `folder`; raises Fault where it is out of reach."""
-    from huggingface_hub import hf_hub_download
-
     file = f"{name}/{SPLITS[name]}.jsonl"
     try:
-        return Path(hf_hub_download(HUB, file, repo_type="dataset", local_dir=folder))
-    except Exception as e:  # offline, behind a proxy, renamed: the remedy is the same
-        reason = (str(e).splitlines() or [type(e).__name__])[0]
-        raise Fault(
-            f"--hub: {HUB} cannot be reached ({reason}); copy its {file} to {folder / file} from a machine that can"
-        ) from None
+        return fetch(HUB, file, folder=folder)
+    except Fault as e:
+        raise Fault(f"--hub: {HUB}: {e}; copy its {file} to {folder / file} from a machine that has it") from None
 
 
 def size_note(name: str, n: int) -> str:

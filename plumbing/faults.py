@@ -3,7 +3,7 @@
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TextIO, cast
 
 from plumbing.outside import printable
@@ -12,6 +12,26 @@ from plumbing.status import status
 
 class Fault(Exception):
     """What is wrong, where, and what to do about it, in one line."""
+
+
+class Faults(Fault):
+    """Several of them, different ones; `of` has their lines."""
+
+    def __init__(self, of: list[str]):
+        super().__init__("\n  ".join([f"{len(of)} things are missing or wrong:", *of]))
+        self.of = of
+
+
+def together(*checks: Callable[[], object]) -> None:
+    """Runs all checks, and raises all that they raised as one: nobody should mend one fault to be told the next."""
+    found: list[str] = []
+    for check in checks:
+        try:
+            check()
+        except Fault as e:
+            found += [line for line in (e.of if isinstance(e, Faults) else [str(e)]) if line not in found]
+    if found:
+        raise Faults(found) if len(found) > 1 else Fault(found[0])
 
 
 class Outage(Fault):

@@ -8,7 +8,8 @@ from plumbing.faults import Fault
 
 
 def parquet_rows(path: str | PathLike[str], columns: Collection[str]) -> Iterator[dict[str, Any]]:
-    """Yields the rows of a file, those of `columns` that it has; ImportError without pyarrow.
+    """Yields the rows of a file, those of `columns` that it has (a.b: of a column a, the part b); ImportError without
+    pyarrow.
 
     Raises Fault, with row and column, at text that is not UTF-8 and at a time or date that Python has no number for;
     pyarrow's exceptions and OSError where the file cannot be read.
@@ -16,8 +17,8 @@ def parquet_rows(path: str | PathLike[str], columns: Collection[str]) -> Iterato
     import pyarrow.parquet as pq  # here: few files are parquet
 
     with pq.ParquetFile(path) as file:
-        first = 1
-        for batch in file.iter_batches(10_000, columns=[c for c in columns if c in file.schema_arrow.names]):
+        first, names = 1, file.schema_arrow.names
+        for batch in file.iter_batches(10_000, columns=[c for c in columns if c.split(".")[0] in names]):
             try:
                 rows = batch.to_pylist()
             except (ValueError, OverflowError) as e:

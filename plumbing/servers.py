@@ -104,7 +104,7 @@ def _exit_with_stdin() -> None:
 
 # What a child sees of the environment: where programs, caches and devices are. Not keys, nor anything it does not need.
 INHERITED = re.compile(
-    "PATH|HOME|USER|LANG|TZ|TE?MP|TMPDIR|VIRTUAL_ENV|HF_HOME|HF_HUB_CACHE|HF_HUB_OFFLINE|"
+    "PATH|HOME|USER|LANG|TZ|TE?MP|TMPDIR|VIRTUAL_ENV|HF_HOME|HF_HUB_CACHE|HF_HUB_OFFLINE|HF_ENDPOINT|"
     "(LC|LD|PYTHON|OMP|GOMP|MKL|CUDA|NVIDIA|XDG)_?[A-Z_]+"
 )
 
@@ -180,6 +180,8 @@ class Child:
 class Servers:
     """The servers that a run starts for itself; `servers(*argv)` starts one unless it is running, and returns its URL.
 
+    `deadline`: seconds after which one that is not ready is a Fault.
+
     A server that has died restarts on its old port, the only one that the clients of other ranks know.
     """
 
@@ -187,12 +189,12 @@ class Servers:
         self.log = log
         self._running: dict[tuple[str, ...], Child] = {}
 
-    def __call__(self, *argv: str) -> str:
+    def __call__(self, *argv: str, deadline: float = 60.0) -> str:
         last = self._running.get(argv)
         if last is None or not last.alive():
             port = urlsplit(last.url).port or 0 if last else 0
             try:
-                self._running[argv] = Child([*argv], self.log, port=port)
+                self._running[argv] = Child([*argv], self.log, deadline, port)
             except Fault as e:  # a run that has begun keeps its log
                 raise Fault(f"{e} (log: {self.log})" if last else str(e)) from None
         return self._running[argv].url

@@ -1,9 +1,12 @@
 """Passages on disk: a JSONL file of any size, of which only the offsets of its rows are kept, memory-mapped."""
 
+import gzip
 import hashlib
 import json
 import os
+import shlex
 import uuid
+import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cached_property
@@ -108,9 +111,8 @@ def _scan(path: str, size: int) -> Iterator[int]:
     with open(path, "rb") as f, tqdm(
         total=size, unit="B", unit_scale=True, desc=f"reading {Path(path).name}", disable=size < LARGE
     ) as bar:  # fmt: skip
-        if f.read(2) == b"\x1f\x8b":
-            raise Fault(f"{path}: compressed with gzip; run `gunzip {path}` first")
-        f.seek(0)
+        if command := _unpacking(path):
+            raise Fault(f"{path}: passages are packed in it; run `{command}` first")
         start = shown = 0
         for number, line in enumerate(f, 1):
             if line.strip():
@@ -122,6 +124,23 @@ def _scan(path: str, size: int) -> Iterator[int]:
                 shown = start
         bar.update(start - shown)
         yield start
+
+
+def _unpacking(name: str) -> str:
+    """Returns the command that takes passages out of a gzip file, a tar archive, or both; "" for any other file.
+
+    Search-R1's wiki-18.jsonl.gz is both, whatever it is called.
+    """
+    with open(name, "rb") as f:
+        start = f.read(512)
+    if zipped := start.startswith(b"\x1f\x8b"):
+        with suppress(OSError, EOFError, zlib.error), gzip.open(name) as f:
+            start = f.read(512)
+    path, part = shlex.quote(name), shlex.quote(f"{name}.part")
+    out = shlex.quote(name.removesuffix(".gz")) if name.endswith(".gz") else f"{part} && mv {part} {path}"
+    if start[257:262] == b"ustar":
+        return f"tar -xO{'z' * zipped}f {path} > {out}"
+    return f"gunzip -c < {path} > {out}" if zipped else ""
 
 
 def _passage(line: bytes, where: str) -> dict[str, str]:

@@ -12,21 +12,24 @@ from pathlib import Path
 from typing import Any
 
 from plumbing.faults import Fault
+from plumbing.hub import fetched
 from plumbing.outside import decoded
 from plumbing.parquet import parquet_rows
 from tasks import Question
 
-COLUMNS = ("id", "question", "golden_answers", "data_source", "prompt", "reward_model", "extra_info", "metadata")
+# Of the metadata the two that say how many hops: the rest is HotpotQA's passages, most of Search-R1's 356 MB.
+COLUMNS = ("id", "question", "golden_answers", "data_source", "prompt", "reward_model", "extra_info", "metadata.type",
+           "metadata.question_decomposition")  # fmt: skip
 HOPS = {"nq": 1, "triviaqa": 1, "popqa": 1, "hotpotqa": 2, "bamboogle": 2}  # of every question in these sets
 
 
 def load_questions(path: str | Path, skip: Callable[[str], None] | None = None) -> list[Question]:
-    """Returns the questions of a .jsonl or .parquet file (§4); a Fault names the file and the row.
+    """Returns the questions of a .jsonl or .parquet file, or of one on the hub (§4); a Fault names file and row.
 
     An id that several sources share (`train_0` of NQ and of HotpotQA in one file) becomes `{source}-{id}`. With `skip`
     a row that is no question is left out, and `skip` is told where it stands and why.
     """
-    path = Path(path)
+    path = fetched(str(path))
     read = {".jsonl": json_lines, ".parquet": _read_parquet}.get(path.suffix)
     if read is None:
         raise Fault(f"{path}: unknown suffix {path.suffix!r}; give a .jsonl or a .parquet file")

@@ -7,9 +7,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from config import HERE, TaskKnobs
 from plumbing.client import Client, RequestFailed
@@ -19,7 +20,12 @@ from tasks import Question
 from tasks.questions import normalize
 from tasks.tools import Tool
 
+DEFAULT = "http://127.0.0.1:8000"  # where retrieval_server.py and Search-R1's own listen unless told otherwise
+DATA = Path("data")  # as evaluate.py's --data_dir
+WIKI, INDEXES, E5 = "wiki-18.jsonl", ("e5_HNSW64.index", "e5_Flat.index"), "intfloat/e5-base-v2"
 MAX_PASSAGE = 100_000  # characters of a passage that are read and kept
+
+C = TypeVar("C", bound=TaskKnobs)
 
 
 class Search(Tool):
@@ -117,34 +123,61 @@ def _read_passages(answer: Any, n: int, topk: int) -> list[list[str]]:
     return [[contents[:MAX_PASSAGE] for contents in hits] for hits in passages]
 
 
-def check_corpus(cfg: TaskKnobs) -> None:
-    """Raises Fault if there is nothing to search, or nothing that every node of a torchrun job can reach."""
+def found(cfg: C) -> C:
+    """Returns `cfg` with what a run searches that names neither --retriever nor --corpus; raises Fault if it cannot.
+
+    That is the server on port 8000 of this machine, if one answers there, else Search-R1's corpus and index in DATA.
+    Nothing is searched that some node of a torchrun job cannot reach.
+    """
     nodes = int(os.environ.get("WORLD_SIZE", 1)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1 << 30)) or 1
     if nodes > 1 and (not cfg.retriever or re.search("//(127\\.|localhost)", cfg.retriever)):
         raise Fault(f"{nodes} nodes: give --retriever with an address that all of them can reach")
-    if cfg.retriever:
-        return
-    if not cfg.corpus:
-        raise Fault("nothing to search: give --corpus (passages) or --retriever (URL of a running server)")
-    if not Path(cfg.corpus).is_file():
+    if cfg.corpus and not cfg.retriever and not Path(cfg.corpus).is_file():
         raise Fault(f"--corpus {cfg.corpus}: no such file; check the path")
+    if cfg.corpus or cfg.retriever:
+        return cfg
+    if not silent(DEFAULT, cfg.topk):
+        return replace(cfg, retriever=DEFAULT)
+    if index_of(str(DATA / WIKI)):
+        return replace(cfg, corpus=str(DATA / WIKI))
+    raise Fault(
+        f"nothing to search: give --corpus (passages) or --retriever (URL of a running server), start one at {DEFAULT},"
+        f" or put {WIKI} and {INDEXES[0]} into {DATA}/ (retrieval/README.md says where they are)"
+    )
+
+
+def silent(url: str, topk: int) -> str:
+    """Returns why a search server does not answer, "" if it does."""
+    try:
+        Search(url, topk, retries=0).submit("is anyone there").result()
+    except ToolDown as e:
+        return str(e)
+    return ""
+
+
+def index_of(corpus: str) -> str:
+    """Returns the FAISS file of Search-R1's corpus, which is expected beside it; "" for any other corpus."""
+    beside = [Path(corpus).parent / name for name in INDEXES] if Path(corpus).name == WIKI else []
+    return next((str(path) for path in beside if path.is_file() and Path(corpus).is_file()), "")
 
 
 def reach(cfg: TaskKnobs, serve: Callable[..., str]) -> tuple[str, Callable[[], str]]:
     """Returns the URLs of --retriever, which answers, or of a server over --corpus; and what restarts that."""
     if cfg.retriever:
-        try:
-            Search(cfg.retriever, cfg.topk, retries=0).submit("is anyone there").result()
-        except ToolDown as e:
-            raise Fault(f"--retriever: {e}; start it, or serve --corpus with --retriever ''") from None
+        if fault := silent(cfg.retriever, cfg.topk):
+            raise Fault(f"--retriever: {fault}; start it, or serve --corpus with --retriever ''")
         return cfg.retriever, lambda: ""
-    own = partial(serve, str(HERE / "retrieval_server.py"), "--corpus", cfg.corpus)
+    argv, index = [str(HERE / "retrieval_server.py"), "--corpus", cfg.corpus], index_of(cfg.corpus)
+    # A slow core makes BM25 of 1 MB of passages a second (LOG.md), and reads 10.
+    deadline = 60 + Path(cfg.corpus).stat().st_size / (1e7 if index else 1e6)
+    own = partial(serve, *argv, *(["--index", index, "--encoder", E5] if index else []), deadline=deadline)
     return own(), own
 
 
 def described(search: Search, cfg: TaskKnobs, questions: Sequence[Question]) -> str:
     """Returns where a run searches, and how that server does on some questions, if there are any."""
-    where = without_secrets(cfg.retriever) or f"{search.urls[0]} (BM25 over {cfg.corpus}, started by this run)"
+    how = Path(index).name if (index := index_of(cfg.corpus)) else "BM25"
+    where = without_secrets(cfg.retriever) or f"{search.urls[0]} ({how} over {cfg.corpus}, started by this run)"
     return f"{where}\n        {try_search(search, questions)}" if questions else where
 
 

@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from pathlib import Path
 from typing import ClassVar
 
 from config import Config
 from plumbing.faults import Fault
+from plumbing.hub import here
 from tasks import Question, Task, Trajectory, rng_of
 from tasks.questions import em, f1, load_questions
-from tasks.search import Search, check_corpus, described, reach
+from tasks.search import Search, described, found, reach
 from tasks.tools import Calculator, Tool
 
 SEARCH_R1 = (
@@ -46,14 +46,14 @@ class SearchQA(Task):
         return ",".join(self.search.urls)
 
     def check(self) -> None:
-        if self.tools:
-            check_corpus(self.cfg)
+        if self.search in self.tools:
+            self.cfg = found(self.cfg)
 
     def start(self, serve: Callable[..., str]) -> str:
-        if not self.tools:
-            return "search: none (--tools none)"
+        if self.search not in self.tools:
+            return f"search: none (--tools {self.cfg.tools})"
         self.connect(*reach(self.cfg, serve))
-        asked = self.questions("train")[:64] if Path(self.cfg.train).is_file() else []  # an evaluation needs none
+        asked = self.questions("train")[:64] if here(self.cfg.train) else []  # an evaluation needs none
         return f"search: {described(self.search, self.cfg, asked)}"
 
     @cache  # noqa: B019 (a run has one task)
@@ -64,14 +64,14 @@ class SearchQA(Task):
         if not file:
             raise Fault(f"--{flag} is missing: give a .jsonl or .parquet file of questions")
         try:
-            found = load_questions(file)
+            every = load_questions(file)
         except Fault as e:
             raise Fault(f"--{flag} {e}") from None
         if cfg.valid or split == "test":
-            return found
-        n = min(cfg.valid_n, len(found) // 10)
-        aside = set(rng_of(cfg.seed, 0, "valid").permutation(len(found))[:n].tolist())  # CHOICE-25
-        return [q for k, q in enumerate(found) if (k in aside) == (split == "valid")]
+            return every
+        n = min(cfg.valid_n, len(every) // 10)
+        aside = set(rng_of(cfg.seed, 0, "valid").permutation(len(every))[:n].tolist())  # CHOICE-25
+        return [q for k, q in enumerate(every) if (k in aside) == (split == "valid")]
 
     def reward(self, taus: Sequence[Trajectory]) -> list[float]:
         return [em(tau.prediction, tau.question.golds) for tau in taus]  # Eq.1

@@ -167,6 +167,24 @@ def test_how_many_facts_a_question_needs(tmp_path, more, hops):
     assert q.hops == hops
 
 
+def test_of_the_metadata_in_parquet_only_what_says_how_many_facts_is_read(tmp_path):
+    """HotpotQA's passages are there, too: here they could not even be read."""
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    def load(metadata):
+        table = pa.Table.from_pylist([{"question": "Who?", "golden_answers": ["X"]}] * 2)
+        pq.write_table(table.append_column("metadata", metadata), tmp_path / "q.parquet")
+        return [q.hops for q in load_questions(tmp_path / "q.parquet")]
+
+    context = pa.array([b"\xff", b"\xff"]).view(pa.string())
+    kinds = pa.array(["bridge_comparison", None])
+    assert load(pa.StructArray.from_arrays([kinds, context], ["type", "context"])) == [4, 0]
+    steps = pa.array([[{"question": "a"}, {"question": "b"}, {"question": "c"}], None])
+    assert load(pa.StructArray.from_arrays([steps, context], ["question_decomposition", "context"])) == [3, 0]
+    assert load(pa.StructArray.from_arrays([context], ["context"])) == load(context) == [0, 0]
+
+
 def test_parquet_reads_as_jsonl_does(tmp_path):
     pa = pytest.importorskip("pyarrow")
     import pyarrow.parquet as pq

@@ -1,12 +1,15 @@
 """Passages on disk: rows as plain json reads them, the file of offsets, parquet, and the memory that a corpus takes."""
 
 import errno
+import gzip
+import io
 import json
 import os
 import random
 import re
 import subprocess
 import sys
+import tarfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -149,11 +152,39 @@ def test_a_bad_row_is_named_by_file_and_line(tmp_path, monkeypatch, line, compla
     assert os.listdir(tmp_path) == ["c.jsonl"]  # no partial file remains
 
 
-@pytest.mark.parametrize("name", ["c.jsonl.gz", "c.jsonl"])
-def test_gzip_is_refused_with_the_command_to_run(tmp_path, name):
-    path = tmp_path / name
+def archive(text, mode):
+    """Returns the bytes of a tar archive of one file, in folders as Search-R1's corpus is."""
+    out, info = io.BytesIO(), tarfile.TarInfo("data00/indexes/wiki_dump.jsonl")
+    info.size = len(text)
+    with tarfile.open(fileobj=out, mode=mode) as tar:
+        tar.addfile(info, io.BytesIO(text))
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("name", ["wiki-18.jsonl.gz", "wiki-18.jsonl"])
+@pytest.mark.parametrize("pack", [
+    gzip.compress, lambda text: archive(text, "w"), lambda text: archive(text, "w:gz"),
+    lambda text: archive(text, "w:gz")[:600],
+], ids=["gzip", "tar", "both", "cut short"])  # fmt: skip
+def test_packed_passages_are_refused_with_the_command_that_unpacks_them(tmp_path, name, pack):
+    text = b"".join(b'{"id": %d, "contents": "x%d"}\n' % (k, random.Random(k).getrandbits(4000)) for k in range(50))
+    folder = tmp_path / "my data"
+    folder.mkdir()
+    path = folder / name
+    path.write_bytes(pack(text))
+    command = re.search("run `(.*)` first", refusal(path))[1]
+    done = subprocess.run(command, shell=True, capture_output=True)
+    if path.stat().st_size == 600:
+        assert done.returncode  # nothing to be had from it
+    else:
+        assert not done.returncode and (folder / "wiki-18.jsonl").read_bytes() == text
+        assert len(Corpus(folder / "wiki-18.jsonl")) == 50
+
+
+def test_a_damaged_gzip_file_is_refused(tmp_path):
+    path = tmp_path / "c.jsonl"
     path.write_bytes(b"\x1f\x8b\x08" + bytes(20))
-    assert f"`gunzip {path}`" in refusal(path)
+    assert str(path) in refusal(path)
 
 
 @pytest.mark.parametrize("make", [lambda p: p.write_bytes(b"\n \r\n"), Path.mkdir, lambda p: None])

