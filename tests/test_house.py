@@ -73,7 +73,7 @@ def test_the_cellar_knows_nothing_of_what_stands_on_it():
 def without_the_wing(tmp_path_factory) -> Path:
     """A copy of the project without its guests and their tests."""
     copy = tmp_path_factory.mktemp("copies") / "inspo"
-    away = shutil.ignore_patterns(".*", "runs", "results", "assets", "mutants", "extras", "__pycache__")
+    away = shutil.ignore_patterns(".*", "runs", "downloads", "results", "assets", "mutants", "extras", "__pycache__")
     shutil.copytree(ROOT, copy, ignore=away)
     return copy
 
