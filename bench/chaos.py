@@ -26,9 +26,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
+
 HERE = Path(__file__).parent.parent
 sys.path.insert(0, str(HERE))
 
+from bench.processes import descendants, kill_tree  # noqa: E402
 from config import read_config  # noqa: E402
 from journal.directory import read_jsonl  # noqa: E402
 from plumbing.faults import Fault, one_line  # noqa: E402
@@ -76,15 +79,13 @@ class Run:
 
     def kill(self) -> None:
         """Kills all of the run's processes; its servers end by themselves."""
-        for pid in [*descendants(self.process.pid), self.process.pid]:  # torchrun's ranks have sessions of their own
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self.process.wait()
+        kill_tree(self.process)
 
     def ranks(self) -> list[int]:
         """Returns the process ids of the ranks."""
-        found = [pid for pid in descendants(self.process.pid) if "inspo.py" in words(pid) and "-m" not in words(pid)]
-        return found or [self.process.pid]
+        found = descendants(self.process.pid)
+        ranks = [each.pid for each in found if "inspo.py" in words(each) and "-m" not in words(each)]
+        return ranks or [self.process.pid]
 
     def freeze(self) -> None:
         """Stops all ranks; returns when they stand still."""
@@ -101,8 +102,8 @@ class Run:
 
     def server(self, name: str) -> int:
         """Returns the process id of a server of the run; 0 if there is none."""
-        found = [pid for pid in descendants(self.process.pid) if any(name in word for word in words(pid))]
-        return found[0] if found else 0
+        found = descendants(self.process.pid)
+        return next((each.pid for each in found if any(name in word for word in words(each))), 0)
 
 
 def hear_signals() -> None:
@@ -111,19 +112,10 @@ def hear_signals() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-def descendants(pid: int) -> list[int]:
-    found = []
-    with contextlib.suppress(OSError):
-        for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
-            found += [child, *descendants(child)]
-    return found
-
-
-def words(pid: int) -> list[str]:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-    except OSError:
-        return []
+def words(process: psutil.Process) -> list[str]:
+    with contextlib.suppress(psutil.Error):
+        return process.cmdline()
+    return []
 
 
 # ---- what a run is doing

@@ -1,9 +1,10 @@
-"""Does it work on this GPU? Seven parts in at most 15 minutes (`make gpu`): a line for each, a table, JSON last.
+"""Does it work on this GPU? Eight parts in at most 15 minutes (`make gpu`): a line for each, a table, JSON last.
 
 kernels  the tests that need a GPU: the Triton kernel in every setting, packed attention in bf16
 world    a run of the embedded world (FSDP2, NCCL, torch engine), killed and resumed: bench/resume.py
 update   an update of a random model of Qwen2.5-3B's shape: tokens/s, MFU, memory, gathering: bench/update.py
 head     the GRPO head beside Liger's, where that is installed, and beside its own goals: bench/kernels.py
+wide     the same at the shape of TRL's pull request 7244: 8,192 tokens, 4,096 wide, 151,936 words
 vllm     the world's run with vLLM: sleep, wake, reload, proof of weights, log-prob gap
 lora     the same with LoRA: vLLM computes with the trainer's adapters; killed and resumed
 ranks    the world's run over two cards, killed and resumed
@@ -33,6 +34,7 @@ from pathlib import Path
 HERE = Path(__file__).parent.parent
 sys.path.insert(0, str(HERE))
 
+from bench.processes import kill_tree  # noqa: E402
 from plumbing.faults import Fault, one_line  # noqa: E402
 
 OFFLINE = {
@@ -112,7 +114,11 @@ def read_update(log: str, cuda: bool) -> tuple[str, dict]:
     text += f", MFU {x['mfu']:.1%}" if "mfu" in x else f", {x['tflops']:.3g} TFLOP/s"
     if cuda:
         text += f"; peak {x['peak_gb']:.1f} GB, estimated {x['estimate_gb']:.1f}"
-    text += f"; all weights gathered in {x['gather_s']:.2g} s"
+    if "waits" in x:
+        text += f"; the host waits {x['waits']:.1f} times a micro-batch"
+    text += f"; all weights gathered in {x['gather_s']:.2g} s; attention: {x['attention']}"
+    if "flash_over_own" in x:
+        text += f", {x['flash_over_own']:.2f} of the time with torch's own"
     if cuda and x["peak_gb"] > 1.15 * x["estimate_gb"]:
         raise Missed(f"more than 15 % above the estimate of memory: {text}")
     return text, x
@@ -169,14 +175,19 @@ PARTS = [
         f"{HEAD} --tokens 16 --shapes 32x512 --rounds 1".split(), read_head,
     ),
     Part(
+        "wide", 50, "torch triton",
+        f"{HEAD} --tokens 8192 --shapes 4096x151936 --rounds 3 --skip torch.compile".split(),
+        f"{HEAD} --tokens 16 --shapes 64x512 --rounds 1".split(), read_head,
+    ),
+    Part(
         "vllm", 140, f"vllm {RUN}", WORLD("cuda", "vllm", 6, 0).split(), WORLD("cpu", "vllm", 3, 0).split(), read_world,
     ),
     Part(
-        "lora", 180, f"vllm {RUN}", [*WORLD("cuda", "vllm", 6, 3).split(), *LORA],
+        "lora", 150, f"vllm {RUN}", [*WORLD("cuda", "vllm", 6, 3).split(), *LORA],
         [*WORLD("cpu", "vllm", 3, 2).split(), *LORA], read_world,
     ),
     Part(
-        "ranks", 130, RUN, [*WORLD("cuda", "torch", 6, 3).split(), *TWO],
+        "ranks", 110, RUN, [*WORLD("cuda", "torch", 6, 3).split(), *TWO],
         [*WORLD("cpu", "torch", 3, 2).split(), *TWO], read_world, cards=2,
     ),
 ]  # fmt: skip
@@ -185,7 +196,7 @@ PARTS = [
 def missing(needs: str) -> str:
     """Returns what to install of these modules, as arguments of pip with the versions of requirements*.txt; or ""."""
     pins = {}
-    for file in sorted(HERE.glob("requirements*.txt"), reverse=True):  # the GPU's, requirements.txt, comes last
+    for file in HERE.glob("requirements*.txt"):  # a name has one version in all of them
         for line in file.read_text().splitlines():
             if pin := re.match(r"([\w-]+)[^\s#;]*", line):
                 pins[pin[1].replace("-", "_")] = pin[0]
@@ -224,9 +235,9 @@ def attempt(part: Part, cards: int, limit: float, out: Path, env: dict[str, str]
         except subprocess.TimeoutExpired:
             code = None
         finally:
+            kill_tree(process)
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # what it started, too
-            process.wait()
+                os.killpg(process.pid, signal.SIGKILL)  # what outlived a part that ended by itself
     row["seconds"] = round(time.monotonic() - start, 1)
     log = path.read_text(errors="replace")
     if code is None:

@@ -7,12 +7,10 @@ or if no gradient arrived.
 """
 
 import argparse
-import contextlib
 import json
 import math
 import os
 import re
-import signal
 import statistics
 import subprocess
 import sys
@@ -25,6 +23,7 @@ HERE = Path(__file__).parent.parent
 sys.path.insert(0, str(HERE))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+from bench.processes import kill_tree  # noqa: E402
 from bench.step import BEST  # noqa: E402
 from plumbing.faults import Fault, one_line  # noqa: E402
 
@@ -40,9 +39,7 @@ def rows_of(run: Path) -> list[dict]:
 
 def play(command: list[str], run: Path, kill_at: int) -> str:
     """Runs the command, killing it once step `kill_at` is logged (0: never); prints and returns its output."""
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=HERE, process_group=0
-    )
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=HERE)
     lines: list[str] = []
 
     def pass_on() -> None:  # at once: a part that hangs is killed, and its last line then tells where
@@ -55,9 +52,7 @@ def play(command: list[str], run: Path, kill_at: int) -> str:
     while process.poll() is None and not (kill_at and len(rows_of(run)) > kill_at):
         time.sleep(0.02)
     code = process.poll()
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    kill_tree(process)
     reader.join(10)
     if code:
         last = ([line.strip() for line in lines if line.strip()] or ["no output"])[-1]

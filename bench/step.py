@@ -89,7 +89,7 @@ def card_here(model: Any, tokens: int, lengths: Lengths) -> Card:
     seconds += timed(attention)
     flops = update_flops(shape, tokens, scored, rows * n * n / 2, recompute=0)
     a, b = torch.randn(2, 1 << 24)  # 64 MB each: more than a core's own caches
-    return Card(flops / seconds, 2 * a.nbytes / timed(lambda: b.copy_(a)), math.inf, 0.0)
+    return Card(flops / seconds, 2 * a.nbytes / timed(lambda: b.copy_(a)), math.inf, math.inf, 0.0, "")
 
 
 def timed(work: Callable[[], object]) -> float:

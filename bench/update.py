@@ -21,6 +21,7 @@ import random
 import statistics
 import sys
 import time
+import warnings
 from functools import partial
 from pathlib import Path
 
@@ -34,6 +35,7 @@ from torch.distributed.tensor import DTensor  # noqa: E402
 
 from config import Config  # noqa: E402
 from grpo import Learner, micro_batches, minibatches, prefix_of  # noqa: E402
+from models.flash import OWN, choose  # noqa: E402
 from models.model import blocks, shard, skeleton, weights  # noqa: E402
 from plumbing.faults import Fault, one_line  # noqa: E402
 from tasks import Question, Trajectory  # noqa: E402
@@ -189,6 +191,19 @@ def measure(args: argparse.Namespace) -> dict:
         if not 0 < row["grad_norm"] < float("inf"):
             raise Fault(f"the gradient's norm is {row['grad_norm']}")
         rows.append(row)
+    if cuda:  # how often torch says that the host waits for the card
+        set_logps(taus)
+        torch.cuda.set_sync_debug_mode("warn")
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            learner.update(args.steps + 2, parts)
+        torch.cuda.set_sync_debug_mode("default")
+        waits = sum("synchroniz" in str(warning.message) for warning in said)
+    attention = choose(config) if cuda else OWN
+    own = [row["update_s"] for row in rows[1:]]
+    for t in range(args.steps + 3, args.steps + 5) if not attention.startswith(OWN) else ():
+        set_logps(taus)
+        _, flash_s = timed(partial(learner.update, t, parts))  # the first one compiles
     sent, gather_s = timed(lambda: sum(w.to(compute).nbytes for _, w in weights(model)))
     found = {"device": name, "layers": config.num_hidden_layers, "parameters": parameters}
     for key in ("tokens_per_s", "forward_tokens_per_s", "tflops", "mfu"):
@@ -197,6 +212,11 @@ def measure(args: argparse.Namespace) -> dict:
     for key in ("peak_gb", "reserved_gb", "logp_gap"):
         if key in rows[0]:
             found[key] = max(row[key] for row in rows)
+    found["attention"] = attention
+    if cuda:
+        found["waits"] = waits / sum(len(micro_batches(part, micro)) for part in parts)
+    if not attention.startswith(OWN):
+        found["flash_over_own"] = flash_s / statistics.median(own)
     found |= {"estimate_gb": estimated / 1e9, "gather_s": gather_s, "gather_gb": sent / 1e9}
     print(f"gather {found['gather_gb']:.3g} GB in {gather_s:.3g} s; estimated peak {found['estimate_gb']:.3g} GB")
     return found | {"rows": rows}

@@ -1,7 +1,8 @@
 """Generation by one or more `vllm serve`, on this machine or others.
 
 Turns go to vLLM's endpoint for token ids; weights reach the servers over NCCL, with vLLM's weight transfer. With LoRA
-the servers have read the frozen weights themselves, and read the adapters from a directory that both sides see.
+the servers have read the frozen weights themselves, and read the adapters from a directory that both sides see. Their
+layers are out of reach; what can be seen of a load is that a server then answers otherwise.
 """
 
 import contextlib
@@ -21,12 +22,16 @@ from safetensors import SafetensorError
 
 from engines import FinishedTurn
 from engines.remote import RemoteTurns
-from engines.vllm_engine import LORA, VERSION, StaleWeights, check_vllm, lora_settings, sampling
+from engines.vllm_engine import LORA, VERSION, StaleWeights, check_vllm, lora_settings, probed, sampling
 from models import lora
 from models.model import load_config, skeleton
 from plumbing.client import Client, RequestFailed
 from plumbing.faults import EngineFault, Fault
 from plumbing.outside import at, without_secrets
+
+# Mean change of a weight, or of a B, after which a server that answers as before has not taken it. In bfloat16 1e-8 of
+# a weight shows in the log-probs, and 1e-6 of a B of rank 32; 1e-7 of a B does not (LOG.md).
+SHOWS = 1e-5
 
 
 class EngineDown(EngineFault):
@@ -69,8 +74,10 @@ class VllmServer:
         self.begin(0)
         self.workers = [config["parallel_config"]["world_size"] for config in configs]
         self.source = WeightSource(model, getattr(torch, configs[0]["model_config"]["dtype"].removeprefix("torch.")))
-        self.unproven = len(self.source.parameters)  # the layers of a server are out of reach
+        self.unproven = len(self.source.parameters)
         self.sender = None if lora_rank else self.connect()
+        # What the servers said at first, or when they last said anything else, and a sample of the weights then.
+        self.answers, self.known = self.probe(), Sample()
 
     def inspect(self, url: str, max_len: int) -> dict[str, Any]:
         """Returns a server's configuration; raises Fault with the command that starts a suitable one."""
@@ -181,36 +188,62 @@ class VllmServer:
         """Does nothing: the servers have their own devices."""
 
     def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """As Engine; nothing proves that a server computes with the weights."""
+        """As Engine; raises StaleWeights for a server that goes on answering as it did before.
+
+        Nothing compares the weights themselves, as `Proof` does.
+        """
         self.begin(self.seed)
         self.barrier()
         self.loads += 1
-        fault: list[str | None] = [None]
+        fault: list[EngineFault | None] = [None]
         try:
             if self.rank == 0:
                 self.request_all("/pause")  # ends forgotten turns: vLLM would crash if their weights changed
             if self.sender:
                 self.source.weights = weights
                 self.sender.send_weights()
+                sent = self.source.sample
             else:
-                self.send_adapters(weights)
+                sent = self.send_adapters(weights)
             if self.rank == 0 and not all(answer["success"] for answer in self.request_all("/reset_prefix_cache")):
                 urls = without_secrets(",".join(self.urls))
                 raise EngineDown(f"{urls}: could not drop the prefix cache of the old weights")
         except (EngineDown, OSError, SafetensorError) as e:  # the last two: the adapters cannot be written
-            fault = [str(e)]
+            fault = [EngineDown(str(e))]
         for _ in weights:  # after a fault on rank 0, the other ranks still wait for it to gather the rest
             pass
         if self.rank == 0:
-            with contextlib.suppress(EngineDown):
+            try:
                 self.request_all("/resume")
+                if not fault[0]:
+                    self.require_another_answer(sent)
+            except EngineFault as e:
+                fault = [fault[0] or e]
         if dist.is_initialized():  # no rank starts a turn earlier, and all raise the fault
             dist.broadcast_object_list(fault, 0)
         if fault[0]:
-            raise EngineDown(fault[0])
+            raise fault[0]
 
-    def send_adapters(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Has the servers read the adapters among the weights, which rank 0 writes.
+    def probe(self) -> list[tuple[list[int], list[float]]]:
+        """Returns what each server says to the same few tokens, with the same seed: ids and log-probabilities."""
+        ids = probed(len(self.tokenizer)).tolist()
+        params = sampling(self, 16, 1.0) | {"seed": 0, "stop": [], "stop_token_ids": []}
+        return [self.generate_turn(url, ids, params) for url in self.urls]
+
+    def require_another_answer(self, sent: "Sample") -> None:
+        """Raises StaleWeights if a server answers as it did with weights that were clearly others than these."""
+        answers = self.probe()
+        same = [url for url, now, then in zip(self.urls, answers, self.answers, strict=True) if now == then]
+        first = not self.known and not self.lora_rank  # it may have read from its own files what it is sent
+        if same and not first and sent.distance(self.known) > SHOWS:
+            place = without_secrets(same[0])
+            raise StaleWeights(f"{place} answers as before, after load {self.loads}: it has not taken the weights")
+        if not same or first:
+            self.answers, self.known = answers, sent
+
+    def send_adapters(self, weights: Iterator[tuple[str, torch.Tensor]]) -> "Sample":
+        """Has the servers read the adapters among the weights, which rank 0 writes; returns a sample of all B.
+
 
         Not by `load_inplace`: vLLM 0.32 then reads them from disk again in every forward pass.
         """
@@ -223,6 +256,11 @@ class VllmServer:
                 body = {"lora_name": LORA[0], "lora_path": path}
                 self.request_all("/v1/load_lora_adapter", *[body] * len(self.urls), read=str)
             self.request_all("/update_weight_version", *[{"new_version": str(self.loads)}] * len(self.urls))
+        sample = Sample()
+        for name, tensor in adapters:
+            if ".lora_B." in name:  # as long as it is zero, an A adds nothing
+                sample.note(name, tensor)
+        return sample
 
     @staticmethod
     def barrier() -> None:
@@ -274,6 +312,17 @@ class VllmServer:
                 self.sender.shutdown()
 
 
+class Sample(dict[str, torch.Tensor]):
+    """Some of the weights of each name, by which two loads are compared."""
+
+    def note(self, name: str, tensor: torch.Tensor) -> None:
+        self[name] = tensor.detach().flatten()[::1009].float().cpu()
+
+    def distance(self, other: "Sample") -> float:
+        """Returns the mean difference of a weight; one that the other does not have is zero there."""
+        return torch.cat([(w - other.get(name, torch.zeros(1))).abs() for name, w in self.items()]).mean().item()
+
+
 class WeightSource:
     """Implements vLLM's WeightSource: the metadata of all weights beforehand, then the tensors one at a time."""
 
@@ -283,10 +332,14 @@ class WeightSource:
         shapes = skeleton(load_config(model)).named_parameters()
         self.dtype = dtype
         self.weights: Iterator[tuple[str, torch.Tensor]] = iter(())
+        self.sample = Sample()  # of what was yielded last
         self.parameters = [ParamMeta(name, dtype, tuple(p.shape)) for name, p in shapes]
 
     def metadata(self) -> list[Any]:
         return self.parameters
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((name, tensor.to(self.dtype)) for name, tensor in self.weights)
+        self.sample = Sample()
+        for name, tensor in self.weights:
+            self.sample.note(name, tensor)
+            yield name, tensor.to(self.dtype)

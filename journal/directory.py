@@ -196,6 +196,13 @@ class RunDirectory:
         for old in self.checkpoints()[: -self.keep]:
             if old != best:
                 remove(old)
+            else:
+                drop_optimizer(old)
+
+    def drop_optimizers(self) -> None:
+        """Leaves the weights of all checkpoints, once the run has ended."""
+        for path in self.checkpoints():
+            drop_optimizer(path)
 
     def checkpoints(self) -> list[Path]:
         """Returns the complete checkpoints, oldest first; other directories beside them do not count."""
@@ -236,17 +243,22 @@ class RunDirectory:
         `damage` returns what is wrong with a checkpoint. One that is damaged is renamed, which `note` is told; Fault
         if all are. Calls to the optimizer stay in reflections.jsonl: they have been paid for.
         """
-        found, bad = None, []
+        found, bad, alone = None, [], []
+        last_step = _object(self.path / "config.json").get("T")
         for path in reversed(self.checkpoints()):
             if not (wrong := damage(path)):
                 state = self.load_state(path)
-                if state["t"] == step_of(path):
+                if state["t"] != step_of(path):
+                    wrong = [f"it is of step {state['t']}"]
+                elif checkpoint.weights_alone(path) and state["t"] != last_step:
+                    alone.append((path, "it has weights alone"))
+                    continue
+                else:
                     found = path, state
                     break
-                wrong = [f"it is of step {state['t']}"]
             bad.append((path, wrong[0]))
-        if bad and not found:
-            reasons = "; ".join(f"{path.name}: {reason}" for path, reason in bad)
+        if (bad or alone) and not found:
+            reasons = "; ".join(f"{path.name}: {reason}" for path, reason in bad + alone)
             raise Fault(
                 f"no checkpoint of {self.path} is whole ({reasons}): remove {self.path / 'checkpoints'} to start over"
                 " there, or choose another --out without --resume"
@@ -282,6 +294,12 @@ def remove(path: Path) -> None:
             path.unlink()
         elif path.exists():
             shutil.rmtree(path)
+
+
+def drop_optimizer(path: Path) -> None:
+    """Leaves the weights of a checkpoint, unless it is a link: what that leads to is not the run's."""
+    if not path.is_symlink() and not checkpoint.weights_alone(path):
+        checkpoint.drop_optimizer(path)
 
 
 def step_of(checkpoint: Path) -> int:

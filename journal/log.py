@@ -88,8 +88,9 @@ class Log:
         model = f"{preset_of(cfg.model)} ({worker.parameters() / 1e6:,.2f}M parameters{lora}, {device}, {why})"
         asked = f"{len(self.task.questions('train'))} questions, {len(self.test)} held out"
         steps = f"{cfg.T} steps of {cfg.a_step()}, seed {cfg.seed}"
-        lines = [f"{cfg.mode}: {model} on {asked}", f"fused layers: {worker.layers}" * bool(worker.layers)]
+        lines = [f"{cfg.mode}: {model} on {asked}"]
         if ranks.device == "cuda":
+            lines.append(f"fused layers: {worker.layers}; attention: {worker.attention}")
             kept = "recomputed" if worker.cfg.recompute else "kept"
             lines.append(f"updates: {worker.cfg.micro_tokens:,} tokens a forward pass, activations are {kept}")
         lines += [tools, f"optimizer: {optimizer}", f"{steps}; everything goes to {self.run.path}"]
@@ -166,7 +167,7 @@ class Log:
         if n := row.get("skipped_updates"):
             self.note(f"step {t:3d}  optimizer steps skipped, as loss or gradient were not finite: {n}")
         self.row |= {f"time/{name}": seconds for name, seconds in self.policy.seconds.items()}
-        self.row |= pace(taus, self.policy.seconds)
+        self.row |= pace(taus, self.policy.seconds) | self.policy.mfu(taus)
         self.logged = time.perf_counter()
         # Rewards are all that takes time beside rollouts and update: a judge may take more than both.
         self.row["time/reward"] = max(0.0, began - self.step_began - sum(self.policy.seconds.values()))
@@ -417,6 +418,7 @@ class Log:
             "evolved": self.ledger.evolutions > self.ledger.evolutions_in_vain, "versions": self.versions,
         }  # fmt: skip
         run.write("summary.json", json.dumps(summary, indent=1))
+        run.drop_optimizers()
         self.track.numbers({f"final/{name}/{k}": v for name, row in rows.items() for k, v in row.items()}, cfg.T)
         self.track.text("I_star", I_star.text, cfg.T)
         self.screen.close()

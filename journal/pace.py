@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from journal.directory import writing
 from tasks import Trajectory
 
 
@@ -52,6 +53,7 @@ class Trace:
         if self.profiler is None:
             return ""
         self.profiler.stop()
-        self.profiler.export_chrome_trace(str(self.path))
+        with writing(self.path):
+            self.profiler.export_chrome_trace(str(self.path))
         self.profiler = None
         return f"trace of step {self.t}: {self.path} (open it in ui.perfetto.dev)"

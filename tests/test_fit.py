@@ -101,7 +101,7 @@ def test_the_state_with_lora_by_hand():
     root = 2 * V * H + H
     assert update["policy (embedding, head and two blocks, gathered in bfloat16)"] == 2 * root + 4 * block
     assert update["gradients being reduced"] == (2 + 4 + 4 / gpus) * per_block
-    assert rollout["vLLM (weights)"] == 2 * P7  # the engine has merged weights
+    assert rollout["vLLM (weights)"] == 2 * (P7 + A)  # frozen weights, and room for the adapters
     assert fitted.title == "7,616M parameters, LoRA, on 8 x 80 GB"
 
 

@@ -110,6 +110,7 @@ def test_a_missed_goal_is_a_failure():
     with pytest.raises(gpu.Missed, match="errors"):
         gpu.read_head(head_log(ours, {"note": "not installed"}, worst=0.03), True)
     x = {"layers": 36, "tokens_per_s": 1e4, "tflops": 400, "mfu": 0.4, "gather_s": 1.0, "peak_gb": 80.0}
+    x |= {"attention": "FA3", "flash_over_own": 0.9, "waits": 11.5}
     assert "MFU 40.0%" in gpu.read_update(json.dumps(x | {"estimate_gb": 71.0}), True)[0]
     with pytest.raises(gpu.Missed, match="15 %"):
         gpu.read_update(json.dumps(x | {"estimate_gb": 69.0}), True)

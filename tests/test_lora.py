@@ -335,7 +335,7 @@ def test_its_checkpoints_are_small_and_export_merges_them_or_not(run, tmp_path, 
 
     out = run[0]
     [newest] = sorted((out / "checkpoints").glob("step-*"))[-1:]
-    shares = sum(path.stat().st_size for path in newest.glob("*.distcp"))
+    shares = sum(path.stat().st_size for path in newest.rglob("*.distcp"))
     assert shares < 0.5 * (WORLD / "policy" / "model.safetensors").stat().st_size
     export.main([str(out), "--to", str(tmp_path / "merged")])
     merged, final = weights_of(tmp_path / "merged"), weights_of(out / "policy")

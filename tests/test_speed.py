@@ -13,6 +13,7 @@ from config import parse
 from models import lora
 from models.layers import NormShapes
 from models.model import blocks, empty
+from tasks import Question, Trajectory
 from training.fit import shapes
 from training.speed import (
     CARDS,
@@ -21,10 +22,13 @@ from training.speed import (
     Lengths,
     Moved,
     Shape,
+    between_seconds,
+    card_here,
     decode_bytes,
     forward_bytes,
     forward_flops,
     moved,
+    reached,
     rollout_seconds,
     shape_of,
     step_seconds,
@@ -42,8 +46,8 @@ SMALL = Qwen2Config(
     vocab_size=50, tie_word_embeddings=False, head_dim=2,
 )  # fmt: skip
 BLOCK = 8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 20  # q, k and v, o, and gate, up, down
-UNIT = Card(flops=1.0, bandwidth=1.0, link=1.0, memory=1.0)
-EXACT = Assumed(flops=1, bandwidth=1, link=1, host=0, search=0)
+UNIT = Card(flops=1.0, bandwidth=1.0, link=1.0, host=1.0, memory=1.0, name="")
+EXACT = Assumed(flops=1, bandwidth=1, link=1, host=0, python=0, disk=math.inf, digest=math.inf, search=0)
 PLAIN = Shape(
     parameters=100, matrices=60, head=20, vocabulary=10, width=3, kv=7, forward=5.0, backward=11.0, adapters=0
 )  # fmt: skip
@@ -184,6 +188,50 @@ def test_a_step_s_parts_by_hand():
     assert found["prefill"] == forward_flops(PLAIN, 8 * 6 + 4 * 4, 0, 8 * 6 * 12 + 4 * 4 * 4 / 2)
     assert found["decode"] == 10 * max(decode_bytes(PLAIN, 8, 12), forward_flops(PLAIN, 8, 8, 8 * 12))
     assert sync_seconds(PLAIN, UNIT, 2, EXACT) == 4 * 100 / 2 + 14 * 100
+
+
+def test_what_is_between_rollouts_and_update_by_hand():
+    cfg = replace(CFG3, batch=8, G=2, save_every=5, eval_every=2)
+    lengths = Lengths("", prompt=4, observed=6, sampled=10, row=20, longest=25, searches=3, rounds=2)
+    slow = replace(EXACT, python=0.5, disk=3.0, digest=2.0)
+    found = between_seconds(cfg, PLAIN, UNIT, 4, lengths, slow)
+    assert list(found.values()) == [16 * 20 * 0.5, 0, pytest.approx(12 * 100 * (1 / 3 + 1 / 8) / 2)]
+    thin = between_seconds(replace(cfg, eval_every=0), replace(PLAIN, adapters=7), UNIT, 4, lengths, slow)
+    assert list(thin.values())[1:] == [2 * 2 * 100, pytest.approx(12 * 7 * (1 / 3 + 1 / 8) / 5)]
+
+
+def played(prompt, *tails):
+    """Returns trajectories of one prompt; a tail is (tokens sampled, observed)."""
+    taus = []
+    for sampled, observed in tails:
+        tau = Trajectory(0, Question("q", "Who?"), 0, [prompt] * prompt, prompt, [0] * prompt, [0.0] * prompt)
+        tau.act([1] * sampled, [-1.0] * sampled)
+        tau.observe([2] * observed)
+        taus.append(tau)
+    return taus
+
+
+@pytest.mark.parametrize("beta, mini, scores", [(0.0, 2, 0), (0.1, 2, 1), (0.1, 1, 1.5)])
+def test_the_mfu_of_an_update_by_hand(beta, mini, scores):
+    """Two trajectories share a prompt of 4 tokens, and one has a prompt of 3 of its own; whoever recomputes works more
+    than is needed."""
+    cfg, card = replace(CFG3, batch=2, mini=mini, beta=beta, recompute=1), replace(UNIT, flops=1000.0)
+    taus = [*played(4, (5, 2), (6, 0)), *played(3, (2, 1))]
+    tokens, scored = 4 + 7 + 6 + 3 + 3, 5 + 6 + 2
+    pairs = 4 * 4 / 2 + (11 * 11 - 4 * 4) / 2 + (10 * 10 - 4 * 4) / 2 + 6 * 6 / 2
+    forward = 2 * 60 * tokens + 2 * 20 * scored + 4 * 3 * pairs
+    update = forward + 4 * 60 * tokens + 4 * 20 * scored + 10 * 3 * pairs
+    found = reached(cfg, PLAIN, card, 4, taus, 0.25)
+    assert found == pytest.approx((update + scores * forward) / (0.25 * 4 * 1000))
+
+
+@pytest.mark.parametrize("name, card", [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H100 PCIe", None), ("TITAN", None)])
+def test_the_data_sheet_of_the_gpu_that_is_here(name, card, monkeypatch):
+    assert card_here() is None  # there is none
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    assert card_here() is CARDS.get(card)
 
 
 def test_verification_is_spread_over_an_evolution_s_steps():

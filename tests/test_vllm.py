@@ -442,6 +442,21 @@ def test_a_server_with_other_weights_than_the_last_ones_is_noticed(server, tiny)
     turns(server, contexts_of(tiny[1]), 3, 1.0)
 
 
+def test_servers_that_did_not_take_the_weights_are_noticed(server, tiny, monkeypatch):
+    def lost():
+        for _ in server.source:
+            pass
+        server.request_all("/update_weight_version", *[{"new_version": str(server.loads)}] * len(server.urls))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server.sender, "send_weights", lost)
+        server.load(weights(tiny[0]))  # they have these
+        with pytest.raises(StaleWeights, match=f"{server.urls[0]} answers as before, after load {server.loads + 1}"):
+            server.load(weights(changed(tiny[0])))
+    server.load(weights(changed(tiny[0])))
+    server.load(weights(tiny[0]))
+
+
 def test_a_request_that_fails_is_sent_again(server, tiny, monkeypatch):
     session = server.clients[server.urls[0]].session
     request, faults = session.request, iter([requests.ConnectionError(), urllib3.exceptions.ProtocolError()])

@@ -25,6 +25,7 @@ from config import WORLD  # noqa: E402
 from engines.torch_engine import TorchEngine  # noqa: E402
 from engines.vllm_engine import StaleWeights, VllmEngine, lora_settings  # noqa: E402
 from engines.vllm_server import EngineDown, VllmServer  # noqa: E402
+from models import lora  # noqa: E402
 from models.model import load_policy, weights  # noqa: E402
 from plumbing.faults import Fault  # noqa: E402
 
@@ -201,6 +202,30 @@ def test_a_server_computes_with_the_adapters(served, tiny, tiny_path, tmp_path):
         requests.post(f"{served}/v1/unload_lora_adapter", json={"lora_name": "policy"})
         with pytest.raises(EngineDown, match="generate: HTTP 404: .*policy.*does not exist"):
             turns(server, contexts, 3, 1.0)
+    finally:
+        server.close()
+
+
+def test_a_server_that_reads_old_adapters_is_noticed(served, tiny, tiny_path, tmp_path, monkeypatch):
+    """As from a network's file system that has not heard of the new ones."""
+    server, request = client(served, tiny, tiny_path, tmp_path), VllmServer.request
+    first = adapted(tiny[0])
+    path, names = tmp_path / "old", [name for name, _ in first.named_parameters() if lora.is_adapter(name)]
+    lora.export([(name, first.get_parameter(name)) for name in names], RANK, ALPHA, tiny_path, path)
+
+    def stale(self, url, to, body=None, *args):
+        body = body | {"lora_path": str(path)} if to == "/v1/load_lora_adapter" else body
+        return request(self, url, to, body, *args)
+
+    monkeypatch.setattr(VllmServer, "request", stale)
+    try:
+        server.load(weights(first))  # its B are zero: nothing needs to change
+        for _ in range(2):
+            with pytest.raises(StaleWeights, match=f"{served} answers as before"):
+                server.load(weights(trained(tiny[0]), frozen=False))
+        monkeypatch.undo()
+        for _ in range(2):  # the second has nothing new
+            server.load(weights(trained(tiny[0]), frozen=False))
     finally:
         server.close()
 

@@ -37,14 +37,15 @@ def print_memory(cfg: Config) -> None:
 
 
 def disk(cfg: Config, config: Any) -> tuple[float, float]:
-    """Returns the GB of a checkpoint, and of all there are at once (the newest, the best if there are evaluations, the
-    one that is being written) with the policy.
+    """Returns the GB of a checkpoint, and of all there are at once (the newest, the one that is being written, the best
+    one's weights if there are evaluations) with the policy.
 
     A checkpoint holds what is trained and AdamW's two moments, in float32.
     """
     model = lora.add(skeleton(config, torch.bfloat16), cfg.lora_rank, cfg.lora_alpha)
     size = sum(p.numel() for p in model.parameters() if p.requires_grad) * 3 * 4 / 1e9
-    kept = min(cfg.keep + 1 + (cfg.eval_every > 0), -(-cfg.T // cfg.save_every) + 1)
+    ever = -(-cfg.T // min(cfg.save_every, cfg.eval_every or cfg.save_every)) + 1
+    kept = min(cfg.keep + 1 + (1 / 3 if cfg.eval_every else 0), ever)
     return size, kept * size + sum(p.numel() for p in model.parameters()) * 4 / 1e9
 
 
@@ -52,7 +53,7 @@ def check_disk(cfg: Config) -> None:
     """Raises Fault if a run's checkpoints will not fit where it writes; those that are there already count as room."""
     size, most = disk(cfg, shapes(cfg.model))
     out = Path(cfg.out or "runs").absolute()
-    there = sum(file.stat().st_size for file in out.glob("checkpoints/*/*")) / 1e9
+    there = sum(file.stat().st_size for file in out.glob("checkpoints/**/*")) / 1e9
     place = next(path for path in (out, *out.parents) if path.exists())
     usage = shutil.disk_usage(place)
     free = usage.free / 1e9

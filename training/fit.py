@@ -193,10 +193,11 @@ def estimate(cfg: Config, config: Any, engine: str, gpus: int, gpu_mem: float) -
             2 * (2 * H + 3 * widest) * MAX_BATCHED_TOKENS,  # residual, hidden states, gate and up, their product
             SAMPLER * 4 * V * MAX_SEQS,
         )
-        room = max(0, cfg.vllm_memory * gpu_mem * 1e9 - 2 * P - work - graphs)
+        served = 2 * sum(p.numel() for p in model.parameters())  # with the adapters, for which vLLM has room
+        room = max(0, cfg.vllm_memory * gpu_mem * 1e9 - served - work - graphs)
         kv_tokens = room / kv
         parts += [
-            Part("vLLM (weights)", 0, 2 * P, "a smaller --vllm_memory"),
+            Part("vLLM (weights)", 0, served, "a smaller --vllm_memory"),
             Part("vLLM (activations, or the sampler's logits)", 0, work),
             Part("vLLM (KV cache)", 0, room, "a smaller --vllm_memory"),
             Part("vLLM (CUDA graphs, an allowance; also while asleep)", graphs, graphs),
@@ -204,7 +205,7 @@ def estimate(cfg: Config, config: Any, engine: str, gpus: int, gpu_mem: float) -
         if room < kv * row:
             starved = (
                 f"{title} do not fit: the {cfg.vllm_memory * gpu_mem:.1f} GB of vLLM have no room for its weights"
-                f" ({2 * P / 1e9:.1f}), activations and CUDA graphs ({(work + graphs) / 1e9:.1f}) and one context of"
+                f" ({served / 1e9:.1f}), activations and CUDA graphs ({(work + graphs) / 1e9:.1f}) and one context of"
                 f" {row:,} tokens; try a larger --vllm_memory"
             )
         mine = math.ceil(cfg.batch / gpus) * cfg.G  # a rank plays whole groups

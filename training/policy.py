@@ -20,6 +20,7 @@ from engines import Engine
 from engines.torch_engine import TorchEngine
 from grpo import MAX_SKIPPED, Learner, minibatches
 from models import lora
+from models.flash import choose
 from models.layers import fuse
 from models.model import empty, export, fill, load_config, load_model, load_tokenizer, shard, skeleton, weights
 from plumbing import stop
@@ -27,7 +28,7 @@ from plumbing.faults import CheckpointFault, DiskFault, EngineFault, Fault, Outa
 from rollout import play, rollout, spread
 from tasks import Job, Task, Trajectory, load_task, rng_of
 from tasks.tools import stop_strings
-from training import checkpoint
+from training import checkpoint, speed
 from training.ranks import Ranks
 
 S = ParamSpec("S")
@@ -48,6 +49,7 @@ class Policy:
         self.t = 0  # the last step whose update has begun
         self.seconds: defaultdict[str, float] = defaultdict(float)  # by what they were spent on
         self.in_step = True  # whether all ranks wait for the next call
+        self.shape: speed.Shape | None = None
         self.progress: Callable[[str, int, int], None] = lambda purpose, done, total: None  # told of rollouts under way
         if ranks.size > 1:
             ranks.broadcast((cfg, engine, task.address()))
@@ -96,6 +98,15 @@ class Policy:
                 " start a new run with a lower --lr, or look at the rewards of this one (trajectories/)"
             )
         return answers[0][0]
+
+    def mfu(self, taus: Sequence[Trajectory]) -> dict[str, float]:
+        """Returns {"time/mfu": of the last update, of these trajectories}; {} where the GPU's FLOP/s are not known."""
+        card, seconds = speed.card_here(), self.seconds["update"]
+        if not card or not seconds:
+            return {}
+        if not self.shape:
+            self.shape = speed.shape_of(self.worker.config, rank=self.cfg.lora_rank)
+        return {"time/mfu": speed.reached(self.cfg, self.shape, card, self.ranks.size, taus, seconds)}
 
     def save(self, path: Path) -> dict[str, str]:
         """Writes weights and optimizer into a directory, for any number of ranks to load; returns files' digests."""
@@ -157,6 +168,7 @@ class Worker:
         source = self.first_policy()
         compute = getattr(torch, ranks.dtype)
         self.layers = ""  # which layers are fused; nothing to say on a CPU
+        self.attention = choose(self.config) if ranks.device == "cuda" else ""
         if ranks.grouped:
             kept = compute if cfg.lora_rank else torch.float32  # frozen weights take no small steps
             trained = self.fused(self.adapted(skeleton(self.config, kept)))

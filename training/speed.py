@@ -8,6 +8,7 @@ takes the longer of its arithmetic and its reading. The policy is dense, and its
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from engines.vllm_engine import MAX_SEQS
 from models import lora
 from models.layers import fuse_shapes
 from models.model import blocks, skeleton
+from tasks import Trajectory
 from training.fit import kv_bytes
 
 
@@ -30,14 +32,20 @@ class Card:
     flops: float  # bf16 FLOP/s of dense matrices, float32 sums
     bandwidth: float  # bytes/s of its memory
     link: float  # bytes/s to the other GPUs of its node, one way
+    host: float  # bytes/s to and from the CPU's memory, one way
     memory: float  # GB (1e9 bytes)
+    name: str  # by the driver
 
 
 CARDS = {  # NVIDIA's data sheets; where those give FLOP/s with sparsity (H100, H200), half of them
-    "h100": Card(989.5e12, 3.35e12, 450e9, 80),  # "H100 Tensor Core GPU", SXM: 1,979 TFLOPS, NVLink 900 GB/s both ways
-    "h200": Card(989.5e12, 4.8e12, 450e9, 141),  # "H200 Tensor Core GPU", SXM: 1,979 TFLOPS, NVLink 900 GB/s both ways
-    "a100": Card(312e12, 2.039e12, 300e9, 80),  # "A100 Tensor Core GPU", 80 GB SXM: NVLink 600 GB/s both ways
-    "rtx4090": Card(165.2e12, 1.008e12, 32e9, 24),  # "NVIDIA Ada GPU Architecture", appendix A; PCIe 4.0 x16
+    # "H100 Tensor Core GPU", SXM: 1,979 TFLOPS, NVLink 900 GB/s both ways, PCIe 5.0 x16
+    "h100": Card(989.5e12, 3.35e12, 450e9, 64e9, 80, "NVIDIA H100 80GB HBM3"),
+    # "H200 Tensor Core GPU", SXM: likewise
+    "h200": Card(989.5e12, 4.8e12, 450e9, 64e9, 141, "NVIDIA H200"),
+    # "A100 Tensor Core GPU", 80 GB SXM: NVLink 600 GB/s both ways, PCIe 4.0 x16
+    "a100": Card(312e12, 2.039e12, 300e9, 32e9, 80, "NVIDIA A100-SXM4-80GB"),
+    # "NVIDIA Ada GPU Architecture", appendix A; PCIe 4.0 x16
+    "rtx4090": Card(165.2e12, 1.008e12, 32e9, 32e9, 24, "NVIDIA GeForce RTX 4090"),
 }
 
 
@@ -49,6 +57,9 @@ class Assumed:
     bandwidth: float = 0.6  # share of memory bandwidth
     link: float = 0.6  # share of the link's
     host: float = 45e-6  # seconds of vLLM's Python a row and token step (measured: LOG.md)
+    python: float = 3e-7  # seconds of rank 0's Python a token: packing, what ranks tell each other, logs (measured)
+    disk: float = 1.5e9  # bytes/s of a checkpoint, of all ranks together
+    digest: float = 4e9  # bytes/s of a rank's checksums (measured)
     search: float = 0.2  # seconds of a search, whatever the load
 
 
@@ -65,6 +76,11 @@ class Shape:
     adapters: int  # weights of LoRA's matrices, which are among the blocks'; 0 without
     forward: float  # bytes a token that a forward pass of the blocks moves between the products
     backward: float  # the same of their backward pass
+
+    @property
+    def trained(self) -> int:
+        """Weights that get a gradient and go to vLLM."""
+        return self.adapters or self.parameters
 
 
 def shape_of(config: Any, dtype: torch.dtype = torch.bfloat16, fused: int = 0, rank: int = 0) -> Shape:
@@ -196,9 +212,7 @@ def forward_flops(shape: Shape, tokens: float, scored: float, pairs: float) -> f
     return 2 * shape.matrices * tokens + 2 * shape.head * scored + 4 * shape.width * pairs
 
 
-def update_flops(
-    shape: Shape, tokens: float, scored: float, pairs: float, recompute: int
-) -> float:
+def update_flops(shape: Shape, tokens: float, scored: float, pairs: float, recompute: int) -> float:
     """Returns the FLOPs of forward and backward pass; `recompute` adds a forward pass of the blocks.
 
     With LoRA the adapters alone get a gradient. The attention's backward pass has five products, its forward two.
@@ -257,15 +271,14 @@ def update_seconds(
 
     score = part(forward_flops(shape, tokens, scored, pairs), forward_bytes(shape, tokens, scored), 2)
     update = update_flops(shape, tokens, scored, pairs, cfg.recompute)
-    trained = shape.adapters or shape.parameters
-    sent = 2 + 2 + 4 * trained / shape.parameters  # weights in bf16 for both passes; gradients are summed in float32
+    sent = 2 + 2 + 4 * shape.trained / shape.parameters  # bf16 weights for both passes; float32 gradients
     return {
         # The first mini-batch's are those of its own forward pass.
         "old log-probs": score * (updates - 1) / updates,
         "reference": score if cfg.beta else 0.0,
         "update": part(update, update_bytes(shape, tokens, scored, cfg.recompute), sent),
         # Norm and clipping read the gradient twice and write it once; AdamW reads 4 float32 numbers and writes 3.
-        "optimizer": updates * (3 + 7) * 4 * trained / gpus / (card.bandwidth * assumed.bandwidth),
+        "optimizer": updates * (3 + 7) * 4 * shape.trained / gpus / (card.bandwidth * assumed.bandwidth),
     }
 
 
@@ -273,6 +286,30 @@ def update_mfu(cfg: Config, shape: Shape, card: Card, lengths: Lengths, assumed:
     """Returns the share of the card's FLOP/s that an update reaches on one GPU; recomputation counts as work."""
     flops = update_flops(shape, *work(cfg, lengths), cfg.recompute)
     return flops / card.flops / update_seconds(cfg, shape, card, 1, lengths, assumed)["update"]
+
+
+def card_here() -> Card | None:
+    """Returns the data sheet of this process's GPU; None where there is none, or it is another than those of CARDS."""
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return None
+    name = torch.cuda.get_device_name()
+    return next((card for card in CARDS.values() if card.name == name), None)
+
+
+def reached(cfg: Config, shape: Shape, card: Card, gpus: int, taus: Sequence[Trajectory], seconds: float) -> float:
+    """Returns the MFU of an update of these trajectories that took so long: the FLOPs that it cannot do without, as a
+    share of what the GPUs could have done.
+
+    A prompt that several trajectories have counts once; recomputation does not count.
+    """
+    prompts = {tuple(tau.ids[: tau.prompt_tokens]) for tau in taus}
+    tokens = sum(map(len, prompts)) + sum(len(tau.ids) - tau.prompt_tokens for tau in taus)
+    pairs = sum(len(p) ** 2 for p in prompts) / 2 + sum(len(tau.ids) ** 2 - tau.prompt_tokens**2 for tau in taus) / 2
+    scored = sum(sum(tau.mask) for tau in taus)
+    updates = cfg.batch // cfg.mini
+    scores = (updates - 1) / updates + bool(cfg.beta)  # old log-probs, reference
+    flops = update_flops(shape, tokens, scored, pairs, 0) + scores * forward_flops(shape, tokens, scored, pairs)
+    return flops / (seconds * gpus * card.flops)
 
 
 def rollout_seconds(
@@ -306,9 +343,25 @@ def rollout_seconds(
 def sync_seconds(shape: Shape, card: Card, gpus: int, assumed: Assumed) -> float:
     """Returns the seconds of sending the policy, or its adapters, to vLLM: gathered in float32 by every GPU, cast and
     copied in bf16."""
-    sent = shape.adapters or shape.parameters
-    link = 4 * (gpus - 1) / gpus * sent / (card.link * assumed.link)
-    return link + (4 + 4 + 2 + 2 + 2) * sent / (card.bandwidth * assumed.bandwidth)
+    link = 4 * (gpus - 1) / gpus * shape.trained / (card.link * assumed.link)
+    return link + (4 + 4 + 2 + 2 + 2) * shape.trained / (card.bandwidth * assumed.bandwidth)
+
+
+def between_seconds(
+    cfg: Config, shape: Shape, card: Card, gpus: int, lengths: Lengths, assumed: Assumed
+) -> dict[str, float]:
+    """Returns the seconds of a step between rollouts and update, while the GPUs wait, by part.
+
+    Asleep, vLLM forgets weights that the next sync brings; with LoRA the frozen ones go to the CPU's memory and back.
+    """
+    saved = 3 * 4 * shape.trained  # float32 weights and AdamW's two moments
+    every = min(cfg.save_every, cfg.eval_every or cfg.save_every)
+    frozen = 2 * shape.parameters if shape.adapters else 0
+    return {
+        "packing, messages between ranks, logs": cfg.batch * cfg.G * lengths.total * assumed.python,
+        "vLLM's frozen weights to the CPU and back": 2 * frozen / (card.host * assumed.link),
+        "checkpoints, spread over the steps": saved * (1 / assumed.disk + 1 / (gpus * assumed.digest)) / every,
+    }
 
 
 def step_seconds(
@@ -320,6 +373,10 @@ def step_seconds(
         play = (shape, card, gpus, kv_tokens)
         parts |= {f"rollouts: {k}": v for k, v in rollout_seconds(*play, cfg.batch, cfg.G, lengths, assumed).items()}
     parts |= update_seconds(cfg, shape, card, gpus, lengths, assumed)
+    between = between_seconds(cfg, shape, card, gpus, lengths, assumed)
+    if not kv_tokens:
+        between.pop("vLLM's frozen weights to the CPU and back")
+    parts |= between
     if kv_tokens:
         parts["weights to vLLM"] = sync_seconds(shape, card, gpus, assumed)
         if evolves(cfg) and cfg.T_e > cfg.K_e:
@@ -354,7 +411,8 @@ def table(cfg: Config, config: Any, kv_tokens: float) -> str:
         f"Assumed: {assumed.flops:.0%} of the FLOP/s in products (an MFU of {mfu:.0%} in the update),"
         f" {assumed.bandwidth:.0%} of the memory's",
         f"bandwidth, {assumed.link:.0%} of the link's; {assumed.host * 1e6:.0f} us of Python a token in vLLM;"
-        f" {assumed.search} s a search.",
+        f" {assumed.search} s a search;",
+        f"{assumed.disk / 1e9:.1f} GB/s to the disk.",
     ]
     if not kv_tokens:
         lines.append("Rollouts are left out: only vLLM in the trainer's processes is modelled.")
