@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 from plumbing.faults import Fault
-from plumbing.outside import JOINERS, decoded, printable, without_secrets
+from plumbing.outside import JOINERS, decoded, printable
 
 # Threads that wait for each other spin only for a moment (LOG.md): as fast alone, twice as fast beside other programs.
 # libgomp reads this when torch is imported.
@@ -44,7 +44,9 @@ class RunKnobs:
     mode: str = knob("inspo", "inspo; or static: Search-R1's baseline, one fixed instruction", of=("inspo", "static"))
     model: str = knob("world", "a preset (world, smollm2-135m, qwen2.5-0.5b to -7b), Hugging Face id or local folder")
     instruction: str = knob("", "file with the first instruction; empty: the task's own (Search-R1's, App. F)")
-    optimizer_model: str = knob("", "model name at OPENAI_BASE_URL; scripted: the world's own; guessing: its control")
+    optimizer_model: str = knob(
+        "", "model name at OPENAI_BASE_URL; empty: gpt-5, at OpenAI; scripted: the world's own; guessing: its control"
+    )
     out: str = knob("", "directory of the run; empty: runs/<time>-<model>-<mode>")
     resume: bool = knob(
         False, "resume the run in --out, with the flags it had, from its last checkpoint, on any number of ranks"
@@ -61,15 +63,19 @@ class TaskKnobs:
 
     task: str = knob("tasks.search_qa:SearchQA", "what is asked, called and scored: module:Class (docs/tasks.md)")
     reward: str = knob("", "a function that scores in place of the task: module:function (docs/tasks.md)", more=True)
-    train: str = knob("", "training questions, .jsonl or .parquet")
+    train: str = knob("", "training questions, .jsonl or .parquet, or one on the hub: hf://datasets/OWNER/NAME/FILE")
     valid: str = knob("", "questions that choose the best checkpoint; empty: some of --train are set aside")
     valid_n: int = knob(
         500, "questions set aside from --train without --valid, at most a tenth of it", least=0, more=True
     )
     test: str = knob("", "held-out questions, for reports alone")
     corpus: str = knob("", "passages, .jsonl: the run serves them with BM25 (unless --retriever is given)")
-    retriever: str = knob("", "URL of a running search server, http://host:port; several with commas, for fail-over")
-    tools: str = knob("search", "what the agent can call, with commas: search, calculator; none: GRPO without tools")
+    retriever: str = knob(
+        "", "URL of a search server, several with commas, for fail-over; empty, without --corpus: that on port 8000"
+    )
+    tools: str = knob(
+        "search", "what the agent can call, with commas: search, calculator, module:function; none: GRPO without tools"
+    )
     topk: int = knob(3, "passages a search returns", least=1)
     search_retries: int = knob(
         6, "times a search is repeated, with growing pauses, before the run stops resumably", least=0, more=True
@@ -297,12 +303,7 @@ class Config(KeepKnobs, EngineKnobs, ReflectionKnobs, PopulationKnobs, GRPOKnobs
         if self.offload_reference and self.lora_rank:
             return "--offload_reference: with --lora_rank the reference is the policy, its adapters off; leave it out"
         if self.dry_run or os.environ.get("RANK", "0") != "0":
-            return ""  # rank 0 alone reads files and calls the optimizer; other nodes may have neither
-        url = os.environ.get("OPENAI_BASE_URL", "")
-        if evolves(self) and not (self.optimizer_model and (scripted(self) or url)):
-            return "no optimizer: set OPENAI_BASE_URL and --optimizer_model, or choose --mode static"
-        if evolves(self) and not scripted(self) and not url.startswith(("http://", "https://")):
-            return f"OPENAI_BASE_URL {without_secrets(url)}: begin it with http:// or https://"
+            return ""  # rank 0 alone reads files; other nodes may lack them
         for name in ("instruction", "canary"):
             path = getattr(self, name)
             if path and not Path(path).is_file():
@@ -315,6 +316,12 @@ class Config(KeepKnobs, EngineKnobs, ReflectionKnobs, PopulationKnobs, GRPOKnobs
 ABOUT = {"program": "inspo.py", "commit": "unknown", "id": ""}  # what config.json has beside the knobs, or had not yet
 C = TypeVar("C", bound=Config)
 
+# Search-R1's questions, of the Hugging Face hub: 169,615 of NQ and HotpotQA to train on, and the 51,713 of the paper's
+# seven benchmarks, of which an evaluation asks a sample.
+SEARCH_R1 = "hf://datasets/PeterJinGo/nq_hotpotqa_train@b7d80abfee334a7a91cb377544f09180d58b34f6"
+NQ_HOTPOTQA: dict[str, Any] = dict(
+    train=f"{SEARCH_R1}/train.parquet", test=f"{SEARCH_R1}/test.parquet", eval_n=2000
+)  # fmt: skip
 PRESETS: dict[str, dict[str, Any]] = {
     "world": dict(
         model=str(WORLD / "policy"), train=str(WORLD / "train.jsonl"), valid=str(WORLD / "valid.jsonl"),
@@ -333,11 +340,12 @@ PRESETS: dict[str, dict[str, Any]] = {
         recompute=0, vllm_memory=0.2,
     ),
     # Not in the paper: for one GPU of 24 GB, which trains all of the first and LoRA adapters of the second.
-    "qwen2.5-0.5b": dict(model="Qwen/Qwen2.5-0.5B", lr=1e-6, batch=128, mini=64, eval_n=2000),
-    "qwen2.5-1.5b": dict(model="Qwen/Qwen2.5-1.5B", lr=1e-6, batch=128, mini=64, eval_n=2000),
-    "qwen2.5-3b": dict(model="Qwen/Qwen2.5-3B", eval_n=2000, vllm_memory=0.8),
-    "qwen2.5-7b": dict(model="Qwen/Qwen2.5-7B", lr=3e-7, max_turns=6, eval_n=2000, vllm_memory=0.75),
+    "qwen2.5-0.5b": dict(model="Qwen/Qwen2.5-0.5B", lr=1e-6, batch=128, mini=64, **NQ_HOTPOTQA),
+    "qwen2.5-1.5b": dict(model="Qwen/Qwen2.5-1.5B", lr=1e-6, batch=128, mini=64, **NQ_HOTPOTQA),
+    "qwen2.5-3b": dict(model="Qwen/Qwen2.5-3B", vllm_memory=0.8, **NQ_HOTPOTQA),
+    "qwen2.5-7b": dict(model="Qwen/Qwen2.5-7B", lr=3e-7, max_turns=6, vllm_memory=0.75, **NQ_HOTPOTQA),
 }  # fmt: skip
+OPTIMIZER = "gpt-5"  # of OpenAI, where a run names neither a model nor another endpoint
 LORA_LR = {"world": 3e-3}  # found by trial (LOG.md); elsewhere ten times the rate of whole weights
 STATIC: dict[str, Any] = dict(N_P=1, N_parent=1, T_e=0)  # one instruction: the rest of Algorithm 1 then does nothing
 
@@ -375,6 +383,8 @@ def parse(argv: list[str] | None = None, kind: type[C] = Config, **changes: Any)
         resumed = flags.get("resume") and flags.get("out")
         theirs = dataclasses.asdict(read_config(Path(flags["out"]), kind, resume=True)) if resumed else preset
         cfg = kind(**theirs | flags)
+        if evolves(cfg) and not cfg.optimizer_model and not os.environ.get("OPENAI_BASE_URL"):
+            cfg = dataclasses.replace(cfg, optimizer_model=OPTIMIZER)
     except Fault as e:
         parser.error(str(e))
     if fault := validate(cfg):

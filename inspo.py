@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from plumbing import stop  # isort: skip  (first: from here on a Ctrl-C is one line)
 from config import Config, parse, read_instruction, warnings
-from plumbing.faults import Fault, OptimizerDown, one_line
+from plumbing.faults import Fault, OptimizerDown, one_line, together
 from plumbing.servers import Servers
 from plumbing.status import status
 from population import Candidate, Experience, Instruction, Population, ReplayBuffer
@@ -26,6 +26,7 @@ from reflect import (
     candidates,
     connect,
     describe,
+    endpoint,
     history_prompt,
     normalized,
     paraphrase_prompt,
@@ -216,8 +217,7 @@ def train(
         first = read_instruction("instruction", cfg.instruction) if cfg.instruction else task.instruction
         if not cfg.dry_run and os.environ.get("RANK", "0") == "0":
             status("reading the questions")
-            check_questions(task)
-            task.check()
+            together(lambda: check_questions(task), task.check, lambda: endpoint(cfg))
         status("importing torch")
         from engines.choose import device_of, dtype_of
         from grpo import Learner

@@ -12,8 +12,9 @@ import pytest
 from torch.distributed.run import get_args_parser as torchrun_parser
 
 import config
-from config import PRESETS, Config, parse, read_instruction, warnings
+from config import OPTIMIZER, PRESETS, Config, parse, read_instruction, warnings
 from plumbing.faults import Fault
+from reflect import endpoint
 
 HERE = Path(config.__file__).parent
 WORLD = HERE / "world" / "files"
@@ -182,12 +183,11 @@ def test_help_groups_the_flags_by_their_concerns(capsys):
         (["--help"], 0, "--tau_s"),
         (["--G", "1"], 2, "--G 1"),
         (["--train", "nosuch.jsonl"], 1, "--train nosuch.jsonl: no such file"),
-        (["--model", "x", "--train", "nosuch.jsonl", "--test", "y", "--mode", "static"], 1, "--train nosuch.jsonl"),
+        (["--preset", "world", "--model", "x", "--train", "nosuch.jsonl", "--valid", ""], 1, "--train nosuch.jsonl"),
         (["--test", "."], 1, "--test ."),
         (["--valid", "no.parquet"], 1, "--valid no.parquet"),
         (["--corpus", "nosuch.jsonl"], 1, "--corpus nosuch.jsonl: no such file"),
-        (["--model", "qwen2.5-3b", "--mode", "static"], 1, "--train is missing"),
-        (["--model", "x", "--mode", "static", "--train", "T", "--test", "T"], 1, "nothing to search: give --corpus"),
+        (["--model", "x", "--mode", "static", "--test", "T", "--corpus", "T"], 1, "--train is missing"),
         (["--task", "nowhere:Task"], 1, "--task nowhere:Task: nowhere cannot be imported"),
     ],
 )
@@ -256,7 +256,6 @@ def test_a_value_outside_its_range_is_refused_by_name(refuses, argv):
         ("--engine torch --vllm http://h:1", "not used with --engine torch"),
         ("--lora_rank 8 --offload_reference", "--offload_reference: with --lora_rank"),
         ("--resume", "--out"),
-        ("--optimizer_model gpt-5", "no optimizer"),  # and no OPENAI_BASE_URL
     ],
 )
 def test_flags_that_do_not_go_together_are_refused(refuses, argv, said):
@@ -302,25 +301,32 @@ def test_one_rank_speaks_for_all_and_others_let_it_speak_first(monkeypatch, caps
         assert stop.value.code == 2 and out == "" and ("--G 1" in err) is speaks and (sum(waited) > 10) is not speaks
 
 
-def test_only_rank_0_needs_files_and_an_optimizer_and_a_dry_run_neither(refuses, monkeypatch):
+def test_only_rank_0_needs_files_and_a_dry_run_none(refuses, monkeypatch):
     argv = ["--model", "x", "--instruction", "/no/i.txt"]
-    assert "no optimizer" in refuses(*argv)
+    assert "--instruction /no/i.txt" in refuses(*argv)
     monkeypatch.setenv("RANK", "1")
     assert parse(argv).instruction == "/no/i.txt"  # another node need not have it
     monkeypatch.delenv("RANK")
     assert parse([*argv, "--dry_run", "--gpus", "4"]).gpus == 4
 
 
-def test_an_optimizer_is_an_endpoint_and_a_model_s_name(refuses, monkeypatch):
+def test_an_optimizer_is_an_endpoint_and_a_model_s_name_or_openai_s_key(monkeypatch):
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     argv = ["--model", "qwen2.5-3b"]
-    assert "no optimizer" in refuses(*argv)
-    assert parse([*argv, "--mode", "static"]).mode == "static"  # which needs none
-    assert parse([*argv, "--optimizer_model", "scripted"]).mode == "inspo"
-    monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
-    assert "no optimizer" in refuses(*argv)
+    for elsewhere in (["--mode", "static"], ["--optimizer_model", "scripted"]):
+        assert endpoint(parse([*argv, *elsewhere])) == ("", "")
+    with pytest.raises(Fault, match="no optimizer: set OPENAI_API_KEY"):
+        endpoint(parse(argv))
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-1\n")
+    assert endpoint(parse(argv)) == ("https://api.openai.com/v1", "sk-1") and parse(argv).optimizer_model == OPTIMIZER
     assert parse([*argv, "--optimizer_model", "m"]).optimizer_model == "m"
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
+    with pytest.raises(Fault, match="no optimizer"):  # OpenAI's model is not that endpoint's
+        endpoint(parse(argv))
+    assert endpoint(parse([*argv, "--optimizer_model", "m"])) == ("http://127.0.0.1:9/v1", "sk-1")
     monkeypatch.setenv("OPENAI_BASE_URL", "localhost:9")
-    assert "OPENAI_BASE_URL localhost:9" in refuses(*argv, "--optimizer_model", "m")
+    with pytest.raises(Fault, match="OPENAI_BASE_URL localhost:9"):
+        endpoint(parse([*argv, "--optimizer_model", "m"]))
 
 
 def test_periods_that_drift_against_each_other_are_only_a_warning():

@@ -27,7 +27,8 @@ STATE = {"population": {}, "buffer": {}, "ledger": {}, "start": {}, "seconds": 0
 
 def tensors(value: float) -> dict:
     """Two tensors and, as an optimizer has, something that is no tensor."""
-    return {"model": {"w": torch.full((64, 64), value), "b": torch.zeros(3)}, "lr": value, "betas": (0.9, 0.999)}
+    optimizer = {"m": torch.full((64, 64), value), "lr": value, "betas": (0.9, 0.999)}
+    return {"model": {"w": torch.full((64, 64), value), "b": torch.zeros(3)}, "optimizer": optimizer}
 
 
 def save(run: RunDirectory, t: int, **state) -> Path:
@@ -74,7 +75,7 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("name", ["state.pt", "__0_0.distcp", ".metadata", "digests.json"])
+@pytest.mark.parametrize("name", ["state.pt", "__0_0.distcp", ".metadata", "digests.json", "optimizer/.metadata"])
 @pytest.mark.parametrize("harm", [cut, empty, overwrite, flip, Path.unlink])
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(run, name, harm):
     harm(run.checkpoints()[-1] / name)
@@ -244,7 +245,7 @@ def test_of_a_link_to_a_directory_the_link_alone_is_removed(run, tmp_path):
     run.close()
     RunDirectory.open(dataclasses.replace(read_config(run.path), out=str(run.path), resume=True), "x").close()
     assert sorted(path.name for path in elsewhere.iterdir()) == ["step-000003", "step-000006"]
-    assert len(list((elsewhere / "step-000003").iterdir())) == 4
+    assert len(list((elsewhere / "step-000003").iterdir())) == 5
 
 
 def test_the_best_checkpoint_is_that_of_the_task_s_first_metric(run):
@@ -255,6 +256,24 @@ def test_the_best_checkpoint_is_that_of_the_task_s_first_metric(run):
     for t in (10, 11, 12):
         save(run, t)
     assert [path.name for path in run.checkpoints()] == [f"step-{t:06d}" for t in (6, 10, 11, 12)]  # it is kept
+    best, *others = run.checkpoints()
+    assert checkpoint.weights_alone(best) and not any(map(checkpoint.weights_alone, others))
+    assert checkpoint.damage(best) == [] and not list(best.glob(".*tmp"))
+    state = tensors(0.0)
+    checkpoint.load(state, best, alone=True)
+    assert torch.equal(state["model"]["w"], torch.full((64, 64), 6.0)) and state["optimizer"]["lr"] == 0.0
+    for path in others:
+        flip(path / "state.pt")
+    with pytest.raises(Fault, match="step-000012: state.pt is damaged.*; step-000006: it has weights alone"):
+        rewind(run)  # nothing trains on without its optimizer
+
+
+def test_a_run_that_has_ended_keeps_weights_and_resumes_from_its_end(run):
+    T = json.loads((run.path / "config.json").read_text())["T"]
+    save(run, T)
+    run.drop_optimizers()
+    assert all(map(checkpoint.weights_alone, run.checkpoints()))
+    assert rewind(run) == (T, [])
 
 
 # ---- no code from a checkpoint
@@ -270,7 +289,8 @@ class Bomb:
 
 def with_digests(path: Path) -> None:
     """Makes the digests right, as somebody who means harm would."""
-    digests = {file.name: checkpoint.digest(file) for file in path.iterdir() if file.name != checkpoint.DIGESTS}
+    files = [file for file in path.rglob("*") if file.is_file() and file.name != checkpoint.DIGESTS]
+    digests = {str(file.relative_to(path)): checkpoint.digest(file) for file in files}
     (path / checkpoint.DIGESTS).write_text(json.dumps(digests))
 
 
@@ -287,7 +307,8 @@ def test_a_pickle_in_a_checkpoint_runs_nothing(run, tmp_path, place, caplog):
     elif place == "state.pt":
         torch.save(STATE | {"t": 9, "x": bomb}, path / "state.pt")
     else:
-        dcp.save(tensors(9.0) | {"lr": bomb}, checkpoint_id=path, no_dist=True)
+        optimizer = tensors(9.0)["optimizer"] | {"lr": bomb}
+        dcp.save({"optimizer": optimizer}, checkpoint_id=path / "optimizer", no_dist=True)
     with_digests(path)
     assert checkpoint.damage(path) == []
     with pytest.raises(CheckpointFault) as e:
@@ -302,7 +323,8 @@ def test_what_was_saved_is_loaded_to_the_bit(run):
     state = tensors(0.0)
     checkpoint.load(state, run.checkpoints()[-1], alone=True)
     assert torch.equal(state["model"]["w"], torch.full((64, 64), 9.0))
-    assert (state["lr"], state["betas"]) == (9.0, (0.9, 0.999))
+    assert torch.equal(state["optimizer"]["m"], torch.full((64, 64), 9.0))
+    assert (state["optimizer"]["lr"], state["optimizer"]["betas"]) == (9.0, (0.9, 0.999))
 
 
 # ---- the disk
@@ -327,7 +349,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(small_disk):
     run = RunDirectory.open(Config(out=str(small_disk / "r"), keep=3), "x")
     run.append("metrics", {"t": 0})
     save(run, 3)
-    (small_disk / "filler").write_bytes(bytes(190_000))
+    (small_disk / "filler").write_bytes(bytes(170_000))
     with pytest.raises(DiskFault, match="cannot write .*step-000006") as e:
         for t in range(6, 60, 3):
             run.checkpoint(t, lambda path: checkpoint.save(tensors(1.0), path, 0, alone=True), STATE)

@@ -434,7 +434,8 @@ def test_a_row_without_gold_is_named_and_skipped_only_when_asked(tmp_path, retri
 # ---- other bad input
 
 
-def test_each_fault_is_one_line_that_says_what_to_do(tmp_path, finished):
+def test_each_fault_is_one_line_that_says_what_to_do(tmp_path, finished, monkeypatch):
+    monkeypatch.setattr("tasks.search.DEFAULT", "http://127.0.0.1:9")  # a search server may run on this machine
     unfinished = tmp_path / "half"
     shutil.copytree(finished, unfinished)
     (unfinished / "I_star.txt").unlink()

@@ -271,6 +271,7 @@ def test_a_run_is_not_overwritten_and_not_continued_as_another(whole):
     code, _, line = run_here("--out", whole[0], *SMALL)
     assert code == 2 and line.count("\n") == 1 and "--resume" in line
     line, _, stderr = run_here("--out", whole[0], *SMALL, "--resume", "--lr", "0.5")
+    assert not list(whole[0].glob("checkpoints/*/optimizer"))  # it has ended
     assert stderr == "" and "\n" not in line and "--lr" in line
 
 

@@ -2,14 +2,20 @@
 
 import gzip
 import json
+from dataclasses import replace
 
 import pytest
 from test_inspo import run_here
+from torch.utils.flop_counter import FlopCounterMode
 
 from config import parse
+from grpo import Learner
 from journal.directory import read_jsonl
-from journal.pace import pace
+from journal.pace import Trace, pace
+from plumbing.faults import DiskFault
 from tasks import Question, Trajectory
+from training import speed
+from training.speed import Card, shape_of
 
 
 def tau(prompt, *turns):
@@ -41,7 +47,36 @@ def test_a_run_has_its_pace_and_the_trace_that_was_asked_for(tmp_path):
         assert row["time/sampled_per_s"] > 0 and row["time/trained_per_s"] > 0 and row["time/peak_gb"] > 0.05
 
 
+def test_a_run_says_its_mfu_where_the_card_is_known(tmp_path, monkeypatch):
+    """The update's FLOPs are those that torch counts; on a CPU it counts none of the attention."""
+    card = Card(flops=1e12, bandwidth=1.0, link=1.0, host=1.0, memory=1.0, name="")
+    monkeypatch.setattr(speed, "card_here", lambda: card)
+    monkeypatch.setattr(speed, "shape_of", lambda *args, **knobs: replace(shape_of(*args, **knobs), width=0))
+    flags = "--mode static --T 1 --batch 2 --mini 2 --G 2 --eval_n 2 --beta 0".split()
+    counts, update = [], Learner.update
+
+    def counted(learner, t, parts):
+        with FlopCounterMode(display=False) as counter:
+            found = update(learner, t, parts)
+        counts.append(counter.get_total_flops())
+        return found
+
+    monkeypatch.setattr(Learner, "update", counted)
+    code, _, stderr = run_here(*flags, "--out", tmp_path / "run")
+    assert code == 0, stderr
+    row = read_jsonl(tmp_path / "run/metrics.jsonl")[1]
+    [flops] = counts
+    assert row["time/mfu"] * row["time/update"] * 1e12 == pytest.approx(flops, rel=0.01)
+
+
 def test_a_step_that_there_is_not_cannot_be_traced(capsys):
     with pytest.raises(SystemExit) as end:
         parse(["--T", "2", "--profile", "3"])
     assert "--profile 3" in str(end.value) + capsys.readouterr().err
+
+
+def test_a_trace_that_cannot_be_written_is_a_line(tmp_path):
+    trace = Trace(1, tmp_path / "gone")
+    trace.begin(1)
+    with pytest.raises(DiskFault, match="cannot write .*gone/trace-000001.json.gz .No such file"):
+        trace.end()

@@ -108,14 +108,17 @@ class Policy:
         self.seconds["update"] += 0.1
         return {"loss": self.weight, "kl": 0.0}
 
+    def mfu(self, taus):
+        return {}
+
     def save(self, path):
-        return checkpoint.save({"w": self.weight}, path, 0, alone=True)
+        return checkpoint.save({"w": self.weight, "optimizer": {"lr": 0.1}}, path, 0, alone=True)
 
     def damage(self, path):
         return checkpoint.damage(path)
 
     def load(self, path, t):
-        state = {"w": 0.0}
+        state = {"w": 0.0, "optimizer": {"lr": 0.0}}
         checkpoint.load(state, path, alone=True)
         self.weight, self.t = state["w"], t
 
