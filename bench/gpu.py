@@ -1,4 +1,4 @@
-"""Does it work on this GPU? Eight parts in at most 15 minutes (`make gpu`): a line for each, a table, JSON last.
+"""Does it work on this GPU? Nine parts in at most 18 minutes (`make gpu`): a line for each, a table, JSON last.
 
 kernels  the tests that need a GPU: the Triton kernel in every setting, packed attention in bf16
 world    a run of the embedded world (FSDP2, NCCL, torch engine), killed and resumed: bench/resume.py
@@ -6,7 +6,8 @@ update   an update of a random model of Qwen2.5-3B's shape: tokens/s, MFU, memor
 head     the GRPO head beside Liger's, where that is installed, and beside its own goals: bench/kernels.py
 wide     the same at the shape of TRL's pull request 7244: 8,192 tokens, 4,096 wide, 151,936 words
 vllm     the world's run with vLLM: sleep, wake, reload, proof of weights, log-prob gap
-lora     the same with LoRA: vLLM computes with the trainer's adapters; killed and resumed
+beside   a random model of Qwen2.5-3B's shape through vLLM: memory awake and asleep: bench/colocated.py
+lora     the world's run with vLLM and LoRA: vLLM computes with the trainer's adapters; killed and resumed
 ranks    the world's run over two cards, killed and resumed
 
 Each part is a process with a time limit of its own; whatever happens to one, the next one runs. It PASSes, FAILs or is
@@ -149,6 +150,22 @@ def read_head(log: str, cuda: bool) -> tuple[str, dict]:
     return text, figures
 
 
+def read_beside(log: str, cuda: bool) -> tuple[str, dict]:
+    x = last_json(log)
+    text = f"{x['parameters'] / 1e6:,.1f}M parameters: asleep in {x['sleep_s']:.2g} s"
+    text += f", awake with other weights in {x['wake_and_load_s']:.2g} s"
+    if not cuda:
+        return text, x
+    took, estimate = x["vllm_gb"], x["estimate_gb"]
+    text += f"; vLLM takes {took['awake']:.1f} GB, estimated {estimate['awake']:.1f}, asleep {took['asleep']:.1f}"
+    text += f", estimated {estimate['asleep']:.1f}, then {took['awake_again']:.1f}"
+    missed = ["more than 10 % above the estimate awake"] * (max(took.values()) > 1.1 * estimate["awake"])
+    missed += ["more than 1 GB above the estimate asleep"] * (took["asleep"] > 1 + estimate["asleep"])
+    if missed:
+        raise Missed(f"{' and '.join(missed)}: {text}")
+    return text, x
+
+
 TESTS = (
     "-m pytest --tb=short -p no:cacheprovider tests/test_triton.py tests/test_kernels.py tests/test_model.py -k".split()
 )
@@ -181,6 +198,10 @@ PARTS = [
     ),
     Part(
         "vllm", 140, f"vllm {RUN}", WORLD("cuda", "vllm", 6, 0).split(), WORLD("cpu", "vllm", 3, 0).split(), read_world,
+    ),
+    Part(
+        "beside", 180, "vllm torch transformers", ["bench/colocated.py"], "bench/colocated.py --device cpu".split(),
+        read_beside,
     ),
     Part(
         "lora", 150, f"vllm {RUN}", [*WORLD("cuda", "vllm", 6, 3).split(), *LORA],

@@ -1,5 +1,6 @@
 """Whole runs of inspo.py with vLLM (its CPU build) in every process: one, two, killed and resumed, a stale layer."""
 
+import json
 import os
 import random
 import signal
@@ -109,3 +110,11 @@ def test_a_layer_that_stays_as_it_was_stops_the_run_and_is_named(tmp_path):
     [line] = [line for line in done.stderr.splitlines() if "lm_head" in line]
     assert "is not what was sent" in line and "Traceback" not in done.stderr
     assert len(metrics(out)) == 0  # nothing was sampled with it
+
+
+def test_the_part_of_make_gpu_beside_the_trainer_s_weights_runs_on_a_toy(tmp_path):
+    command = [sys.executable, "bench/gpu.py", "--device", "cpu", "--only", "beside", "--out", tmp_path]
+    done = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    [part] = json.loads(done.stdout.splitlines()[-1])["parts"]
+    assert part["status"] == "PASS" and part["figures"]["unproven"] == 0
