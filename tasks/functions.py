@@ -12,7 +12,9 @@ import copy
 import functools
 import inspect
 import json
+import re
 import threading
+from abc import abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -25,61 +27,57 @@ TIMEOUT = 30.0  # seconds a call may take, unless the function has an attribute 
 MAX_RESULT = 100_000  # characters of a result that are read and kept
 
 
-class TypedFunction(Tool):
-    """A function as a tool. Attributes of the function named as WORDS replace the words that are made of its name.
+class SchemaTool(Tool):
+    """A tool whose arguments have names and types; a subclass has `read` and `call`.
 
-    Raises Fault, which begins with `where`, if its signature or docstring leaves out what the policy must know.
+    `schema`: name, description and parameters (a JSON schema). `words` replace those of WORDS that its name makes.
     """
 
-    def __init__(self, function: Callable[..., Any], where: str):
-        self.function = function
-        self.name: str = getattr(function, "__name__", "")
-        self.schema = schema_of(function, where)
-        properties = self.schema["parameters"]["properties"]
+    def __init__(self, schema: dict[str, Any], timeout: float = TIMEOUT, words: dict[str, str] | None = None):
+        self.schema, self.timeout, self.name = schema, timeout, str(schema["name"])
+        properties = schema["parameters"].get("properties", {})
         self.bare = next(iter(properties)) if [p.get("type") for p in properties.values()] == ["string"] else ""
-        self.timeout = float(getattr(function, "timeout", TIMEOUT))
-        self._arguments = _reader(function, where)
         argument = self.bare or "{" + ", ".join(f'"{name}": {_kind(p)}' for name, p in properties.items()) + "}"
-        words = (self.name, f"a call of {self.name}", argument, f"{self.name}_calls", "result")
-        for word, default in zip(WORDS, words, strict=True):
-            setattr(self, word, getattr(function, word, default))
+        tag = re.sub(r"[^\w-]", "_", self.name)
+        made = (tag, f"a call of {self.name}", argument, f"{tag}_calls", "result")
+        for word, default in zip(WORDS, made, strict=True):
+            setattr(self, word, (words or {}).get(word, default))
 
-    def of(self, episode: object) -> TypedFunction:
-        """Returns this tool as the method of that name of another object."""
-        bound = copy.copy(self)
-        bound.function = getattr(episode, self.name)
-        return bound
+    @abstractmethod
+    def read(self, argument: str) -> dict[str, Any]:
+        """Returns the arguments that the policy has written; ValueError says what is wrong with them."""
+
+    @abstractmethod
+    async def call(self, arguments: dict[str, Any]) -> Any:
+        """Returns the result. An exception becomes a reply, but for a Fault."""
 
     def usage(self) -> str:
         """Returns how the policy calls this tool, for its prompt."""
         about, parameters = self.schema["description"], self.schema["parameters"]
         lines = [f"<{self.tag}> {self.argument} </{self.tag}>: {' '.join(about.split())}"]
-        for name, p in parameters["properties"].items():
+        for name, p in parameters.get("properties", {}).items():
             choices = f"; one of {', '.join(map(json.dumps, p['enum']))}" if "enum" in p else ""
             optional = "" if name in parameters.get("required", ()) else "; may be left out"
-            lines.append(f"  {name}: {p['description']}{choices}{optional}")
+            lines.append(f"  {name}: {' '.join(p.get('description', _kind(p)).split())}{choices}{optional}")
         return "\n".join(lines)
 
     def submit(self, argument: str) -> Future[list[str]]:
         """Returns a Future of the result: a text as it is, anything else as JSON.
 
         Wrong arguments, exceptions and calls that take longer than `timeout` become replies, since the policy may write
-        anything. A Fault of the function's is raised: ToolDown stops the run, which can be resumed.
+        anything. A Fault of the tool's is raised: ToolDown stops the run, which can be resumed.
         """
         try:
-            if self.bare:
-                found = self._arguments.validate_python({self.bare: argument})
-            else:
-                found = self._arguments.validate_json(argument or "{}")
-        except ValueError as e:  # pydantic's
+            found = self.read(argument)
+        except ValueError as e:
             done: Future[list[str]] = Future()
-            done.set_result([f"wrong arguments of {self.name}: {_wrong(e)}"])
+            done.set_result([f"wrong arguments of {self.name}: {e}"])
             return done
-        return asyncio.run_coroutine_threadsafe(self._answer(found), _loop())
+        return asyncio.run_coroutine_threadsafe(self._answer(found), loop())
 
     async def _answer(self, arguments: dict[str, Any]) -> list[str]:
         """Returns the result of one call, cut to MAX_RESULT characters. Raises Fault."""
-        work = asyncio.ensure_future(_called(self.function, arguments))
+        work = asyncio.ensure_future(self.call(arguments))
         done, _ = await asyncio.wait([work], timeout=self.timeout)
         if not done:
             work.cancel()  # a thread goes on, and nobody reads what it returns
@@ -92,6 +90,36 @@ class TypedFunction(Tool):
         except (Exception, asyncio.CancelledError) as e:
             text = f"{self.name} failed: {type(e).__name__}: {e}"
         return [clean(text[:MAX_RESULT])]
+
+
+class TypedFunction(SchemaTool):
+    """A function as a tool. Attributes of the function named as WORDS replace the words that are made of its name.
+
+    Raises Fault, which begins with `where`, if its signature or docstring leaves out what the policy must know.
+    """
+
+    def __init__(self, function: Callable[..., Any], where: str):
+        self.function = function
+        words = {word: getattr(function, word) for word in WORDS if hasattr(function, word)}
+        super().__init__(schema_of(function, where), float(getattr(function, "timeout", TIMEOUT)), words)
+        self._arguments = _reader(function, where)
+
+    def of(self, episode: object) -> TypedFunction:
+        """Returns this tool as the method of that name of another object."""
+        bound = copy.copy(self)
+        bound.function = getattr(episode, self.name)
+        return bound
+
+    def read(self, argument: str) -> dict[str, Any]:
+        try:
+            if self.bare:
+                return dict(self._arguments.validate_python({self.bare: argument}))
+            return dict(self._arguments.validate_json(argument or "{}"))
+        except ValueError as e:  # pydantic's
+            raise ValueError(_wrong(e)) from None
+
+    async def call(self, arguments: dict[str, Any]) -> Any:
+        return await _called(self.function, arguments)
 
 
 def schema_of(function: Callable[..., Any], where: str) -> dict[str, Any]:
@@ -142,7 +170,7 @@ def _wrong(error: Any) -> str:
 
 
 @functools.cache
-def _loop() -> asyncio.AbstractEventLoop:
+def loop() -> asyncio.AbstractEventLoop:
     """Returns the event loop of this process's calls, which runs in a thread of its own."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
@@ -175,7 +203,7 @@ async def _called(function: Callable[..., Any], arguments: dict[str, Any]) -> An
     return await result if isinstance(result, Coroutine) else result
 
 
-def explained(instruction: str, tools: Sequence[TypedFunction]) -> str:
+def explained(instruction: str, tools: Sequence[SchemaTool]) -> str:
     """Returns an instruction followed by how to call these tools.
 
     It is no part of the instruction: whatever the optimizer revises, the policy knows its tools.
@@ -187,7 +215,7 @@ def explained(instruction: str, tools: Sequence[TypedFunction]) -> str:
     return f"{instruction}\n\nTools, whose results come between {' or '.join(tags)}:\n{usage}"
 
 
-def equipped(kind: type[Any], functions: Sequence[TypedFunction]) -> type[Any]:
+def equipped(kind: type[Any], functions: Sequence[SchemaTool]) -> type[Any]:
     """Returns a task that can also call these functions."""
 
     class Equipped(kind):  # type: ignore[misc]

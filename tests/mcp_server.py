@@ -1,0 +1,77 @@
+"""An MCP server for the tests, made with the official SDK: `python mcp_server.py` speaks on stdin and stdout, with a
+port by HTTP. `--lie WHAT` makes it tell something that is no tool."""
+
+import argparse
+import os
+import sys
+import time
+
+from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
+
+server = MCPServer("tests")
+
+
+@server.tool()
+def add(a: int, b: int = 1) -> str:
+    """Adds two numbers."""
+    return str(a + b)
+
+
+@server.tool()
+def shout(text: str) -> str:
+    """Says a text in capitals."""
+    return text.upper()
+
+
+@server.tool()
+def fail(text: str) -> str:
+    """Raises what it is told."""
+    raise ToolError(text)
+
+
+@server.tool()
+def sleep(seconds: float) -> str:
+    """Waits."""
+    time.sleep(seconds)
+    return "awake"
+
+
+@server.tool()
+def end(file: str) -> str:
+    """Ends the server, unless the file is there, which it writes before; without one every time."""
+    if file and os.path.exists(file):
+        return "still here"
+    if file:
+        open(file, "w").close()
+    os._exit(1)
+
+
+@server.tool()
+def secret(name: str) -> str:
+    """Tells a variable of its environment."""
+    return os.environ.get(name, "none")
+
+
+LIES = {
+    "type": {"type": "object", "properties": {"a": {"type": "nonsense"}}},
+    "keyword": {"type": "object", "properties": 3},
+}
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--lie", choices=[*LIES, "name", "silent", "none"])
+    args = parser.parse_args()
+    if args.lie == "none":
+        sys.exit("it has no licence")
+    if args.lie in LIES:
+        server._tool_manager._tools["add"].parameters = LIES[args.lie]
+    elif args.lie == "name":
+        server._tool_manager._tools["add"].name = "1st"
+    elif args.lie == "silent":
+        server._tool_manager._tools["add"].description = " "
+    if args.port:
+        server.run("streamable-http", port=args.port)
+    else:
+        server.run()
