@@ -1,6 +1,7 @@
 """The files and patches of docs/forks.md: each applies as the project stands, and does what is said."""
 
 import gzip
+import importlib
 import json
 import os
 import re
@@ -9,14 +10,18 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from json_server import json_servers
 from transformers import AutoModelForCausalLM, MiniCPM3Config
 
 from journal.directory import read_jsonl
 from models.model import load_model, load_tokenizer
-from plumbing.faults import Fault
+from plumbing import client
+from plumbing.faults import Fault, Outage
+from tasks import Question
 from tasks.questions import em, f1, load_questions
 
 ROOT = Path(__file__).parent.parent
@@ -30,12 +35,12 @@ ENV = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")} | {"OMP_
 SMALL = "--T 2 --K_p 1 --K_e 1 --T_e 2 --D_B 2 --rounds 1 --save_every 3 --lr 1e-6 --G 2"
 
 
-def forked(path: Path, *names: str) -> Path:
-    """Returns a copy of the project at `path` with these patches."""
+def forked(path: Path, *names: str, moved: int = 0) -> Path:
+    """Returns a copy of the project at `path`, every line `moved` down, with these patches."""
     for room in (".", *ROOMS):
         (path / room).mkdir(parents=True)
         for file in ROOT.glob(f"{room}/*.py"):
-            shutil.copy(file, path / room)
+            (path / room / file.name).write_text("# moved\n" * moved + file.read_text())
     (path / "page" / "static").symlink_to(ROOT / "page" / "static")
     (path / "world" / "files").symlink_to(ROOT / "world" / "files")
     for name, text in FILES.items():
@@ -74,13 +79,66 @@ def value(fork: Path, expression: str, imports: str) -> object:
 
 
 @pytest.mark.parametrize("name", FORKS)
-def test_a_patch_applies_and_leaves_python(name, tmp_path):
-    fork = forked(tmp_path / "fork", name)
-    for file in re.findall(r"^\+\+\+ b/(\S+)$", FORKS[name], re.M):
-        compile((fork / file).read_text(), file, "exec")
+def test_a_patch_of_ten_lines_applies_where_lines_have_moved_and_leaves_python(name, tmp_path):
+    for moved in (0, 57):
+        fork = forked(tmp_path / f"fork{moved}", name, moved=moved)
+        [file] = re.findall(r"^\+\+\+ b/(\S+)$", FORKS[name], re.M)
+        text = (fork / file).read_text()
+        compile(text, file, "exec")
+        assert text != "# moved\n" * moved + (ROOT / file).read_text()
+    assert len(re.findall(r"^\+(?!\+\+ )", FORKS[name], re.M)) <= 10
 
 
-# ---- 1 to 5 in one run of the world: its rewards, advantages, survivors, probabilities and calls
+# ---- a judge, an objective, a prompt
+
+
+def said(text):
+    return {"choices": [{"message": {"content": text}}]}
+
+
+def test_a_judge_scores_and_is_asked_again_after_prose(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(forked(tmp_path / "fork"))
+    my_judge = importlib.import_module("my_judge")
+    taus = [SimpleNamespace(question=Question("q", "Who?", ("Ann",)), prediction="Bea")]
+    monkeypatch.setenv("JUDGE_MODEL", "m")
+    monkeypatch.setattr(client.time, "sleep", lambda seconds: None)
+    with json_servers() as start:
+        judge = start(said("Quite good."), said("7"))
+        monkeypatch.setenv("JUDGE_BASE_URL", f"{judge.url}/v1")
+        assert my_judge.graded(taus) == [0.7]
+        (path, _, body), _ = judge.requests
+        request = json.loads(body)
+        assert path == "/v1/chat/completions" and request["model"] == "m"
+        assert all(word in request["messages"][1]["content"] for word in ("Who?", "Ann", "Bea"))
+        monkeypatch.setenv("JUDGE_BASE_URL", start(said("Well done!")).url)
+        with pytest.raises(Outage, match="a number"):
+            my_judge.graded(taus)
+
+
+TERMS = """
+from types import SimpleNamespace as S
+from grpo import Learner
+part = [S(mask=[0, 1, 1, 1], advantage=2.0), S(mask=[1], advantage=-1.0)]
+x = Learner.terms(S(cfg=S(eps=0.2)), part, [], 0, None)
+"""
+
+
+def test_dapo_weighs_every_token_alike_and_clips_higher(tmp_path):
+    found = value(forked(tmp_path / "fork", "dapo"), "[[*x['adv']], [*x['w']], x['eps_low'], x['eps_high']]", TERMS)
+    assert found == [[2, 2, 2, -1], [0.25] * 4, 0.2, 0.28]
+
+
+def test_the_optimizer_is_asked_for_short_candidates(tmp_path):
+    prompt = "reflection_prompt('Search.', [('Who?', ('Ann',))], 3, 500)"
+    imports = "from reflect import reflection_prompt"
+    ours, theirs = (
+        value(forked(tmp_path / str(k), *names), prompt, imports) for k, names in enumerate([["concise"], []])
+    )
+    assert "80 words" in ours and "<ins_3>" in ours
+    assert [line for line in ours.splitlines() if "80 words" not in line] == theirs.splitlines()
+
+
+# ---- one run of the world: its rewards, advantages, survivors, probabilities and calls
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +293,7 @@ def test_the_papers_other_proposers_are_flags(tmp_path):
     assert re.search(r"<ins_0> I search once. </ins_0>\n<score_0> 25 </score_0>", history) and "Who is" not in history
 
 
-# ---- 6 to 8
+# ---- tool, questions, family of models
 
 
 @pytest.mark.slow
