@@ -13,7 +13,7 @@ venv  = $(if $(UV),$(UV) venv --quiet --seed --allow-existing --python $(PYTHON)
 pip   = $(if $(UV),$(UV) pip install --quiet --python $(1)/bin/python,\
         $(1)/bin/python -m pip install --quiet --disable-pip-version-check)
 torch = $(TORCH) $(if $(1),$(if $(UV),--torch-backend $(1),\
-        $(if $(filter cpu,$(1)),--extra-index-url https://download.pytorch.org/whl/cpu)))
+        $(if $(filter cpu,$(1)),--retries 1 --extra-index-url https://download.pytorch.org/whl/cpu)))
 # `train` has two threads, of which the update makes use: a sixth less time than one on two idle cores. Campaigns run two
 # jobs of one thread each.
 # Threads that wait for each other spin only for a moment (LOG.md): as fast alone, twice as fast beside other programs.
