@@ -10,6 +10,7 @@ from scipy import stats
 from evaluation.statistics import LEVEL, POWER
 
 THERE = 0.5  # EM of a run that got there: of the campaign, none ends between 0.21 and 0.61
+GAP = 0.3  # between those that got there and the others, where the values of an arm are two
 MOST = 1000  # more seeds than that are not counted
 
 
@@ -33,8 +34,9 @@ def share(em: Sequence[float]) -> Share:
 
 
 def two_valued(em: Sequence[float]) -> bool:
-    """Returns whether some of these runs got there and others did not: then a mean +- t says nothing of either."""
-    return 0 < share(em).k < len(em)
+    """Returns whether some runs got there and others stayed far behind: then a mean +- t says nothing of either."""
+    there, behind = [x for x in em if x > THERE], [x for x in em if x <= THERE]
+    return bool(there and behind) and min(there) - max(behind) > GAP
 
 
 def fisher(a: Share, b: Share) -> float:

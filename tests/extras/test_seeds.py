@@ -29,6 +29,7 @@ def test_the_interval_s_ends_are_where_the_binomial_tails_are_2_5_percent(k, n):
 
 def test_an_arm_is_two_valued_where_some_of_its_runs_got_there():
     assert two_valued([0.2, 0.9]) and not two_valued([0.2, 0.3]) and not two_valued([0.8, 0.9])
+    assert not two_valued([0.48, 0.5, 0.55])  # one cloud, which 0.5 happens to cut
 
 
 def test_fisher_by_hand():
