@@ -22,6 +22,7 @@ from world.clauses import BEST, write
 
 Row = dict[str, Any]
 Job = TypeVar("Job")
+SAMPLER = "one uniform number a row"  # how engines/torch_engine.py draws a token; rows of another one name it
 RUNNING: defaultdict[tuple[str, int], threading.Lock] = defaultdict(threading.Lock)
 
 
@@ -237,7 +238,7 @@ def row_of(arm: str, seed: int, out: Path, extra: str) -> Row:
     ]
     last = summary["held_out"].get("trained policy, canary", {}).get("em")
     evals.append([summary["steps"], end["em"], last, played(summary["steps"]), summary["seconds"]])
-    curves = ("reward", "searches", "prompt_tokens", "response_tokens")
+    curves = ("reward", "searches", "prompt_tokens", "response_tokens", "context_tokens")
     return {
         "arm": arm, "seed": seed, "flags": flags_of(arm, extra), "program": ARMS[arm].program,
         **origin(summary), "minutes": round(summary["seconds"] / 60, 2), "cpu_seconds": cpu_seconds(out),
@@ -258,7 +259,7 @@ def rollouts(out: Path, summary: Row) -> Callable[[int], int]:
 def origin(summary: Row | None = None) -> Row:
     """Returns what each row says of where it is from: commit (of the run with this summary), machine, date."""
     ran = summary["versions"]["inspo"] if summary else commit()
-    return {"commit": ran, "machine": machine(), "date": time.strftime("%Y-%m-%d")}
+    return {"commit": ran, "machine": machine(), "sampler": SAMPLER, "date": time.strftime("%Y-%m-%d")}
 
 
 def machine() -> str:

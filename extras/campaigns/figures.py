@@ -10,8 +10,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402
 
-from evaluation.statistics import over_seeds  # noqa: E402
 from extras.campaigns.arms import ARMS  # noqa: E402
+from extras.campaigns.seeds import share  # noqa: E402
 
 Row = dict[str, Any]
 Rows = Mapping[str, Sequence[Row]]
@@ -31,16 +31,19 @@ def draw(rows: Rows, folder: Path) -> list[str]:
         fig, axes = plt.subplots(1, 4, figsize=(14, 3.2))
         for ax, (name, title) in zip(axes, PANELS.items(), strict=True):
             for arm in ("inspo", "static"):
-                band(ax, [smooth(row["curves"][name]) for row in rows[arm]], COLORS[arm], arm)
+                seeds_of(ax, [smooth(row["curves"][name]) for row in rows[arm]], COLORS[arm], arm)
             ax.set(title=title, xlabel="step t")
         made.append(save(fig, axes[0], folder / "fig2.png"))
     order = ("static", "before", "after", "paraphrase", "history", "constant", "unverified", "inspo")
     ablations = [arm for arm in order if rows.get(arm)]
     if len(ablations) > 2:
-        fig, ax = plt.subplots(figsize=(7.5, 3.4))
-        means, halves = zip(*(mean_and_half([row["em"] for row in rows[arm]]) for arm in ablations), strict=True)
-        ax.barh([ARMS[arm].what for arm in ablations], means, xerr=halves, capsize=3, color="C0", alpha=0.7)
-        ax.set(xlabel="held-out exact match after training, 95 % over seeds", xlim=(0, 1.02))
+        fig, ax = plt.subplots(figsize=(7.5, 4.6))
+        for arm in ablations:
+            em = [row["em"] for row in rows[arm]]
+            ax.plot(em, [f"{ARMS[arm].what}\n{share(em)} above 0.5"] * len(em), "o", color="C0", alpha=0.5)
+        ax.margins(y=0.08)
+        ax.grid(axis="y", alpha=0.3)
+        ax.set(xlabel="held-out exact match after training, a dot a seed", xlim=(0, 1.02))
         made.append(save(fig, None, folder / "fig3.png"))
     if pair:
         fig, axes = plt.subplots(1, 2, figsize=(9, 3.4))
@@ -52,7 +55,7 @@ def draw(rows: Rows, folder: Path) -> list[str]:
                 points = [evals_of(row, column) for row in rows[arm]]
                 if points[0]:
                     steps = [t for t, _ in points[0]]
-                    band(ax, [[em for _, em in seed] for seed in points], COLORS[arm], arm, steps)
+                    seeds_of(ax, [[em for _, em in seed] for seed in points], COLORS[arm], arm, steps)
             ax.set(title=title, xlabel="step t", ylim=(0, 1.02))
         made.append(save(fig, axes[0], folder / "fig5.png"))
     sweeps = {"(a) N_parent": {"inspo": "1", "parents-2": "2", "parents-3": "3", "static": "Search-R1"},
@@ -62,7 +65,7 @@ def draw(rows: Rows, folder: Path) -> list[str]:
         for ax, (title, arms) in zip(axes, sweeps.items(), strict=True):
             for k, arm in enumerate(arm for arm in arms if rows.get(arm)):
                 color = COLORS["static"] if arm == "static" else f"C{(0, 1, 4)[k % 3]}"
-                band(ax, [smooth(row["curves"]["reward"]) for row in rows[arm]], color, arms[arm])
+                seeds_of(ax, [smooth(row["curves"]["reward"]) for row in rows[arm]], color, arms[arm])
             ax.set(title=title, xlabel="step t", ylabel="reward")
             ax.legend(frameon=False, fontsize=8)
         made.append(save(fig, None, folder / "fig6.png"))
@@ -110,20 +113,13 @@ def smooth(y: Sequence[float], n: int = 5) -> list[float]:
     return [float(np.mean(y[max(0, k - n + 1) : k + 1])) for k in range(len(y))]
 
 
-def mean_and_half(x: Sequence[float]) -> tuple[float, float]:
-    """Returns the mean over seeds and half its 95 % interval; 0 for one seed."""
-    found = over_seeds(x)
-    return found.mean, found.high - found.mean if len(x) > 1 else 0.0
-
-
-def band(ax: Any, curves: Sequence[Sequence[float]], color: str, label: str, steps: Sequence[int] = ()) -> None:
-    """Draws the mean of some seeds' curves with its 95 % interval."""
+def seeds_of(ax: Any, curves: Sequence[Sequence[float]], color: str, label: str, steps: Sequence[int] = ()) -> None:
+    """Draws every seed's curve as a thin line, and their mean: seeds of an arm may end in two places."""
     n = min(map(len, curves))
-    x = np.array(steps[:n] if len(steps) else range(1, n + 1))
-    pairs = [mean_and_half([curve[k] for curve in curves]) for k in range(n)]
-    mean, half = (np.array(values) for values in zip(*pairs, strict=True))
-    ax.plot(x, mean, color=color, lw=1.8, label=label)
-    ax.fill_between(x, mean - half, mean + half, color=color, alpha=0.2, lw=0)
+    x = steps[:n] if len(steps) else range(1, n + 1)
+    for curve in curves:
+        ax.plot(x, curve[:n], color=color, lw=0.8, alpha=0.35)
+    ax.plot(x, np.mean([curve[:n] for curve in curves], axis=0), color=color, lw=2, label=label)
 
 
 def save(fig: Any, legend: Any, path: Path, bottom: float = 0.0) -> str:

@@ -4,8 +4,8 @@
     python -m extras.campaigns.paper --arms static --seeds 101 102 --extra "--lr 5e-4" --results runs/tuning
 
 A finished run leaves a row in results/rows.jsonl and is not run again: stop the campaign whenever you like and repeat
-the command. The same commit and seed give the same row on the same machine. Seeds 0 to 4 are reported and never tuned
-on; tuning takes 100 and up.
+the command. The same commit and seed give the same row on the same machine. Seeds 0 to 4 are reported, tuning takes 100
+and up; but the world itself was changed after seeds 0 to 4 of an earlier one had been seen (`provenance`).
 """
 
 import argparse
@@ -18,16 +18,16 @@ from pathlib import Path
 import numpy as np
 
 from config import HERE, PRESETS
-from evaluation.statistics import adjusted, between_seeds, interval, over_seeds
+from evaluation.statistics import between_seeds, holm, interval, over_seeds
 from extras.campaigns.arms import ARMS, Campaign, Row, clock, origin
-from extras.campaigns.claims import CLAIMS, Rows, verdict
+from extras.campaigns.claims import CLAIMS, GIVEN, UNTRAINED, Rows, verdict
+from extras.campaigns.seeds import fisher, share, two_valued
 from journal.directory import read_jsonl
 from page.read import many
 from plumbing.faults import Fault, one_line
 from tasks.questions import load_questions
 
 SEEDS = 5
-UNTRAINED = ("direct", "ircot", "rag", "search_o1")  # rows of Table 1 that need no run
 TABLE_1 = {  # method -> where its row comes from
     "direct": "direct", "sft": "sft", "grpo": "grpo", "ircot": "ircot", "rag": "rag", "sft_reject": "sft_reject",
     "search_o1": "search_o1", "search_r1": "static", "inspo": "inspo",
@@ -142,30 +142,27 @@ def split(em: float, n: int) -> list[int]:
 
 
 def arms_table(rows: Rows) -> list[str]:
-    """Returns every trained arm against inspo: Welch's test over seeds, Holm's p over all of them."""
+    """Returns every trained arm against inspo: Welch's test, Fisher's if two-valued; Holm's p over all of them."""
     unit, seconds = clock([row for arm in ARMS for row in rows.get(arm, ())])
-    lines = ["| | EM, by seed | mean, 95 % | difference from inspo, 95 % | Holm's p | visible | searches | verification"
-             f" | {unit}minutes |", "|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
-    arms = [arm for arm in ARMS if rows.get(arm)]
-    differences = {
-        arm: between_seeds([row["em"] for row in rows[arm]], [row["em"] for row in rows["inspo"]])
-        for arm in arms
-        if arm != "inspo" and rows.get("inspo")
-    }
-    holm = adjusted(differences)
-    for arm in arms:
-        mine = rows[arm]
-        level = f"{over_seeds([row['em'] for row in mine])}"
-        cells = ["", "", ""]
-        if arm in holm:
-            d = differences[arm]
-            cells = [f"{d.interval:+}", f"{holm[arm]:.3f}" if holm[arm] >= 0.001 else f"{holm[arm]:.0e}"]
-            cells.append(f"{d.visible:.3f}")
-        mean = {key: float(np.mean([row[key] for row in mine])) for key in ("searches", "overhead")}
+    lines = [f"| | EM, by seed | got there | mean, 95 % | difference from inspo, 95 % | Holm's p | visible | searches"
+             f" | verification | {unit}minutes |", "|---" * 10 + "|"]  # fmt: skip
+    em = {arm: [row["em"] for row in rows[arm]] for arm in ARMS if rows.get(arm)}
+    counted = {arm for arm in em if two_valued(em[arm]) or two_valued(em.get("inspo", []))}
+    others = [arm for arm in em if arm != "inspo" and "inspo" in em]
+    differences = {arm: between_seeds(em[arm], em["inspo"]) for arm in others if arm not in counted}
+    p = {arm: fisher(share(em[arm]), share(em["inspo"])) if arm in counted else differences[arm].p for arm in others}
+    family = dict(zip(p, holm(list(p.values())), strict=True))
+    for arm, mine in em.items():
+        cells = [f"{arm}: {ARMS[arm].what}", ", ".join(f"{x:.2f}" for x in mine), f"{share(mine)}"]
+        cells += ["" if two_valued(mine) else f"{over_seeds(mine)}"]
+        cells += [f"{differences[arm].interval:+}" if arm in differences else ""]
+        told = arm in family and not np.isnan(family[arm])
+        cells += [(f"{family[arm]:.3f}" if family[arm] >= 0.001 else f"{family[arm]:.0e}") if told else ""]
+        cells += [f"{differences[arm].visible:.3f}" if arm in differences else ""]
+        mean = {key: float(np.mean([row[key] for row in rows[arm]])) for key in ("searches", "overhead")}
         cells += [f"{mean['searches']:.2f}", f"{100 * mean['overhead']:.0f} %"]
-        cells.append(f"{np.mean([seconds(row) for row in mine]) / 60:.1f}")
-        by_seed = ", ".join(f"{row['em']:.2f}" for row in mine)
-        lines.append(f"| {arm}: {ARMS[arm].what} | {by_seed} | {level} | {' | '.join(cells)} |")
+        cells.append(f"{np.mean([seconds(row) for row in rows[arm]]) / 60:.1f}")
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
@@ -186,6 +183,9 @@ def at_equal(rows: Rows, column: int) -> list[str]:
     cells = []
     for arm in arms:
         em = [np.interp(budget, spent(row), [e[1] for e in row["evals"]]) for row in rows[arm]]
+        if two_valued([float(x) for x in em]):
+            cells.append(f"{arm} got there {share([float(x) for x in em])}")
+            continue
         found = over_seeds([float(x) for x in em])
         half = found.high - found.mean
         cells.append(f"{arm} {found.mean:.3f}" + (f" ± {half:.3f}" if np.isfinite(half) else ""))
@@ -212,43 +212,113 @@ def transfer_table(rows: Rows) -> list[str]:
     return lines
 
 
-def page(rows: Rows, pictures: list[str], published: Row) -> str:
+def closing(second_hand: Rows, rows: Rows) -> str:
+    """Returns what the world gave before and after it was closed to the static arm."""
+    em = lambda arm, which: [row["em"] for row in which.get(arm, ()) if row.get("world", "closed") == "open"]  # noqa: E731
+    before = [em(arm, second_hand) for arm in ("inspo", "static")]
+    after = [[row["em"] for row in rows.get(arm, ())] for arm in ("inspo", "static")]
+    if not all((*before, *after)):
+        return ""
+    seen = ", ".join(f"{x:.2f}" for x in before[1])
+    gain = [float(np.mean(a) - np.mean(b)) for a, b in (before, after)]
+    return (
+        f"The world was closed to the static arm after its first seeds had been seen: it had {seen} on seeds 0 to"
+        f" {len(before[1]) - 1}, the seeds reported here. INSPO's gain over it was {gain[0]:+.2f} before that and is"
+        f" {gain[1]:+.2f} now."
+    )
+
+
+def canary_line(rows: Rows) -> str:
+    """Returns how the policies of INSPO and of static do under one good instruction that no run is given."""
+    name = "trained policy, canary"
+    em = {a: [r["held_out"][name] for r in rows.get(a, ()) if name in r["held_out"]] for a in ("inspo", "static")}
+    if min(map(len, em.values())) < 2:
+        return ""
+    found = between_seeds(em["inspo"], em["static"])
+    told = (
+        ". They differ."
+        if found.p < 0.05
+        else ": not told apart. So nothing here shows that INSPO trains a better policy; what its gain takes is an"
+        " instruction and a policy that match, and static never meets such an instruction."
+    )
+    means = [float(np.mean(x)) for x in em.values()]
+    return (
+        f"Under one good instruction that no run is given, INSPO's policies have {means[0]:.3f} and static's"
+        f" {means[1]:.3f} ({found.interval:+}, p {found.p:.2f}){told}"
+    )
+
+
+def provenance(rows: Rows, second_hand: Rows) -> list[str]:
+    """Returns where the rows are from: what is lost, who drew the tokens, which stand for two arms, what others saw."""
+    every = [row for mine in rows.values() for row in mine]
+    samplers = Counter(row.get("sampler", "not named") for row in every)
+    cpu = sum(row.get("cpu_seconds") is not None for row in every)
+    lost = sum(bool(row.get("commit_lost")) for row in every)
+    commits = ", ".join(sorted({str(row["commit"]) for row in every}))
+    by_sampler = "; ".join(f"{name}: {many(n, 'row')}" for name, n in samplers.most_common())
+    out = [
+        f"- Commits: {commits}; {many(lost, 'row') if lost else 'no row'} of a commit that is not kept.",
+        f"- Sampler: {by_sampler}. Rows of an arm may mix them.",
+        f"- CPU seconds were counted of {cpu} of {len(every)} rows; the others have the clock's.",
+        f"- Machine: {'; '.join(sorted({row['machine'] for row in every}))}.",
+        "- static's rows are also search_r1 of Table 1; inspo's are also N_parent 1, tau_s 0.2 and 'verified'.",
+    ]
+    if said := closing(second_hand, rows):
+        out.append(f"- {said} The figures before it are from LOG.md (second_hand.jsonl): no row of them is kept.")
+    told = []
+    for arm in ARMS:
+        again = [row for row in second_hand.get(arm, ()) if row["world"] == "closed"]
+        if again:
+            em = [row["em"] for row in again]
+            whole = share([*[row["em"] for row in rows.get(arm, ())], *em])
+            told.append(f"{arm} {', '.join(f'{x:.3f}' for x in em)} (with the rows here {whole} got there)")
+    if told:
+        out.append(
+            "- Reruns by other hands, seeds 11 and 12, of which only EM was told (second_hand.jsonl): "
+            + "; ".join(told) + "."
+        )  # fmt: skip
+    return out
+
+
+def page(rows: Rows, pictures: list[str], published: Row, second_hand: Rows | None = None) -> str:
     """Returns results/paper.md."""
     every = [row for mine in rows.values() for row in mine]
     minutes = sum(row.get("minutes", 0) for row in every)
-    commits = ", ".join(sorted({row["commit"] for row in every}))
-    machines = "; ".join(sorted({row["machine"] for row in every}))
     unit, _ = clock([row for arm in ARMS for row in rows.get(arm, ())])
     whose = "the CPU's" if unit else "of runs that shared the machine"
     out = [
         "# The paper's results in the small world",
         "",
         f"Written by `make paper` from rows.jsonl: {many(len(every), 'row')}, {many(round(minutes), 'minute')} of one "
-        f"thread, commit {commits}, on {machines}. The world is [built so that it takes both](../world/README.md): "
-        f"these figures show the mechanism and are no evidence for the claims on real models. Seconds are {whose}.",
+        "thread. The world is [built so that it takes both](../world/README.md): these figures show the mechanism and "
+        f"are no evidence for the claims on real models. Seconds are {whose}.",
         "",
         "## Claims",
         "",
     ]
     said = [verdict(claim, rows) for claim in CLAIMS]
-    count = Counter(what for what, _ in said)
     runs = sum(len(rows.get(arm, [])) for arm in ARMS)
     if runs < SEEDS * len(ARMS):
         out += [f"The campaign is not complete: {runs} of {SEEDS * len(ARMS)} runs are in.", ""]
-    found = "; ".join(f"{what}: {n}" for what, n in count.most_common())
-    out += [f"{len(said)} claims. {found.capitalize()}.", ""]
+    out += [tally(rows), ""]
     out += ["| | the paper says | in the world | because |", "|---|---|---|---|"]
-    for claim, (what, why) in zip(CLAIMS, said, strict=True):
-        out.append(f"| {claim.where} | {claim.says} | {what} | {why} |")
+    for claim, found in zip(CLAIMS, said, strict=True):
+        out.append(f"| {claim.where} | {claim.says} | {found} | {found.why} |")
     if rows.get("inspo"):
         cost = float(np.mean([row["overhead"] for row in rows["inspo"]]))
-        out.append(f"| App. C | verification is 1.4 to 7 % of the inferences | {100 * cost:.1f} % | a ratio of sizes |")
+        why = f"{100 * cost:.1f} % here, which follows from the sizes"
+        out.append(f"| App. C | verification is 1.4 to 7 % of the inferences | {GIVEN} | {why} |")
+    if line := canary_line(rows):
+        out += ["", line]
+    out += ["", "## Where the rows are from", "", *provenance(rows, second_hand or {})]
     out += ["", "## Table 1", "", *table_1(rows, published)]
     if any(rows.get(arm) for arm in ARMS):
         out += ["", "## Every arm", "", *arms_table(rows), ""]
         out.append(
-            "(Differences and p by Welch's t test over seeds; *visible*: the true difference that it finds at 5 % in "
-            "80 % of the cases; verification as a share of the training rollouts.)"
+            "(*got there*: runs above EM 0.5, with Clopper and Pearson's 95 % interval; none ends near it. Where some "
+            "did and others did not, a mean says nothing of either, and p is Fisher's; else differences and p by "
+            "Welch's t test over seeds; *visible*: the true difference that it finds at 5 % in 80 % of the cases; "
+            "verification as a share of the training rollouts.)"
         )
         if rows.get("inspo"):
             out += ["", "## At equal cost", "", "| equal | budget | EM |", "|---|---|---|"]
@@ -259,6 +329,12 @@ def page(rows: Rows, pictures: list[str], published: Row) -> str:
     out += ["", *[f"![{name}]({name})" for name in pictures], ""]
     out += ["## Real models, as published", "", *published_table(published)]
     return "\n".join(out) + "\n"
+
+
+def tally(rows: Rows) -> str:
+    """Returns how many of the claims are of which kind."""
+    count = Counter(f"{verdict(claim, rows)}" for claim in CLAIMS)
+    return f"{len(CLAIMS)} claims. {'; '.join(f'{what}: {n}' for what, n in count.most_common()).capitalize()}."
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -284,7 +360,8 @@ def main(argv: list[str] | None = None) -> None:
 
         rows = read(campaign.rows)
         published = json.loads((HERE / "results" / "paper.json").read_text())
-        text = page(rows, draw(rows, args.results), published)
+        others = read(HERE / "results" / "second_hand.jsonl")
+        text = page(rows, draw(rows, args.results), published, others)
         (args.results / "paper.md").write_text(text)
         for arm in args.arms:
             if rows.get(arm) and arm != "transfer":

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,9 @@ from config import HERE, PRESETS, Config, parse
 from extras import table1
 from extras.campaigns import arms, default, paper
 from extras.campaigns.arms import ARMS, Campaign, argv_of, cpu_seconds, launch, needs, row_of
-from extras.campaigns.claims import CLAIMS, Claim, growth, roughness, verdict
+from extras.campaigns.claims import (
+    ABSENT, CLAIMS, GIVEN, MEASURED, UNTOLD, Claim, found, growth, roughness, sampled, verdict,
+)  # fmt: skip
 from extras.selection import SelectionConfig
 from journal.directory import read_jsonl
 from plumbing.faults import Fault
@@ -203,21 +206,67 @@ def test_cpu_seconds_add_up_over_the_processes_of_a_run_and_a_failed_one_names_i
 
 def test_verdicts_follow_from_the_seeds():
     better = Claim("", "", "inspo", ("static",))
-    said, why = verdict(better, ROWS)
-    assert said == "reproduces" and why.startswith("0.952 against 0.190 of static: +0.762 EM, 95 % +0.746")
-    assert verdict(Claim("", "", "static", ("after",)), ROWS)[0] == "the opposite holds"
-    said, why = verdict(Claim("", "", "inspo", ("unverified",)), ROWS)
-    assert said == "cannot be told" and "would have shown" in why
-    assert verdict(Claim("", "", "inspo", ("before",)), ROWS) == ("not run yet", "no row of before")
+    told = verdict(better, ROWS)
+    assert told[:2] == (MEASURED, "reproduces") and "0.952 against 0.190 of static: +0.762 EM, 95 % +0.746" in told.why
+    assert verdict(Claim("", "", "static", ("after",)), ROWS)[:2] == (MEASURED, "the opposite holds")
+    assert verdict(Claim("", "", "inspo", ("unverified",)), ROWS)[:2] == (UNTOLD, "")
+    assert verdict(Claim("", "", "inspo", ("before",)), ROWS) == (ABSENT, "", "no row of before")
     alone = {"inspo": ROWS["inspo"][:1], "static": ROWS["static"][:1]}
-    assert "these seeds give no interval" in verdict(better, alone)[1]
-    assert "of rag: " in verdict(Claim("", "", "inspo", ("static", "rag")), ROWS)[1]  # the strongest of the others
+    assert verdict(better, alone).kind == UNTOLD
     grew = [fabricated("inspo", k, 0.9) for k in range(3)]
     for k, row in enumerate(grew):
         row["curves"]["prompt_tokens"] = [50] * 10 + [60 + k] * 10
-    said, why = verdict(Claim("", "", "inspo", (), growth("prompt_tokens"), 1.0, "x"), {"inspo": grew})
-    assert said == "reproduces" and why.startswith("1.22 x, 95 % 1.17 to 1.27")
-    assert verdict(Claim("", "", "inspo", (), growth("response_tokens"), 1.0, "x"), ROWS)[0].startswith("cannot")
+    told = verdict(Claim("", "", "inspo", (), growth("prompt_tokens"), 1.0, "x"), {"inspo": grew})
+    assert told.kind == MEASURED and "+0.220 x, 95 % +0.170 to +0.270" in told.why  # 1.20, 1.22, 1.24; t 4.303
+    assert verdict(Claim("", "", "inspo", (), growth("response_tokens"), 1.0, "x"), ROWS).kind == UNTOLD
+
+
+def test_what_could_not_come_out_otherwise_is_no_measurement_unless_the_rows_contradict_it():
+    assert verdict(Claim("", "", "inspo", ("static",), given="why"), ROWS)[:2] == (GIVEN, "")
+    assert verdict(Claim("", "", "inspo", ("unverified",), given="why"), ROWS).kind == UNTOLD
+    assert verdict(Claim("", "", "static", ("after",), given="why"), ROWS)[:2] == (MEASURED, "the opposite holds")
+
+
+def test_of_many_rivals_each_must_be_told_and_one_that_is_not_decides():
+    both = Claim("", "", "inspo", ("static", "unverified"))
+    assert verdict(Claim("", "", "inspo", ("static", "after")), ROWS).result == "reproduces"
+    assert verdict(both, ROWS).kind == UNTOLD and verdict(both._replace(b=both.b[::-1]), ROWS).kind == UNTOLD
+    assert verdict(Claim("", "", "after", ("static", "inspo")), ROWS).result == "the opposite holds"
+    # The rival with the highest mean is not the one that is told least: 0.85 with hardly a spread, 0.5 with a wide one.
+    rows = ROWS | {"rag": [ROWS["rag"][0] | {"em": 0.85}]}
+    rows["after"] = [fabricated("after", k, em, reward=r) for k, (em, r) in enumerate(((0.1, 0), (0.2, 0), (0.3, 1)))]
+    told = verdict(Claim("", "", "inspo", ("rag", "static", "after"), paper_em), rows)
+    assert told.result == "reproduces" and "of after" in told.why and "of rag" not in told.why
+
+
+def paper_em(row):
+    return row["em"] * 1.0
+
+
+def test_runs_of_two_valued_arms_are_counted():
+    two = {"before": [fabricated("before", k, em) for k, em in enumerate((0.9, 0.2, 0.9, 0.9, 0.2))]}
+    told = verdict(Claim("", "", "inspo", ("before",)), ROWS | two)
+    p = stats.fisher_exact([[5, 0], [3, 2]])[1]
+    assert told.kind == UNTOLD and f"p {p:.3f}" in told.why and "95 %" not in told.why
+    many = {"before": [fabricated("before", k, em) for k, em in enumerate((0.9, 0.2) * 20)],
+            "static": [fabricated("static", k, 0.2) for k in range(20)]}  # fmt: skip
+    assert verdict(Claim("", "", "before", ("static",)), many)[:2] == (MEASURED, "reproduces")
+    assert verdict(Claim("", "", "static", ("before",)), many)[:2] == (MEASURED, "the opposite holds")
+    text = "\n".join(paper.arms_table(ROWS | two))
+    [line] = [line for line in text.splitlines() if line.startswith("| before")]
+    assert "| 3 of 5 [0.15, 0.95] |  |  |" in line  # no mean, no difference
+
+
+def test_what_a_row_does_not_keep_is_not_told_and_new_rows_keep_it():
+    claim = next(claim for claim in CLAIMS if claim.where == "Fig. 2d")
+    assert claim.measure is found and claim.instead[0] is sampled
+    assert verdict(claim, ROWS).kind == UNTOLD and "context_tokens" in verdict(claim, ROWS).why
+    rows = {arm: [fabricated(arm, k, 0.5) for k in range(3)] for arm in ("inspo", "static")}
+    for arm, more in (("inspo", 40), ("static", 20)):
+        for k, row in enumerate(rows[arm]):
+            row["curves"]["context_tokens"] = [50] * 10 + [50 + more + k] * 10
+    told = verdict(claim, rows)
+    assert told.result == "reproduces" and "41.000 against 21.000 of static" in told.why
 
 
 def test_roughness_is_the_spread_of_the_steps():
@@ -226,6 +275,8 @@ def test_roughness_is_the_spread_of_the_steps():
 
 def test_every_claim_compares_arms_that_exist():
     known = {*ARMS, *paper.UNTRAINED}
+    assert len({claim.says for claim in CLAIMS}) == len(CLAIMS)
+    assert len([claim for claim in CLAIMS if claim.where == "Table 1"]) == 1  # the pair counts once
     assert all({claim.a, *claim.b} <= known for claim in CLAIMS) and len(CLAIMS) >= 15
 
 
@@ -252,13 +303,41 @@ def test_the_page_has_every_method_claim_and_the_published_numbers():
     assert "| rag | 0.20 | 0.200 [0.159, 0.249], over 300 questions | 1.00 | 0.270 | 0.304 | not run here |" in text
     assert "| inspo | 0.93, 0.96, 0.96, 0.95, 0.96 | 0.952 [" in text and "| ircot |  | not run yet |" in text
     summary = next(line for line in text.splitlines() if line.startswith(f"{len(CLAIMS)} claims. "))
-    assert f"eproduces: {text.count('| reproduces |')}" in summary
+    for kind in (MEASURED, GIVEN, UNTOLD, ABSENT):
+        claims = text.partition("## Claims")[2].partition("## Where")[0]
+        lines = [line for line in claims.splitlines() if f" | {kind}" in line and "App. C" not in line]
+        told = re.findall(rf"{kind}(?:: [a-z ]+)?: (\d+)", summary, re.I)
+        assert sum(map(int, told)) == len(lines), kind
     search_r1 = "| qwen2.5-3b, search_r1 | 0.309 | 0.281 | 0.074 | 0.126 | 0.438 | 0.599 | 0.425 | 0.322 | the paper |"
     assert search_r1 in text and text.count("not run here | not run here") >= 2
     assert "| 0.338 | 0.332 | 0.111 | 0.296 | 0.406 | 0.582 | 0.420 | 0.355 | Seungyoun Shin" in text
     assert "Under its own policy 0.850, under those of later seeds 0.600 (lowest 0.60)." in text
     assert "| inspo, seed 0 | 0.90 |  |" in text and "| static, seed 1 | 0.50 | 0.40 |" in text
     assert "![fig2.png](fig2.png)" in text
+
+
+def test_the_page_says_where_its_rows_are_from():
+    rows = {arm: [row | {"sampler": "s1" if row["seed"] else "s2"} for row in ROWS[arm]] for arm in ROWS}
+    others = {
+        "inspo": [{"seed": s, "em": 0.9, "world": "open"} for s in range(2)],
+        "static": [{"seed": s, "em": 0.4 + 0.2 * s, "world": "open"} for s in range(2)],
+        "after": [{"seed": 11, "em": 0.3, "world": "closed"}],
+    }
+    text = "\n".join(paper.provenance(rows, others))
+    assert "s1: 16 rows; s2: 5 rows" in text and "of 20 of 21 rows" in text
+    assert "0.40, 0.60" in text and "+0.40 before" in text and "+0.76 now" in text
+    n = sum(row["em"] > 0.5 for row in ROWS["after"])
+    assert f"after 0.300 (with the rows here {n} of 6 [" in text
+    rows["inspo"][0] |= {"commit_lost": "why"}
+    assert "1 row of a commit that is not kept" in "\n".join(paper.provenance(rows, {}))
+    held = [0.5, 0.6, 0.7]
+    under = {arm: [{"held_out": {"trained policy, canary": x + up}} for x in held]
+             for arm, up in (("inspo", 0.01), ("static", 0.0))}  # fmt: skip
+    p = stats.ttest_ind([x + 0.01 for x in held], held, equal_var=False).pvalue
+    assert f"p {p:.2f}" in paper.canary_line(under) and "0.610" in paper.canary_line(under)
+    for row in under["inspo"]:
+        row["held_out"]["trained policy, canary"] += 0.9
+    assert "not told apart" not in paper.canary_line(under)
 
 
 @pytest.mark.slow
