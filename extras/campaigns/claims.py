@@ -61,8 +61,8 @@ def growth(name: str) -> Measure:
 MEASURED, GIVEN, UNTOLD, ABSENT = "measured here", "true by construction", "cannot be told", "not run yet"
 UNTRAINED = ("direct", "ircot", "rag", "search_o1")  # no training, no seeds: one value, which every seed meets
 CLOSED = (
-    "static cannot get far beyond 0.20: its first policy starts a search for one entity with probability 2e-6, and the world was"
-    " closed to it"
+    "static cannot get far beyond 0.20: its first policy starts a search for one entity with probability 2e-6, and the"
+    " world was closed to it"
 )
 REWORDS = "without failures the scripted optimizer rewords what it is given: no candidate of this arm has a new clause"
 

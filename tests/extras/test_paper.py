@@ -20,7 +20,17 @@ from extras import table1
 from extras.campaigns import arms, default, paper
 from extras.campaigns.arms import ARMS, Campaign, argv_of, cpu_seconds, launch, needs, row_of
 from extras.campaigns.claims import (
-    ABSENT, CLAIMS, GIVEN, MEASURED, UNTOLD, Claim, found, growth, roughness, sampled, verdict,
+    ABSENT,
+    CLAIMS,
+    GIVEN,
+    MEASURED,
+    UNTOLD,
+    Claim,
+    found,
+    growth,
+    roughness,
+    sampled,
+    verdict,
 )  # fmt: skip
 from extras.selection import SelectionConfig
 from journal.directory import read_jsonl
