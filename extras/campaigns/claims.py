@@ -61,8 +61,8 @@ def growth(name: str) -> Measure:
 MEASURED, GIVEN, UNTOLD, ABSENT = "measured here", "true by construction", "cannot be told", "not run yet"
 UNTRAINED = ("direct", "ircot", "rag", "search_o1")  # no training, no seeds: one value, which every seed meets
 CLOSED = (
-    "static cannot get far beyond 0.20: its first policy starts a search for one entity with probability 2e-6, and the world was"
-    " closed to it"
+    "static cannot get far beyond 0.20: its first policy starts a search for one entity with probability 2e-6, and the"
+    " world was closed to it"
 )
 REWORDS = "without failures the scripted optimizer rewords what it is given: no candidate of this arm has a new clause"
 
@@ -114,6 +114,10 @@ CLAIMS = [
         "Fig. 3", "pruning and expanding beats a constant population", "unverified", ("constant",),
         given="a constant population is wordings of the first instruction, with its one clause",
     ),
+    Claim("Fig. 3", "reflection beats paraphrasing, fair proposers", "fair", ("fair-paraphrase",)),
+    Claim("Fig. 3", "reflection beats the history of scores, fair proposers", "fair", ("fair-history",)),
+    Claim("Fig. 3", "evolving beats a constant population, fair proposers", "fair", ("fair-constant",)),
+    Claim("Fig. 3", "pruning adds to expanding", "inspo", ("unpruned",)),
     Claim("Fig. 3", "verification adds to pruning and expanding", "inspo", ("unverified",)),
     Claim("Fig. 6a", "one parent beats two and three", "inspo", ("parents-2", "parents-3")),
     Claim("Fig. 6a", "two parents beat Search-R1", "parents-2", ("static",)),
