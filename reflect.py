@@ -390,10 +390,10 @@ def connect(
         return None
     paid = paid_calls(rows)
     if scripted(cfg):
-        guess = ["--guess"] if cfg.optimizer_model == "guessing" else []
+        control = {"guessing": ["--guess"], "fair": ["--fair"]}.get(cfg.optimizer_model, [])
 
         def own() -> str:
-            return serve("-m", "world.optimizer", "--seed", str(cfg.seed), *guess) + "/v1"
+            return serve("-m", "world.optimizer", "--seed", str(cfg.seed), *control) + "/v1"
 
         return Optimizer(own(), cfg.optimizer_model, retries=cfg.optimizer_retries, paid=paid, revive=own)
     url, key = endpoint(cfg)

@@ -203,12 +203,15 @@ def test_a_scripted_optimizer_that_was_killed_comes_back(tmp_path):
         assert again.reply == first.reply and not again.paid_before
 
 
-@pytest.mark.parametrize("model, guess", [("scripted", False), ("guessing", True)])
-def test_the_guessing_optimizer_is_the_one_that_does_not_read(tmp_path, model, guess):
+@pytest.mark.parametrize("model", ["scripted", "guessing", "fair"])
+def test_an_optimizer_of_the_world_s_is_the_one_that_was_named(tmp_path, model):
     prompt = reflection_prompt(SEARCH_R1, [("Question: who?\n<answer> x </answer>", ("y",))], 6, 1000)
     with Servers(tmp_path / "log") as serve:
         call = connect(parse(["--seed", "3", "--optimizer_model", model]), serve, []).ask(prompt, "t3")
-    assert call.reply == reply_to(prompt, 3, guess=guess) != reply_to(prompt, 3, guess=not guess)
+    replies = {"scripted": reply_to(prompt, 3), "guessing": reply_to(prompt, 3, guess=True),
+               "fair": reply_to(prompt, 3, fair=True)}  # fmt: skip
+    assert call.reply == replies[model]
+    assert replies["guessing"] not in (replies["scripted"], replies["fair"])
 
 
 def test_no_password_in_a_url_is_shown():

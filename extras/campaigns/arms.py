@@ -61,6 +61,12 @@ ARMS = {
     # not in the paper
     "question-groups": Arm("advantages by question, across instructions", "--groups question", "extras/selection.py"),
     "guessing": Arm("the optimizer proposes at random", "--optimizer_model guessing"),
+    # the optimizer may bring new clauses whatever it is shown: what Fig. 3's proposers can be compared with
+    "fair": Arm("fair proposers: reflection", "--optimizer_model fair"),
+    "fair-paraphrase": Arm("fair proposers: paraphrase", "--optimizer_model fair --proposer paraphrase"),
+    "fair-history": Arm("fair proposers: history", "--optimizer_model fair --proposer history"),
+    "fair-constant": Arm("fair proposers: a constant population", "--optimizer_model fair --K_p 1000000 --T_e 0"),
+    "unpruned": Arm("evolves, not pruned between evolutions", "--K_p 1000000"),
     "half": Arm("evolution ends at half its time", "--T_e {half_T_e}"),
 }
 WITH_CANARY = ("inspo", "static", "frozen")  # whose policies are also played under one good instruction, for Fig. 5

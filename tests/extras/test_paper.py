@@ -18,20 +18,9 @@ import evaluate
 from config import HERE, PRESETS, Config, parse
 from extras import table1
 from extras.campaigns import arms, default, paper
+from extras.campaigns import claims as c
 from extras.campaigns.arms import ARMS, Campaign, argv_of, cpu_seconds, launch, needs, row_of
-from extras.campaigns.claims import (
-    ABSENT,
-    CLAIMS,
-    GIVEN,
-    MEASURED,
-    UNTOLD,
-    Claim,
-    found,
-    growth,
-    roughness,
-    sampled,
-    verdict,
-)  # fmt: skip
+from extras.campaigns.claims import ABSENT, CLAIMS, GIVEN, MEASURED, UNTOLD, Claim, growth, roughness, verdict
 from extras.selection import SelectionConfig
 from journal.directory import read_jsonl
 from plumbing.faults import Fault
@@ -56,8 +45,9 @@ def test_every_arm_has_flags_that_can_run_and_builds_on_arms_that_end_somewhere(
     assert (HERE / ARMS[arm].program.split()[0]).is_file()
     assert (cfg.lr == 0) == (arm in ("frozen", "after")) and cfg.T == world["T"]
     assert (cfg.mode == "static") == (arm in ("static", "before", "around", "grpo"))
-    assert cfg.T_e == {"half": world["T_e"] // 2, "constant": 0}.get(arm, 0 if cfg.mode != "inspo" else world["T_e"])
-    assert (cfg.K_p > cfg.T) == (arm == "constant") and (cfg.D_B == 0) == (arm == "unverified")
+    fixed, constant = cfg.mode != "inspo", arm in ("constant", "fair-constant")
+    assert cfg.T_e == (0 if fixed or constant else world["T_e"] // (2 if arm == "half" else 1))
+    assert (cfg.K_p > cfg.T) == (constant or arm == "unpruned") and (cfg.D_B == 0) == (arm == "unverified")
     # Sizes for a trial reach it, and its own flags win.
     trial = config("--T 4 --lr 0.5")
     assert trial.T == 4 and trial.lr == (0 if arm in ("frozen", "after") else 0.5)
@@ -269,7 +259,7 @@ def test_runs_of_two_valued_arms_are_counted():
 
 def test_what_a_row_does_not_keep_is_not_told_and_new_rows_keep_it():
     claim = next(claim for claim in CLAIMS if claim.where == "Fig. 2d")
-    assert claim.measure is found and claim.instead[0] is sampled
+    assert claim.measure is c.found and claim.instead[0] is c.sampled
     assert verdict(claim, ROWS).kind == UNTOLD and "context_tokens" in verdict(claim, ROWS).why
     rows = {arm: [fabricated(arm, k, 0.5) for k in range(3)] for arm in ("inspo", "static")}
     for arm, more in (("inspo", 40), ("static", 20)):
