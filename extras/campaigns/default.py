@@ -17,6 +17,7 @@ from evaluation.statistics import between_seeds, over_seeds
 from extras.campaigns.arms import ARMS, Campaign
 from extras.campaigns.claims import Rows, reward
 from extras.campaigns.paper import SEEDS, complete, line_of, read
+from extras.campaigns.seeds import share, two_valued
 from page.read import many
 from plumbing.faults import Fault, one_line
 
@@ -25,15 +26,18 @@ CONTROLS = ("inspo", "static", "frozen")
 
 def table(rows: Rows) -> list[str]:
     """Returns a line for each arm; intervals are over seeds, by Student's t, differences by Welch's."""
-    heads = "EM, by seed | mean, 95 % | difference from inspo, 95 % | searches | reward | verification | CPU minutes"
-    lines = [f"| | {heads} |", "|---" * 8 + "|"]
+    heads = "EM, by seed | above 0.5 | mean, 95 % | difference from inspo, 95 % | searches | reward | verification"
+    heads += " | CPU minutes"
+    lines = [f"| | {heads} |", "|---" * 9 + "|"]
     inspo = [row["em"] for row in rows.get("inspo", ())]
     for arm in [arm for arm in CONTROLS if rows.get(arm)]:
         mine = rows[arm]
         em = [row["em"] for row in mine]
-        difference = f"{between_seeds(em, inspo).interval:+}" if arm != "inspo" and inspo else ""
+        alike = arm == "inspo" or not inspo or two_valued(em) or two_valued(inspo)
+        difference = "" if alike else f"{between_seeds(em, inspo).interval:+}"
         seconds = [row["cpu_seconds"] for row in mine if row["cpu_seconds"] is not None]
-        cells = [f"{arm}: {ARMS[arm].what}", ", ".join(f"{x:.2f}" for x in em), f"{over_seeds(em)}", difference]
+        cells = [f"{arm}: {ARMS[arm].what}", ", ".join(f"{x:.2f}" for x in em), f"{share(em)}"]
+        cells += ["" if two_valued(em) else f"{over_seeds(em)}", difference]
         cells += [f"{np.mean([row['searches'] for row in mine]):.2f}", f"{np.mean([reward(row) for row in mine]):.2f}"]
         cells.append(f"{100 * np.mean([row['overhead'] for row in mine]):.0f} %")
         cells.append(f"{np.mean(seconds) / 60:.1f}" if seconds else "not counted")
@@ -86,6 +90,10 @@ def main(argv: list[str] | None = None) -> None:
             for arm in rows:
                 print(line_of(arm, rows[arm]))
             print(f"{args.results / 'default.md'} has the table, learning.png the figure")
+        if args.results == HERE / "results":
+            from extras.campaigns import readme
+
+            readme.main()
         if failed:
             raise Fault(f"{len(failed)} runs failed, the first: {failed[0]}")
 

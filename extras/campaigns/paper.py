@@ -224,7 +224,7 @@ def closing(second_hand: Rows, rows: Rows) -> str:
     return (
         f"The world was closed to the static arm after its first seeds had been seen: it had {seen} on seeds 0 to"
         f" {len(before[1]) - 1}, the seeds reported here. INSPO's gain over it was {gain[0]:+.2f} before that and is"
-        f" {gain[1]:+.2f} now."
+        f" {gain[1]:+.2f} in the rows of the campaign."
     )
 
 
@@ -367,6 +367,10 @@ def main(argv: list[str] | None = None) -> None:
             if rows.get(arm) and arm != "transfer":
                 print(line_of(arm, rows[arm]))
         print(f"{args.results / 'paper.md'} has tables and claims")
+        if args.results == HERE / "results":
+            from extras.campaigns import readme
+
+            readme.main()
         if failed:
             raise Fault(f"{len(failed)} runs failed, the first: {failed[0]}")
 

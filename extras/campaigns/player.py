@@ -2,7 +2,8 @@
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Protocol
 
 import numpy as np
 
@@ -15,12 +16,18 @@ from tasks import Job, Question
 from tasks.search_qa import SearchQA
 from tasks.tools import stop_strings
 
-Play = Callable[[list[str], list[Question], float], np.ndarray]
+
+class Play(Protocol):
+    """Plays questions, each under its instruction, and returns their exact match (n,); other seeds, other samples."""
+
+    def __call__(
+        self, instructions: list[str], questions: list[Question], temperature: float, seed: int = 0
+    ) -> np.ndarray: ...
 
 
 @contextlib.contextmanager
 def player(policy: str = "") -> Iterator[Play]:
-    """Yields play(instructions, questions, temperature) -> exact match of each question under its instruction (n,).
+    """Yields what plays questions with a policy.
 
     `policy`: directory; "" is the first policy of the world.
     """
@@ -32,10 +39,12 @@ def player(policy: str = "") -> Iterator[Play]:
             task.connect(server.url)
             engine = TorchEngine(model, tokenizer, stop_strings(task.tools), cfg.max_rows)
 
-            def play(instructions: list[str], questions: list[Question], temperature: float) -> np.ndarray:
+            def play(
+                instructions: list[str], questions: list[Question], temperature: float, seed: int = 0
+            ) -> np.ndarray:
                 asked = enumerate(zip(instructions, questions, strict=True))
                 jobs = [Job(None, text, q, group) for group, (text, q) in asked]
-                taus = rollout(engine, tokenizer, task, jobs, cfg, temperature=temperature, seed=0)
+                taus = rollout(engine, tokenizer, task, jobs, cfg, temperature=temperature, seed=seed)
                 return np.array(task.reward(taus))
 
             yield play

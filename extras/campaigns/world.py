@@ -2,14 +2,26 @@
 
 First table: held-out exact match by the clauses of an instruction, in wordings that the warm start taught and in
 wordings that it held out. Second table: parents and revisions whose true rewards are known from many questions, and how
-often the gate of Alg.1 L21 (a revision joins unless it falls short of its parent) errs on |D_B| questions.
+often the gate of Alg.1 L21 (a revision joins unless it falls short of its parent) errs on |D_B| questions. It is
+tried on other rollouts than those that say which of the two is better; a row of each pair is in results/gate.jsonl.
 """
 
 import argparse
 import json
+import math
 import random
+from pathlib import Path
 
+import numpy as np
+
+from config import HERE, PRESETS
+from extras.campaigns.arms import Row, origin
+from extras.campaigns.player import Play, player
 from plumbing.faults import one_line
+from tasks import Question
+from tasks.questions import load_questions
+from world.clauses import CLAUSES, write
+from world.optimizer import revise
 
 SETS = (
     [], ["whole"], ["whole", "exact"], ["whole", "exact", "state"], ["entity"], ["entity", "exact"],
@@ -18,20 +30,63 @@ SETS = (
 )  # fmt: skip
 PARENTS = (["whole"], ["whole", "exact"], ["entity", "exact"], ["entity", "exact", "state"])
 SIZES = (12, 24, 48, 96)
+LEAST = 0.03  # pairs whose rewards differ by less are none of the table
+
+
+def pairs(play: Play, questions: list[Question]) -> list[Row]:
+    """Returns a row of each parent and revision: mean rewards of both, and how often the gate lets the revision in.
+
+    `joins`: by |D_B|, of 2,000 draws of questions. Their rollouts are others than those of the means.
+    """
+    rng, np_rng, rows = random.Random(0), np.random.default_rng(0), []
+    for clauses in PARENTS:
+        parent = write(rng, clauses)
+        means, gates = both(play, parent, questions)
+        for add in [c for c in CLAUSES if c not in clauses]:
+            child = revise(rng, clauses, [add])
+            its_means, its_gates = both(play, child, questions)
+            joins = {}
+            for n in [n for n in SIZES if n <= len(questions)]:
+                k = np.array([np_rng.choice(len(questions), n, replace=False) for _ in range(2000)])
+                joins[str(n)] = round(float((its_gates[k].mean(1) >= gates[k].mean(1)).mean()), 4)
+            row = {"parent": parent, "child": child, "add": add, "questions": len(questions), "joins": joins}
+            rows.append(row | {"reward": [round(float(x.mean()), 4) for x in (means, its_means)]})
+    return rows
+
+
+def both(play: Play, text: str, questions: list[Question]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns two independent rollouts of every question under an instruction, (n,) each."""
+    first, second = (play([text] * len(questions), questions, 1.0, seed) for seed in (1, 2))
+    return first, second
+
+
+def errors(rows: list[Row], n: int) -> tuple[float, float]:
+    """Returns (worse revisions that join, better ones rejected) on n questions, of pairs that differ by `LEAST`.
+
+    NaN where there is no such pair, or they were not tried on n.
+    """
+    shares: dict[bool, list[float]] = {True: [], False: []}
+    for row in rows:
+        gain = row["reward"][1] - row["reward"][0]
+        if abs(gain) >= LEAST and str(n) in row["joins"]:
+            shares[gain > 0].append(row["joins"][str(n)])
+    worse, better = (float(np.mean(x)) if x else math.nan for x in (shares[False], shares[True]))
+    return round(worse, 3), round(1 - better, 3)
+
+
+def gate_table(rows: list[Row]) -> list[str]:
+    """Returns how often the gate errs, by |D_B|."""
+    lines = ["| D_B | worse revisions that join | better revisions rejected |", "|---|---|---|"]
+    return lines + [
+        f"| {n} | {100 * worse:.0f} % | {100 * lost:.0f} % |" for n in SIZES for worse, lost in [errors(rows, n)]
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--questions", type=int, default=300)
+    parser.add_argument("--rows", type=Path, default=HERE / "results" / "gate.jsonl", help="where the pairs' rows go")
     args = parser.parse_args()
-
-    import numpy as np
-
-    from config import PRESETS
-    from extras.campaigns.player import player
-    from tasks.questions import load_questions
-    from world.clauses import CLAUSES, write
-    from world.optimizer import revise
 
     found: dict = {}
     with player() as play:
@@ -48,24 +103,11 @@ def main() -> None:
             found["+".join(clauses)] = [round(x, 3) for x in row]
 
         train = load_questions(PRESETS["world"]["train"])[: args.questions]
-        rng, np_rng = random.Random(0), np.random.default_rng(0)
-        sizes = [n for n in SIZES if n <= len(train)]
-        joined = {kind: {n: [] for n in sizes} for kind in ("worse", "better")}
-        for clauses in PARENTS:
-            parent = play([write(rng, clauses)] * len(train), train, 1.0)
-            for add in [c for c in CLAUSES if c not in clauses]:
-                child = play([revise(rng, clauses, [add])] * len(train), train, 1.0)
-                if abs(gain := child.mean() - parent.mean()) < 0.03:
-                    continue
-                for n in sizes:
-                    k = np.array([np_rng.choice(len(train), n, replace=False) for _ in range(2000)])
-                    passed = float((child[k].mean(1) >= parent[k].mean(1)).mean())
-                    joined["better" if gain > 0 else "worse"][n].append(passed)
-    print("\n| D_B | worse revisions that join | better revisions rejected |\n|---|---|---|")
-    for n in sizes:
-        wrong, lost = float(np.mean(joined["worse"][n])), 1 - float(np.mean(joined["better"][n]))
-        print(f"| {n} | {100 * wrong:.0f} % | {100 * lost:.0f} % |")
-        found[f"D_B {n}"] = {"worse_join": round(wrong, 3), "better_turned_away": round(lost, 3)}
+        rows = pairs(play, train)
+    args.rows.parent.mkdir(parents=True, exist_ok=True)
+    args.rows.write_text("".join(json.dumps(row | origin()) + "\n" for row in rows))
+    print("", *gate_table(rows), sep="\n")
+    found |= {f"D_B {n}": dict(zip(("worse_join", "better_turned_away"), errors(rows, n), strict=True)) for n in SIZES}
     print(json.dumps(found))
 
 

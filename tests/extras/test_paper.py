@@ -17,7 +17,7 @@ from scipy import stats
 import evaluate
 from config import HERE, PRESETS, Config, parse
 from extras import table1
-from extras.campaigns import arms, default, paper
+from extras.campaigns import arms, default, paper, readme
 from extras.campaigns import claims as c
 from extras.campaigns.arms import ARMS, Campaign, argv_of, cpu_seconds, launch, needs, row_of
 from extras.campaigns.claims import ABSENT, CLAIMS, GIVEN, MEASURED, UNTOLD, Claim, growth, roughness, verdict
@@ -325,7 +325,7 @@ def test_the_page_says_where_its_rows_are_from():
     }
     text = "\n".join(paper.provenance(rows, others))
     assert "s1: 16 rows; s2: 5 rows" in text and "of 20 of 21 rows" in text
-    assert "0.40, 0.60" in text and "+0.40 before" in text and "+0.76 now" in text
+    assert "0.40, 0.60" in text and "+0.40 before" in text and "+0.76 in the rows" in text
     n = sum(row["em"] > 0.5 for row in ROWS["after"])
     assert f"after 0.300 (with the rows here {n} of 6 [" in text
     rows["inspo"][0] |= {"commit_lost": "why"}
@@ -359,12 +359,36 @@ def test_the_default_s_table_has_differences_over_seeds_and_names_where_its_pres
     test = stats.ttest_ind([r["em"] for r in rows["static"]], [r["em"] for r in rows["inspo"]], equal_var=False)
     low, high = test.confidence_interval(0.95)
     inspo, static = default.table(rows)[2:]
+    assert "| 0 of 5 [0.00, 0.52] | 0.190 [" in static
     assert f"| -0.762 [{low:+.3f}, {high:+.3f}] | 1.00 |" in static and "| 10 % | 2.0 |" in static
-    assert "| 0.93, 0.96, 0.96, 0.95, 0.96 | 0.952 [" in inspo and "| 2.20 |" in inspo
+    assert "| 0.93, 0.96, 0.96, 0.95, 0.96 | 5 of 5 [0.48, 1.00] | 0.952 [" in inspo and "| 2.20 |" in inspo
     text = default.page(rows)
     assert "1 round of" in text and "5 in the paper" in text and "commit abc," in text
     rows["static"] = [row | {"cpu_seconds": None} for row in rows["static"]]
     assert default.table(rows)[-1].endswith("| not counted |")
+
+
+def test_the_readme_says_what_the_committed_rows_say():
+    text = (HERE / "README.md").read_text()
+    assert readme.written(text, readme.of_results()) == text
+    part = text.partition(readme.BEGIN)[2].partition(readme.END)[0]
+    rows = read_jsonl(HERE / "results" / "rows.jsonl")
+    em = lambda arm, where: [row["em"] for row in where if row["arm"] == arm]  # noqa: E731
+    now = np.mean(em("inspo", rows)) - np.mean(em("static", rows))
+    told = read_jsonl(HERE / "results" / "second_hand.jsonl")
+    was = [row for row in told if row["world"] == "open"]
+    before = np.mean(em("inspo", was)) - np.mean(em("static", was))
+    words = " ".join(part.split())
+    assert f"{before:+.2f} before" in words and f"{now:+.2f} in the rows" in words
+    assert (round(before, 2), round(now, 2)) == (0.38, 0.72)
+    guessing = em("guessing", rows) + em("guessing", told)
+    assert f"{sum(x > 0.5 for x in guessing)} of {len(guessing)} [" in words and len(guessing) == 7
+    canary = [[row["held_out"]["trained policy, canary"] for row in rows if row["arm"] == arm]
+              for arm in ("inspo", "static")]  # fmt: skip
+    assert all(f"{np.mean(x):.3f}" in words for x in canary)
+    assert f"p {stats.ttest_ind(*canary, equal_var=False).pvalue:.2f}" in words
+    with pytest.raises(Fault, match=r"README\.md needs one line"):
+        readme.written("no marks", "part")
 
 
 def test_the_published_averages_are_the_means_of_their_rows():

@@ -1,0 +1,94 @@
+"""What the README says of the evidence, written from the committed rows between its two marks.
+
+    python -m extras.campaigns.readme
+
+`make paper` and `make default` do so at their end, where their rows are those of results/.
+"""
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+
+from config import HERE
+from evaluation.statistics import over_seeds
+from extras.campaigns.arms import ARMS
+from extras.campaigns.claims import ABSENT, CLAIMS, GIVEN, MEASURED, UNTOLD, Rows, verdict
+from extras.campaigns.paper import canary_line, closing, read
+from extras.campaigns.seeds import share, two_valued
+from page.read import many
+from plumbing.faults import Fault, one_line
+
+BEGIN, END = "<!-- evidence: extras/campaigns/readme.py writes this -->\n\n", "\n<!-- /evidence -->\n"
+
+
+def evidence(default: Rows, rows: Rows, second_hand: Rows) -> str:
+    """Returns the README's part: the default and its controls, how the world came to be, what the campaign can say."""
+    inspo = default["inspo"]
+    start, steps = inspo[0]["evals"][0][1], inspo[0]["evals"][-1][0]
+    head = f"held-out exact match after {steps} steps, from {start:.2f}"
+    lines = [f"| {head} | by seed | above 0.5 | mean, 95 % | searches |", "|---" * 5 + "|"]
+    for arm in ("inspo", "static", "frozen"):
+        em = [row["em"] for row in default[arm]]
+        mean = "" if two_valued(em) else f"{over_seeds(em):.2f}"
+        searches = f"{np.mean([row['searches'] for row in default[arm]]):.1f}"
+        cells = [f"{arm}: {ARMS[arm].what}", ", ".join(f"{x:.2f}" for x in em), f"{share(em)}", mean, searches]
+        lines.append(f"| {' | '.join(cells)} |")
+    alone = {
+        name: [row["held_out"][name] for row in inspo]
+        for name in ("trained policy, first instruction", "first policy, I_star")
+    }
+    policy, instruction = (f"{min(x):.2f} to {max(x):.2f}" for x in alone.values())
+    world = closing(second_hand, rows)
+    count = Counter(verdict(claim, rows).kind for claim in CLAIMS)
+    kinds = ", ".join(
+        f"{count[kind]} {'' if kind == UNTOLD else 'are '}{kind}"
+        for kind in (MEASURED, GIVEN, UNTOLD, ABSENT) if count[kind]
+    )  # fmt: skip
+    guessing = share([row["em"] for which in (rows, second_hand) for row in which.get("guessing", ())])
+    text = [
+        "\n".join(lines),
+        f"Neither gets there alone: INSPO's trained policies have {policy} under the first instruction, its"
+        f" instructions {instruction} under the first policy ([runs](results/default.md)). {world}",
+        f"[A campaign](results/paper.md) plays the paper's tables and figures in this world: of"
+        f" {many(len(CLAIMS), 'claim')} {kinds}. {canary_line(rows)} An optimizer that guesses got there in"
+        f" {guessing} runs.",
+    ]
+    return "\n\n".join(wrap(part) for part in text) + "\n"
+
+
+def wrap(text: str, width: int = 120) -> str:
+    """Returns a paragraph in lines of at most `width`; a table as it is."""
+    if text.startswith("|"):
+        return text
+    lines, line = [], ""
+    for word in text.split():
+        if line and len(line) + 1 + len(word) > width:
+            lines, line = [*lines, line], word
+        else:
+            line = f"{line} {word}".strip()
+    return "\n".join([*lines, line])
+
+
+def written(readme: str, part: str) -> str:
+    """Returns the README with this part between its marks; Fault if a mark is missing."""
+    if readme.count(BEGIN) != 1 or readme.count(END) != 1:
+        raise Fault(f"README.md needs one line {BEGIN.strip()} and one {END.strip()}")
+    before, _, rest = readme.partition(BEGIN)
+    return before + BEGIN + part + END + rest.partition(END)[2]
+
+
+def of_results(folder: Path = HERE / "results") -> str:
+    """Returns the part that the committed rows give."""
+    return evidence(*(read(folder / f"{name}.jsonl") for name in ("default", "rows", "second_hand")))
+
+
+def main() -> None:
+    path = HERE / "README.md"
+    path.write_text(written(path.read_text(), of_results()))
+    print(f"{path} says what results/ has")
+
+
+if __name__ == "__main__":
+    with one_line("extras.campaigns.readme"):
+        main()
