@@ -158,7 +158,8 @@ def arms_table(rows: Rows) -> list[str]:
         cells += [f"{differences[arm].interval:+}" if arm in differences else ""]
         told = arm in family and not np.isnan(family[arm])
         cells += [(f"{family[arm]:.3f}" if family[arm] >= 0.001 else f"{family[arm]:.0e}") if told else ""]
-        cells += [f"{differences[arm].visible:.3f}" if arm in differences else ""]
+        shown = arm in differences and np.isfinite(differences[arm].visible)  # not of one run an arm
+        cells += [f"{differences[arm].visible:.3f}" if shown else ""]
         mean = {key: float(np.mean([row[key] for row in rows[arm]])) for key in ("searches", "overhead")}
         cells += [f"{mean['searches']:.2f}", f"{100 * mean['overhead']:.0f} %"]
         cells.append(f"{np.mean([seconds(row) for row in rows[arm]]) / 60:.1f}")

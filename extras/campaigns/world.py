@@ -8,7 +8,6 @@ tried on other rollouts than those that say which of the two is better; a row of
 
 import argparse
 import json
-import math
 import random
 from pathlib import Path
 
@@ -60,26 +59,27 @@ def both(play: Play, text: str, questions: list[Question]) -> tuple[np.ndarray, 
     return first, second
 
 
-def errors(rows: list[Row], n: int) -> tuple[float, float]:
+def errors(rows: list[Row], n: int) -> tuple[float | None, float | None]:
     """Returns (worse revisions that join, better ones rejected) on n questions, of pairs that differ by `LEAST`.
 
-    NaN where there is no such pair, or they were not tried on n.
+    None where no such pair was tried on n.
     """
     shares: dict[bool, list[float]] = {True: [], False: []}
     for row in rows:
         gain = row["reward"][1] - row["reward"][0]
         if abs(gain) >= LEAST and str(n) in row["joins"]:
             shares[gain > 0].append(row["joins"][str(n)])
-    worse, better = (float(np.mean(x)) if x else math.nan for x in (shares[False], shares[True]))
-    return round(worse, 3), round(1 - better, 3)
+    worse, better = (round(float(np.mean(x)), 3) if x else None for x in (shares[False], shares[True]))
+    return worse, None if better is None else round(1 - better, 3)
 
 
 def gate_table(rows: list[Row]) -> list[str]:
     """Returns how often the gate errs, by |D_B|."""
     lines = ["| D_B | worse revisions that join | better revisions rejected |", "|---|---|---|"]
-    return lines + [
-        f"| {n} | {100 * worse:.0f} % | {100 * lost:.0f} % |" for n in SIZES for worse, lost in [errors(rows, n)]
-    ]
+    for n in SIZES:
+        cells = ["no such pair" if x is None else f"{100 * x:.0f} %" for x in errors(rows, n)]
+        lines.append(f"| {n} | {' | '.join(cells)} |")
+    return lines
 
 
 def main() -> None:
