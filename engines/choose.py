@@ -36,11 +36,14 @@ def without_cuda() -> str:
 def dtype_of(cfg: Config, device: str) -> str:
     """Returns "bfloat16" or "float32", in which blocks are computed.
 
-    Of CPUs those with AMX multiply bfloat16 several times as fast as float32; with AVX512-BF16 alone it is slower.
+    Of CPUs those with AMX multiply bfloat16 several times as fast as float32, AMD's with AVX512-BF16 twice as fast;
+    Intel's with AVX512-BF16 alone are slower at it (LOG.md, 2026-11-23 and 2026-11-24).
     """
     if cfg.dtype or device == "cuda":
         return cfg.dtype or "bfloat16"
-    fast = torch.cpu.get_capabilities().get("amx_bf16", False)
+    cpu = torch.cpu.get_capabilities()
+    amd = str(cpu.get("cpu_name", "")).startswith("AMD")
+    fast = cpu.get("amx_bf16", False) or (amd and cpu.get("avx512_bf16", False))
     return "bfloat16" if fast and load_config(cfg.model).get_text_config().hidden_size >= NARROW else "float32"
 
 

@@ -83,14 +83,20 @@ def test_new_weights_reach_the_head_of_a_bfloat16_engine(tiny_path):
     assert torch.equal(engine.head(h), 2 * before)
 
 
-@pytest.mark.parametrize("amx, hidden, device, asked, dtype", [
-    (True, 576, "cpu", "", "bfloat16"), (True, 128, "cpu", "", "float32"), (False, 576, "cpu", "", "float32"),
-    (False, 576, "cuda", "", "bfloat16"), (True, 576, "cpu", "float32", "float32"),
-    (False, 128, "cpu", "bfloat16", "bfloat16"), (False, 128, "cuda", "float32", "float32"),
+SAPPHIRE, COOPER = ({"cpu_name": "Intel", "amx_bf16": amx, "avx512_bf16": True} for amx in (True, False))
+GENOA, MILAN = ({"cpu_name": "AMD EPYC", "amx_bf16": False, "avx512_bf16": half} for half in (True, False))
+
+
+@pytest.mark.parametrize("cpu, hidden, device, asked, dtype", [
+    (SAPPHIRE, 576, "cpu", "", "bfloat16"), (SAPPHIRE, 128, "cpu", "", "float32"), (COOPER, 576, "cpu", "", "float32"),
+    (GENOA, 576, "cpu", "", "bfloat16"), (GENOA, 128, "cpu", "", "float32"), (MILAN, 576, "cpu", "", "float32"),
+    ({}, 576, "cpu", "", "float32"),
+    (COOPER, 576, "cuda", "", "bfloat16"), (SAPPHIRE, 576, "cpu", "float32", "float32"),
+    (COOPER, 128, "cpu", "bfloat16", "bfloat16"), (COOPER, 128, "cuda", "float32", "float32"),
 ])  # fmt: skip
-def test_bfloat16_is_chosen_where_it_is_faster(monkeypatch, tmp_path, amx, hidden, device, asked, dtype):
+def test_bfloat16_is_chosen_where_it_is_faster(monkeypatch, tmp_path, cpu, hidden, device, asked, dtype):
     from transformers import LlamaConfig
 
     LlamaConfig(hidden_size=hidden, num_attention_heads=8).save_pretrained(tmp_path)
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": amx, "avx512_bf16": True})
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: cpu)
     assert dtype_of(Config(model=str(tmp_path), dtype=asked), device) == dtype
