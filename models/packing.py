@@ -53,6 +53,30 @@ class Packing:
         return self.masks[before, n, window]
 
 
+def cached_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention of T new tokens a row to the columns of a cache: (B, heads, T, dim) -> (B, T, heads, dim)."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if mask is not None and (window := kwargs.get("sliding_window")):
+        columns = torch.arange(mask.shape[-1], device=query.device)
+        mask = mask & (columns >= mask.sum(-1, keepdim=True) - window)
+    B, heads, T, dim = query.shape
+    groups = heads // key.shape[1]
+    if T > 1 or groups == 1 or mask is None:
+        return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)
+    # Heads that share keys become the queries of one head: a masked kernel would need a copy of the cache for each.
+    query, mask = query.view(B, -1, groups, dim), mask.expand(B, 1, groups, -1)
+    return F.scaled_dot_product_attention(query, key, value, mask, scale=scaling).view(B, 1, heads, dim), None
+
+
 def packed_attention(
     module: Any,
     query: torch.Tensor,
@@ -65,18 +89,13 @@ def packed_attention(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Causal attention within each of the sequences that are packed into one row.
 
-    query, key, value (1, heads, T, dim) -> (1, T, heads, dim). Without `packing`, as in generation, this is
-    transformers' own SDPA; a causal mask (B, 1, T, columns), with columns in the order of positions, is narrowed to the
+    query, key, value (1, heads, T, dim) -> (1, T, heads, dim). Without `packing`, as in generation, they are
+    (B, heads, T, dim); a causal mask (B, 1, T, columns), with columns in the order of positions, is narrowed to the
     layer's sliding window.
     """
     window = kwargs.get("sliding_window")
     if packing is None:
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-        if window and attention_mask is not None:
-            columns = torch.arange(attention_mask.shape[-1], device=query.device)
-            attention_mask = attention_mask & (columns >= attention_mask.sum(-1, keepdim=True) - window)
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        return cached_attention(module, query, key, value, attention_mask, scaling, **kwargs)
     queries, longest = packing.longest
     window = window or longest
     if VARLEN and query.dtype == torch.bfloat16 and query.is_cuda:

@@ -3,6 +3,7 @@
 import re
 import shutil
 from datetime import datetime
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -61,6 +62,24 @@ def test_packed_attention_stays_within_a_sequence(kv_heads, window):
         want = plain_attention(q1, k1, v1, 0.3, window or T)
         torch.testing.assert_close(got[0, start : start + n].transpose(0, 1), want, atol=1e-12, rtol=0)
         start += n
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("new", [1, 3])
+def test_new_tokens_attend_to_the_cache_of_their_row(kv_heads, window, new):
+    g = torch.Generator().manual_seed(0)
+    ends, width = torch.tensor([6, 20, 11]), 24  # columns in use of each row, the new tokens' own included
+    q, k, v = (torch.randn(3, h, n, 8, generator=g) for h, n in ((4, new), (kv_heads, width), (kv_heads, width)))
+    places = ends[:, None] - new + torch.arange(new)
+    mask = (torch.arange(width) <= places[:, :, None])[:, None]
+    module = SimpleNamespace(num_key_value_groups=4 // kv_heads, is_causal=True)
+    got, _ = packed_attention(module, q, k, v, mask, scaling=0.3, sliding_window=window)
+    for row, end in enumerate(ends):
+        whole = torch.zeros(4, end, 8, dtype=torch.float64)  # only the last queries are asked
+        whole[:, -new:] = q[row]
+        want = plain_attention(whole, k[row, :, :end].double(), v[row, :, :end].double(), 0.3, window or width)
+        torch.testing.assert_close(got[row].transpose(0, 1).double(), want[:, -new:], atol=1e-6, rtol=0)
 
 
 SHARED = Packing([7, 5, 30, 12, 1, 9], [-1, 0, 0, -1, 0, 3])  # a prompt of 7 with three tails, one of 12 with one
