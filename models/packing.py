@@ -53,28 +53,19 @@ class Packing:
         return self.masks[before, n, window]
 
 
-def cached_attention(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention of T new tokens a row to the columns of a cache: (B, heads, T, dim) -> (B, T, heads, dim)."""
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+def grouped_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scaling: float | None
+) -> torch.Tensor:
+    """SDPA of (B, heads, T, dim) with a mask (..., T, columns), whose keys may have fewer heads.
 
-    if mask is not None and (window := kwargs.get("sliding_window")):
-        columns = torch.arange(mask.shape[-1], device=query.device)
-        mask = mask & (columns >= mask.sum(-1, keepdim=True) - window)
+    Heads that share keys become more queries of one head: no fast kernel takes both a mask and GQA, and a copy of the
+    keys for each head costs more than the product.
+    """
     B, heads, T, dim = query.shape
     groups = heads // key.shape[1]
-    if T > 1 or groups == 1 or mask is None:
-        return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)
-    # Heads that share keys become the queries of one head: a masked kernel would need a copy of the cache for each.
-    query, mask = query.view(B, -1, groups, dim), mask.expand(B, 1, groups, -1)
-    return F.scaled_dot_product_attention(query, key, value, mask, scale=scaling).view(B, 1, heads, dim), None
+    if groups > 1:
+        query, mask = query.reshape(B, -1, groups * T, dim), torch.cat([mask] * groups, -2)
+    return F.scaled_dot_product_attention(query, key, value, mask, scale=scaling).reshape(B, heads, T, dim)
 
 
 def packed_attention(
@@ -95,7 +86,14 @@ def packed_attention(
     """
     window = kwargs.get("sliding_window")
     if packing is None:
-        return cached_attention(module, query, key, value, attention_mask, scaling, **kwargs)
+        if attention_mask is None:
+            from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+            return sdpa_attention_forward(module, query, key, value, None, scaling=scaling, **kwargs)
+        if window:
+            columns = torch.arange(attention_mask.shape[-1], device=query.device)
+            attention_mask = attention_mask & (columns >= attention_mask.sum(-1, keepdim=True) - window)
+        return grouped_attention(query, key, value, attention_mask, scaling).transpose(1, 2), None
     queries, longest = packing.longest
     window = window or longest
     if VARLEN and query.dtype == torch.bfloat16 and query.is_cuda:
@@ -108,16 +106,13 @@ def packed_attention(
             enable_gqa=True,
         )  # fmt: skip
         return out[None], None
-    repeats = query.shape[1] // key.shape[1]
-    gqa = {"enable_gqa": True} if repeats > 1 else {}
+    gqa = query.shape[1] > key.shape[1]
     parts = []
     of_pieces = zip(query.split(packing.lengths, 2), packing.keys(key, 2), packing.keys(value, 2), strict=True)
     for before, (q, k, v) in zip(packing.before, of_pieces, strict=True):
         n = k.shape[2]
-        masking: dict[str, Any] = {"is_causal": True} | gqa
         if before or window < n:
-            if repeats > 1:  # no fast kernel takes both a mask and GQA
-                k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-            masking = {"attn_mask": packing.mask(before, n, window, q)}
-        parts.append(F.scaled_dot_product_attention(q, k, v, scale=scaling, **masking))
+            parts.append(grouped_attention(q, k, v, packing.mask(before, n, window, q), scaling))
+        else:
+            parts.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=gqa))
     return torch.cat(parts, dim=2).transpose(1, 2), None
