@@ -8,8 +8,8 @@ It runs the code in those files: look at a stranger's before.
 """
 
 import argparse
+import os
 import sys
-import time
 
 from labs import desk
 from plumbing.faults import Fault, one_line
@@ -30,11 +30,11 @@ def main(argv: list[str] | None = None) -> None:
         if args.solution and not number:
             raise Fault(f"--solution: it fills labs by number, not {which}")
         try:
-            begun = time.process_time()
+            begun = sum(os.times()[:4])  # with the processes that it starts
             defined = desk.run(number or which, desk.solution(number) if args.solution else None)
         except FileNotFoundError:
             raise Fault(f"{which}: there is no such file; give a file, or the number of a lab") from None
-        seconds = time.process_time() - begun
+        seconds = sum(os.times()[:4]) - begun
         for verdict in desk.verdicts(defined):
             print(f"{which}  {'right' if verdict.right else 'WRONG'}  {verdict.text}", flush=True)
             right = right and verdict.right

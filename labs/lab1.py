@@ -1,7 +1,10 @@
 import marimo
 
 __generated_with = "0.25.2"
-app = marimo.App(width="medium", app_title="Lab 1: which instruction asks the next question?")
+app = marimo.App(
+    width="medium",
+    app_title="Lab 1: which instruction asks the next question?",
+)
 
 with app.setup:
     import marimo as mo
@@ -168,13 +171,11 @@ def _():
 def _(right_probabilities, tau_s, w):
     desk.need("The figure", right_probabilities)
 
-
     def theirs(tau):
         P = Population(tau, 1)
         for x in w:
             P.join("", None, 0).rewards = [x]
         return P.probabilities()
-
 
     taus = np.geomspace(0.01, 10, 100)
     _figure, _ax = desk.axes()
@@ -209,7 +210,7 @@ def _(gap, predicted, right_probabilities, right_weight, tau_s, taus, w):
             ),
         ]
     )
-    return (found,)
+    return
 
 
 @app.cell(hide_code=True)
@@ -228,7 +229,6 @@ def _():
 def _(right_probabilities, right_weight, tau_s, w):
     desk.need("The figure", right_weight, right_probabilities)
 
-
     def shares(tau, seed, steps=20, batch=24, n=5):
         """Returns p (steps, |P|) of a population whose true mean rewards are w."""
         rng, P = np.random.default_rng(seed), Population(tau, n)
@@ -240,7 +240,6 @@ def _(right_probabilities, right_weight, tau_s, w):
             drawn = [I.id for I in P.sample(rng, batch)]
             P.attribute(Trajectory(j, Question("", ""), 0, [], 0, reward=float(rng.random() < w[j])) for j in drawn)
         return np.array(seen)
-
 
     _figure, _axes = desk.axes(2, sharey=True)
     for _ax, _tau in zip(_axes, (tau_s, tau_s / 10), strict=True):
