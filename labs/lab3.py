@@ -114,7 +114,7 @@ def _():
 
 @app.function
 def k3(logp, ref_logp):
-    """Returns the k3 estimate (N,) of the KL from log-probs (N,) of sampled tokens, the policy's and the reference's."""
+    """Returns the k3 estimate (N,) of the KL from log-probs (N,) of sampled tokens: the policy's, the reference's."""
     ...
 
 
