@@ -42,9 +42,14 @@ class Verdict:
         return mo.callout(mo.md(self.text), kind="success" if self.right else "warn")._mime_()
 
 
-def verdict(check: Callable[[Callable], str], f: Callable) -> Verdict:
-    """Returns what `check` says of the reader's function. An exception of it, and None, are said in a sentence too."""
+def verdict(check: Callable[[Callable], str], f: Callable, *before: Verdict) -> Verdict:
+    """Returns what `check` says of the reader's function. An exception of it, and None, are said in a sentence too.
+
+    `before`: blanks that this one builds on, and which have to be right first.
+    """
     blank = check.__name__.removeprefix("check_")
+    if missing := [v.blank for v in before if not v.right]:
+        return Verdict(blank, f"it builds on `{missing[0]}`, which comes first.")
 
     def asked(*args: Any) -> Any:
         if (out := f(*args)) is None:
