@@ -8,7 +8,7 @@ with app.setup:
     import numpy as np
 
     from grpo import group_advantages
-    from labs import desk, world
+    from labs import desk, play
     from tasks import Job
 
 
@@ -200,9 +200,9 @@ def _():
 @app.cell
 def _(right_advantages, right_useful):
     desk.need("The run", right_advantages, right_useful)
-    _cfg = world.config()
-    _task = world.LibraryQA(_cfg)
-    _player = world.Player(_cfg, _task)
+    _cfg = play.config()
+    _task = play.LibraryQA(_cfg)
+    _player = play.Player(_cfg, _task)
     _questions = _task.questions("train")[:48]
     with open(_cfg.instruction) as _file:
         _first = _file.read().strip()

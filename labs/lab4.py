@@ -11,7 +11,7 @@ with app.setup:
 
     from engines.torch_engine import TorchEngine
     from grpo import Learner
-    from labs import desk, small, world
+    from labs import desk, play, small
     from models.model import load_policy
     from rollout import encode
     from tasks import Question, Trajectory
@@ -191,7 +191,7 @@ def _(right_again, right_difference, right_rho):
     desk.need("The run", right_again, right_difference, right_rho)
     with tempfile.TemporaryDirectory() as _folder:
         model, tokenizer = load_policy(small.train(_folder, steps=150), "cpu", ("</search>",))
-    learner = Learner(model, None, world.config(beta=0.0))
+    learner = Learner(model, None, play.config(beta=0.0))
     prompt = encode(tokenizer, "<search>")
 
     def played(ids, logps):

@@ -9,7 +9,7 @@ with app.setup:
     from scipy.stats import binom
 
     from config import Config
-    from labs import desk, world
+    from labs import desk, play
     from population import Population
     from tasks import Question, Trajectory
 
@@ -41,7 +41,7 @@ def _():
 
 @app.cell
 def _():
-    cfg = world.config()  # N_P = 7, K_p = 5, 24 questions a step, G = 5, tau_s and the window: all in config.py
+    cfg = play.config()  # N_P = 7, K_p = 5, 24 questions a step, G = 5, tau_s and the window: all in config.py
     best, other = 0.3, 0.2
     return best, cfg, other
 
@@ -275,10 +275,11 @@ def _():
     mo.md(f"""
     ## A last question, without a single answer
 
-    In the paper a step has {Config().batch} questions, and the fog is thinner; here it has {world.config().batch}. Then
-    again, a pruned instruction is not gone: its parent lives, and the optimizer may propose it again. And a policy that
-    trains under the survivors gets better at *them*. **Is it worse to prune the best one, or to keep four mediocre ones for another ten steps? What would you
-    measure to decide?** (`make bench-errors` measures it with real rewards; docs/selection.md has other rules.)
+    In the paper a step has {Config().batch} questions, and the fog is thinner; here it has {play.config().batch}.
+    Then again, a pruned instruction is not gone: its parent lives, and the optimizer may propose it again. And a policy
+    that trains under the survivors gets better at *them*. **Is it worse to prune the best one, or to keep four mediocre
+    ones for another ten steps? What would you measure to decide?** (`make bench-errors` measures errors with real
+    rewards; docs/selection.md has other rules.)
     """)
     return
 
