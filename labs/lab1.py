@@ -244,8 +244,9 @@ def _(right_probabilities, right_weight, tau_s, w):
     _figure, _axes = desk.axes(2, sharey=True)
     for _ax, _tau in zip(_axes, (tau_s, tau_s / 10), strict=True):
         _ax.plot(shares(_tau, 0), label=[f"{x:.2f}" for x in w])
-        _ax.set(title=f"tau_s = {_tau:g}", xlabel="step", ylim=(0, 1))
-    _axes[0].legend(title="true reward", frameon=False)
+        _ax.set(title=f"tau_s = {_tau:g}", xlabel="step", ylim=(0, 1.02))
+        _ax.locator_params(axis="x", integer=True)
+    _axes[1].legend(title="true reward", frameon=False)
     greedy = float(np.mean([shares(tau_s / 10, seed)[-1].argmax() != 0 for seed in range(200)]))
     _figure
     return (greedy,)

@@ -198,8 +198,8 @@ def _():
 
 
 @app.cell
-def _(right_advantages, right_useful):
-    desk.need("The run", right_advantages, right_useful)
+def _(right_advantages, right_success, right_useful):
+    desk.need("The run", right_advantages, right_useful, right_success)
     _cfg = play.config()
     _task = play.LibraryQA(_cfg)
     _player = play.Player(_cfg, _task)

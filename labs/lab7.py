@@ -225,7 +225,7 @@ def _():
     mo.md(r"""
     ## The runs
 
-    The world's policy under one good instruction, twice 10 steps of 12 questions with the project's own rollout and
+    The world's policy under one good instruction, twice 10 steps of 8 questions with the project's own rollout and
     learner: with its rewards, and with yours. It takes a minute. Then 6 updates on one batch, with the mask and
     without.
     """)
@@ -241,8 +241,8 @@ def _(right_flags, right_shuffled, right_unmasked):
     train, _test = task.questions("train"), task.questions("test")[:100]
 
     def step(player, t, change):
-        """Plays 12 questions of step t, lets `change` break something, updates; returns the true mean reward."""
-        drawn = rng_of(0, t, "lab 7").choice(len(train), 12, replace=False)
+        """Plays 8 questions of step t, lets `change` break something, updates; returns the true mean reward."""
+        drawn = rng_of(0, t, "lab 7").choice(len(train), 8, replace=False)
         taus = player.rewarded(t, "rollout", [Job(0, good, train[k], k) for k in drawn for _ in range(cfg.G)])
         reward = np.mean([tau.reward for tau in taus])
         change(t, taus)

@@ -350,6 +350,8 @@ def _(P, history, instructions):
     _left.plot(_x, [row["different"] / 100 for row in history], label="different answers / 100")
     _left.set(xlabel="step", ylim=(0, 1.05))
     _left.legend(frameon=False)
+    for _ax in (_left, _right):
+        _ax.locator_params(axis="x", integer=True)
     for _I, _p in zip(P.active, np.array([row["p"] for row in history]).T, strict=True):
         _right.plot(_x, _p, label=f"instruction {_I.id + 1} of {len(instructions)}")
     _right.set(xlabel="step", ylabel="share of the next questions (Eq. 4)", ylim=(0, 1))
