@@ -65,7 +65,7 @@ chromium:             ## a Chromium for the tests of the page, which are skipped
 	command -v chromedriver || (apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium chromium-driver)
 
 labs: setup           ## eight notebooks to learn INSPO by doing, in the browser (labs/README.md; ARGS=--headless opens none)
-	OMP_NUM_THREADS=1 $(PY) -m marimo --yes edit labs --skip-update-check $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m marimo edit labs --skip-update-check $(ARGS)
 
 ask: setup            ## question the agent of the newest run
 	$(PY) ask.py $(ARGS)

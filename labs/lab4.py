@@ -159,7 +159,7 @@ def check_rho(rho):
         return "it returns a value for each token; a turn has one rho."
     for wrong, says in (
         (np.log(4.0), "that is the log of rho: take the exponential."),
-        (0.25, "it is turned over: the trainer's probability belongs above."),
+        (0.25, "it is upside down: the trainer's probability belongs on top."),
         (np.exp(np.mean(new) - np.mean(old)), "it compares averages; the probability of a turn is a product."),
         ((0.5 + 0.4) / (0.5 + 0.2 + 0.5), "it adds up probabilities; those of tokens multiply, so their logs add up."),
     ):

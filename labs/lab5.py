@@ -23,12 +23,26 @@ def _():
 
     Every $K_p$ steps INSPO ranks its instructions by their weights and prunes the lower half (`Population.prune`). The
     weights are averages of rewards that are 0 or 1, most of them 0. The best instruction may have bad luck.
+    """)
+    return
 
+
+@app.cell
+def _():
+    cfg = play.config()  # the embedded world's: config.py
+    best, other = 0.3, 0.2  # true mean rewards: of one instruction, of all others
+    return best, cfg, other
+
+
+@app.cell(hide_code=True)
+def _(best, cfg, other):
+    mo.md(f"""
     ## Before anything else: predict
 
-    Seven instructions. The best is truly right in 3 of 10 answers, each of the other six in 2 of 10. For 5 steps, 24
-    questions a step are asked under instructions drawn by Eq. 4, each 5 times; then the lower half goes. **How often is
-    the best one among those pruned?** Write a number between 0 and 1 into `predicted`.
+    {cfg.N_P} instructions. The best is truly right in a share of {best} of its answers, each of the others in {other}.
+    For {cfg.K_p} steps, {cfg.batch} questions a step are asked under instructions drawn by Eq. 4, each {cfg.G} times;
+    then the lower half goes. **How often is the best one among those pruned?** Write a number between 0 and 1 into
+    `predicted`.
     """)
     return
 
@@ -37,13 +51,6 @@ def _():
 def _():
     predicted = None  # your guess
     return (predicted,)
-
-
-@app.cell
-def _():
-    cfg = play.config()  # N_P = 7, K_p = 5, 24 questions a step, G = 5, tau_s and the window: all in config.py
-    best, other = 0.3, 0.2
-    return best, cfg, other
 
 
 @app.cell(hide_code=True)
@@ -196,7 +203,7 @@ def _():
 @app.cell
 def _(best, cfg, other, right_drop, right_needed, right_survivors):
     desk.need("The run", right_survivors, right_drop, right_needed)
-    keep, trials, batches = survivors(cfg.N_P, cfg.N_parent), 1000, (6, 12, 24, 48, 96)
+    keep, trials, batches = survivors(cfg.N_P, cfg.N_parent), 600, (6, 12, 24, 48, 96)
     true = np.array([other] * (cfg.N_P - 1) + [best])  # the best one is the last newcomer
 
     def lost(batch, shares, alike, seed=0):

@@ -70,16 +70,15 @@ def _():
 
 @app.cell(hide_code=True)
 def _(failures, first, first_reward):
-    _shown = "\n\n".join(f"```\n{e.text}\n```\nright would have been: {', '.join(e.golds)}" for e in failures[:3])
-    mo.md(f"""
+    _text = f"""
     The first instruction, with a mean reward of {first_reward:.3f} on 48 questions:
 
     > {first.replace("<", "&lt;")}
 
     Three of its failures, from the replay buffer, as the optimizer reads them. What goes wrong?
-
-    {_shown}
-    """)
+    """
+    _shown = [f"```\n{e.text}\n```\nright would have been: {', '.join(e.golds)}" for e in failures[:3]]
+    mo.vstack([mo.md(_text), *map(mo.md, _shown)])
     return
 
 
@@ -261,9 +260,9 @@ def _():
     mo.md(r"""
     ## The run
 
-    Your program reads twelve failures and proposes; `inspo.verify` plays that and the parent on $D_B$. So it does for
-    the world's own optimizer, a program behind a real API in the default run, which gets the paper's prompt with the
-    same failures. At last the best of both and the parent are played on 300 test questions that decided nothing.
+    Your program reads twelve failures and proposes; `inspo.verify` plays its proposals and the parent on $D_B$. The
+    world's own optimizer gets the same failures in the paper's prompt, and its proposals are verified beside yours.
+    Finally the best of each and the parent are played on the test questions, which have decided nothing so far.
     """)
     return
 

@@ -56,7 +56,7 @@ def _(curves, steps):
     {curves["inspo"][:, -1].mean():.2f} in {steps[-1]} steps. Write your four guesses into `predicted`:
 
     - `"frozen policy"`, `"frozen instruction"`: held-out exact match at the end;
-    - `"shuffled rewards"`: by how much the exact match changes in 10 steps of GRPO under one good instruction;
+    - `"shuffled rewards"`: by how much the exact match changes in 8 steps of GRPO under one good instruction;
     - `"no mask"`: updates on one batch make what right trajectories wrote likelier than what wrong ones wrote. Of the
       gap that opens with the mask, which share opens without it?
     """)
@@ -111,7 +111,9 @@ def check_flags(flags):
     if instruction.mode != "static":
         return "with the flags of 'frozen instruction' the instructions still evolve: which --mode is the baseline?"
     return (
-        "" if instruction.lr == usual.lr else "'frozen instruction' changes the learning rate; the weights shall train."
+        ""
+        if instruction.lr == usual.lr
+        else "'frozen instruction' changes the learning rate; the weights have to train."
     )
 
 
@@ -207,7 +209,7 @@ def check_unmasked(unmasked):
     if got == mask:
         return "it leaves the mask as it is: the two tokens of the observation are still 0."
     if got == [1] * 8:
-        return "it takes in the prompt, too. Then the policy would learn to write questions."
+        return "it includes the prompt. Then the policy would learn to write questions."
     if len(got) != len(mask):
         return f"of 8 tokens it returns a mask of {len(got)}."
     return "" if got == [0] * 3 + [1] * 5 else f"of {mask} with 3 tokens of prompt it makes {got}."
@@ -225,7 +227,7 @@ def _():
     mo.md(r"""
     ## The runs
 
-    The world's policy under one good instruction, twice 10 steps of 8 questions with the project's own rollout and
+    The world's policy under one good instruction, twice 8 steps of 8 questions with the project's own rollout and
     learner: with its rewards, and with yours. It takes a minute. Then 6 updates on one batch, with the mask and
     without.
     """)
@@ -264,7 +266,7 @@ def _(right_flags, right_shuffled, right_unmasked):
     before, after, rewards = tested(play.Player(cfg, task)), {}, {}
     for name, change in (("true rewards", keep), ("shuffled rewards", shuffle)):
         _player = play.Player(cfg, task)
-        rewards[name] = [step(_player, t, change) for t in range(1, 11)]
+        rewards[name] = [step(_player, t, change) for t in range(1, 9)]
         after[name] = tested(_player)
     return after, before, cfg, good, rewards, task, train
 
@@ -310,8 +312,8 @@ def _(cfg, good, task, train):
 def _(after, before, moved, rewards):
     _figure, (_left, _right) = desk.axes(2)
     for _name, _r in rewards.items():
-        _left.plot(range(1, 11), _r, "o-", label=_name)
-        _left.plot([11], [after[_name]], "D", color=_left.lines[-1].get_color())
+        _left.plot(range(1, 9), _r, "o-", label=_name)
+        _left.plot([9], [after[_name]], "D", color=_left.lines[-1].get_color())
     _left.axhline(before, color="gray", ls=":", label="on test questions, before (diamonds: after)")
     _left.set(xlabel="step", ylabel="true mean reward", ylim=(0, 0.8))
     _left.legend(frameon=False)
@@ -342,7 +344,7 @@ def _(after, before, curves, gap, moved, predicted):
             *(desk.compare(name.capitalize(), guess, found[name], ".2f") for name, guess in predicted.items()),
             mo.md(
                 f"With true rewards the exact match changed by {found['true rewards']:+.2f} from {before:.2f} in the "
-                f"same 10 steps. Without the mask the log-probability of a given token changed by "
+                f"same 8 steps. Without the mask the log-probability of a given token changed by "
                 f"{found['given tokens, without']:+.2f}, with it by {found['given tokens, with the mask']:+.2f}: the "
                 "policy's effort went into the passages, which it will never have to write. They also count in |τ|, so "
                 "what it did write weighs less."
@@ -355,7 +357,7 @@ def _(after, before, curves, gap, moved, predicted):
 @app.cell(hide_code=True)
 def _():
     mo.md(r"""
-    What these runs cannot show: 10 steps with one seed and 100 test questions tell a collapse from a gain, not a gain
+    What these runs cannot show: 8 steps with one seed and 100 test questions tell a collapse from a gain, not a gain
     from a slightly smaller one. Updates on one batch say where the missing mask pushes, not whether it ruins a policy
     in a whole run. Raise the numbers and see.
 
