@@ -40,6 +40,8 @@ def test_a_lab_as_it_is_shipped_runs_says_that_every_blank_is_empty_and_draws_no
     defined = desk.run(n)
     found = desk.verdicts(defined)
     assert sorted(v.blank for v in found) == sorted(checks(n)) and not any(v.right for v in found)
+    # Each says the same, that it is empty; but for those that wait for another.
+    assert len({v.says for v in found if not any(f"`{blank}`" in v.says for blank in checks(n))}) == 1
     assert "found" not in defined
     guesses = defined["predicted"]
     assert set(guesses.values() if isinstance(guesses, dict) else [guesses]) == {None}
