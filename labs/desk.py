@@ -1,0 +1,118 @@
+"""What the labs share: predictions, verdicts on blanks, what waits for them, and how a lab is run without a browser."""
+
+import importlib
+import importlib.util
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import marimo as mo
+import matplotlib
+
+matplotlib.use("agg")
+import matplotlib.pyplot as plt
+
+HERE = Path(__file__).parent
+NUMBERS = range(1, 9)
+
+
+class Nothing(Exception):
+    """A function of the reader's returned None, as an unfilled blank does."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a check found about the function that fills a blank; `says` is "" if it is right."""
+
+    blank: str
+    says: str
+
+    @property
+    def right(self) -> bool:
+        return not self.says
+
+    @property
+    def text(self) -> str:
+        return f"`{self.blank}`: {self.says or 'right.'}"
+
+    def _mime_(self) -> tuple[str, str]:
+        return mo.callout(mo.md(self.text), kind="success" if self.right else "warn")._mime_()
+
+
+def verdict(check: Callable[[Callable], str], f: Callable, *before: Verdict) -> Verdict:
+    """Returns what `check` says of the reader's function. An exception of it, and None, are said in a sentence too.
+
+    `before`: blanks that this one builds on, and which have to be right first.
+    """
+    blank = check.__name__.removeprefix("check_")
+    if missing := [v.blank for v in before if not v.right]:
+        return Verdict(blank, f"it builds on `{missing[0]}`, which comes first.")
+
+    def asked(*args: Any) -> Any:
+        if (out := f(*args)) is None:
+            raise Nothing
+        return out
+
+    try:
+        return Verdict(blank, check(asked))
+    except Nothing:
+        return Verdict(blank, "it returns nothing yet. Fill in the blank, and mind the `return`.")
+    except Exception as e:
+        at = traceback.extract_tb(e.__traceback__)[-1]
+        line = f" in `{at.line}`" if at.line else ""
+        return Verdict(blank, f"it raises {type(e).__name__}: {e}{line}.")
+
+
+def need(what: str, *verdicts: Verdict) -> None:
+    """Ends the cell with one line unless all of the blanks are right."""
+    missing = [f"`{v.blank}`" for v in verdicts if not v.right]
+    verb = "is" if len(missing) == 1 else "are"
+    mo.stop(bool(missing), mo.md(f"*{what} comes when {' and '.join(missing)} {verb} right.*"))
+
+
+def compare(what: str, predicted: float | None, was: float, form: str = ".2f") -> mo.Html:
+    """Returns what the reader predicted beside what the run gave; without a prediction it keeps that for itself."""
+    if predicted is None:
+        return mo.callout(mo.md(f"**{what}**: write your `predicted` down at the top; the answer appears then."))
+    return mo.callout(mo.md(f"**{what}**: you said {predicted:{form}}, it was **{was:{form}}**."), kind="info")
+
+
+def axes(columns: int = 1, width: float = 6.4, height: float = 3.4, **kw: Any) -> tuple[Any, Any]:
+    """Returns a figure and its axes, one or an array of them, without the upper and right frame."""
+    figure, ax = plt.subplots(1, columns, figsize=(width * columns**0.6, height), layout="constrained", **kw)
+    for one in [ax] if columns == 1 else ax:
+        one.spines[["top", "right"]].set_visible(False)
+    plt.close(figure)  # the notebook shows what a cell returns; nothing else keeps it
+    return figure, ax
+
+
+def lab(which: int | str) -> ModuleType:
+    """Returns a lab by its number, or a reader's copy of one by its file."""
+    if isinstance(which, int):
+        return importlib.import_module(f"labs.lab{which}")
+    spec = importlib.util.spec_from_file_location(Path(which).stem, which)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def solution(number: int) -> dict[str, Any]:
+    """Returns what fills the blanks and the predictions of a lab, by name."""
+    module = importlib.import_module(f"labs.solutions.lab{number}")
+    return {name: getattr(module, name) for name in module.__all__}
+
+
+def run(which: int | str, filled: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Runs a lab with `filled` in place of the functions and values of these names; returns all that it defined.
+
+    Among that are its Verdicts, and, if it came to its end, `found`, the numbers of the run.
+    """
+    return dict(lab(which).app.run(defs=filled)[1])
+
+
+def verdicts(defined: dict[str, Any]) -> list[Verdict]:
+    return [value for value in defined.values() if isinstance(value, Verdict)]

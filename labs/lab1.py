@@ -1,0 +1,272 @@
+import marimo
+
+__generated_with = "0.25.2"
+app = marimo.App(
+    width="medium",
+    app_title="Lab 1: which instruction asks the next question?",
+)
+
+with app.setup:
+    import marimo as mo
+    import numpy as np
+
+    from config import Config
+    from labs import desk
+    from population import Population
+    from tasks import Question, Trajectory
+
+
+@app.cell(hide_code=True)
+def _():
+    mo.md(r"""
+    # Lab 1: which instruction asks the next question?
+
+    *Paper: §3.1, Eq. 4 and 6. You need: a softmax. 20 minutes.*
+
+    INSPO keeps a population $P$ of instructions. Each question is asked under one that is drawn by
+
+    $$p(I_j \mid W; P) = \frac{e^{w_j / \tau_s}}{\sum_{k \in P} e^{w_k / \tau_s}} \quad \text{(Eq. 4)}$$
+
+    where $w_j$ is the average reward that the instruction earned lately, and $\tau_s$ says how greedy the draw is. Both
+    are in `population.py`: `Instruction.w` and `Population.probabilities`.
+    """)
+    return
+
+
+@app.cell
+def _():
+    w = [0.60, 0.40, 0.20, 0.10, 0.05, 0.05, 0.00]  # the weights of seven instructions
+    tau_s = Config().tau_s  # the paper's
+    return tau_s, w
+
+
+@app.cell(hide_code=True)
+def _(tau_s, w):
+    mo.md(f"""
+    ## Before anything else: predict
+
+    Seven instructions have the weights {", ".join(f"{x:.2f}" for x in w)}, and $\\tau_s$ is {tau_s}. The best one is
+    half as good again as the second. **What share of the questions does it get?** Write a number between 0 and 1 into
+    `predicted`. Do not compute it: guess.
+    """)
+    return
+
+
+@app.cell
+def _():
+    predicted = None  # your guess
+    return (predicted,)
+
+
+@app.cell(hide_code=True)
+def _():
+    mo.md(r"""
+    ## The weight
+
+    In every step an instruction earns $\bar r$, the mean reward of the trajectories that it led. Its weight is the mean
+    of the last $n$ of them (Eq. 6). Two cases need a thought: an instruction that has earned fewer than $n$ so far, and
+    a new one that has earned none, which has weight 0.
+    """)
+    return
+
+
+@app.function
+def weight(rewards, n):
+    """Returns w of an instruction that has earned `rewards` (a list of r-bar, the latest last)."""
+    ...
+
+
+@app.function(hide_code=True)
+def check_weight(weight):
+    if (got := weight([], 3)) != 0:
+        return f"without a reward it returns {got}; the weight of a new instruction is 0."
+    got = weight([0.0, 0.0, 0.3, 0.6, 0.9], 3)
+    if np.isclose(got, 0.36):
+        return "it averages all rewards. Eq. 6 has a window: the last n alone."
+    if np.isclose(got, 0.1):
+        return "it averages the first n rewards; the window is over the last n."
+    if np.isclose(got, 1.8):
+        return "it adds up the window; divide by the number of rewards in it."
+    if not np.isclose(got, 0.6):
+        return f"the last 3 of 0, 0, 0.3, 0.6, 0.9 have the mean 0.6, and it returns {got:.4g}."
+    got = weight([0.8], 4)
+    if np.isclose(got, 0.2):
+        return (
+            "with 1 reward and a window of 4 it divides by 4. That punishes instructions for being new; divide by the "
+            "rewards that there are (CHOICE-18 in docs/choices.md)."
+        )
+    return "" if np.isclose(got, 0.8) else f"with one reward, 0.8, and a window of 4 it returns {got:.4g}, not 0.8."
+
+
+@app.cell(hide_code=True)
+def _():
+    right_weight = desk.verdict(check_weight, weight)
+    right_weight
+    return (right_weight,)
+
+
+@app.cell(hide_code=True)
+def _():
+    mo.md(r"""
+    ## The draw
+
+    Now Eq. 4. Your function has to survive a small $\tau_s$, too: $e^{0.6 / 0.0005}$ is no number that a computer has,
+    but the probabilities are harmless.
+    """)
+    return
+
+
+@app.function
+def probabilities(w, tau_s):
+    """Returns p (|P|,), an array, of weights w (|P|,)."""
+    ...
+
+
+@app.function(hide_code=True)
+def check_probabilities(probabilities):
+    w = np.array([0.5, 0.3, 0.0])
+    got = np.asarray(probabilities(w, 0.2), float)
+    e = np.exp(w / 0.2)
+    if got.shape != w.shape:
+        return f"for 3 weights it returns an array of shape {got.shape}, not (3,)."
+    if np.allclose(got, np.exp(w) / np.exp(w).sum()):
+        return "it forgets tau_s: the exponent is w / tau_s."
+    if np.allclose(got, np.exp(w * 0.2) / np.exp(w * 0.2).sum()):
+        return "it multiplies by tau_s. A low tau_s has to be greedy: divide."
+    if np.allclose(got, w / w.sum()):
+        return "it shares in proportion to w. Then a weight of 0 is never drawn again; Eq. 4 takes e^(w / tau_s)."
+    if not np.isclose(got.sum(), 1):
+        return f"its probabilities add up to {got.sum():.3g}: Eq. 4 divides by the sum over all of P."
+    if not np.allclose(got, e / e.sum()):
+        return f"for w = 0.5, 0.3, 0 and tau_s = 0.2 it returns {got.round(3)}; Eq. 4 gives {(e / e.sum()).round(3)}."
+    with np.errstate(all="ignore"):
+        got = np.asarray(probabilities(np.array([0.6, 0.4]), 0.0005), float)
+    if not np.isfinite(got).all():
+        return (
+            f"with tau_s = 0.0005 it returns {got}: the exponential overflows. Subtract the largest exponent from all "
+            "first; that divides numerator and denominator by the same number."
+        )
+    return "" if np.allclose(got, [1, 0]) else f"with tau_s = 0.0005 it returns {got}; it has to be greedy there."
+
+
+@app.cell(hide_code=True)
+def _():
+    right_probabilities = desk.verdict(check_probabilities, probabilities)
+    right_probabilities
+    return (right_probabilities,)
+
+
+@app.cell(hide_code=True)
+def _():
+    mo.md(r"""
+    ## What $\tau_s$ does
+
+    Your function over three decades of $\tau_s$, beside the project's own (`Population.probabilities`, dots). The
+    dotted line is the paper's $\tau_s$.
+    """)
+    return
+
+
+@app.cell
+def _(right_probabilities, tau_s, w):
+    desk.need("The figure", right_probabilities)
+
+    def theirs(tau):
+        P = Population(tau, 1)
+        for x in w:
+            P.join("", None, 0).rewards = [x]
+        return P.probabilities()
+
+    taus = np.geomspace(0.01, 10, 100)
+    _figure, _ax = desk.axes()
+    _ax.plot(taus, [probabilities(np.array(w), tau) for tau in taus], label=[f"w = {x:.2f}" for x in w])
+    _ax.set_prop_cycle(None)
+    _ax.plot(taus[::9], [theirs(tau) for tau in taus[::9]], "o", ms=3)
+    _ax.axvline(tau_s, color="gray", ls=":")
+    _ax.set(xscale="log", xlabel="tau_s", ylabel="share of the questions")
+    _ax.legend(frameon=False)
+    gap = max(abs(probabilities(np.array(w), tau) - theirs(tau)).max() for tau in taus)
+    _figure
+    return gap, taus
+
+
+@app.cell(hide_code=True)
+def _(gap, predicted, right_probabilities, right_weight, tau_s, taus, w):
+    desk.need("The answer", right_weight, right_probabilities)
+    _best = [probabilities(np.array(w), tau)[0] for tau in taus]
+    found = {
+        "share of the best": float(probabilities(np.array(w), tau_s)[0]),
+        "share of the worst": float(probabilities(np.array(w), tau_s)[-1]),
+        "tau_s at which the best gets half": float(taus[np.abs(np.array(_best) - 0.5).argmin()]),
+        "largest distance to Population": float(gap),
+    }
+    mo.vstack(
+        [
+            desk.compare("The share of the best", predicted, found["share of the best"]),
+            mo.md(
+                f"The worst still gets {found['share of the worst']:.3f} of the questions. Half of them go to the best "
+                f"at a τ_s of {found['tau_s at which the best gets half']:.2f}. Your function and the project's differ "
+                f"by at most {found['largest distance to Population']:.0e}."
+            ),
+        ]
+    )
+    return
+
+
+@app.cell(hide_code=True)
+def _():
+    mo.md(r"""
+    ## Weights that move
+
+    The draw decides who earns rewards, and rewards decide the draw. Here each instruction has a true mean reward, the
+    numbers above; nobody knows them, all start at weight 0, and 24 questions a step are asked under the project's own
+    `Population`. On the right is the same with a tenth of $\tau_s$.
+    """)
+    return
+
+
+@app.cell
+def _(right_probabilities, right_weight, tau_s, w):
+    desk.need("The figure", right_weight, right_probabilities)
+
+    def shares(tau, seed, steps=20, batch=24, n=5):
+        """Returns p (steps, |P|) of a population whose true mean rewards are w."""
+        rng, P = np.random.default_rng(seed), Population(tau, n)
+        for _ in w:
+            P.join("", None, 0)
+        seen = []
+        for _ in range(steps):
+            seen.append(P.probabilities())
+            drawn = [I.id for I in P.sample(rng, batch)]
+            P.attribute(Trajectory(j, Question("", ""), 0, [], 0, reward=float(rng.random() < w[j])) for j in drawn)
+        return np.array(seen)
+
+    _figure, _axes = desk.axes(2, sharey=True)
+    for _ax, _tau in zip(_axes, (tau_s, tau_s / 10), strict=True):
+        _ax.plot(shares(_tau, 0), label=[f"{x:.2f}" for x in w])
+        _ax.set(title=f"tau_s = {_tau:g}", xlabel="step", ylim=(0, 1.02))
+        _ax.locator_params(axis="x", integer=True)
+    _axes[1].legend(title="true reward", frameon=False)
+    greedy = float(np.mean([shares(tau_s / 10, seed)[-1].argmax() != 0 for seed in range(200)]))
+    _figure
+    return (greedy,)
+
+
+@app.cell(hide_code=True)
+def _(greedy, tau_s):
+    mo.md(f"""
+    With τ_s = {tau_s / 10:g} a wrong instruction was the favourite after 20 steps in {greedy:.0%} of 200 simulated
+    runs.
+
+    ## A last question, without a single answer
+
+    The weights are averages of few, noisy rewards. Early on, when nobody knows anything, a greedy draw is
+    overconfident; late, a soft draw wastes questions on instructions known to be bad. A bandit algorithm would count
+    how often each was tried; the paper does not. **Would you change Eq. 4? The policy learns from the same
+    trajectories: what would your change do to it?** (`extras/selection.py` and docs/selection.md try some answers.)
+    """)
+    return
+
+
+if __name__ == "__main__":
+    app.run()

@@ -1,0 +1,258 @@
+import marimo
+
+__generated_with = "0.25.2"
+app = marimo.App(width="medium", app_title="Lab 2: better than what?")
+
+with app.setup:
+    import marimo as mo
+    import numpy as np
+
+    from grpo import group_advantages
+    from labs import desk, play
+    from tasks import Job
+
+
+@app.cell(hide_code=True)
+def _():
+    mo.md(r"""
+    # Lab 2: better than what?
+
+    *Paper: §2.2, Eq. 3. You need: mean and standard deviation. 25 minutes.*
+
+    GRPO has no value network to say how good a reward is. It asks the same question $G$ times, under the same
+    instruction, and compares the answers with each other:
+
+    $$\hat A_i = \frac{r_i - \operatorname{mean}(r_1, \dots, r_G)}{\operatorname{std}(r_1, \dots, r_G)}
+    \quad \text{(Eq. 3)}$$
+
+    The project's version is `group_advantages` in `grpo.py`. You write your own first.
+
+    ## Before anything else: predict
+
+    The embedded world's policy, before any training, answers 48 questions 5 times each. A reward is 0 or 1, and 1 is
+    rare. **What share of the 48 groups teaches the policy anything at all?** Write a number between 0 and 1 into
+    `predicted`.
+    """)
+    return
+
+
+@app.cell
+def _():
+    predicted = None  # your guess
+    return (predicted,)
+
+
+@app.cell(hide_code=True)
+def _():
+    mo.md(r"""
+    ## By hand
+
+    Take paper and pencil: one right answer of five, $r = (1, 0, 0, 0, 0)$. The mean is 0.2. The paper says std and not
+    which: this project divides the squares by $G - 1$, as torch does, and adds $10^{-6}$ to std (CHOICE-19 in
+    docs/choices.md). Write that down as a function, and think of a group of equals.
+    """)
+    return
+
+
+@app.function
+def advantages(r):
+    """Returns A (G,), an array, of the rewards r (G,) of a group."""
+    ...
+
+
+@app.function(hide_code=True)
+def check_advantages(advantages):
+    r = np.array([1.0, 0, 0, 0, 0])
+    got = np.asarray(advantages(r), float)
+    mean, std = r.mean(), r.std(ddof=1)
+    if np.allclose(got, r / std, atol=1e-3):
+        return "it does not subtract the mean. Then no answer is ever worse than nothing, and A is never below 0."
+    if np.allclose(got, r - mean, atol=1e-3):
+        return "it does not divide by std."
+    if np.allclose(got, (r - mean) / std**2, atol=1e-3):
+        return "it divides by the variance; std is its square root."
+    if np.allclose(got, (r - mean) / r.std(), atol=1e-3):
+        return "its std divides the squares by G. This project's divides by G - 1: `ddof=1`, CHOICE-19."
+    if not np.allclose(got, (r - mean) / std, atol=1e-3):
+        return f"for r = 1, 0, 0, 0, 0 it returns {got.round(3)}; by hand it is {((r - mean) / std).round(3)}."
+    with np.errstate(all="ignore"):
+        got = np.asarray(advantages(np.full(5, 0.3)), float)
+    if not np.isfinite(got).all():
+        return "the group of equals has advantage nan: std is 0 there. Add 1e-6 to it, see CHOICE-19."
+    return "" if np.allclose(got, 0, atol=1e-6) else f"a group of equals has the advantages {got}; all should be 0."
+
+
+@app.cell(hide_code=True)
+def _():
+    right_advantages = desk.verdict(check_advantages, advantages)
+    right_advantages
+    return (right_advantages,)
+
+
+@app.cell(hide_code=True)
+def _():
+    mo.md(r"""
+    ## A group of equals
+
+    If all $G$ answers are right, or all wrong, every advantage is 0, and $G$ rollouts were played for nothing. Suppose
+    that each answer is right with probability $p$, independently. With which probability is a group of use?
+    """)
+    return
+
+
+@app.function
+def useful(p, G):
+    """Returns the probability that G rewards, each 1 with probability p and else 0, are not all the same."""
+    ...
+
+
+@app.function(hide_code=True)
+def check_useful(useful):
+    got = useful(0.3, 5)
+    for wrong, says in (
+        (1 - 0.7**5, "it counts groups that are all right as useful: their rewards are equal, too."),
+        (1 - 0.3**5, "it counts groups that are all wrong as useful: their rewards are equal, too."),
+        (0.3**5 + 0.7**5, "that is the probability of a group of equals; a useful one is the opposite."),
+        (5 * 0.3 * 0.7**4, "it counts groups with exactly one right answer; two or three of five are useful, too."),
+    ):
+        if np.isclose(got, wrong):
+            return says
+    if not np.isclose(got, want := 1 - 0.3**5 - 0.7**5):
+        return f"for p = 0.3 and G = 5 it returns {got:.4g}, not {want:.4g}: add the two kinds of equals, and subtract."
+    return "" if useful(0.0, 5) == useful(1.0, 5) == 0 else "with p = 0 or 1 no group is useful, and it says otherwise."
+
+
+@app.cell(hide_code=True)
+def _():
+    right_useful = desk.verdict(check_useful, useful)
+    right_useful
+    return (right_useful,)
+
+
+@app.cell(hide_code=True)
+def _():
+    mo.md(r"""
+    ## What std does
+
+    With rewards 0 and 1 and $k$ right answers of $G$, all the right ones have the same advantage. Find it as a formula
+    in $k$ and $G$ (leave out the $10^{-6}$). It says how hard one rare success is pushed, and how hard one of many.
+    """)
+    return
+
+
+@app.function
+def of_a_success(k, G):
+    """Returns A of each of the k right answers (reward 1) in a group of G whose others have reward 0; 0 < k < G."""
+    ...
+
+
+@app.function(hide_code=True)
+def check_of_a_success(of_a_success):
+    got = of_a_success(1, 5)
+    if np.isclose(got, 1 - 1 / 5):
+        return "that is its distance to the mean, 1 - k / G; divide it by std."
+    if np.isclose(got, 2.0):
+        return "its std has G below the sum of squares; this project's has G - 1."
+    for k, G in ((1, 5), (4, 5), (3, 8)):
+        want = np.sqrt((G - k) * (G - 1) / (G * k))
+        if not np.isclose(got := of_a_success(k, G), want):
+            return f"with {k} of {G} right it returns {got:.4g}; `group_advantages` has {want:.4g} there."
+    return ""
+
+
+@app.cell(hide_code=True)
+def _():
+    right_success = desk.verdict(check_of_a_success, of_a_success)
+    right_success
+    return (right_success,)
+
+
+@app.cell
+def _(right_advantages, right_success, right_useful):
+    desk.need("The figure", right_advantages, right_useful, right_success)
+    G = 8
+    _k = np.arange(1, G)
+    _figure, (_left, _right) = desk.axes(2)
+    _left.plot(_k / G, [of_a_success(k, G) for k in _k], "o-", label="Eq. 3: divided by std")
+    _left.plot(_k / G, 1 - _k / G, "s--", label="not divided")
+    _left.set(xlabel="share of right answers in the group", ylabel="advantage of a right one")
+    _left.legend(frameon=False)
+    _p = np.linspace(0, 1, 101)
+    for _size in (2, 5, 16):
+        _right.plot(_p, [useful(p, _size) for p in _p], label=f"G = {_size}")
+    _right.set(xlabel="p, how often an answer is right", ylabel="share of useful groups")
+    _right.legend(frameon=False)
+    _figure
+    return
+
+
+@app.cell(hide_code=True)
+def _():
+    mo.md(r"""
+    ## In the world
+
+    Now the real policy: 48 training questions, 5 rollouts each at temperature 1, under the first instruction. Your
+    `advantages` get the rewards, beside the project's.
+    """)
+    return
+
+
+@app.cell
+def _(right_advantages, right_success, right_useful):
+    desk.need("The run", right_advantages, right_useful, right_success)
+    _cfg = play.config()
+    _task = play.LibraryQA(_cfg)
+    _player = play.Player(_cfg, _task)
+    _questions = _task.questions("train")[:48]
+    with open(_cfg.instruction) as _file:
+        _first = _file.read().strip()
+    _taus = _player.rewarded(
+        1, "lab 2", [Job(0, _first, q, group) for group, q in enumerate(_questions) for _ in range(_cfg.G)]
+    )
+    rewards = np.array([tau.reward for tau in _taus]).reshape(-1, _cfg.G)
+    _theirs = np.array([tau.advantage for tau in _taus]).reshape(rewards.shape)
+    gap = max(abs(advantages(r) - A).max() for r, A in zip(rewards, _theirs, strict=True))
+    return gap, rewards
+
+
+@app.cell(hide_code=True)
+def _(gap, predicted, rewards):
+    _groups, _G = rewards.shape
+    _p = rewards.mean()
+    found = {
+        "mean reward": float(_p),
+        "share of useful groups": float((rewards.std(1) > 0).mean()),
+        "the same if all questions were equally hard": float(useful(_p, _G)),
+        "largest distance to grpo.py": float(gap),
+        "A of one right answer of five": float(group_advantages(np.array([1.0, 0, 0, 0, 0]))[0]),
+    }
+    mo.vstack(
+        [
+            desk.compare("The share of useful groups", predicted, found["share of useful groups"]),
+            mo.md(
+                f"The mean reward was {_p:.3f}. If all questions were equally hard, "
+                f"{found['the same if all questions were equally hard']:.2f} of the groups would be useful; they are "
+                "not, and the more a question is always or never answered, the fewer groups are. The advantages of "
+                f"`grpo.py` and yours differ by at most {gap:.0e}."
+            ),
+        ]
+    )
+    return
+
+
+@app.cell(hide_code=True)
+def _():
+    mo.md(r"""
+    ## A last question, without a single answer
+
+    Division by std pushes one success among many failures the hardest: it makes rare successes loud. If a reward is
+    sometimes 1 by luck or by mistake, it makes the mistake loud, too. Dr. GRPO leaves std out, DAPO plays questions
+    again until the group is of use (docs/objectives.md has more). In INSPO a group has one instruction besides one
+    question. **Should answers to one question under different instructions be one group? What would be compared
+    then?**
+    """)
+    return
+
+
+if __name__ == "__main__":
+    app.run()

@@ -1,0 +1,337 @@
+import marimo
+
+__generated_with = "0.25.2"
+app = marimo.App(width="medium", app_title="Lab 3: one token, one gradient")
+
+with app.setup:
+    import marimo as mo
+    import numpy as np
+    import torch
+
+    from config import Config
+    from labs import desk
+    from labs.interpreter import kernel
+
+
+@app.cell(hide_code=True)
+def _():
+    mo.md(r"""
+    # Lab 3: one token, one gradient
+
+    *Paper: §2.2, Eq. 2. You need: lab 2, a derivative of a softmax. 30 minutes.*
+
+    The loss of GRPO is a sum over tokens. For token $t$ of trajectory $i$, with
+    $\rho = \pi_\theta(y_t) / \pi_{\mathrm{old}}(y_t)$,
+
+    $$S = \min\bigl(\rho \hat A,\; \operatorname{clip}(\rho, 1 - \epsilon, 1 + \epsilon)\, \hat A\bigr), \qquad
+    L = -\frac 1G \sum_i \frac 1{|\tau_i|} \sum_t I_{i,t} \, (S_{i,t} - \beta D_{\mathrm{KL}})
+    \quad \text{(Eq. 2)}$$
+
+    The mask $I$ is 1 on tokens that the policy sampled and 0 on what it was given. In the project the averages are
+    in `grpo.py`, `Learner.terms`; $S$, KL and the gradient are in `kernels/`, in Triton for GPUs and in torch.
+
+    ## Before anything else: predict
+
+    A token has the advantage $\hat A = -1$. The policy has already moved, the wrong way: $\rho = 1.5$. With
+    $\epsilon = 0.2$, **what is $S$?** Write it into `predicted` before you compute anything.
+    """)
+    return
+
+
+@app.cell
+def _():
+    predicted = None  # your guess
+    return (predicted,)
+
+
+@app.cell(hide_code=True)
+def _():
+    mo.md(r"""
+    ## The clip
+    """)
+    return
+
+
+@app.function
+def surrogate(rho, A, eps):
+    """Returns S of Eq. 2, an array, for arrays or numbers rho and A."""
+    ...
+
+
+@app.function(hide_code=True)
+def check_surrogate(surrogate):
+    cases = [(1.1, 1), (1.5, 1), (0.5, 1), (0.9, -1), (0.5, -1), (1.5, -1)]
+    rho, A = np.array(cases, float).T
+    got, cut = np.asarray(surrogate(rho, A, 0.2), float), np.clip(rho, 0.8, 1.2)
+    if np.allclose(got, rho * A):
+        return "it never clips."
+    if np.allclose(got, cut * A):
+        return "it always clips. The min lets a token through that is worse than the clip says: try A = -1, rho = 1.5."
+    if np.allclose(got, np.maximum(rho * A, cut * A)):
+        return "it takes the max. Eq. 2 is the pessimist: the min of the two products."
+    if np.allclose(got, np.minimum(rho, cut) * A):
+        return "it takes the min of the ratios, before A. With A < 0 the order turns round: multiply first, then min."
+    for r, a, have in zip(rho, A, got, strict=True):
+        if not np.isclose(have, want := min(r * a, np.clip(r, 0.8, 1.2) * a)):
+            return f"for rho = {r}, A = {a:g} and eps = 0.2 it returns {have:.4g}, not {want:.4g}."
+    return ""
+
+
+@app.cell(hide_code=True)
+def _():
+    right_surrogate = desk.verdict(check_surrogate, surrogate)
+    right_surrogate
+    return (right_surrogate,)
+
+
+@app.cell
+def _(right_surrogate):
+    desk.need("The figure", right_surrogate)
+    _rho = np.linspace(0, 2, 401)
+    _figure, _ax = desk.axes()
+    _ax.plot(_rho, surrogate(_rho, 1.0, 0.2), label="A = +1")
+    _ax.plot(_rho, surrogate(_rho, -1.0, 0.2), label="A = -1")
+    _ax.axvspan(0.8, 1.2, color="gray", alpha=0.15, lw=0)
+    _ax.set(xlabel="rho", ylabel="S")
+    _ax.legend(frameon=False)
+    _figure
+    return
+
+
+@app.cell(hide_code=True)
+def _():
+    mo.md(r"""
+    Where a line is flat, the token has no gradient: it has moved far enough in the direction that its advantage asks
+    for. Where has a token that moved the wrong way a gradient?
+
+    ## The distance to the first policy
+
+    $D_{\mathrm{KL}}$ keeps the policy near the reference $\pi_{\mathrm{ref}}$. The sampled token alone has to estimate
+    it: with $d = \log \pi_{\mathrm{ref}}(y) - \log \pi_\theta(y)$ the k3 estimate is $e^d - d - 1$ (CHOICE-23).
+    """)
+    return
+
+
+@app.function
+def k3(logp, ref_logp):
+    """Returns the k3 estimate (N,) of the KL from log-probs (N,) of sampled tokens: the policy's, the reference's."""
+    ...
+
+
+@app.function(hide_code=True)
+def check_k3(k3):
+    logp, ref = np.array([-1.0, -2.0, -0.5]), np.array([-1.5, -1.0, -0.5])
+    got, d = np.asarray(k3(logp, ref), float), ref - logp
+    if np.allclose(got, -d):
+        return "that is k1, log pi - log pi_ref: right on average, but below 0 for some tokens. k3 never is."
+    if np.allclose(got, d**2 / 2):
+        return "that is k2, half the square of d; k3 is e^d - d - 1."
+    if np.allclose(got, np.exp(-d) + d - 1):
+        return "its d is the wrong way round: d = log pi_ref - log pi, since the token was sampled from pi."
+    if np.allclose(got, np.exp(d) - 1):
+        return "it forgets the -d; without that it is not 0 on average where the policies agree."
+    want = np.exp(d) - d - 1
+    return "" if np.allclose(got, want) else f"for d = {d} it returns {got.round(3)}, not {want.round(3)}."
+
+
+@app.cell(hide_code=True)
+def _():
+    right_k3 = desk.verdict(check_k3, k3)
+    right_k3
+    return (right_k3,)
+
+
+@app.cell(hide_code=True)
+def _():
+    mo.md(r"""
+    ## The mask and the averages
+
+    Eq. 2 averages over the tokens of a trajectory first, then over the group. $|\tau_i|$ counts the tokens that the
+    policy sampled (CHOICE-9), so a trajectory is not worth less because a search returned much.
+    """)
+    return
+
+
+@app.function
+def average(x, mask):
+    """Returns the average of Eq. 2 of x (G, T), a value for each token, with the mask (G, T) of 0 and 1."""
+    ...
+
+
+@app.function(hide_code=True)
+def check_average(average):
+    x = np.array([[1.0, 2, 9, 9], [4, 9, 4, 4]])
+    mask = np.array([[1, 1, 0, 0], [1, 0, 1, 1]])
+    got = float(average(x, mask))
+    for wrong, says in (
+        (x.mean(), "it ignores the mask: what the search returned is trained on as if the policy had written it."),
+        ((x * mask).sum() / mask.sum(), "it averages over all tokens at once: a long trajectory then counts for more."),
+        ((x * mask).mean(), "it divides by the padded length T; |tau| is the number of tokens with mask 1."),
+        (((x * mask).sum(1) / mask.sum(1)).sum(), "it forgets 1/G."),
+        ((x * mask).sum() / len(x), "it forgets 1/|tau|."),
+    ):
+        if np.isclose(got, wrong):
+            return says
+    return (
+        "" if np.isclose(got, 2.75) else f"for the rows (1, 2, -, -) and (4, -, 4, 4) it returns {got:.4g}, not 2.75."
+    )
+
+
+@app.cell(hide_code=True)
+def _():
+    right_average = desk.verdict(check_average, average)
+    right_average
+    return (right_average,)
+
+
+@app.cell(hide_code=True)
+def _():
+    mo.md(r"""
+    ## One gradient by hand
+
+    Now what reaches the logits. For one token with logits $z$ (one for each word of the vocabulary), sampled word $y$
+    and no KL, the loss is $-S$. Two rules are enough:
+
+    $$\frac{\partial \log \pi(y)}{\partial z_j} = 1[j = y] - \pi(j), \qquad
+    \frac{\partial \rho}{\partial \log \pi(y)} = \rho$$
+
+    Where the clip holds, the gradient is 0.
+    """)
+    return
+
+
+@app.function
+def gradient(z, y, old_logp, A, eps):
+    """Returns d(-S)/dz (V,) of a token y with logits z (V,), log-prob old_logp under the old policy, advantage A."""
+    ...
+
+
+@app.function(hide_code=True)
+def check_gradient(gradient):
+    rng = np.random.default_rng(0)
+    for A, log_rho, where in (
+        (1.0, 0.1, "inside of the clip"),
+        (-1.0, 0.1, "with A < 0"),
+        (1.0, 0.5, "where A > 0 and rho is above the clip"),
+        (-1.0, 0.5, "where A < 0 and rho is above 1 + eps, which is no place to clip"),
+        (-1.0, -0.5, "where A < 0 and rho is below the clip"),
+    ):
+        x = rng.normal(size=7)
+        z = torch.tensor(x, requires_grad=True)
+        logp = torch.log_softmax(z, 0)[2]
+        old = logp.item() - log_rho
+        rho = (logp - old).exp()
+        (-torch.minimum(rho * A, rho.clamp(0.8, 1.2) * A)).backward()
+        want, got = z.grad.numpy(), np.asarray(gradient(x, 2, old, A, 0.2), float)
+        if got.shape != want.shape:
+            return f"for 7 logits it returns an array of shape {got.shape}, not (7,)."
+        if np.allclose(got, want):
+            continue
+        if want.any() and np.allclose(got, -want):
+            return "its sign is turned: the loss is -S, and the optimizer goes down."
+        if want.any() and np.allclose(got, want / rho.item()):
+            return "it forgets rho: d rho / d log pi = rho."
+        if not want.any():
+            return f"{where} S does not depend on the policy, and it returns {got.round(3)} instead of zeros."
+        if not got.any():
+            return f"it is all 0 {where}."
+        if np.allclose(got[2], want[2]):
+            return "it is right for the sampled word alone. The softmax ties all words: the others get + pi(j)."
+        return f"{where} it returns {got.round(3)}, and autograd {want.round(3)}."
+    return ""
+
+
+@app.cell(hide_code=True)
+def _():
+    right_gradient = desk.verdict(check_gradient, gradient)
+    right_gradient
+    return (right_gradient,)
+
+
+@app.cell(hide_code=True)
+def _():
+    mo.md(r"""
+    ## Against the kernel
+
+    `kernels/rows_triton.py` computes all of this on a GPU, loss and gradient in one pass over the logits. Triton has an
+    interpreter for machines without one: the same code, line by line, on the CPU. Here it gets 16 tokens with a
+    vocabulary of 300, and so do you.
+    """)
+    return
+
+
+@app.cell
+def _(right_average, right_gradient, right_k3, right_surrogate):
+    desk.need("The run", right_surrogate, right_k3, right_average, right_gradient)
+    N, V, eps = 16, 300, Config().eps
+    rng = np.random.default_rng(0)
+    z, y = 2 * rng.normal(size=(N, V)), rng.integers(V, size=N)
+    logp = z[np.arange(N), y] - np.log(np.exp(z).sum(1))
+    old, ref = logp - 0.4 * rng.normal(size=N), logp - 0.4 * rng.normal(size=N)
+    A = np.repeat([1.0, -1.0], N // 2)  # two trajectories of 8 sampled tokens
+    w = np.full(N, 1 / 16)  # 1/G 1/|tau|
+    theirs = kernel(
+        z.tolist(), y.tolist(), adv=A.tolist(), w=w.tolist(), old=old.tolist(), ref=ref.tolist(),
+        eps_low=[eps] * N, eps_high=[eps] * N, temperature=1.0, delta=float("inf"), beta=0.0, entropy_coef=0.0,
+        kind="clip",
+    )  # fmt: skip
+    yours = {
+        "J": w * surrogate(np.exp(logp - old), A, eps),
+        "kl": k3(logp, ref),
+        "dz": np.array([w[n] * gradient(z[n], y[n], old[n], A[n], eps) for n in range(N)]),
+    }
+    apart = {name: float(abs(np.array(theirs[name]) - x).max()) for name, x in yours.items()}
+    _average = average(surrogate(np.exp(logp - old), A, eps).reshape(2, -1), np.ones((2, N // 2)))
+    apart["loss"] = float(abs(_average - sum(theirs["J"])))
+
+    _order = np.argsort(np.exp(logp - old))
+    _figure, _ax = desk.axes()
+    for _a, _color in ((1.0, "C0"), (-1.0, "C1")):
+        _of = [n for n in _order if A[n] == _a]
+        _size = np.linalg.norm(np.array(theirs["dz"])[_of], axis=1)
+        _ax.plot(np.exp(logp - old)[_of], _size, "o", color=_color, label=f"A = {_a:+g}, the kernel")
+        _mine = np.linalg.norm(yours["dz"][_of], axis=1)
+        _ax.plot(np.exp(logp - old)[_of], _mine, "x", color="black", ms=5, label="you" if _a < 0 else None)
+    _ax.axvspan(1 - eps, 1 + eps, color="gray", alpha=0.15, lw=0)
+    _ax.set(xlabel="rho", ylabel="length of a token's gradient")
+    _ax.legend(frameon=False)
+    _figure
+    return A, apart, eps, theirs
+
+
+@app.cell(hide_code=True)
+def _(A, apart, eps, predicted, theirs):
+    found = {
+        "S of the predicted token": float(surrogate(1.5, -1.0, eps)),
+        "clipped tokens": float(sum(theirs["clipped"])),
+        "largest distance of a gradient": apart["dz"],
+        "largest distance of a KL": apart["kl"],
+        "distance of the loss": apart["loss"],
+    }
+    mo.vstack(
+        [
+            desk.compare("S with A = -1 and rho = 1.5", predicted, found["S of the predicted token"]),
+            mo.md(
+                f"`{theirs['ran']}` ran. Of {len(A)} tokens {found['clipped tokens']:.0f} have no gradient. Yours and "
+                f"the kernel's differ by at most {apart['dz']:.0e}: it computes in 32 bits, you in 64."
+            ),
+        ]
+    )
+    return
+
+
+@app.cell(hide_code=True)
+def _():
+    mo.md(r"""
+    ## A last question, without a single answer
+
+    A clipped token has no gradient at all, which may silence just the rare words that matter (CISPO and DAPO change the
+    clip for this reason), and a token that went the wrong way has one without bound. **How would you cut differently,
+    and how would you find out on a small run whether it helps?** Start from `kernels/rows_torch.py`, `kind`, and
+    docs/objectives.md.
+    """)
+    return
+
+
+if __name__ == "__main__":
+    app.run()

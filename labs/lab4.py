@@ -1,0 +1,320 @@
+import marimo
+
+__generated_with = "0.25.2"
+app = marimo.App(width="medium", app_title="Lab 4: tokens in, tokens out")
+
+with app.setup:
+    import tempfile
+
+    import marimo as mo
+    import numpy as np
+
+    from engines.torch_engine import TorchEngine
+    from grpo import Learner
+    from labs import desk, play, small
+    from models.model import load_policy
+    from rollout import encode
+    from tasks import Question, Trajectory
+
+
+@app.cell(hide_code=True)
+def _():
+    mo.md(r"""
+    # Lab 4: tokens in, tokens out
+
+    *Paper: §2.1 and Eq. 2, between the lines. You need: what a tokenizer does; lab 3. 25 minutes.*
+
+    The engine samples tokens. A tool reads text. The trainer scores tokens again: under the policy that sampled them,
+    $\rho = \pi_\theta / \pi_{\mathrm{old}}$ is exactly 1 until the first update. It is tempting to keep the episode as
+    text and to encode it once more before training. Many agents did. `rollout.py` does not: it keeps the sampled ids
+    (`Trajectory.act`) and decodes only to look for a call or an answer.
+
+    ## Before anything else: predict
+
+    A small policy with a byte-level BPE tokenizer, cut as Qwen2.5's is, has been trained for a moment to write
+    searches, on text that was properly encoded. It now samples 400 of them at temperature 1. **Of what share does
+    decoding and encoding change the ids?** Write a number between 0 and 1 into `predicted`.
+    """)
+    return
+
+
+@app.cell
+def _():
+    predicted = None  # your guess
+    return (predicted,)
+
+
+@app.cell(hide_code=True)
+def _():
+    mo.md(r"""
+    ## There and back
+
+    A tokenizer is a function from text to ids, and `decode` one from ids to text. Only one of the two compositions has
+    to be the identity. Mind the special tokens: nobody sampled those that a tokenizer adds by itself, and those that
+    were sampled must not get lost.
+    """)
+    return
+
+
+@app.function
+def again(tokenizer, ids):
+    """Returns the ids (a list) that remain of `ids` after a journey through text."""
+    ...
+
+
+@app.function(hide_code=True)
+def check_again(again):
+    class Tokenizer:
+        """Two letters that also are one token, as in any BPE; 9 begins every text, 8 ends a turn."""
+
+        def decode(self, ids, skip_special_tokens=False, **_):
+            special = {9: "<s>", 8: "</s>"} if not skip_special_tokens else {9: "", 8: ""}
+            return "".join({1: "a", 2: "b", 3: "ab", **special}[k] for k in ids)
+
+        def __call__(self, text, add_special_tokens=True, **_):
+            ids = [{"<s>": 9, "</s>": 8, "ab": 3, "a": 1, "b": 2}[x] for x in pieces(text)]
+            return {"input_ids": [9] * add_special_tokens + ids}
+
+        def encode(self, text, add_special_tokens=True, **_):
+            return self(text, add_special_tokens)["input_ids"]
+
+    def pieces(text):
+        while text:
+            piece = next(x for x in ("<s>", "</s>", "ab", "a", "b") if text.startswith(x))
+            yield piece
+            text = text[len(piece) :]
+
+    got = again(Tokenizer(), [1, 2, 8])
+    if isinstance(got, str):
+        return "it returns the text; encode that once more."
+    if not isinstance(got, list):
+        return f"it returns a {type(got).__name__}, not a list of ids: take `input_ids`."
+    if got == [1, 2, 8]:
+        return "it returns the ids as they came; decode them, and encode the text."
+    if got == [9, 3, 8] or got == [9, 3]:
+        return "the tokenizer adds a token in front that nobody sampled: `add_special_tokens=False`."
+    if got == [3]:
+        return "the end of the turn is lost: `skip_special_tokens=False`, for the policy did sample that token."
+    return "" if got == [3, 8] else f"of a toy tokenizer's [1, 2, 8] it makes {got}, not [3, 8]."
+
+
+@app.cell(hide_code=True)
+def _():
+    right_again = desk.verdict(check_again, again)
+    right_again
+    return (right_again,)
+
+
+@app.function
+def first_difference(a, b):
+    """Returns the first place at which two lists of ids differ, -1 if they are the same."""
+    ...
+
+
+@app.function(hide_code=True)
+def check_first_difference(first_difference):
+    if (got := first_difference([1, 2, 3], [1, 2, 3])) != -1:
+        return f"of two equal lists it returns {got}, not -1."
+    if (got := first_difference([1, 2, 3], [1, 4, 3])) != 1:
+        return f"[1, 2, 3] and [1, 4, 3] differ at place 1, and it returns {got}."
+    for a, b in (([1, 2], [1, 2, 3]), ([1, 2, 3], [1, 2])):
+        if first_difference(a, b) == -1:
+            return f"it takes {a} and {b} for the same: zip ends with the shorter one."
+        if (got := first_difference(a, b)) != 2:
+            return f"{a} and {b} differ at place 2, where one has ended; it returns {got}."
+    return ""
+
+
+@app.cell(hide_code=True)
+def _():
+    right_difference = desk.verdict(check_first_difference, first_difference)
+    right_difference
+    return (right_difference,)
+
+
+@app.cell(hide_code=True)
+def _():
+    mo.md(r"""
+    ## What it costs
+
+    $\rho$ of Eq. 2 compares one token under two policies. If the ids have changed, there is no token to compare with:
+    even their number may differ. What can be compared is the whole turn, whose probability is the product of its
+    tokens'. The trainer believes that it scores what was sampled.
+    """)
+    return
+
+
+@app.function
+def rho(new, old):
+    """Returns rho of a turn, a number, from the log-probs of its tokens: `new` as the trainer has them, `old` as the
+    engine had them. They may have different lengths."""
+    ...
+
+
+@app.function(hide_code=True)
+def check_rho(rho):
+    new, old = np.log([0.5, 0.4]), np.log([0.5, 0.2, 0.5])
+    got = rho(new, old)
+    if np.ndim(got):
+        return "it returns a value for each token; a turn has one rho."
+    for wrong, says in (
+        (np.log(4.0), "that is the log of rho: take the exponential."),
+        (0.25, "it is upside down: the trainer's probability belongs on top."),
+        (np.exp(np.mean(new) - np.mean(old)), "it compares averages; the probability of a turn is a product."),
+        ((0.5 + 0.4) / (0.5 + 0.2 + 0.5), "it adds up probabilities; those of tokens multiply, so their logs add up."),
+    ):
+        if np.isclose(got, wrong):
+            return says
+    return "" if np.isclose(got, 4.0) else f"with 0.5 * 0.4 over 0.5 * 0.2 * 0.5 it returns {got:.4g}, not 4."
+
+
+@app.cell(hide_code=True)
+def _():
+    right_rho = desk.verdict(check_rho, rho)
+    right_rho
+    return (right_rho,)
+
+
+@app.cell(hide_code=True)
+def _():
+    mo.md(r"""
+    ## The run
+
+    The policy is trained and saved; the project's engine samples 400 turns; the project's learner scores them, once as
+    they were sampled and once as your `again` leaves them. There has been no update: every $\rho$ ought to be 1.
+    """)
+    return
+
+
+@app.cell
+def _(right_again, right_difference, right_rho):
+    desk.need("The run", right_again, right_difference, right_rho)
+    with tempfile.TemporaryDirectory() as _folder:
+        model, tokenizer = load_policy(small.train(_folder, steps=150), "cpu", ("</search>",))
+    learner = Learner(model, None, play.config(beta=0.0))
+    prompt = encode(tokenizer, "<search>")
+
+    def played(ids, logps):
+        tau = Trajectory(None, Question("", ""), 0, [], 0)
+        tau.observe(prompt)
+        tau.prompt_tokens = len(prompt)
+        tau.act(ids, logps)
+        return tau
+
+    _engine = TorchEngine(model, tokenizer, ("</search>",))
+    _engine.begin(0)
+    sampled = [played(ids, logps) for _, ids, logps in _engine.generate(dict.fromkeys(range(400), prompt), 40, 1.0)]
+    _ids = [again(tokenizer, tau.ids)[len(prompt) :] for tau in sampled]
+    encoded = [played(ids, [0.0] * len(ids)) for ids in _ids]
+    changed = [first_difference(a.ids, b.ids) >= 0 for a, b in zip(sampled, encoded, strict=True)]
+    taught = np.mean([again(tokenizer, ids) != ids for ids in (encode(tokenizer, text) for text in small.calls())])
+
+    def rhos(taus):
+        now = learner.logprobs(taus).split([sum(tau.mask) for tau in taus])
+        then = [[lp for lp, m in zip(tau.logps, tau.mask, strict=True) if m] for tau in sampled]
+        return np.array([rho(x.double().numpy(), np.array(y)) for x, y in zip(now, then, strict=True)])
+
+    kept, lost = rhos(sampled), rhos(encoded)
+    return changed, encoded, kept, lost, sampled, taught, tokenizer
+
+
+@app.cell
+def _(changed, encoded, sampled, tokenizer):
+    def _cut(tau):
+        return " ".join(f"`{tokenizer.decode([k])}`" for k in tau.ids)
+
+    _k = min(np.flatnonzero(changed), key=lambda k: len(sampled[k].ids))
+    _place = first_difference(sampled[_k].ids, encoded[_k].ids)
+    mo.md(f"""
+    One of them, token by token. They differ from token {_place} on; the text is the same, letter for letter.
+
+    sampled: {_cut(sampled[_k])}
+
+    encoded again: {_cut(encoded[_k])}
+    """)
+    return
+
+
+@app.cell
+def _(changed, kept, lost):
+    _moved = lost[np.array(changed)]
+    _figure, _ax = desk.axes()
+    _bins = np.linspace(-10, 10, 41)
+    _ax.hist(np.log10(_moved).clip(-10, 10), _bins, label="encoded again, ids changed")
+    _ax.hist(np.log10(kept), _bins, histtype="step", color="black", label="as sampled, all turns")
+    _ax.set(xlabel="log10 of rho of a turn, before any update", ylabel="turns", yscale="log")
+    _ax.legend(frameon=False)
+    _figure
+    return
+
+
+@app.cell(hide_code=True)
+def _(changed, kept, lost, predicted, taught):
+    _moved = lost[np.array(changed)]
+    found = {
+        "share of changed turns": float(np.mean(changed)),
+        "share of changed texts among those it was taught": float(taught),
+        "largest |log rho| as sampled": float(abs(np.log(kept)).max()),
+        "median rho of the changed turns": float(np.median(_moved)),
+        "share of the changed turns outside of the clip": float(((_moved < 0.8) | (_moved > 1.2)).mean()),
+    }
+    mo.vstack(
+        [
+            desk.compare("The share of changed turns", predicted, found["share of changed turns"]),
+            mo.md(
+                f"Of the texts that it was taught on, {found['share of changed texts among those it was taught']:.0%} "
+                "change: a tokenizer agrees with itself. A policy that samples does not have to. In the changed turns "
+                f"the median ρ is {found['median rho of the changed turns']:.2g} where it should be 1, and "
+                f"{found['share of the changed turns outside of the clip']:.0%} are further off than the clip allows, "
+                "before the policy has learned anything. As sampled, log ρ is 0 to "
+                f"{found['largest |log rho| as sampled']:.0e}."
+            ),
+        ]
+    )
+    return
+
+
+@app.cell(hide_code=True)
+def _():
+    mo.md(r"""
+    ## Where a turn ends
+
+    It needs no unlucky sample. The policy ends its turn with `</search>`; the loop goes on with two line feeds and the
+    passages. Encoded one after the other, and encoded as one text:
+    """)
+    return
+
+
+@app.cell
+def _(tokenizer):
+    def _shown(ids):
+        return " ".join(f"`{tokenizer.decode([k])!r}`" for k in ids)
+
+    turn, observation = " of Migix </search>", "\n\n<information> Doc 1"
+    apart, together = encode(tokenizer, turn) + encode(tokenizer, observation), encode(tokenizer, turn + observation)
+    mo.md(f"""
+    apart: {_shown(apart)}
+
+    together: {_shown(together)}
+
+    One token of the second row holds the end of what the policy wrote and the start of what it was given. Its mask can
+    be neither 1 nor 0.
+    """)
+    return
+
+
+@app.cell(hide_code=True)
+def _():
+    mo.md(r"""
+    ## A last question, without a single answer
+
+    Inference servers speak text: an OpenAI-compatible chat API takes messages and encodes them itself, turn by turn.
+    **If you had to train on episodes of such a server, what would you ask it to return, what would you check in every
+    episode, and what would you do with one that fails the check: drop it, or mend it? What does either do to the policy
+    in the long run?** (`engines/` has one for vLLM behind a URL; see what it sends.)
+    """)
+    return
+
+
+if __name__ == "__main__":
+    app.run()

@@ -1,0 +1,295 @@
+import marimo
+
+__generated_with = "0.25.2"
+app = marimo.App(width="medium", app_title="Lab 5: pruning in the fog")
+
+with app.setup:
+    import marimo as mo
+    import numpy as np
+    from scipy.stats import binom
+
+    from config import Config
+    from labs import desk, play
+    from population import Population
+    from tasks import Question, Trajectory
+
+
+@app.cell(hide_code=True)
+def _():
+    mo.md(r"""
+    # Lab 5: pruning in the fog
+
+    *Paper: Algorithm 1, lines 9 to 13. You need: lab 1, the binomial distribution. 30 minutes.*
+
+    Every $K_p$ steps INSPO ranks its instructions by their weights and prunes the lower half (`Population.prune`). The
+    weights are averages of rewards that are 0 or 1, most of them 0. The best instruction may have bad luck.
+    """)
+    return
+
+
+@app.cell
+def _():
+    cfg = play.config()  # the embedded world's: config.py
+    best, other = 0.3, 0.2  # true mean rewards: of one instruction, of all others
+    return best, cfg, other
+
+
+@app.cell(hide_code=True)
+def _(best, cfg, other):
+    mo.md(f"""
+    ## Before anything else: predict
+
+    {cfg.N_P} instructions. The best is truly right in a share of {best} of its answers, each of the others in {other}.
+    For {cfg.K_p} steps, {cfg.batch} questions a step are asked under instructions drawn by Eq. 4, each {cfg.G} times;
+    then the lower half goes. **How often is the best one among those pruned?** Write a number between 0 and 1 into
+    `predicted`.
+    """)
+    return
+
+
+@app.cell
+def _():
+    predicted = None  # your guess
+    return (predicted,)
+
+
+@app.cell(hide_code=True)
+def _():
+    mo.md(r"""
+    ## Who stays
+
+    "Prune bottom N/2 instructions", says line 12. $N$ is the population of the moment, and seven has no half. This
+    project rounds the number of those that go down, and never keeps fewer than $N_{\mathrm{parent}}$ (CHOICE-3): from 7
+    to 4 to 2 to 1.
+    """)
+    return
+
+
+@app.function
+def survivors(N, N_parent):
+    """Returns how many of N instructions stay at a pruning."""
+    ...
+
+
+@app.function(hide_code=True)
+def check_survivors(survivors):
+    if survivors(7, 1) == 3:
+        return "of 7 it keeps 3: it rounds the number that goes up. 3 go, 4 stay."
+    for N, N_parent in ((7, 1), (4, 1), (2, 1), (1, 1), (7, 5), (4, 3)):
+        P = Population(0.2, 5)
+        for _ in range(N):
+            P.join("", None, 0)
+        P.prune(P.ranked(), N_parent, 1)
+        if (got := survivors(N, N_parent)) != len(P):
+            if got < N_parent:
+                return f"of {N} it keeps {got}, fewer than N_parent = {N_parent}."
+            return f"of {N} instructions with N_parent = {N_parent} it keeps {got}; `Population.prune` keeps {len(P)}."
+    return ""
+
+
+@app.cell(hide_code=True)
+def _():
+    right_survivors = desk.verdict(check_survivors, survivors)
+    right_survivors
+    return (right_survivors,)
+
+
+@app.cell(hide_code=True)
+def _():
+    mo.md(r"""
+    ## With paper and pencil
+
+    Let every instruction earn exactly $n$ rewards, independent of each other. The best has $X \sim
+    \mathrm{Bin}(n, p_{\text{best}})$ right answers, each other one $Y \sim \mathrm{Bin}(n, p_{\text{other}})$. A tie
+    goes against the best: newcomers stand behind. So, given $X = x$:
+
+    - one other is ahead with probability $q(x) = P(Y \ge x)$;
+    - the number of others ahead is $\mathrm{Bin}(N - 1, q(x))$;
+    - the best is pruned if at least `keep` of them are ahead.
+
+    Add up over $x$. `binom.pmf(k, n, p)` is $P(X = k)$, `binom.sf(k, n, p)` is $P(X > k)$, and both take arrays.
+    """)
+    return
+
+
+@app.function
+def drop_probability(n, best, other, N, keep):
+    """Returns how often the best of N is pruned when `keep` stay and each has earned n rewards."""
+    ...
+
+
+@app.function(hide_code=True)
+def check_drop_probability(drop_probability):
+    def variant(n, best, other, N, keep, ties=1, others=1, least=0):
+        x = np.arange(n + 1)
+        ahead = binom.sf(x - ties, n, other)
+        return float(binom.pmf(x, n, best) @ binom.sf(keep - 1 + least, N - others, ahead))
+
+    got = drop_probability(20, 0.3, 0.2, 7, 4)
+    for wrong, says in (
+        (variant(20, 0.3, 0.2, 7, 4, ties=0), "it lets the best win ties: P(Y >= x) is P(Y > x - 1)."),
+        (variant(20, 0.3, 0.2, 7, 4, others=0), "it counts the best among the others: N - 1 of them can be ahead."),
+        (
+            variant(20, 0.3, 0.2, 7, 4, least=1),
+            "it asks for more than `keep` ahead; with exactly `keep` the best goes.",
+        ),
+        (variant(20, 0.3, 0.2, 7, 3), "N - keep ahead are not enough to push it out: `keep` have to be."),
+        (1 - variant(20, 0.3, 0.2, 7, 4), "that is how often it survives."),
+    ):
+        if np.isclose(got, wrong):
+            return says
+    if not np.isclose(got, want := variant(20, 0.3, 0.2, 7, 4)):
+        return f"with 20 rewards each, 0.3 against 0.2, 4 of 7 kept, it returns {got:.4g}, not {want:.4g}."
+    # One reward, and one other: it is ahead unless the best is right and it is wrong.
+    got = drop_probability(1, 0.5, 0.5, 2, 1)
+    return (
+        "" if np.isclose(got, 0.75) else f"one coin each, two instructions, one stays: 0.75, and it returns {got:.4g}."
+    )
+
+
+@app.cell(hide_code=True)
+def _():
+    right_drop = desk.verdict(check_drop_probability, drop_probability)
+    right_drop
+    return (right_drop,)
+
+
+@app.function
+def rewards_needed(best, other, N, keep, at_most):
+    """Returns the smallest n with which the best is pruned at most in a share `at_most` of cases.
+
+    Use `drop_probability`.
+    """
+    ...
+
+
+@app.function(hide_code=True)
+def check_rewards_needed(rewards_needed):
+    def drop(n):
+        x = np.arange(n + 1)
+        return float(binom.pmf(x, n, 0.5) @ binom.sf(1, 3, binom.sf(x - 1, n, 0.2)))
+
+    want = next(n for n in range(1, 999) if drop(n) <= 0.1)
+    got = rewards_needed(0.5, 0.2, 4, 2, 0.1)
+    if got == want:
+        return ""
+    if got == want - 1:
+        return f"{got} is the last n that is not enough; return the first that is."
+    if isinstance(got, (int, np.integer)) and got > want and drop(int(got)) <= 0.1:
+        return f"{got} rewards are enough, but so are fewer."
+    return f"for 0.5 against 0.2, 2 of 4 kept and at most 0.1 it returns {got}, not {want}."
+
+
+@app.cell(hide_code=True)
+def _(right_drop):
+    right_needed = desk.verdict(check_rewards_needed, rewards_needed, right_drop)
+    right_needed
+    return (right_needed,)
+
+
+@app.cell(hide_code=True)
+def _():
+    mo.md(r"""
+    ## The run
+
+    Paper and pencil left out two things. Eq. 4 does not share the questions equally: who does well early is asked more.
+    And the $G$ answers of a group have their question in common: a hard question is hard for all five. Three
+    simulations with the project's `Population`, which add one thing after the other, beside your formula. A question's
+    difficulty is drawn from a Beta distribution around the instruction's true reward.
+    """)
+    return
+
+
+@app.cell
+def _(best, cfg, other, right_drop, right_needed, right_survivors):
+    desk.need("The run", right_survivors, right_drop, right_needed)
+    keep, trials, batches = survivors(cfg.N_P, cfg.N_parent), 600, (6, 12, 24, 48, 96)
+    true = np.array([other] * (cfg.N_P - 1) + [best])  # the best one is the last newcomer
+
+    def lost(batch, shares, alike, seed=0):
+        """Returns how often the best is pruned after K_p steps of `batch` questions."""
+        rng, times = np.random.default_rng(seed), 0
+        for _ in range(trials):
+            P = Population(cfg.tau_s, cfg.window)
+            for _ in true:
+                P.join("", None, 0)
+            for _ in range(cfg.K_p):
+                drawn = np.array([I.id for I in P.sample(rng, batch)]) if shares else np.arange(batch) % cfg.N_P
+                p = rng.beta(0.5 * true[drawn], 0.5 * (1 - true[drawn])) if alike else true[drawn]
+                r = rng.binomial(cfg.G, p) / cfg.G  # the mean reward of each group
+                # One trajectory with the mean reward stands for all of an instruction's in this step.
+                means = {int(j): float(r[drawn == j].mean()) for j in np.unique(drawn)}
+                P.attribute(Trajectory(j, Question("", ""), 0, [], 0, reward=mean) for j, mean in means.items())
+            times += any(I.id == cfg.N_P - 1 for I in P.prune(P.ranked(), cfg.N_parent, cfg.K_p))
+        return times / trials
+
+    n = [round(batch * cfg.G * cfg.K_p / cfg.N_P) for batch in batches]
+    computed = [drop_probability(k, best, other, cfg.N_P, keep) for k in n]
+    equal = [lost(batch, False, False) for batch in batches]
+    drawn_by_weight = [lost(batch, True, False) for batch in batches]
+    alike = [lost(batch, True, True) for batch in batches]
+    _figure, _ax = desk.axes()
+    _ax.plot(batches, computed, "k-", label="your formula")
+    _ax.plot(batches, equal, "o", label="equal shares, independent rewards")
+    _ax.plot(batches, drawn_by_weight, "s--", label="drawn by Eq. 4")
+    _ax.plot(batches, alike, "^--", label="and questions differ in difficulty")
+    _ax.set(xscale="log", xticks=batches, xticklabels=batches, xlabel="questions a step", ylabel="the best is pruned")
+    _ax.minorticks_off()
+    _ax.set_ylim(0, 0.6)
+    _ax.legend(frameon=False)
+    _figure
+    return alike, batches, computed, drawn_by_weight, equal, keep, n
+
+
+@app.cell(hide_code=True)
+def _(
+    alike,
+    batches,
+    best,
+    cfg,
+    computed,
+    drawn_by_weight,
+    equal,
+    keep,
+    n,
+    other,
+    predicted,
+):
+    _k = batches.index(cfg.batch)
+    found = {
+        "computed": computed[_k],
+        "equal shares": equal[_k],
+        "drawn by Eq. 4": drawn_by_weight[_k],
+        "and questions that differ": alike[_k],
+        "rewards needed for 0.05": float(rewards_needed(best, other, cfg.N_P, keep, 0.05)),
+    }
+    mo.vstack(
+        [
+            desk.compare("The best one is pruned", predicted, found["and questions that differ"]),
+            mo.md(
+                f"With {batches[_k]} questions a step an instruction earns about {n[_k]} rewards before a pruning. "
+                f"Your formula says {computed[_k]:.3f}, the simulation that it describes {equal[_k]:.3f}, with Eq. 4 "
+                f"{drawn_by_weight[_k]:.3f}, and with questions that differ {alike[_k]:.3f}. By your formula "
+                f"{found['rewards needed for 0.05']:.0f} rewards each would bring it to 0.05."
+            ),
+        ]
+    )
+    return
+
+
+@app.cell(hide_code=True)
+def _():
+    mo.md(f"""
+    ## A last question, without a single answer
+
+    In the paper a step has {Config().batch} questions, and the fog is thinner; here it has {play.config().batch}.
+    Then again, a pruned instruction is not gone: its parent lives, and the optimizer may propose it again. And a policy
+    that trains under the survivors gets better at *them*. **Is it worse to prune the best one, or to keep four mediocre
+    ones for another ten steps? What would you measure to decide?** (`make bench-errors` measures errors with real
+    rewards; docs/selection.md has other rules.)
+    """)
+    return
+
+
+if __name__ == "__main__":
+    app.run()

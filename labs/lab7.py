@@ -1,0 +1,375 @@
+import marimo
+
+__generated_with = "0.25.2"
+app = marimo.App(width="medium", app_title="Lab 7: break it")
+
+with app.setup:
+    import json
+    from contextlib import redirect_stderr
+    from io import StringIO
+
+    import marimo as mo
+    import numpy as np
+
+    from config import HERE, parse
+    from labs import desk, play
+    from tasks import Job, rng_of
+    from world.clauses import CLAUSES, FRAMES
+
+
+@app.cell(hide_code=True)
+def _():
+    mo.md(r"""
+    # Lab 7: break it
+
+    *Paper: Algorithm 1 whole, §4 (ablations). You need: labs 2 to 6. 30 minutes.*
+
+    A method is understood when it can be broken on purpose and the damage predicted. Four ways to break INSPO:
+
+    1. **freeze the policy**: instructions evolve, the weights stay;
+    2. **freeze the instruction**: the weights train, under the first instruction (that is Search-R1);
+    3. **shuffle the rewards**: each trajectory gets the reward of another one of the step;
+    4. **remove the mask**: the policy also learns the tokens that it was given.
+
+    The first two take whole runs, hours on this machine: the committed ones are read. The others are run here.
+    """)
+    return
+
+
+@app.cell
+def _():
+    rows = [json.loads(line) for line in (HERE / "results" / "default.jsonl").read_text().splitlines()]
+    _at = {arm: [row["evals"] for row in rows if row["arm"] == arm] for arm in ("inspo", "static", "frozen")}
+    steps = [t for t, *_ in _at["inspo"][0]]  # at which the runs were evaluated
+    curves = {
+        arm: np.array([[em for _, em, *_ in evals] for evals in runs]) for arm, runs in _at.items()
+    }  # (runs, len)
+    return curves, steps
+
+
+@app.cell(hide_code=True)
+def _(curves, steps):
+    mo.md(f"""
+    ## Before anything else: predict
+
+    INSPO's {len(curves["inspo"])} runs go from {curves["inspo"][:, 0].mean():.2f} held-out exact match to
+    {curves["inspo"][:, -1].mean():.2f} in {steps[-1]} steps. Write your four guesses into `predicted`:
+
+    - `"frozen policy"`, `"frozen instruction"`: held-out exact match at the end;
+    - `"shuffled rewards"`: by how much the exact match changes in 8 steps of GRPO under one good instruction;
+    - `"no mask"`: updates on one batch make what right trajectories wrote likelier than what wrong ones wrote. Of the
+      gap that opens with the mask, which share opens without it?
+    """)
+    return
+
+
+@app.cell
+def _():
+    predicted = {"frozen policy": None, "frozen instruction": None, "shuffled rewards": None, "no mask": None}
+    return (predicted,)
+
+
+@app.cell(hide_code=True)
+def _():
+    mo.md(r"""
+    ## Freeze
+
+    Both controls are flags of `inspo.py`; `python inspo.py --help` lists them. Which?
+    """)
+    return
+
+
+@app.function
+def flags():
+    """Returns {"frozen policy": [...], "frozen instruction": [...]}: what to write behind `python inspo.py`."""
+    ...
+
+
+@app.function(hide_code=True)
+def check_flags(flags):
+    got = flags()
+    if not isinstance(got, dict) or set(got) != {"frozen policy", "frozen instruction"}:
+        return "it has to return a dict with the keys 'frozen policy' and 'frozen instruction'."
+    parsed = {}
+    for name, argv in got.items():
+        if isinstance(argv, str):
+            return f"'{name}' is one text; return a list, as a shell would cut it: ['--seed', '1']."
+        said = StringIO()
+        try:
+            with redirect_stderr(said):
+                parsed[name] = parse([str(word) for word in argv])
+        except SystemExit as e:
+            reason = said.getvalue().strip().splitlines()[-1:] or [str(e)]
+            return f"inspo.py refuses the flags of '{name}': {reason[0]}."
+    usual, policy, instruction = parse([]), parsed["frozen policy"], parsed["frozen instruction"]
+    if policy.mode == "static" and instruction.lr == 0:
+        return "they are the wrong way round."
+    if policy.lr != 0:
+        return f"with the flags of 'frozen policy' the learning rate is {policy.lr:g}: the weights move."
+    if policy.mode == "static":
+        return "'frozen policy' freezes the instruction, too; then nothing moves at all."
+    if instruction.mode != "static":
+        return "with the flags of 'frozen instruction' the instructions still evolve: which --mode is the baseline?"
+    return (
+        ""
+        if instruction.lr == usual.lr
+        else "'frozen instruction' changes the learning rate; the weights have to train."
+    )
+
+
+@app.cell(hide_code=True)
+def _():
+    right_flags = desk.verdict(check_flags, flags)
+    right_flags
+    return (right_flags,)
+
+
+@app.cell
+def _(curves, right_flags, steps):
+    desk.need("The figure", right_flags)
+    _figure, _ax = desk.axes()
+    for _arm, _label in (("inspo", "INSPO"), ("static", "instruction frozen"), ("frozen", "policy frozen")):
+        _ax.plot(steps, curves[_arm].mean(0), "o-", label=_label)
+        _ax.fill_between(steps, curves[_arm].min(0), curves[_arm].max(0), alpha=0.15)
+    _ax.set(xlabel="step", ylabel="held-out exact match", ylim=(0, 1))
+    _ax.legend(frameon=False)
+    _figure
+    return
+
+
+@app.cell(hide_code=True)
+def _(curves, right_flags):
+    desk.need("The text", right_flags)
+    mo.md(f"""
+    Each line is the mean of {len(curves["static"])} runs on two cores, the band their range. Neither half gets there
+    alone. But mind what this can show: the world was built so that it takes both (world/README.md), and its reward
+    needs an instruction that the static arm is never shown. A real task need not be like that (docs/real.md has one
+    that is not).
+
+    ## Shuffle
+
+    You get the rewards of a step and return them in another order.
+    """)
+    return
+
+
+@app.function
+def shuffled(rewards, rng):
+    """Returns a list with the same rewards, in random order; `rng` is a numpy Generator. Leaves `rewards` alone."""
+    ...
+
+
+@app.function(hide_code=True)
+def check_shuffled(shuffled):
+    rewards = [float(k) for k in range(40)]
+    got = [float(r) for r in shuffled(rewards, np.random.default_rng(0))]
+    if rewards != sorted(rewards):
+        return "it shuffles the list that it was given; the true rewards are then lost. Copy first."
+    if len(got) != len(rewards):
+        return f"of {len(rewards)} rewards it returns {len(got)}."
+    if sorted(got) != rewards:
+        return "it returns other rewards than it got. A shuffle leaves their mean alone, so that nothing else changes."
+    if got == rewards:
+        return "it returns them in their old order."
+    if got == [float(r) for r in shuffled(rewards, np.random.default_rng(1))]:
+        return "another rng gives the same order; a fixed order is no noise."
+    return ""
+
+
+@app.cell(hide_code=True)
+def _():
+    right_shuffled = desk.verdict(check_shuffled, shuffled)
+    right_shuffled
+    return (right_shuffled,)
+
+
+@app.cell(hide_code=True)
+def _():
+    mo.md(r"""
+    ## Unmask
+
+    A trajectory's mask is 0 on the prompt, 1 on what the policy sampled, 0 on what the search returned. Set it to 1
+    everywhere but on the prompt.
+    """)
+    return
+
+
+@app.function
+def unmasked(mask, prompt_tokens):
+    """Returns the mask, a list of 0 and 1, with 1 on all tokens after the first `prompt_tokens`."""
+    ...
+
+
+@app.function(hide_code=True)
+def check_unmasked(unmasked):
+    mask = [0, 0, 0, 1, 1, 0, 0, 1]
+    got = list(unmasked(mask, 3))
+    if mask != [0, 0, 0, 1, 1, 0, 0, 1]:
+        return "it writes into the mask that it was given; return a new one."
+    if got == mask:
+        return "it leaves the mask as it is: the two tokens of the observation are still 0."
+    if got == [1] * 8:
+        return "it includes the prompt. Then the policy would learn to write questions."
+    if len(got) != len(mask):
+        return f"of 8 tokens it returns a mask of {len(got)}."
+    return "" if got == [0] * 3 + [1] * 5 else f"of {mask} with 3 tokens of prompt it makes {got}."
+
+
+@app.cell(hide_code=True)
+def _():
+    right_unmasked = desk.verdict(check_unmasked, unmasked)
+    right_unmasked
+    return (right_unmasked,)
+
+
+@app.cell(hide_code=True)
+def _():
+    mo.md(r"""
+    ## The runs
+
+    The world's policy under one good instruction, twice 8 steps of 8 questions with the project's own rollout and
+    learner: with its rewards, and with yours. It takes a minute. Then 6 updates on one batch, with the mask and
+    without.
+    """)
+    return
+
+
+@app.cell
+def _(right_flags, right_shuffled, right_unmasked):
+    desk.need("The run", right_flags, right_shuffled, right_unmasked)
+    cfg = play.config(warmup=0.05)
+    task = play.LibraryQA(cfg)
+    good = " ".join([FRAMES[0], *(CLAUSES[name].taught[0] for name in ("entity", "exact", "state"))])
+    train, _test = task.questions("train"), task.questions("test")[:100]
+
+    def step(player, t, change):
+        """Plays 8 questions of step t, lets `change` break something, updates; returns the true mean reward."""
+        drawn = rng_of(0, t, "lab 7").choice(len(train), 8, replace=False)
+        taus = player.rewarded(t, "rollout", [Job(0, good, train[k], k) for k in drawn for _ in range(cfg.G)])
+        reward = np.mean([tau.reward for tau in taus])
+        change(t, taus)
+        player.learner.set_advantages(taus)
+        player.learner.update(cfg.T // 10 + t, [taus])  # after the warm-up of the learning rate
+        return reward
+
+    def keep(t, taus):
+        pass
+
+    def shuffle(t, taus):
+        for tau, r in zip(taus, shuffled([tau.reward for tau in taus], rng_of(0, t, "shuffle")), strict=True):
+            tau.reward = r
+
+    def tested(player):
+        taus = player.rewarded(0, "test", [Job(0, good, q, k) for k, q in enumerate(_test)])
+        return float(np.mean([tau.reward for tau in taus]))
+
+    before, after, rewards = tested(play.Player(cfg, task)), {}, {}
+    for name, change in (("true rewards", keep), ("shuffled rewards", shuffle)):
+        _player = play.Player(cfg, task)
+        rewards[name] = [step(_player, t, change) for t in range(1, 9)]
+        after[name] = tested(_player)
+    return after, before, cfg, good, rewards, task, train
+
+
+@app.cell
+def _(cfg, good, task, train):
+    def logps(player, taus, masks):
+        """Returns the log-probs of each trajectory's tokens that are 1 in its mask of `masks`, under the policy now."""
+        kept = [tau.mask for tau in taus]
+        for tau, mask in zip(taus, masks, strict=True):
+            tau.mask = mask
+        found = player.learner.logprobs(taus).split([sum(mask) for mask in masks])
+        for tau, mask in zip(taus, kept, strict=True):
+            tau.mask = mask
+        return [x.numpy() for x in found]
+
+    moved = {}
+    for _name in ("with the mask", "without"):
+        _player = play.Player(cfg, task)
+        _jobs = [Job(0, good, q, k) for k, q in enumerate(train[:12]) for _ in range(cfg.G)]
+        _taus = _player.rewarded(1, "rollout", _jobs)
+        _written = [tau.mask for tau in _taus]
+        _given = [[0] * tau.prompt_tokens + [1 - m for m in tau.mask[tau.prompt_tokens :]] for tau in _taus]
+        if _name == "without":
+            for _tau in _taus:
+                _tau.mask = unmasked(_tau.mask, _tau.prompt_tokens)
+        _old = logps(_player, _taus, _written), logps(_player, _taus, _given)
+        for _t in range(1, 7):
+            _player.learner.update(cfg.T // 10 + _t, [_taus])
+        _new = logps(_player, _taus, _written), logps(_player, _taus, _given)
+        _written, _given = ([y - x for x, y in zip(a, b, strict=True)] for a, b in zip(_old, _new, strict=True))
+        moved[_name] = {
+            "written, right": np.concatenate([x for x, tau in zip(_written, _taus, strict=True) if tau.advantage > 0]),
+            "written, wrong": np.concatenate([x for x, tau in zip(_written, _taus, strict=True) if tau.advantage < 0]),
+            "given": np.concatenate(_given),
+        }
+    moved = {name: {tokens: float(x.mean()) for tokens, x in means.items()} for name, means in moved.items()}
+    gap = {name: means["written, right"] - means["written, wrong"] for name, means in moved.items()}
+    return gap, moved
+
+
+@app.cell
+def _(after, before, moved, rewards):
+    _figure, (_left, _right) = desk.axes(2)
+    for _name, _r in rewards.items():
+        _left.plot(range(1, 9), _r, "o-", label=_name)
+        _left.plot([9], [after[_name]], "D", color=_left.lines[-1].get_color())
+    _left.axhline(before, color="gray", ls=":", label="on test questions, before (diamonds: after)")
+    _left.set(xlabel="step", ylabel="true mean reward", ylim=(0, 0.8))
+    _left.legend(frameon=False)
+    for _k, (_name, _means) in enumerate(moved.items()):
+        _right.bar(np.arange(len(_means)) + 0.35 * _k, list(_means.values()), width=0.35, label=_name)
+    _right.set_xticks(np.arange(len(_means)) + 0.175, list(_means))
+    _right.axhline(0, color="black", lw=0.8)
+    _right.set(ylabel="change in a token's log-prob", xlabel="tokens")
+    _right.legend(frameon=False)
+    _figure
+    return
+
+
+@app.cell(hide_code=True)
+def _(after, before, curves, gap, moved, predicted):
+    found = {
+        "frozen policy": float(curves["frozen"][:, -1].mean()),
+        "frozen instruction": float(curves["static"][:, -1].mean()),
+        "inspo": float(curves["inspo"][:, -1].mean()),
+        "shuffled rewards": after["shuffled rewards"] - before,
+        "true rewards": after["true rewards"] - before,
+        "no mask": gap["without"] / gap["with the mask"],
+        "given tokens, with the mask": moved["with the mask"]["given"],
+        "given tokens, without": moved["without"]["given"],
+    }
+    mo.vstack(
+        [
+            *(desk.compare(name.capitalize(), guess, found[name], ".2f") for name, guess in predicted.items()),
+            mo.md(
+                f"With true rewards the exact match changed by {found['true rewards']:+.2f} from {before:.2f} in the "
+                f"same 8 steps. Without the mask the log-probability of a given token changed by "
+                f"{found['given tokens, without']:+.2f}, with it by {found['given tokens, with the mask']:+.2f}: the "
+                "policy's effort went into the passages, which it will never have to write. They also count in |τ|, so "
+                "what it did write weighs less."
+            ),
+        ]
+    )
+    return
+
+
+@app.cell(hide_code=True)
+def _():
+    mo.md(r"""
+    What these runs cannot show: 8 steps with one seed and 100 test questions tell a collapse from a gain, not a gain
+    from a slightly smaller one. Updates on one batch say where the missing mask pushes, not whether it ruins a policy
+    in a whole run. Raise the numbers and see.
+
+    ## A last question, without a single answer
+
+    Shuffled rewards have the same mean and no information. Were you surprised by what they did? Advantages then point
+    nowhere, but the optimizer still takes steps of full size. **Which other ways can you think of in which training
+    breaks while every curve of the loss looks healthy, and which number would you log to see each of them?** (A run's
+    page has some: docs/one_step.md, page/README.md.)
+    """)
+    return
+
+
+if __name__ == "__main__":
+    app.run()

@@ -1,0 +1,403 @@
+import marimo
+
+__generated_with = "0.25.2"
+app = marimo.App(width="medium", app_title="Lab 8: your own task")
+
+with app.setup:
+    from types import SimpleNamespace
+
+    import marimo as mo
+    import numpy as np
+
+    from labs import desk, play
+    from population import Population
+    from tasks import Question, Task, Trajectory, reward, rng_of  # noqa: F401 (`reward` is for you)
+    from world.clauses import CLAUSES
+
+
+@app.cell(hide_code=True)
+def _():
+    mo.md(r"""
+    # Lab 8: your own task
+
+    *Paper: Algorithm 1, lines 4 to 9. docs/tasks.md. You need: all labs before. 30 minutes.*
+
+    What is asked, what can be called and how an episode is scored is one class, a `Task`; nothing else of INSPO knows
+    what it trains for. Here you write one, and then the step of Algorithm 1 that trains on it.
+
+    The game: **invent an alliteration.** The policy is the embedded world's, which knows a few hundred made-up names
+    and little else. It is asked to name somebody. Its reward is 1 if the answer is exactly two words that begin with
+    the same letter, as in "kebik kivus"; else 0. No tools: it has one turn.
+    """)
+    return
+
+
+@app.cell
+def _():
+    _tags, _memory = "Use <think> </think> to think and <answer> </answer> to answer.", CLAUSES["memory"].taught[0]
+    instructions = [
+        f"{_tags} {_memory}{more}" for more in ("", *(f" {CLAUSES[x].taught[0]}" for x in ("exact", "verbose")))
+    ]
+    steps = 24
+    return instructions, steps
+
+
+@app.cell(hide_code=True)
+def _(instructions, steps):
+    _list = "\n".join(f"{k}. {text.replace('<', '&lt;')}" for k, text in enumerate(instructions, 1))
+    _text = f"""
+    ## Before anything else: predict
+
+    Before training, nearly all of 100 answers are different, and few of them alliterate. After {steps} steps of GRPO,
+    **how many different answers will the policy give among 100?** Write a number into `predicted`. A population of
+    three instructions takes part:
+    """
+    mo.vstack([mo.md(_text), mo.md(_list)])
+    return
+
+
+@app.cell
+def _():
+    predicted = None  # your guess
+    return (predicted,)
+
+
+@app.cell(hide_code=True)
+def _():
+    mo.md(r"""
+    ## What is asked
+
+    A task returns the questions of the splits "train", "valid" (may be empty) and "test", each with an id of its own.
+    The policy knows the words *name, the, of, director, producer, founder, mayor, employer, film, company, city,
+    person*; ask for at least ten different things to train on.
+    """)
+    return
+
+
+@app.function
+def questions(split):
+    """Returns a list of Question(id, text) for "train", "valid" or "test"."""
+    ...
+
+
+@app.function(hide_code=True)
+def check_questions(questions):
+    train, valid, test = (questions(split) for split in ("train", "valid", "test"))
+    for split, some in (("train", train), ("test", test)):
+        if not some:
+            return f"there is nothing to {split} on."
+        if wrong := [q for q in some if not isinstance(q, Question)]:
+            return f"among those to {split} on is {wrong[0]!r}, which is no Question."
+        if len({q.id for q in some}) < len(some):
+            return f"two of those to {split} on have the same id: a replay buffer could not tell them apart."
+    if len({q.text for q in train}) < 10:
+        return f"it has {len({q.text for q in train})} different texts to train on; ten are asked for."
+    if both := {q.text for q in train} & {q.text for q in [*test, *valid]}:
+        return f"'{sorted(both)[0]}' is asked in training and held out, too."
+    return ""
+
+
+@app.cell(hide_code=True)
+def _():
+    right_questions = desk.verdict(check_questions, questions)
+    right_questions
+    return (right_questions,)
+
+
+@app.cell(hide_code=True)
+def _():
+    mo.md(r"""
+    ## What it is worth
+
+    `tau.prediction` is the text of the last complete `<answer>`, or None if there is none. A policy may write anything.
+    """)
+    return
+
+
+@app.function
+def worth(tau):
+    """Returns the reward of a trajectory, 1.0 or 0.0."""
+    ...
+
+
+@app.function(hide_code=True)
+def check_worth(worth):
+    def of(prediction):
+        tau = Trajectory(0, Question("q", "Name the mayor of the city?"), 0, [], 0, prediction=prediction)
+        return worth(tau)
+
+    for prediction, want, says in (
+        ("kebik kivus", 1.0, "two words, one letter."),
+        ("kebik drunis", 0.0, "the letters differ."),
+        ("kebik", 0.0, "that is one word, which always alliterates with itself."),
+        ("", 0.0, "it is blank."),
+        ("it is kebik kivus", 0.0, "those are four words; exactly two are asked for."),
+        ("kebik  kivus", 1.0, "two spaces are no third word: `split()` without an argument takes them together."),
+    ):
+        try:
+            got = of(prediction)
+        except IndexError:
+            return f"it raises an IndexError for {prediction!r}: count the words before you look at their letters."
+        if got != want:
+            return f"it is worth {got} to answer {prediction!r}, not {want:g}: {says}"
+    try:
+        return "" if of(None) == 0 else "an episode without an answer, whose prediction is None, has to be worth 0."
+    except (AttributeError, TypeError) as e:
+        return f"an episode without an answer has the prediction None, and it raises {type(e).__name__}: {e}."
+
+
+@app.cell(hide_code=True)
+def _():
+    right_worth = desk.verdict(check_worth, worth)
+    right_worth
+    return (right_worth,)
+
+
+@app.cell(hide_code=True)
+def _():
+    mo.md(r"""
+    ## What went wrong
+
+    The optimizer reads failures as text. By default that is question and response, `tau.response`. It does not say what
+    the game is about, and an optimizer that cannot see why an episode was lost can only guess. Add the reason: no
+    answer, not two words, or letters that differ.
+    """)
+    return
+
+
+@app.function
+def shown(tau):
+    """Returns a failure as the optimizer reads it: question, response, and why it was worth nothing."""
+    ...
+
+
+@app.function(hide_code=True)
+def check_shown(shown):
+    def of(prediction):
+        response = "<think> </think>" if prediction is None else f"<think> </think> <answer> {prediction} </answer>"
+        tau = Trajectory(0, Question("q", "Name the mayor of the city?"), 0, [], 0, prediction=prediction)
+        tau.response = response
+        return response, shown(tau)
+
+    reasons = {}
+    for kind, prediction in (("no answer", None), ("one word", "kivus"), ("two letters", "kebik drunis")):
+        response, text = of(prediction)
+        if not isinstance(text, str):
+            return f"it returns a {type(text).__name__}, not a text."
+        if "Name the mayor of the city?" not in text:
+            return "the question is missing: `tau.question.text`."
+        if response not in text:
+            return "the response is missing: the optimizer has to see what the policy wrote."
+        reasons[kind] = text.replace(response, "").replace("Name the mayor of the city?", "")
+    if len(set(reasons.values())) == 1:
+        return "it says the same about every failure. Say which of the three reasons it was."
+    kinds = list(reasons)
+    for a, b in ((0, 1), (0, 2), (1, 2)):
+        if reasons[kinds[a]] == reasons[kinds[b]]:
+            return f"it gives the same reason for '{kinds[a]}' and '{kinds[b]}'."
+    return ""
+
+
+@app.cell(hide_code=True)
+def _():
+    right_shown = desk.verdict(check_shown, shown)
+    right_shown
+    return (right_shown,)
+
+
+@app.cell(hide_code=True)
+def _():
+    mo.md(r"""
+    ## One step of INSPO
+
+    Lines 5 to 9 of Algorithm 1, with the project's own parts. In `inspo.py` they are six lines; write them here without
+    looking, from what each part is for:
+
+    - `P.draw(rng, questions, G)` returns jobs: G for each question, under an instruction drawn by Eq. 4;
+    - `player.rollout(t, "rollout", jobs)` plays them and returns trajectories;
+    - `reward(task, taus)` asks the task what they are worth and notes it in them;
+    - `player.learner.set_advantages(taus)` is Eq. 3;
+    - `player.learner.update(t, [taus])` is Eq. 2, with one mini-batch;
+    - `P.attribute(taus)` credits the instructions.
+    """)
+    return
+
+
+@app.function
+def step(t, P, player, task, questions, rng, G):
+    """Plays and learns step t; returns its trajectories."""
+    ...
+
+
+@app.function(hide_code=True)
+def check_step(step):
+    done = []
+
+    class Counting(Population):
+        def draw(self, *args):
+            done.append("draw")
+            return super().draw(*args)
+
+        def attribute(self, taus):
+            done.append("attribute")
+            super().attribute(taus)
+
+    def rollout(t, purpose, jobs):
+        done.append("rollout")
+        return [Trajectory(job.instruction, job.question, job.group, [], 0) for job in jobs]
+
+    def rewarded(taus):
+        done.append("reward")
+        return [1.0] * len(taus)
+
+    learner = SimpleNamespace(
+        set_advantages=lambda taus: done.append("set_advantages"),
+        update=lambda t, parts: done.append("update" if isinstance(parts[0], list) else "update without mini-batches"),
+    )
+    P, player = Counting(0.2, 5), SimpleNamespace(rollout=rollout, learner=learner)
+    task = SimpleNamespace(reward=rewarded, failed=lambda tau: False, cfg=SimpleNamespace(reward="", task="yours"))
+    P.join("Answer.", None, 0)
+    taus = step(1, P, player, task, [Question("a", "A?"), Question("b", "B?")], np.random.default_rng(0), 3)
+    lost = {
+        "draw": "nobody draws instructions: `P.draw`.", "rollout": "nothing is played: `player.rollout`.",
+        "reward": "nothing is rewarded: every trajectory keeps the reward 0.",
+        "set_advantages": "Eq. 3 is missing: every advantage stays 0, and the update learns nothing.",
+        "update": "the policy is not updated.", "attribute": "the instructions are not credited: their weights stay 0.",
+    }  # fmt: skip
+    if "update without mini-batches" in done:
+        return "`update` takes a list of mini-batches: `[taus]` for one."
+    for name, says in lost.items():
+        if name not in done:
+            return says
+    order = {name: done.index(name) for name in lost}
+    if order["set_advantages"] < order["reward"]:
+        return "it computes advantages before there are rewards: they are all 0."
+    if order["update"] < order["set_advantages"]:
+        return "it updates the policy before the advantages are set."
+    if order["attribute"] < order["reward"]:
+        return "it credits the instructions before there are rewards: their weights stay 0."
+    if not isinstance(taus, list) or len(taus) != 6:
+        return "it has to return the trajectories: here 2 questions of 3."
+    return ""
+
+
+@app.cell(hide_code=True)
+def _():
+    right_step = desk.verdict(check_step, step)
+    right_step
+    return (right_step,)
+
+
+@app.cell(hide_code=True)
+def _():
+    mo.md(r"""
+    ## The run
+
+    Your functions in a `Task`, and your step, again and again. As a file of its own the class would be all that
+    `python inspo.py --task game:Alliteration` needs.
+    """)
+    return
+
+
+@app.cell
+def _(
+    instructions,
+    right_questions,
+    right_shown,
+    right_step,
+    right_worth,
+    steps,
+):
+    desk.need("The run", right_questions, right_worth, right_shown, right_step)
+
+    class Alliteration(Task):
+        tools = ()
+
+        def questions(self, split):
+            return questions(split)
+
+        def reward(self, taus):
+            return [worth(tau) for tau in taus]
+
+        def shown(self, tau):
+            return shown(tau)
+
+    cfg = play.config(T=60, warmup=0.05, lr=2e-3)
+    task = Alliteration(cfg)
+    player, P = play.Player(cfg, task), Population(cfg.tau_s, cfg.window)
+    for _text in instructions:
+        P.join(_text, None, 0)
+    train, history, asked = task.questions("train"), [], 20
+    for t in range(1, steps + 1):
+        _rng = rng_of(0, t, "lab 8")
+        _some = [train[k] for k in _rng.choice(len(train), asked)]
+        taus = step(t, P, player, task, _some, _rng, cfg.G)
+        history.append(
+            {
+                "reward": np.mean([tau.reward for tau in taus]),
+                "different": len({tau.prediction for tau in taus}),
+                "p": P.probabilities(),
+            }
+        )
+    return P, history, task, taus
+
+
+@app.cell
+def _(P, history, instructions):
+    _figure, (_left, _right) = desk.axes(2)
+    _x = range(1, len(history) + 1)
+    _left.plot(_x, [row["reward"] for row in history], label="mean reward")
+    _left.plot(_x, [row["different"] / 100 for row in history], label="different answers / 100")
+    _left.set(xlabel="step", ylim=(0, 1.05))
+    _left.legend(frameon=False)
+    for _ax in (_left, _right):
+        _ax.locator_params(axis="x", integer=True)
+    for _I, _p in zip(P.active, np.array([row["p"] for row in history]).T, strict=True):
+        _right.plot(_x, _p, label=f"instruction {_I.id + 1} of {len(instructions)}")
+    _right.set(xlabel="step", ylabel="share of the next questions (Eq. 4)", ylim=(0, 1))
+    _right.legend(frameon=False)
+    _figure
+    return
+
+
+@app.cell(hide_code=True)
+def _(P, history, predicted, task, taus):
+    _answers = [tau.prediction for tau in taus if tau.prediction]
+    found = {
+        "reward, first step": float(history[0]["reward"]),
+        "reward, last step": float(history[-1]["reward"]),
+        "different answers, first step": float(history[0]["different"]),
+        "different answers, last step": float(history[-1]["different"]),
+        "most frequent answer, share": max(map(_answers.count, _answers)) / len(taus) if _answers else 0.0,
+    }
+    _lost = next((tau for tau in taus if tau.failed), None)
+    mo.vstack(
+        [
+            desk.compare("Different answers among 100", predicted, found["different answers, last step"], ".0f"),
+            mo.md(
+                f"The mean reward went from {found['reward, first step']:.2f} to {found['reward, last step']:.2f}. The "
+                f'most frequent answer of the last step, "{max(_answers, key=_answers.count, default="none")}", has '
+                f"a share of {found['most frequent answer, share']:.0%}. The weights of the instructions are "
+                f"{', '.join(f'{I.w:.2f}' for I in P.active)}."
+            ),
+            mo.md(f"A failure as the optimizer would read it:\n\n```\n{task.shown(_lost)}\n```" if _lost else ""),
+        ]
+    )
+    return
+
+
+@app.cell(hide_code=True)
+def _():
+    mo.md(r"""
+    ## A last question, without a single answer
+
+    **Is a policy with the highest reward a good one here? If not: is the reward wrong, the question, the algorithm, or
+    nothing at all? Change one of them so that the policy stays inventive, and say what your change costs.** A group's
+    answers are compared with each other, so a reward may look at all trajectories of a step: `Task.reward` gets them
+    together. And what became of the instructions: did the population have anything left to choose?
+    """)
+    return
+
+
+if __name__ == "__main__":
+    app.run()

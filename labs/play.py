@@ -1,0 +1,71 @@
+"""The embedded world in one process, for notebooks: its first policy, its questions, a search without a server."""
+
+import copy
+import json
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from config import PRESETS, Config
+from engines.torch_engine import TorchEngine
+from grpo import Learner
+from models.model import load_policy
+from retrieval.bm25 import BM25
+from rollout import rollout
+from tasks import Job, Task, Trajectory, reward, rng_of
+from tasks.search import Search
+from tasks.search_qa import SearchQA
+from tasks.tools import Tool, stop_strings
+
+
+def config(**knobs: Any) -> Config:
+    """Returns the configuration of the embedded default, with other knobs where they are given."""
+    return Config(**PRESETS["world"] | knobs)
+
+
+class Library(Tool):
+    """The world's search, answered at once: the passages and the ranking are those of its server."""
+
+    tag, noun, argument, plural, result_tag = "search", "a search", "query", "searches", "information"
+    show = Search.show
+
+    def __init__(self, corpus: str, topk: int):
+        with open(corpus, encoding="utf-8") as file:
+            self.contents = [json.loads(line)["contents"] for line in file]
+        self.index, self.topk = BM25.build(lambda: self.contents), topk
+
+    def submit(self, argument: str) -> "Future[list[str]]":
+        found: Future[list[str]] = Future()
+        found.set_result([self.contents[row] for row, _ in self.index.search([argument], self.topk)[0]])
+        return found
+
+
+class LibraryQA(SearchQA):
+    """Search QA whose search needs no server."""
+
+    def connect(self, address: str, *args: Any) -> None:
+        self.search = Library(self.cfg.corpus, self.cfg.topk)
+        self.tools = [self.search]
+
+
+class Player:
+    """A policy with its engine and its learner in this process: `rollout` and `update`, as inspo.py calls them."""
+
+    def __init__(self, cfg: Config, task: Task):
+        self.cfg, self.task = cfg, task
+        self.model, self.tokenizer = load_policy(cfg.model, "cpu", stop_strings(task.tools))
+        self.engine = TorchEngine(self.model, self.tokenizer, stop_strings(task.tools), cfg.max_rows)
+        self.learner = Learner(self.model, copy.deepcopy(self.model), cfg)
+
+    def rollout(self, t: int, purpose: str, jobs: Sequence[Job]) -> list[Trajectory]:
+        """Returns a trajectory for each job; other steps and purposes, other samples."""
+        seed = int(rng_of(self.cfg.seed, t, purpose).integers(2**31))
+        temperature = self.cfg.temperature
+        return rollout(self.engine, self.tokenizer, self.task, jobs, self.cfg, temperature=temperature, seed=seed)
+
+    def rewarded(self, t: int, purpose: str, jobs: Sequence[Job]) -> list[Trajectory]:
+        """Returns the same with their rewards and advantages (Alg.1 line 6 and 7, Eq. 3)."""
+        taus = self.rollout(t, purpose, jobs)
+        reward(self.task, taus)
+        self.learner.set_advantages(taus)
+        return taus

@@ -1,0 +1,1 @@
+"""What is to be filled into the blanks of the labs, with a sentence why, and a guess for each prediction."""

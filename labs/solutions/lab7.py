@@ -1,0 +1,18 @@
+__all__ = ["flags", "predicted", "shuffled", "unmasked"]
+
+predicted = {"frozen policy": 0.6, "frozen instruction": 0.6, "shuffled rewards": 0.0, "no mask": 0.5}  # guesses
+
+
+def flags():
+    """A learning rate of 0 keeps the weights; the static mode is Search-R1, whose instruction never changes."""
+    return {"frozen policy": ["--lr", "0"], "frozen instruction": ["--mode", "static"]}
+
+
+def shuffled(rewards, rng):
+    """A permutation leaves mean and spread of the step alone: nothing is lost but whose reward it was."""
+    return [rewards[k] for k in rng.permutation(len(rewards))]
+
+
+def unmasked(mask, prompt_tokens):
+    """After the prompt everything counts as if the policy had written it."""
+    return [0] * prompt_tokens + [1] * (len(mask) - prompt_tokens)
