@@ -16,8 +16,8 @@ from models.model import blocks, empty
 from tasks import Question, Trajectory
 from training.fit import shapes
 from training.speed import (
-    CHECKPOINTS,
     CARDS,
+    CHECKPOINTS,
     Assumed,
     Card,
     Lengths,
@@ -48,7 +48,9 @@ SMALL = Qwen2Config(
 )  # fmt: skip
 BLOCK = 8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 20  # q, k and v, o, and gate, up, down
 UNIT = Card(flops=1.0, bandwidth=1.0, link=1.0, host=1.0, memory=1.0, name="")
-EXACT = Assumed(flops=1, bandwidth=1, link=1, host=0, python=0, disk=math.inf, digest=math.inf, staged=math.inf, search=0)
+EXACT = Assumed(
+    flops=1, bandwidth=1, link=1, host=0, python=0, disk=math.inf, digest=math.inf, staged=math.inf, search=0
+)  # fmt: skip
 PLAIN = Shape(
     parameters=100, matrices=60, head=20, vocabulary=10, width=3, kv=7, forward=5.0, backward=11.0, adapters=0
 )  # fmt: skip
