@@ -330,7 +330,7 @@ def main() -> int:
     parser.add_argument("--limit", nargs="+", type=limit_of, default=[], metavar="PART=SECONDS",
                         help="other time limits than {} s (on the CPU three times as much)".format(
                             ", ".join(f"{part.name} {part.limit}" for part in PARTS)))  # fmt: skip
-    parser.add_argument("--out", default="runs/gpu", help="folder of the logs and of gpu.json")
+    parser.add_argument("--out", default="runs/gpu", help="folder of the logs, of gpu.json and of the table, gpu.md")
     args = parser.parse_args()
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the running part ends, too
@@ -351,7 +351,8 @@ def main() -> int:
             rows.append(row)
     result = {"machine": machine, "parts": rows}
     (out / "gpu.json").write_text(json.dumps(result, indent=1))
-    print(f"\n{table(machine, rows)}\n\n{json.dumps(result)}")
+    (out / "gpu.md").write_text(page := f"{table(machine, rows)}\n")
+    print(f"\n{page}\n{json.dumps(result)}")
     return int(any(row["status"] == "FAIL" for row in rows))
 
 

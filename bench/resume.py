@@ -101,7 +101,11 @@ def served(cuda: bool, card: int, lora_rank: int, log: Path) -> Iterator[str]:
     flags += f" --enable-lora --max-lora-rank {lora_rank}" if lora_rank else ""
     flags += "" if lora_rank else """ --weight-transfer-config '{"backend": "nccl"}'"""
     env = os.environ | dict.fromkeys(("VLLM_SERVER_DEV_MODE", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"), "1")
-    env |= {"CUDA_VISIBLE_DEVICES": str(card)} if cuda else {"VLLM_TARGET_DEVICE": "cpu"}
+    if cuda:
+        seen = list(filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")))
+        env["CUDA_VISIBLE_DEVICES"] = seen[card] if seen else str(card)
+    else:
+        env["VLLM_TARGET_DEVICE"] = "cpu"
     env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     command = [sys.executable, *start, "serve", world["model"], *shlex.split(flags)]
     with log.open("w") as file:

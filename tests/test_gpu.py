@@ -151,5 +151,6 @@ def test_a_part_that_fails_or_takes_too_long_is_reported_and_the_next_one_runs(t
         assert part["line"] in line and (part["log"] in line if part["status"] == "FAIL" else True)
         assert part["status"] == "SKIP" or Path(part["log"]).is_file()
     table = [line for line in lines if line.startswith("|")]
+    assert (out / "gpu.md").read_text().splitlines() == table  # to paste
     assert len(table) == 3 + len(parts) and {line.replace("\\|", "").count("|") for line in table} == {4}
     assert found["machine"]["torch"] == torch.__version__ and torch.__version__ in table[2]
