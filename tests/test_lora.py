@@ -309,7 +309,7 @@ def test_an_engine_sleeps_while_a_checkpoint_is_written_and_a_dead_one_costs_non
 
 @pytest.mark.parametrize("rank", [0, RANK])
 def test_a_checkpoint_holds_the_policy_of_the_moment_in_which_it_began(tiny_path, tmp_path, monkeypatch, rank):
-    """It is written after the next update, of which it has nothing; with --async_save 0 nobody copies it."""
+    """It is written after the next update, of which it has nothing."""
     cfg = Config(
         model=tiny_path, engine="torch", lr=1e-2, T=3, warmup=0.0, beta=0.0, lora_rank=rank, lora_alpha=ALPHA,
         micro_tokens=300, G=3, mini=4,
