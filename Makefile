@@ -161,10 +161,10 @@ bench-kernels: setup  ## the GRPO head beside its peers, on a GPU
 bench-rollout: .venv-vllm/done  ## rollouts with vLLM against raw generation and against synchronous rounds
 	$(VLLM) bench/rollout.py $(ARGS)
 
-gpu:                  ## does it work on this GPU? 18 minutes, in an environment of yours (PYTHON=...), not .venv
+gpu:                  ## does it work on this GPU? 22 minutes, in an environment of yours (PYTHON=...), not .venv
 	$(PYTHON) bench/gpu.py $(ARGS)
 
-bench-trl: .venv-trl/done  ## a step of single turns beside TRL's GRPOTrainer (ARGS="--model smollm2-135m" is a real one's)
+bench-trl: .venv-trl/done  ## a step beside TRL's GRPOTrainer: single turns (ARGS: --turns is the agent, --model smollm2-135m a real one)
 	$(TRL) bench/trl.py $(ARGS)
 
 warm-start: setup     ## rebuild world/files from nothing

@@ -254,6 +254,10 @@ class KeepKnobs:
     )
     eval_n: int = knob(0, "questions of an evaluation, a fixed sample with every source in its share; 0: all", least=0)
     save_every: int = knob(25, "steps between checkpoints", least=1)
+    async_save: int = knob(
+        1, "1: a checkpoint is copied to the CPU's memory and written beside the next step; 0: training waits for it",
+        of=(0, 1), more=True,
+    )  # fmt: skip
     keep: int = knob(2, "newest checkpoints to keep; the best on --valid is kept too", least=1, more=True)
     tracker: str = knob("", "wandb or tensorboard, if installed, beside metrics.jsonl", of=("", "wandb", "tensorboard"))
     canary: str = knob(

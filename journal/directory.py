@@ -14,6 +14,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
@@ -30,7 +31,7 @@ from training import checkpoint
 # Knobs that a resumed run may change: they affect where and how fast it runs, not what it computes.
 FREE = {"out", "resume", "device", "tracker", "retriever", "keep", "save_every", "search_retries", "optimizer_retries"}
 FREE |= {"engine", "vllm", "vllm_memory", "recompute", "offload_reference", "patience", "gpus", "card", "gpu_mem"}
-FREE |= {"micro_tokens", "max_rows", "fused_layers", "token_rows", "token_limit", "compare", "profile"}
+FREE |= {"micro_tokens", "max_rows", "fused_layers", "token_rows", "token_limit", "compare", "profile", "async_save"}
 
 
 class RunDirectory:
@@ -41,6 +42,8 @@ class RunDirectory:
         self.path, self.keep, self.created = path, keep, False
         self.id = str(_object(path / "config.json").get("id", ABOUT["id"]))  # that its checkpoints have too
         self._lock: IO[str] | None = None
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._saving: Future[None] | None = None
 
     @classmethod
     @contextlib.contextmanager
@@ -48,7 +51,8 @@ class RunDirectory:
         """Yields the directory of a run, as `open` returns it; an outage becomes a Fault that says how to resume."""
         run = cls.open(cfg, preset_of(cfg.model))
         try:
-            yield run
+            with run.settled():
+                yield run
         except DiskFault as e:
             raise Fault(f"\n{e}; nothing that was saved is lost\nmake room and {run.how_to_resume()}") from None
         except EngineFault as e:
@@ -122,7 +126,8 @@ class RunDirectory:
         self._lock.flush()
 
     def close(self) -> None:
-        """Lets go of the lock."""
+        """Lets go of the lock, once nothing is being written."""
+        self._writer.shutdown()
         if self._lock:
             self._lock.close()
 
@@ -144,15 +149,16 @@ class RunDirectory:
                 raise
         return path
 
-    def write_directory(self, name: str, save: Callable[[Path], None]) -> None:
-        """Writes a directory with what `save` puts there; a reader finds the old one, none, or the new one."""
+    @contextlib.contextmanager
+    def directory(self, name: str) -> Iterator[Path]:
+        """Yields an empty directory, which is called `name` in the end: a reader finds the old one, none or the new."""
         path = self.path / name
         temporary = path.with_name(f".{path.name}.tmp").absolute()
         with writing(path):
             shutil.rmtree(temporary, ignore_errors=True)
             try:
                 temporary.mkdir()
-                save(temporary)
+                yield temporary
                 remove(path)
                 os.replace(temporary, path)
             except BaseException:
@@ -174,30 +180,58 @@ class RunDirectory:
         with writing(path), gzip.open(path, "wt", compresslevel=1) as f:
             f.writelines(json.dumps(row) + "\n" for row in rows)
 
-    def checkpoint(self, t: int, save: Callable[[Path], dict[str, str]], state: dict[str, Any]) -> None:
-        """Writes all that it takes to resume after step t, or inside it if `state` is "unfinished".
+    def checkpoint(self, t: int, save: Callable[[Path], Callable[[], dict[str, str]]], state: dict[str, Any]) -> None:
+        """Begins to write all that it takes to resume after step t, or inside it if `state` is "unfinished".
 
-        `save` puts weights and optimizer into a directory and returns the digests of its files.
+        `save` begins to put weights and optimizer into a directory, and returns what waits for the end of that and
+        returns the digests of the files. `settle` waits for all of it: until then a kill leaves the checkpoint before.
         """
+        self.settle()
         name = f"step-{t:06d}" + ("-unfinished" if state.get("unfinished") else "")
         if (self.path / "checkpoints" / name).exists():
             return
+        content = io.BytesIO()
+        torch.save(state | {"t": t, "run": self.id}, content)  # at once: the next step changes what is in it
+        with contextlib.ExitStack() as stack:
+            path = stack.enter_context(self.directory(f"checkpoints/{name}"))
+            written = save(path)
+            self._saving = self._writer.submit(self._complete, stack.pop_all(), path, written, content.getvalue())
 
-        def save_all(path: Path) -> None:
-            digests = save(path)
-            content = io.BytesIO()
-            torch.save(state | {"t": t, "run": self.id}, content)
-            (path / "state.pt").write_bytes(content.getvalue())
+    def _complete(
+        self, stack: contextlib.ExitStack, path: Path, written: Callable[[], dict[str, str]], state: bytes
+    ) -> None:
+        """Adds what is missing in a checkpoint once its weights are `written`, and removes those that it replaces."""
+        with stack:
+            digests = written()
+            (path / "state.pt").write_bytes(state)
             digests["state.pt"] = checkpoint.digest(path / "state.pt")
             (path / checkpoint.DIGESTS).write_text(json.dumps(digests, indent=1))
-
-        self.write_directory(f"checkpoints/{name}", save_all)
         best = self.best()
         for old in self.checkpoints()[: -self.keep]:
             if old != best:
                 remove(old)
             else:
                 drop_optimizer(old)
+
+    def settle(self, wait: bool = True) -> None:
+        """Waits until the checkpoint that is being written is there; raises the DiskFault that kept it from that.
+
+        `wait` False: it only raises the fault of one that has failed already.
+        """
+        if self._saving and (wait or self._saving.done()):
+            saving, self._saving = self._saving, None
+            saving.result()
+
+    @contextlib.contextmanager
+    def settled(self) -> Iterator[None]:
+        """Whatever ends what is inside, a checkpoint that is being written is there before this is left."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(Exception):  # the fault that ends the run comes first
+                self.settle()
+            raise
+        self.settle()
 
     def drop_optimizers(self) -> None:
         """Leaves the weights of all checkpoints, once the run has ended."""

@@ -212,6 +212,7 @@ class Log:
         row["time/verify"] = self.policy.seconds["verify"]  # a part of time/evolve
         row |= {"time/total": self.spent + time.perf_counter() - self.began, "search/faults": self.policy.faults()}
         self.run.append("metrics", {"t": t} | row)
+        self.run.settle(wait=False)
         numbers = {k: v for k, v in row.items() if isinstance(v, (int, float))}
         self.track.numbers(numbers | {f"w/{j}": w for j, w in row.get("w", {}).items()}, t)
         self.phase = ""
@@ -229,6 +230,8 @@ class Log:
         if unfinished:
             parts |= {"unfinished": unfinished, "row": self.row}
         self.run.checkpoint(t, self.policy.save, parts)
+        if not self.cfg.async_save:
+            self.run.settle()
 
     def rescue(self) -> None:
         """Saves what a stopped run has done: all but rollouts and evaluations under way, and an update that failed."""
@@ -236,6 +239,7 @@ class Log:
             self.save(self.t, self.phase)
         elif self.t and self.phase == "rollout" and self.policy.t < self.t:
             self.save(self.t - 1)
+        self.run.settle()
 
     def progress(self, purpose: str, done: int, total: int) -> None:
         """Shows how far the rollouts are."""
@@ -396,8 +400,10 @@ class Log:
     def finish(self, I_star: Instruction) -> None:
         """Writes and prints the result: I_star, the policy, the metrics of both policies under both instructions."""
         cfg, run, first = self.cfg, self.run, self.first
+        run.settle()
         run.write("I_star.txt", I_star.text + "\n")
-        run.write_directory("policy", self.policy.export)
+        with run.directory("policy") as path:
+            self.policy.export(path)
         name = "trained policy, first instruction"
         rows = {name: (end := self.evaluate(0, first, cfg.T, self.test, name))}
         rows["first policy, first instruction"] = self.start

@@ -9,7 +9,7 @@ from page.read import WIDE, Row, Run, number
 # Settings that say where a run ran and what it kept, not what it is.
 ASIDE = {"seed", "out", "resume", "device", "tracker", "retriever", "keep", "save_every", "engine", "vllm", "gpus"}
 ASIDE |= {"card", "dry_run", "patience", "micro_tokens", "max_rows", "token_rows", "token_limit", "compare"}
-ASIDE |= {"id", "commit"}
+ASIDE |= {"id", "commit", "async_save"}
 
 
 def curves(run: Run) -> Row:

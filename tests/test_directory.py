@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import subprocess
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from config import Config, knob, parse, read_config
-from journal.directory import RunDirectory, read_jsonl, with_absolute_paths
+from journal.directory import RunDirectory, read_jsonl, step_of, with_absolute_paths
 from journal.export import export_checkpoint
 from plumbing.faults import CheckpointFault, DiskFault, Fault
 from training import checkpoint
@@ -31,8 +32,14 @@ def tensors(value: float) -> dict:
     return {"model": {"w": torch.full((64, 64), value), "b": torch.zeros(3)}, "optimizer": optimizer}
 
 
+def of(value: float, wait=lambda: None):
+    """Returns a policy's `save`, of one with these tensors, which writes when `wait` has returned."""
+    return lambda path: lambda: (wait(), checkpoint.save(tensors(value), path, 0, alone=True))[1]
+
+
 def save(run: RunDirectory, t: int, **state) -> Path:
-    run.checkpoint(t, lambda path: checkpoint.save(tensors(float(t)), path, 0, alone=True), STATE | state)
+    run.checkpoint(t, of(float(t)), STATE | state)
+    run.settle()
     return run.checkpoints()[-1]
 
 
@@ -239,7 +246,8 @@ def test_of_a_link_to_a_directory_the_link_alone_is_removed(run, tmp_path):
     links["checkpoints/.step-000012.tmp"] = elsewhere / "nowhere"
     for name, to in links.items():
         (run.path / name).symlink_to(to)
-    run.write_directory("policy", lambda path: (path / "weights").write_text("x"))
+    with run.directory("policy") as path:
+        (path / "weights").write_text("x")
     flip(run.checkpoints()[-1] / "state.pt")
     assert rewind(run)[0] == 9 and not (run.path / "policy").is_symlink()
     run.close()
@@ -352,7 +360,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(small_disk):
     (small_disk / "filler").write_bytes(bytes(170_000))
     with pytest.raises(DiskFault, match="cannot write .*step-000006") as e:
         for t in range(6, 60, 3):
-            run.checkpoint(t, lambda path: checkpoint.save(tensors(1.0), path, 0, alone=True), STATE)
+            run.checkpoint(t, of(1.0), STATE)  # a fault is that of the one before
     assert "\n" not in str(e.value)
     assert [path.name for path in (run.path / "checkpoints").iterdir()] == ["step-000003"]
     assert rewind(run)[0] == 3
@@ -369,13 +377,77 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(small_disk):
     run.close()
 
 
+# ---- beside training
+
+
+def test_a_checkpoint_is_there_once_it_is_whole_and_holds_what_was_there_when_it_began(run):
+    go, population = threading.Event(), {"family": [1]}
+    run.checkpoint(12, of(12.0, go.wait), STATE | {"population": population})
+    population["family"].append(2)  # the next step goes on
+    run.settle(wait=False)
+    assert rewind(run)[0] == 9 and [path.name for path in (run.path / "checkpoints").glob(".*")] == [".step-000012.tmp"]
+    go.set()
+    run.checkpoint(15, of(15.0), STATE)  # one at a time: it waits
+    assert run.load_state(run.path / "checkpoints/step-000012")["population"] == {"family": [1]}
+    run.close()  # waits, too
+    assert rewind(run)[0] == 15 and [step_of(path) for path in run.checkpoints()] == [9, 12, 15]
+
+
+def test_a_process_killed_while_it_writes_leaves_the_checkpoint_before(run):
+    cfg = dataclasses.replace(read_config(run.path), out=str(run.path), resume=True)
+    run.close()
+    reading, writing = os.pipe()
+    other = os.fork()
+    if not other:
+        run = RunDirectory.open(cfg, "x")
+
+        def hang():
+            (run.path / "checkpoints/.step-000012.tmp/__0_0.distcp").write_text("half")
+            os.write(writing, b"x")
+            signal.pause()
+
+        run.checkpoint(12, of(12.0, hang), STATE)
+        signal.pause()
+    try:
+        assert os.read(reading, 1)
+    finally:
+        os.kill(other, signal.SIGKILL)
+        os.waitpid(other, 0)
+    assert list(run.path.rglob("*.tmp"))
+    run = RunDirectory.open(cfg, "x")
+    assert not list(run.path.rglob("*.tmp")) and rewind(run) == (9, [])
+    run.close()
+
+
+def test_a_fault_of_the_thread_is_raised_by_the_next_step_and_comes_second_to_another(run):
+    def fails():
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    run.checkpoint(12, of(1.0, fails), STATE)
+    with pytest.raises(DiskFault, match="cannot write .*step-000012 .No space left"):
+        while True:
+            run.settle(wait=False)
+    run.checkpoint(12, of(1.0, fails), STATE)
+    with pytest.raises(Fault, match="another"), run.settled():
+        raise Fault("another")
+    go = threading.Event()
+    with pytest.raises(Fault, match="another"), run.settled():
+        run.checkpoint(12, of(12.0, go.wait), STATE)
+        threading.Timer(0.2, go.set).start()
+        raise Fault("another")
+    assert rewind(run)[0] == 12  # whatever ended the run, it was waited for
+
+
 def test_a_directory_that_save_leaves_half_done_is_removed(run):
     def fails(path):
         (path / "half").write_text("x")
         raise OSError(errno.EIO, "Input/output error")
 
-    with pytest.raises(DiskFault, match="Input/output error"):
-        run.checkpoint(12, fails, STATE)
+    for late in (False, True):
+        with pytest.raises(DiskFault, match="Input/output error"):
+            run.checkpoint(12, (lambda path: lambda: fails(path)) if late else fails, STATE)
+            assert late
+            run.settle()
     assert not list(run.path.rglob("*.tmp")) and len(run.checkpoints()) == 3
 
 

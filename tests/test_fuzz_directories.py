@@ -47,7 +47,7 @@ def whole(tmp_path_factory):
         run.append("population", {"t": t, "event": "prune", "text": "", "P": [{"id": 0, "parent": None, "born": 0}]})
         run.append("reflections", {"t": t, "accepted": ["a"]})
     for t in STEPS:
-        run.checkpoint(t, lambda path, t=t: checkpoint.save(tensors(t), path, 0, alone=True), state(t))
+        run.checkpoint(t, lambda path, t=t: lambda: checkpoint.save(tensors(t), path, 0, alone=True), state(t))
     run.close()
     return path
 
@@ -102,7 +102,8 @@ def resume(path: Path) -> int | None:
         assert P.family[0].text == "Search." and B.items[0].t == t
         assert all(row["t"] <= t for row in run.rows("metrics"))
         run.append("metrics", {"t": t + 1})
-        run.checkpoint(t + 1, lambda path: checkpoint.save(tensors(t + 1), path, 0, alone=True), state(t + 1))
+        run.checkpoint(t + 1, lambda path: lambda: checkpoint.save(tensors(t + 1), path, 0, alone=True), state(t + 1))
+        run.settle()
         return t
     finally:
         run.close()
@@ -161,7 +162,7 @@ def test_a_damaged_run_is_exported_right_or_refused(tmp_path, capsys):
     model, path = load_model(str(WORLD / "policy")), tmp_path / "whole"
     run = RunDirectory.open(Config(out=str(path), model=str(WORLD / "policy"), lr=0.0), "x")
     weights = {"model": dict(model.state_dict())}
-    run.checkpoint(3, lambda path: checkpoint.save(weights, path, 0, alone=True), state(3))
+    run.checkpoint(3, lambda path: lambda: checkpoint.save(weights, path, 0, alone=True), state(3))
     run.close()
     faults = 0
     for seed in range(N // 100):

@@ -54,8 +54,8 @@ def test_a_card_s_peak_is_known_or_0(name, tflops):
     assert update.peak_of(name) == tflops
 
 
-def test_the_parts_take_at_most_18_minutes():
-    assert sum(part.limit for part in gpu.PARTS) <= 1080
+def test_the_parts_take_at_most_22_minutes():
+    assert sum(part.limit for part in gpu.PARTS) <= 1320
 
 
 def test_a_part_for_two_cards_is_skipped_where_there_is_one(tmp_path):
@@ -151,5 +151,6 @@ def test_a_part_that_fails_or_takes_too_long_is_reported_and_the_next_one_runs(t
         assert part["line"] in line and (part["log"] in line if part["status"] == "FAIL" else True)
         assert part["status"] == "SKIP" or Path(part["log"]).is_file()
     table = [line for line in lines if line.startswith("|")]
+    assert (out / "gpu.md").read_text().splitlines() == table  # to paste
     assert len(table) == 3 + len(parts) and {line.replace("\\|", "").count("|") for line in table} == {4}
     assert found["machine"]["torch"] == torch.__version__ and torch.__version__ in table[2]

@@ -1,9 +1,12 @@
 """LoRA: merged weights, the reference, what is trained, what full rank can do, checkpoints, ranks, whole runs."""
 
+import contextlib
 import copy
 import json
 import pickle
+import threading
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from test_grpo import batch_of, eq2, scaled, settings_of
 from test_inspo import SMALL, finish, metrics, run_here, start, weights_of
 from test_ranks import CFG, LIMIT, together, torchrun
 from tiny_model import STOP
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 import export
@@ -20,8 +24,10 @@ from engines.torch_engine import TorchEngine
 from grpo import Learner, minibatches
 from models import lora
 from models.model import fill, load_policy, merged
+from plumbing.faults import DiskFault
 from tasks import load_task
-from training.policy import Policy
+from training import checkpoint
+from training.policy import Policy, write
 from training.ranks import Ranks
 
 RANK, ALPHA = 4, 8
@@ -260,7 +266,7 @@ def test_reset_restores_the_first_policy_and_load_the_trained_one(tiny_path, tin
     assert torch.equal(logps_of(model, taus), first)
     policy.update(1, taus)
     now = logps_of(model, taus)
-    policy.save(tmp_path / "saved")
+    policy.save(tmp_path / "saved")()
     policy.reset()
     assert torch.equal(logps_of(model, taus), first) and not torch.equal(now, first)
     policy.load(tmp_path / "saved", 1)
@@ -293,12 +299,46 @@ def test_an_engine_sleeps_while_a_checkpoint_is_written_and_a_dead_one_costs_non
     worker, engine = policy.worker, Drowsy(fault)
     worker.engine, worker.shared, worker.synced = engine, False, False
     worker.sync()
-    policy.save(tmp_path / "one")
+    policy.save(tmp_path / "one")()
     assert engine.seen == ["load", "sleep"] and (tmp_path / "one/.metadata").is_file()
-    policy.save(tmp_path / "two")  # it sleeps already
+    policy.save(tmp_path / "two")()  # it sleeps already
     worker.sync()
     worker.sync()
     assert engine.seen == ["load", "sleep", "load"] and (tmp_path / "two/.metadata").is_file()
+
+
+@pytest.mark.parametrize("rank", [0, RANK])
+def test_a_checkpoint_holds_the_policy_of_the_moment_in_which_it_began(tiny_path, tmp_path, monkeypatch, rank):
+    """It is written after the next update, of which it has nothing."""
+    cfg = Config(
+        model=tiny_path, engine="torch", lr=1e-2, T=3, warmup=0.0, beta=0.0, lora_rank=rank, lora_alpha=ALPHA,
+        micro_tokens=300, G=3, mini=4,
+    )  # fmt: skip
+    policy = Policy(cfg, Ranks("cpu", 1), "torch", load_task(cfg))
+    taus, learner = made_up(2), policy.worker.learner
+    learner.max_gap, go, save = 1e9, threading.Event(), checkpoint.save
+    policy.update(1, taus)
+    then = copy.deepcopy(learner.state_dict())
+    monkeypatch.setattr(checkpoint, "save", lambda *args, **kwargs: go.wait() and save(*args, **kwargs))
+    digests = policy.save(tmp_path / "saved")
+    policy.update(2, taus)
+    go.set()
+    assert {".metadata", "__0_0.distcp", "optimizer/.metadata"} <= digests().keys()
+    policy.load(tmp_path / "saved", 1)
+    now = learner.state_dict()
+    for kept, restored in zip(tree_leaves(then), tree_leaves(now), strict=True):
+        assert torch.equal(kept, restored) if isinstance(kept, torch.Tensor) else kept == restored
+    policy.close()
+
+
+def test_a_fault_of_any_rank_is_raised_by_the_first(tmp_path):
+    """Rank 1's disk is full; what it says comes to rank 0 in the thread that has written its own share."""
+    state = {"model": {"w": torch.ones(2)}}
+    for other, match in ((DiskFault("cannot write x (No space left)"), "No space left"), ({"__1_0.distcp": "0"}, "")):
+        ranks = SimpleNamespace(rank=0, size=2, grouped=False, saves=None, gather=lambda mine, _, it=other: [mine, it])
+        with pytest.raises(DiskFault, match=match) if match else contextlib.nullcontext():
+            found = write(state, tmp_path, ranks)
+    assert found.keys() == {".metadata", "__0_0.distcp", "__1_0.distcp"}
 
 
 # ---- whole runs

@@ -17,6 +17,7 @@ from tasks import Question, Trajectory
 from training.fit import shapes
 from training.speed import (
     CARDS,
+    CHECKPOINTS,
     Assumed,
     Card,
     Lengths,
@@ -47,7 +48,9 @@ SMALL = Qwen2Config(
 )  # fmt: skip
 BLOCK = 8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 20  # q, k and v, o, and gate, up, down
 UNIT = Card(flops=1.0, bandwidth=1.0, link=1.0, host=1.0, memory=1.0, name="")
-EXACT = Assumed(flops=1, bandwidth=1, link=1, host=0, python=0, disk=math.inf, digest=math.inf, search=0)
+EXACT = Assumed(
+    flops=1, bandwidth=1, link=1, host=0, python=0, disk=math.inf, digest=math.inf, staged=math.inf, search=0
+)  # fmt: skip
 PLAIN = Shape(
     parameters=100, matrices=60, head=20, vocabulary=10, width=3, kv=7, forward=5.0, backward=11.0, adapters=0
 )  # fmt: skip
@@ -193,11 +196,22 @@ def test_a_step_s_parts_by_hand():
 def test_what_is_between_rollouts_and_update_by_hand():
     cfg = replace(CFG3, batch=8, G=2, save_every=5, eval_every=2)
     lengths = Lengths("", prompt=4, observed=6, sampled=10, row=20, longest=25, searches=3, rounds=2)
-    slow = replace(EXACT, python=0.5, disk=3.0, digest=2.0)
+    slow = replace(EXACT, python=0.5, disk=3.0, digest=2.0, staged=5.0)
+    copied = between_seconds(cfg, PLAIN, UNIT, 4, lengths, slow)
+    assert list(copied.values())[2] == pytest.approx(12 * 100 / (4 * 5) / 2)
+    cfg = replace(cfg, async_save=0)
     found = between_seconds(cfg, PLAIN, UNIT, 4, lengths, slow)
     assert list(found.values()) == [16 * 20 * 0.5, 0, pytest.approx(12 * 100 * (1 / 3 + 1 / 8) / 2)]
     thin = between_seconds(replace(cfg, eval_every=0), replace(PLAIN, adapters=7), UNIT, 4, lengths, slow)
     assert list(thin.values())[1:] == [2 * 2 * 100, pytest.approx(12 * 7 * (1 / 3 + 1 / 8) / 5)]
+
+
+def test_a_checkpoint_that_takes_longer_than_the_steps_between_makes_them_wait():
+    cfg, parts = replace(CFG3, save_every=2, eval_every=0), {}
+    for disk in (math.inf, 1e-9):
+        assumed = replace(EXACT, disk=disk)
+        parts[disk] = step_seconds(cfg, PLAIN, UNIT, 8, 0.0, typical(CFG3), assumed)
+    assert parts[math.inf][CHECKPOINTS] == 0 and sum(parts[1e-9].values()) == pytest.approx(12 * 100 * 1e9 / 2)
 
 
 def played(prompt, *tails):

@@ -1,8 +1,10 @@
 """What a run finds out about its servers before it starts."""
 
+import contextlib
 import json
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +24,7 @@ from tasks import Question
 from tasks.search import Search, try_search
 from tasks.search_qa import SEARCH_R1, SearchQA
 from training import checks
-from training.checks import check, check_disk, disk
+from training.checks import check, check_copy, check_disk, disk
 from training.ranks import Ranks
 from world.optimizer import reply_to
 
@@ -81,8 +83,9 @@ def test_checkpoints_that_will_not_fit_are_refused_before_the_run(monkeypatch, t
     cfg = Config(model="Qwen/Qwen2.5-0.5B", lora_rank=rank, keep=2, out=str(tmp_path / "a/run"))
     size, most = disk(cfg, QWEN)
     policy = 4 * (494_032_768 + trained * (rank > 0))
-    assert size == pytest.approx(12 * trained / 1e9)
-    assert most == pytest.approx((3 * 12 * trained + 4 * trained + policy) / 1e9)  # of the best the weights
+    whole = 12 * trained + 4 * 896 * 151936 * (rank == 0)  # the tied head stands in it twice
+    assert size == pytest.approx(whole / 1e9)
+    assert most == pytest.approx((3 * whole + whole / 3 + policy) / 1e9)  # of the best the weights
     monkeypatch.setattr(checks, "shapes", lambda _: QWEN)
     monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: Usage(most * 1e9 - 1))
     with pytest.raises(Fault, match=f"{tmp_path}: .*--keep") as e:
@@ -93,6 +96,19 @@ def test_checkpoints_that_will_not_fit_are_refused_before_the_run(monkeypatch, t
     check_disk(cfg)  # what a resumed run has written is room
     assert disk(replace(cfg, eval_every=0), QWEN)[1] == pytest.approx(most - size / 3)  # nothing is the best
     assert disk(replace(cfg, T=25, save_every=25, eval_every=0), QWEN)[1] < most - size  # two are all it ever writes
+
+
+def test_the_copy_of_a_checkpoint_has_to_fit_the_memory_of_a_node(monkeypatch):
+    """4 of 8 ranks are on this node, and copy half of a checkpoint of 6.5 GB."""
+    cfg, size = Config(model="Qwen/Qwen2.5-0.5B"), (12 * 494_032_768 + 4 * 896 * 151936) / 1e9
+    monkeypatch.setattr(checks, "shapes", lambda _: QWEN)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    for free, fits in ((0.51, True), (0.49, False)):
+        memory = SimpleNamespace(available=free * size * 1e9)
+        monkeypatch.setattr(checks.psutil, "virtual_memory", lambda memory=memory: memory)
+        with contextlib.nullcontext() if fits else pytest.raises(Fault, match="3.2 GB of the CPU's .*--async_save 0"):
+            check_copy(cfg, SimpleNamespace(size=8))
+    check_copy(replace(cfg, async_save=0), SimpleNamespace(size=8))
 
 
 @pytest.mark.parametrize("found", [[], ["", " \n"]], ids=["none", "empty"])

@@ -112,9 +112,12 @@ def test_a_layer_that_stays_as_it_was_stops_the_run_and_is_named(tmp_path):
     assert len(metrics(out)) == 0  # nothing was sampled with it
 
 
-def test_the_part_of_make_gpu_beside_the_trainer_s_weights_runs_on_a_toy(tmp_path):
-    command = [sys.executable, "bench/gpu.py", "--device", "cpu", "--only", "beside", "--out", tmp_path]
-    done = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=600)
+def test_the_parts_of_make_gpu_with_vllm_alone_run_on_toys(tmp_path):
+    """vLLM beside the trainer's weights; a `vllm serve` that a killed run has left and a resumed one takes again."""
+    command = [sys.executable, "bench/gpu.py", "--device", "cpu", "--only", "beside", "url", "--out", tmp_path]
+    done = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
-    [part] = json.loads(done.stdout.splitlines()[-1])["parts"]
-    assert part["status"] == "PASS" and part["figures"]["unproven"] == 0
+    beside, url = json.loads(done.stdout.splitlines()[-1])["parts"]
+    assert beside["status"] == "PASS" and beside["figures"]["unproven"] == 0
+    assert url["status"] == "PASS" and url["line"].endswith("adapters over HTTP")
+    assert url["figures"]["resumed_after"] in (1, 2) and url["figures"]["logp_gap_max"] < 1e-4

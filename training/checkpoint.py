@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from plumbing.faults import CheckpointFault, DiskFault
 from plumbing.outside import decoded
@@ -42,15 +43,21 @@ TYPES = {  # all that torch.distributed.checkpoint pickles into .metadata
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process saves checkpoints without a group
 
 
-def save(state: dict[str, Any], path: Path, rank: int, alone: bool) -> dict[str, str]:
+def stage(state: dict[str, Any]) -> dict[str, Any]:
+    """Returns a copy of `state` in the CPU's memory, each rank's shares alone, that no later step changes."""
+    copied: dict[str, Any] = BlockingAsyncStager().stage(state)
+    return copied
+
+
+def save(state: dict[str, Any], path: Path, rank: int, alone: bool, group: Any = None) -> dict[str, str]:
     """Writes this rank's shares of `state` into a directory; returns the digests of its files. Raises DiskFault.
 
-    `alone`: there is no process group.
+    `alone`: there is no process group; `group`: that in which ranks agree on who writes what, if it is not the first.
     """
     digests: dict[str, str] = {}
     try:
         for folder, part in _parts(state).items():
-            dcp.save(part, checkpoint_id=str(path / folder), no_dist=alone)
+            dcp.save(part, checkpoint_id=str(path / folder), no_dist=alone, process_group=group)
             files = [*(path / folder).glob(f"__{rank}_*"), *([path / folder / ".metadata"] if rank == 0 else [])]
             digests |= {str(file.relative_to(path)): digest(file) for file in files}
         return digests

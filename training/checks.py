@@ -1,10 +1,12 @@
 """What can be known before a run starts: the device, the memory it needs, whether a prompt leaves room for a turn."""
 
 import dataclasses
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from config import Config, read_instruction
@@ -34,16 +36,21 @@ def print_memory(cfg: Config) -> None:
     print(f"\n{speed_table(cfg, config, fit.kv_tokens)}", flush=True)
     size, most = disk(cfg, config)
     print(f"\nA checkpoint takes {size:.1f} GB of disk, the run at most {most:.0f}, and its trajectories.", flush=True)
+    if cfg.async_save:
+        print(f"While it is written, a copy of it takes {size:.1f} GB of the CPUs' memory.", flush=True)
 
 
 def disk(cfg: Config, config: Any) -> tuple[float, float]:
     """Returns the GB of a checkpoint, and of all there are at once (the newest, the one that is being written, the best
     one's weights if there are evaluations) with the policy.
 
-    A checkpoint holds what is trained and AdamW's two moments, in float32.
+    A checkpoint holds what is trained and AdamW's two moments, in float32; a tied head has a name of its own in it.
     """
     model = lora.add(skeleton(config, torch.bfloat16), cfg.lora_rank, cfg.lora_alpha)
-    size = sum(p.numel() for p in model.parameters() if p.requires_grad) * 3 * 4 / 1e9
+    head = model.get_output_embeddings().weight
+    tied = head.requires_grad and head is model.get_input_embeddings().weight
+    weights = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    size = (3 * weights + tied * head.numel()) * 4 / 1e9
     ever = -(-cfg.T // min(cfg.save_every, cfg.eval_every or cfg.save_every)) + 1
     kept = min(cfg.keep + 1 + (1 / 3 if cfg.eval_every else 0), ever)
     return size, kept * size + sum(p.numel() for p in model.parameters()) * 4 / 1e9
@@ -61,6 +68,17 @@ def check_disk(cfg: Config) -> None:
         raise Fault(
             f"{place}: {free:.1f} GB are free, and checkpoints of {size:.1f} GB take {most - there:.1f} more at most:"
             " make room, choose another disk with --out, or lower --keep"
+        )
+
+
+def check_copy(cfg: Config, ranks: Ranks) -> None:
+    """Raises Fault if this machine has no memory free for the copy of a checkpoint that is being written."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) / ranks.size
+    need, free = here * disk(cfg, shapes(cfg.model))[0], psutil.virtual_memory().available / 1e9
+    if cfg.async_save and need > free:
+        raise Fault(
+            f"{free:.1f} GB of the CPU's memory are free, and a copy of a checkpoint takes {need:.1f} while it is"
+            " written: make room, or have training wait with --async_save 0"
         )
 
 
@@ -94,4 +112,5 @@ def check(cfg: Config, ranks: Ranks, task: Task, instruction: str) -> tuple[str,
             " turn could start; raise it"
         )
     check_disk(cfg)
+    check_copy(cfg, ranks)
     return engine, why, dataclasses.replace(cfg, recompute=abs(cfg.recompute))

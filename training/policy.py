@@ -8,6 +8,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -108,10 +109,14 @@ class Policy:
             self.shape = speed.shape_of(self.worker.config, rank=self.cfg.lora_rank)
         return {"time/mfu": speed.reached(self.cfg, self.shape, card, self.ranks.size, taus, seconds)}
 
-    def save(self, path: Path) -> dict[str, str]:
-        """Writes weights and optimizer into a directory, for any number of ranks to load; returns files' digests."""
-        shares = self.on_all_ranks(Worker.save, path.absolute())
-        return {name: digest for share in shares for name, digest in share.items()}
+    def save(self, path: Path) -> Callable[[], dict[str, str]]:
+        """Begins to write weights and optimizer, as they are now, into a directory, for any number of ranks to load.
+
+        Returns what waits until all ranks have written and returns the digests of the files; it raises DiskFault. With
+        --async_save 0 call it before anything else: what is written is no copy then.
+        """
+        self.on_all_ranks(Worker.save, path.absolute())
+        return self.worker.written.result
 
     def damage(self, path: Path) -> list[str]:
         """Returns what is wrong with the files of a checkpoint; [] if they are as they were written."""
@@ -197,6 +202,8 @@ class Worker:
         if cfg.recompute:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self.learner = learner(model, reference, cfg, max_gap=learner.MAX_GAP[ranks.dtype])
+        self.writer = ranks.thread()  # of checkpoints
+        self.written: Future[dict[str, str]]  # the last one
 
     def fused(self, model: Any) -> Any:
         """Returns `model`, on a GPU with fused layers: for updates alone, whose batches are one row."""
@@ -282,16 +289,18 @@ class Worker:
     def faults(self) -> int:
         return sum(tool.faults for tool in self.task.tools)
 
-    def save(self, path: Path) -> dict[str, str]:
-        """Writes trained weights and optimizer, every rank its shares; any number of ranks can load them.
+    def save(self, path: Path) -> None:
+        """Begins to write trained weights and optimizer, every rank its shares; any number of ranks can load them.
 
-        Returns the digests of the files of this rank. vLLM sleeps meanwhile: a state dict takes its room.
+        They are copied to the CPU's memory while vLLM sleeps, whose room a state dict takes, and written in a thread.
         """
         if self.synced and self.cfg.vllm == "colocate":
             with contextlib.suppress(Exception):  # an engine that died does not cost the checkpoint
                 self.engine.sleep()
             self.synced = self.shared
-        return checkpoint.save(self.learner.state_dict(), path, self.ranks.rank, alone=not self.ranks.grouped)
+        state = self.learner.state_dict()
+        state = checkpoint.stage(state) if self.cfg.async_save else state
+        self.written = self.writer.submit(write, state, path, self.ranks)
 
     def damage(self, path: Path) -> list[str]:
         """Returns what is wrong with this rank's share of a checkpoint's files."""
@@ -317,7 +326,26 @@ class Worker:
         self.synced = self.shared
 
     def close(self) -> None:
+        self.writer.shutdown()
         self.engine.close()
+
+
+def write(state: dict[str, Any], path: Path, ranks: Ranks) -> dict[str, str]:
+    """Writes the ranks' shares of their states, in a thread of each; returns the digests of all files on rank 0.
+
+    Raises there what was raised on any rank.
+    """
+    answer: dict[str, str] | Exception
+    try:
+        answer = checkpoint.save(state, path, ranks.rank, alone=not ranks.grouped, group=ranks.saves)
+    except Exception as e:  # rank 0 waits for an answer
+        answer = e
+    digests: dict[str, str] = {}
+    for share in ranks.gather(answer, ranks.saves) if ranks.size > 1 else [answer]:
+        if isinstance(share, Exception):
+            raise share
+        digests |= share
+    return digests
 
 
 def worker_loop(cfg: Config, ranks: Ranks, learner: type[Learner] = Learner) -> None:
@@ -328,10 +356,13 @@ def worker_loop(cfg: Config, ranks: Ranks, learner: type[Learner] = Learner) -> 
     task = load_task(cfg)
     task.connect(address)
     worker = Worker(cfg, ranks, engine, task, learner)
-    with stop.hold():
-        while call := ranks.broadcast():
-            method, args, kwargs = call
-            ranks.gather(attempt(method, worker, *args, **kwargs))
+    try:
+        with stop.hold():
+            while call := ranks.broadcast():
+                method, args, kwargs = call
+                ranks.gather(attempt(method, worker, *args, **kwargs))
+    finally:
+        worker.writer.shutdown()  # a fault costs no checkpoint that is being written
     worker.close()
     del worker
     ranks.leave()

@@ -10,6 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ class Ranks:
         self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.device, self.dtype = device, dtype
         self.grouped = self.size > 1 or device == "cuda" or dtype != "float32"
+        self.saves: Any = None  # the group of the threads that write checkpoints
         if not self.grouped:
             return
         timeout = datetime.timedelta(minutes=patience)
@@ -45,7 +47,7 @@ class Ranks:
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
         alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
         dist.init_process_group(backend, timeout=timeout, **alone)
-        self.calls = dist.new_group(backend="gloo", timeout=timeout)
+        self.calls, self.saves = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
         self.store, self.deals = dist.PrefixStore("inspo", dist.distributed_c10d._get_default_store()), 0
 
     def broadcast(self, message: Any = None) -> Any:
@@ -54,10 +56,10 @@ class Ranks:
         dist.broadcast_object_list(box, 0, self.calls)
         return box[0]
 
-    def gather(self, answer: Any) -> list[Any]:
-        """Returns the answers of all ranks on rank 0, [] elsewhere."""
+    def gather(self, answer: Any, group: Any = None) -> list[Any]:
+        """Returns the answers of all ranks on rank 0, [] elsewhere; a thread of its own needs a `group` of its own."""
         answers = [None] * self.size if self.rank == 0 else None
-        dist.gather_object(answer, answers, 0, self.calls)
+        dist.gather_object(answer, answers, 0, group or self.calls)
         return answers or []
 
     def deal(self, groups: list[int]) -> Callable[[int], list[int]]:
@@ -83,6 +85,12 @@ class Ranks:
             return mine
 
         return take
+
+    def thread(self) -> ThreadPoolExecutor:
+        """Returns a thread to submit work to, on this rank's GPU: torch starts every thread on the first one."""
+        if self.device != "cuda":
+            return ThreadPoolExecutor(1)
+        return ThreadPoolExecutor(1, initializer=torch.cuda.set_device, initargs=(torch.cuda.current_device(),))
 
     @contextlib.contextmanager
     def fail_at_once(self) -> Iterator[None]:

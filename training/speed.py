@@ -49,6 +49,9 @@ CARDS = {  # NVIDIA's data sheets; where those give FLOP/s with sparsity (H100, 
 }
 
 
+CHECKPOINTS = "checkpoints, spread over the steps"
+
+
 @dataclass(frozen=True)
 class Assumed:
     """What a data sheet does not say. The shares are of the card's figures."""
@@ -60,6 +63,7 @@ class Assumed:
     python: float = 3e-7  # seconds of rank 0's Python a token: packing, what ranks tell each other, logs (measured)
     disk: float = 1.5e9  # bytes/s of a checkpoint, of all ranks together
     digest: float = 4e9  # bytes/s of a rank's checksums (measured)
+    staged: float = 4e9  # bytes/s from a GPU to the CPU's memory where that is not pinned
     search: float = 0.2  # seconds of a search, whatever the load
 
 
@@ -354,14 +358,24 @@ def between_seconds(
 
     Asleep, vLLM forgets weights that the next sync brings; with LoRA the frozen ones go to the CPU's memory and back.
     """
-    saved = 3 * 4 * shape.trained  # float32 weights and AdamW's two moments
-    every = min(cfg.save_every, cfg.eval_every or cfg.save_every)
     frozen = 2 * shape.parameters if shape.adapters else 0
     return {
         "packing, messages between ranks, logs": cfg.batch * cfg.G * lengths.total * assumed.python,
         "vLLM's frozen weights to the CPU and back": 2 * frozen / (card.host * assumed.link),
-        "checkpoints, spread over the steps": saved * (1 / assumed.disk + 1 / (gpus * assumed.digest)) / every,
+        CHECKPOINTS: checkpoint_seconds(cfg, shape, gpus, assumed)[0] / saved_every(cfg),
     }
+
+
+def saved_every(cfg: Config) -> int:
+    """Returns the steps between checkpoints."""
+    return min(cfg.save_every, cfg.eval_every or cfg.save_every)
+
+
+def checkpoint_seconds(cfg: Config, shape: Shape, gpus: int, assumed: Assumed) -> tuple[float, float]:
+    """Returns the seconds that training waits for a checkpoint, and those in which it is written beside training."""
+    saved = 3 * 4 * shape.trained  # float32 weights and AdamW's two moments
+    written = saved * (1 / assumed.disk + 1 / (gpus * assumed.digest))
+    return (saved / (gpus * assumed.staged), written) if cfg.async_save else (written, 0.0)
 
 
 def step_seconds(
@@ -383,6 +397,9 @@ def step_seconds(
             jobs = (1 + cfg.N_P - cfg.N_parent) * cfg.D_B * cfg.gate_samples  # the parent's and its revisions'
             once = sum(rollout_seconds(*play, jobs, 1, lengths, assumed).values())
             parts["verification before T_e, spread over K_e steps"] = lengths.rounds * once / cfg.K_e
+    # The next one waits for a checkpoint that takes longer than the steps between them.
+    beside = checkpoint_seconds(cfg, shape, gpus, assumed)[1] / saved_every(cfg)
+    parts[CHECKPOINTS] += max(0.0, beside - sum(parts.values()))
     return parts
 
 

@@ -14,6 +14,7 @@ import json
 import sys
 import traceback
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -196,11 +197,13 @@ def worker_of(cfg, ranks):
     shapes_of = "_propagate_tensor_meta_non_cached"  # DTensor asks for an operation's shapes before it runs it
     setattr(ShardingPropagator, shapes_of, outside(getattr(ShardingPropagator, shapes_of)))
     policy.Worker.first_policy = lambda self: self.adapted(policy.skeleton(self.config)).to_empty(device="cpu")
+    policy.checkpoint.stage = lambda state: state  # a fake tensor may not leave its thread, and is not written
     policy.checkpoint.save = lambda *args, **kwargs: {}
     policy.checkpoint.load = lambda *args, **kwargs: None
     policy.Worker.vllm = lambda *args: Nothing()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    group = SimpleNamespace(rank=0, size=ranks, device="cuda", dtype="bfloat16", grouped=True)
+    group = SimpleNamespace(rank=0, size=ranks, device="cuda", dtype="bfloat16", grouped=True, saves=None)
+    group.gather, group.thread = lambda answer, _: [answer], lambda: ThreadPoolExecutor(1)
     return policy.Worker(cfg, group, "vllm", SimpleNamespace(tools=[]), Watched)
 
 
@@ -247,6 +250,7 @@ def main():
             worker.update(1, taus)
         with phase("save"):
             worker.save(Path())
+            worker.written.result()
         model, reference = worker.learner.model, worker.learner.reference
         trained = [p for p in model.parameters() if p.requires_grad]
         frozen = [p for m in (model, reference) for p in m.parameters() if not p.requires_grad]
