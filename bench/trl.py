@@ -35,8 +35,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 from bench.step import BEST, add_policy, config  # noqa: E402
 from config import PRESETS, Config, read_instruction  # noqa: E402
 from plumbing.faults import one_line  # noqa: E402
-from rollout import encode, prompt_ids  # noqa: E402
+from rollout import prompt_ids  # noqa: E402
 from tasks import Job, Trajectory, reward  # noqa: E402
+from tasks.formats import encode  # noqa: E402
 from tasks.questions import em  # noqa: E402
 from tasks.search_qa import SearchQA  # noqa: E402
 from tasks.tools import last_answer  # noqa: E402

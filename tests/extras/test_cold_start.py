@@ -28,8 +28,9 @@ from models.model import load_policy
 from plumbing.faults import Fault
 from plumbing.servers import Child
 from population import Population
-from rollout import encode, rollout
+from rollout import rollout
 from tasks import Job, Question, reward
+from tasks.formats import encode
 from tasks.questions import load_questions
 from tasks.search_qa import SearchQA
 from tasks.tools import stop_strings
