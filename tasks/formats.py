@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from plumbing.chat import in_template
-from plumbing.outside import as_data, control
+from plumbing.outside import as_data, control, in_texts
 from tasks.functions import SchemaTool
 from tasks.tools import ANSWER, Tool, find_call, invalid_action, last_answer, stop_strings, tags_of
 
@@ -31,11 +32,11 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
 def conversation_ids(tokenizer: Tokenizer, messages: Sequence[Message], **options: Any) -> list[int]:
     """Returns the ids of messages in the chat template, up to where the policy's turn begins; their texts are data.
 
-    `options`: what else the template is given.
+    `options`: what else the template is given, data as well.
     """
-    pattern = control(tokenizer, simple=True)
-    messages = [message | {"content": as_data(message["content"], pattern)} for message in messages]
-    return encode(tokenizer, in_template(tokenizer, messages, **options))
+    data = partial(as_data, pattern=control(tokenizer, simple=True))
+    messages = [message | {"content": data(message["content"])} for message in messages]
+    return encode(tokenizer, in_template(tokenizer, messages, **in_texts(options, data)))
 
 
 def observation_ids(
