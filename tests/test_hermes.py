@@ -1,13 +1,21 @@
 """`--format hermes`: ids as a chat endpoint would render the whole conversation, calls, answers, descriptions."""
 
+import gzip
 import json
 import re
 
 import pytest
 from found_search import Found
-from hermes_like import small, template
+from hermes_like import chat_model, small, template
+from json_server import json_servers
+from tiny_model import FIXTURE
 
-from config import Config
+import ask
+import evaluate
+import inspo
+from config import WORLD, Config
+from evaluation.agents import Subject, agent
+from journal.directory import read_jsonl
 from plumbing.faults import Fault
 from reflect import candidates
 from rollout import rollout
@@ -286,7 +294,7 @@ def test_a_task_s_own_rules_and_functions_are_in_the_template_s_places():
             rules = [{"role": "system", "content": f"{instruction}\n\nRules of 21.\n"}]
             return [*rules, {"role": "user", "content": f"Board: {question.text}"}]
 
-    system, user = Ruled.format.fget(Ruled()).messages(Ruled(), "Win.", ASKED)
+    system, user = Ruled().format.messages(Ruled(), "Win.", ASKED)
     assert (system["content"], user["content"]) == ("Win.\n\nRules of 21.", f"Board: {ASKED.text}")
     task = load_task(Config(tools="search,test_hermes:forecast", format="hermes"))
     assert "Tools, whose" not in str(task.format.messages(task, "Go.", ASKED))
@@ -456,3 +464,66 @@ def test_a_first_instruction_that_cannot_evolve_is_one_line(task, text, says):
     with pytest.raises(Fault, match=re.escape(says)) as e:
         task.format.first(text, task)
     assert "\n" not in str(e.value)
+
+
+# ---- doors
+
+
+def revise(handler):
+    """Answers as an optimizer that keeps what it should in its first revision, and loses a tool in its second."""
+    prompt = json.loads(handler.body)["messages"][0]["content"]
+    parent = re.search(r"<ins_0>(.*?)</ins_0>", prompt, re.S)[1].strip()
+    good = parent.replace("Searches", f"Searches, {len(handler.server.requests)} times,", 1)
+    reply = f"<ins_1>{good}</ins_1>\n<ins_2>Do as you like. {parent.partition('<tool_')[0]}</ins_2>"
+    body = json.dumps({"choices": [{"message": {"content": reply}}]}).encode()
+    handler.send_response(200)
+    handler.send_header("Content-Length", str(len(body)))
+    handler.end_headers()
+    handler.wfile.write(body)
+
+
+@pytest.mark.slow
+def test_a_run_evolves_descriptions_and_its_doors_know_the_format(tmp_path, monkeypatch, capsys):
+    model, run = chat_model(tmp_path / "model"), tmp_path / "run"
+    data = [flag for part in ("train", "test") for flag in (f"--{part}", str(FIXTURE / f"{part}.jsonl"))]
+    shape = "--T 2 --batch 2 --mini 2 --G 2 --N_P 3 --K_p 2 --K_e 1 --T_e 2 --D_B 0 --rounds 1 --max_turns 2".split()
+    shape += "--max_response 8 --max_prompt 1500 --save_every 1 --eval_n 2 --eval_every 0 --valid_n 0".split()
+    flags = ["--model", model, *data, "--corpus", str(FIXTURE / "corpus.jsonl"), *shape, "--out", str(run)]
+    flags += ["--format", "hermes", "--evolve", "tools", "--tools", "search,calculator", "--engine", "torch"]
+    with json_servers() as start:
+        monkeypatch.setenv("OPENAI_BASE_URL", start(revise).url)
+        monkeypatch.setenv("OPENAI_API_KEY", "none")
+        inspo.main([*flags, "--optimizer_model", "any"])
+    born = [I for event in read_jsonl(run / "population.jsonl") for I in event["P"]]
+    task = load_task(Config(format="hermes", evolve="tools", tools="search,calculator"))
+    assert len({I["text"] for I in born}) >= 2 and all(not task.format.unfit(I["text"], "", task) for I in born)
+    assert any("Searches, 2 times, " in I["text"] for I in born)  # a revision of the second call
+    refused = [why["reason"] for row in read_jsonl(run / "reflections.jsonl") for why in row.get("rejected", [])]
+    assert refused and all("has no <tool_search>...</tool_search>" in why for why in refused)
+    with gzip.open(run / "trajectories" / "step-000001.jsonl.gz", "rt") as file:
+        rows = [json.loads(line) for line in file]
+    assert len(rows) == 4 and any("<tool_response>\nYour turn was cut off" in row["response"] for row in rows)
+
+    capsys.readouterr()
+    evaluate.main([str(run), "--n", "2", "--out", str(tmp_path / "evaluation")])
+    assert json.loads((tmp_path / "evaluation" / "summary.json").read_text())["setting"]["format"] == "hermes"
+    ask.main(["Who?", "--run", str(run)])
+    assert "<tool_search>Searches" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as e:
+        inspo.main(["--out", str(run), "--resume", "--format", "tags", "--evolve", "instruction"])
+    assert "was started with --format hermes, not tags" in str(e.value) + capsys.readouterr().err
+
+
+def test_impossible_flags_are_one_line(capsys):
+    with pytest.raises(SystemExit):
+        inspo.main(["--evolve", "tools", "--dry_run"])
+    assert "--evolve tools: with --format tags" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match=f"--model {WORLD / 'policy'}: its chat template prints no 'lookup'"):
+        inspo.main(["--format", "hermes", "--instruction", "", "--mode", "static"])
+
+
+def test_a_chat_endpoint_is_not_asked_in_a_template_of_its_own(monkeypatch):
+    task = SearchQA(Config(format="hermes", tools="none"))
+    with pytest.raises(Fault, match="--format hermes: a chat endpoint renders its own template"):
+        with agent(Subject("x", "http://127.0.0.1:9/v1", task.cfg), task, "Answer.", 0.0, 0):
+            pass
