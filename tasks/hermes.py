@@ -262,6 +262,9 @@ def frame(tokenizer: Tokenizer) -> tuple[str, str]:
     acted: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [call]}
     called = [acted, {"role": "tool", "content": RESULT}]
     prompt, one, two = (rendered(tokenizer, [*asked, *called * n], tools=[function]) for n in range(3))
+    changes = "changes what it wrote before when a conversation goes on"
+    if not one.startswith(prompt):
+        raise Fault(f"{where} {changes}; {REMEDY}")
     turn, ends, rest = one.removeprefix(prompt).partition(eos)
     try:
         written = [json.loads(text) for text in CALL.findall(turn)]
@@ -276,8 +279,8 @@ def frame(tokenizer: Tokenizer) -> tuple[str, str]:
         raise Fault(f"{where} ends a turn with {other!r}, and the tokenizer's EOS is {eos}; {remedy}")
     if rest.count(RESULT) != 1:
         raise Fault(f"{where} drops or changes a tool's message; {REMEDY}")
-    if not one.startswith(prompt) or two != f"{one}{turn}{eos}{rest}":
-        raise Fault(f"{where} changes what it wrote before when a conversation goes on; {REMEDY}")
+    if two != f"{one}{turn}{eos}{rest}":
+        raise Fault(f"{where} {changes}; {REMEDY}")
     begin, _, end = rest.partition(RESULT)
     return begin, end
 

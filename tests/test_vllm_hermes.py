@@ -26,7 +26,8 @@ from tasks.tools import Calculator
 
 pytest.importorskip("vllm")
 ROOT = Path(__file__).parent.parent
-ENV = os.environ | {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR"}
+ENV = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+ENV |= {"VLLM_LOGGING_LEVEL": "ERROR"}
 
 
 @pytest.fixture(scope="module", params=["qwen2_5", "qwen3"])
@@ -40,7 +41,7 @@ def url(path):
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     command = [
-        sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", path, "--host", "127.0.0.1", "--port", str(port),
+        sys.executable, "tests/store_transfer.py", "serve", path, "--host", "127.0.0.1", "--port", str(port),
         "--dtype", "float32", "--max-model-len", "2000", "--enforce-eager", "--gpu-memory-utilization", "0.08",
         "--served-model-name", "tiny", "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
     ]  # fmt: skip
@@ -48,7 +49,8 @@ def url(path):
     try:
         for _ in range(300):
             time.sleep(1)
-            assert process.poll() is None
+            if process.poll() is not None:
+                pytest.fail(f"vllm serve ended with {process.returncode}")
             try:
                 if requests.get(f"http://127.0.0.1:{port}/health", timeout=5).ok:
                     break
@@ -56,8 +58,9 @@ def url(path):
                 pass
         yield f"http://127.0.0.1:{port}"
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def test_before_each_turn_the_ids_are_those_that_the_chat_endpoint_gives_its_model(path, url):
