@@ -206,12 +206,13 @@ def call_of(text: str, tools: Sequence[Tool]) -> tuple[Tool, str]:
 def schema_of(tool: Tool, description: str = "") -> dict[str, Any]:
     """Returns name, description and parameters (a JSON schema) of a tool; `description`, if there is one, replaces its
     own. A tool without a schema has one text as its argument."""
-    if isinstance(tool, SchemaTool):
-        return tool.schema | ({"description": description} if description else {})
+    if isinstance(tool, SchemaTool):  # transformers adds what a function returns, which OpenAI's API does not know
+        own = {key: tool.schema[key] for key in ("name", "description", "parameters")}
+        return own | ({"description": description} if description else {})
     parameter = {"type": "string", "description": f"The {tool.argument}"}
     parameters = {"type": "object", "properties": {tool.argument: parameter}, "required": [tool.argument]}
-    own = tool.description or f"Makes {tool.noun}."
-    return {"name": tool.tag, "description": description or own, "parameters": parameters}
+    about = description or tool.description or f"Makes {tool.noun}."
+    return {"name": tool.tag, "description": about, "parameters": parameters}
 
 
 def sections(instruction: str) -> list[tuple[str, str]]:

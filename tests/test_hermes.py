@@ -311,6 +311,16 @@ def test_what_the_optimizer_reads_has_no_control_tokens_and_results_that_can_be_
     assert Chat().format.results([Found()]) == ["tool_response"]
 
 
+def test_a_schema_has_what_an_openai_client_sends_and_no_more():
+    text = {"type": "string", "description": "The expression"}
+    parameters = {"type": "object", "properties": {"expression": text}, "required": ["expression"]}
+    about = "Computes an arithmetic expression of numbers, such as 3 * (4 + 5)."
+    assert schema_of(Calculator()) == {"name": "calculate", "description": about, "parameters": parameters}
+    assert list(schema_of(TypedFunction(forecast, "here"))) == ["name", "description", "parameters"]
+    noun = type("Bare", (Calculator,), {"description": ""})
+    assert schema_of(noun())["description"] == "Makes a calculation."
+
+
 # ---- what is refused
 
 
