@@ -274,7 +274,7 @@ def frame(tokenizer: Tokenizer) -> tuple[str, str]:
     if written != [call["function"]]:
         shown = " ".join(turn.partition("a key")[0].split())[-80:]
         raise Fault(f"{where} writes a call as {shown!r}, not as JSON in <tool_call>; {REMEDY}")
-    if not ends or eos in turn.partition("</tool_call>")[0] or RESULT in turn:
+    if not ends or RESULT in turn:
         other = turn.partition("</tool_call>")[2].partition("\n")[0].strip()
         remedy = "take the chat version of the model (-Instruct), or mend eos_token in its tokenizer_config.json"
         raise Fault(f"{where} ends a turn with {other!r}, and the tokenizer's EOS is {eos}; {remedy}")
