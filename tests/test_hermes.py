@@ -160,7 +160,7 @@ def test_so_they_are_with_qwen_s_own_tokenizer():
     for name in FAMILIES:
         tau = check_equal(qwen(name), name)
         assert tau.ids[:3] == [151644, 8948, 198]  # <|im_start|>system\n
-        assert tau.ids.count(151657) == tau.ids.count(151658) == 4  # <tool_call>: the system's example, and three
+        assert tau.ids.count(151657) == tau.ids.count(151658) == 5  # <tool_call>: two of the template, three calls
 
 
 def test_a_turn_that_was_cut_off_gets_the_end_that_it_lacks_and_learns_nothing_of_it():
