@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from plumbing import stop  # isort: skip  (first: from here on a Ctrl-C is one line)
@@ -33,7 +34,6 @@ from reflect import (
     reflection_prompt,
 )
 from tasks import Job, Question, Task, check_questions, draw, load_task, reward, rng_of
-from tasks.tools import ANSWER
 
 if TYPE_CHECKING:  # torch takes seconds to import; --help does not wait for it
     from grpo import Learner
@@ -160,8 +160,8 @@ def ask(
     """Returns at most `n` well-formed instructions of the optimizer's reply to a prompt that shows these golds."""
     call = optimizer.ask(prompt, f"t{t} r{round}")
     log.call(t, round, I_parent, call)  # before anything else can fail: it has been paid for
-    parsed = [*(tool.tag for tool in task.tools), ANSWER]
-    accepted, rejected = candidates(call.reply, I_parent.text, used, golds, cfg.max_instruction, n, parsed)
+    unfit = partial(task.format.unfit, task=task)
+    accepted, rejected = candidates(call.reply, I_parent.text, used, golds, cfg.max_instruction, n, unfit)
     log.proposed(t, round, I_parent, call, list(accepted), rejected)
     return list(accepted.values())
 
@@ -174,7 +174,7 @@ def prompt_of(
         tried = [(I.text, I.w) for I in P.family if I.rewards]
         return history_prompt(sorted(tried, key=lambda pair: pair[1]), n)  # CHOICE-15
     if cfg.proposer == "reflection" and tau_fail:
-        failures, observations = [(e.text, e.golds) for e in tau_fail], [tool.result_tag for tool in task.tools]
+        failures, observations = [(e.text, e.golds) for e in tau_fail], task.format.results(task.tools)
         return reflection_prompt(I_parent.text, failures, n, cfg.prompt_budget, observations)
     return paraphrase_prompt(I_parent.text, n)
 
@@ -215,6 +215,7 @@ def train(
     with one_line(), stop.listening():
         task = load_task(cfg)
         first = read_instruction("instruction", cfg.instruction) if cfg.instruction else task.instruction
+        first = task.format.first(first, task)
         if not cfg.dry_run and os.environ.get("RANK", "0") == "0":
             status("reading the questions")
             together(lambda: check_questions(task), task.check, lambda: endpoint(cfg))

@@ -169,12 +169,13 @@ def _end_of_thoughts(reply: str) -> int:
 
 
 def candidates(
-    reply: str, parent: str, used: set[str], golds: Iterable[str], max_tokens: int, n: int, parsed: Sequence[str]
-) -> tuple[dict[int, str], list[dict[str, Any]]]:
+    reply: str, parent: str, used: set[str], golds: Iterable[str], max_tokens: int, n: int,
+    unfit: Callable[[str, str], str],
+) -> tuple[dict[int, str], list[dict[str, Any]]]:  # fmt: skip
     """Returns the first `n` of a reply's candidates that pass `check`, {k: text}, and the others, {"k", "reason"}.
 
-    k counts the reply's blocks from 1. `parsed`: names of the tags that are read in what the policy writes. Adds the
-    accepted texts, normalized, to `used`.
+    k counts the reply's blocks from 1. `unfit` returns why the policy could not act under a candidate of a parent, or
+    "". Adds the accepted texts, normalized, to `used`.
     """
     count, _ = token_counter()
     golds = list(golds)
@@ -184,7 +185,7 @@ def candidates(
         if len(accepted) == n:
             rejected.append({"k": k, "reason": f"{n} were asked for: neither this nor any after it is read"})
             break
-        if reason := check(text, parent, used, golds, max_tokens, count, parsed):
+        if reason := check(text, parent, used, golds, max_tokens, count, unfit):
             rejected.append({"k": k, "reason": reason})
         else:
             accepted[k] = text
@@ -194,12 +195,12 @@ def candidates(
 
 def check(
     candidate: str, parent: str, used: set[str], golds: Iterable[str], max_tokens: int, count: Callable[[str], int],
-    parsed: Sequence[str],
+    unfit: Callable[[str, str], str],
 ) -> str:  # fmt: skip
     """Returns why a candidate cannot join, or ""; `used` holds the normalized texts of the instructions in use.
 
-    It must keep what its parent says of the tags that are `parsed`, or the policy could not act. Everything else is its
-    own to say: other tags, another example of an answer, other words.
+    What it must keep of its parent, so that the policy can act, `unfit` knows. Everything else is its own to say: other
+    tags, another example of an answer, other words.
     """
     words = normalized(candidate)
     if not words:
@@ -208,9 +209,8 @@ def check(
         return "duplicate"
     if count(candidate) > max_tokens:  # CHOICE-27
         return f"longer than {max_tokens} tokens"
-    tags = [f"<{slash}{tag}>" for tag in parsed for slash in ("", "/")]
-    if lost := [tag for tag in tags if tag in parent and tag not in candidate]:
-        return f"lost {lost[0]}"
+    if reason := unfit(candidate, parent):
+        return reason
     if printable(candidate.replace("\r\n", "\n")) != candidate.replace("\r\n", "\n"):
         return "holds control characters"
     if new := sorted(set(CONTROL.findall(plain(candidate))) - set(CONTROL.findall(plain(parent)))):

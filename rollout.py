@@ -11,20 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from config import RolloutKnobs
 from engines import Engine
-from plumbing.chat import in_template
-from plumbing.outside import as_data, control
-from tasks import Job, Message, Question, Task, Trajectory, Turn
-from tasks.tools import Tool, find_call, invalid_action, last_answer, tags_of
+from tasks import Job, Question, Task, Trajectory, Turn
+from tasks.formats import Said
+from tasks.tools import Tool
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
-
-TOKEN_CHARACTERS = 128  # no text that is worth reading has longer tokens; the rest need not be tokenized to be cut
 
 
 def spread(n: int, k: int) -> list[int]:
@@ -32,41 +28,9 @@ def spread(n: int, k: int) -> list[int]:
     return [j * n // k for j in range(k)] if k < n else list(range(n))
 
 
-def encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Returns the ids of a text, without the special tokens that a tokenizer puts around it."""
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return ids
-
-
 def prompt_ids(tokenizer: Tokenizer, task: Task, instruction: str, question: Question) -> list[int]:
-    """Returns the ids of the task's prompt in the chat template.
-
-    Instruction and question are data: no control token comes of them, and none of the agent's tags of the question.
-    """
-    instruction = as_data(instruction, control(tokenizer, simple=True))  # it names the agent's tags
-    text = as_data(question.text, control(tokenizer, tags_of(task.tools)))
-    return conversation_ids(tokenizer, task.prompt(instruction, replace(question, text=text)))
-
-
-def conversation_ids(tokenizer: Tokenizer, messages: list[Message]) -> list[int]:
-    """Returns the ids of messages in the chat template, up to where the policy's turn begins; their texts are data."""
-    pattern = control(tokenizer, simple=True)
-    messages = [message | {"content": as_data(message["content"], pattern)} for message in messages]
-    return encode(tokenizer, in_template(tokenizer, messages))
-
-
-def observation_ids(
-    tokenizer: Tokenizer, tool: Tool, result: list[str], limit: int, tags: tuple[str, ...] = ()
-) -> list[int]:
-    """Returns a tool's result in its tag as at most `limit` ids; a long one loses its end, not its closing tag.
-
-    The result is data: it cannot close the tag, nor write one of `tags` or a control token.
-    """
-    pattern = control(tokenizer, (tool.result_tag, *tags))
-    shown = tool.show([as_data(text, pattern) for text in result])[: limit * TOKEN_CHARACTERS]
-    head = encode(tokenizer, f"\n\n<{tool.result_tag}>{shown}")
-    end = encode(tokenizer, f"</{tool.result_tag}>\n\n")
-    return head[: max(0, limit - len(end))] + end
+    """Returns the ids of the task's prompt in the chat template."""
+    return task.format(tokenizer, task).prompt(instruction, question)
 
 
 def rollout(
@@ -116,10 +80,10 @@ def play(
     `deal` is asked again and again: it is told how many rows are in play and returns the places of jobs to start.
     """
     max_turns = cfg.max_turns if task.tools else 0  # without tools there is the turn to answer alone
-    invalid = encode(tokenizer, invalid_action(task.tools))
-    tags = tags_of(task.tools)
+    form = task.format(tokenizer, task)  # how calls, answers and results are written
     prompts: dict[tuple[str, Question], list[int]] = {}
     tools: dict[int, Sequence[Tool]] = {}  # of each row's episode
+    said: dict[int, Said] = {}  # in each row's last turn
     taus: dict[int, Trajectory] = {}
 
     engine.begin(seed)
@@ -130,7 +94,7 @@ def play(
         for k in deal(len(ready) + generating + len(waiting)):
             job = jobs[k]
             if (job.text, job.question) not in prompts:
-                prompts[job.text, job.question] = prompt_ids(tokenizer, task, job.text, job.question)
+                prompts[job.text, job.question] = form.prompt(job.text, job.question)
             taus[k] = Trajectory(job.instruction, job.question, job.group, [], 0)
             taus[k].observe(prompts[job.text, job.question])
             taus[k].prompt_tokens = len(taus[k].ids)
@@ -149,32 +113,30 @@ def play(
             generating -= 1
             tau = taus[k]
             tau.act(ids, logps)
-            turn = Turn(tokenizer.decode(ids, skip_special_tokens=False))
+            said[k] = form.read(ids, tools[k])
+            turn, tool = Turn(said[k].text), said[k].tool
             tau.turns.append(turn)
-            tau.prediction = last_answer(turn.text)
-            call = find_call(turn.text, tools[k])
+            tau.prediction = said[k].answer
             if tau.prediction is not None:
                 tau.stop = "answer"
-            elif call:
-                turn.tool, turn.argument = call[0].tag, call[1]
+            elif tool:
+                turn.tool, turn.argument = tool.tag, said[k].argument
             if not tau.stop and len(tau.turns) > max_turns:  # CHOICE-1 CHOICE-21
                 tau.stop = "turns"
             if tau.stop:
                 ended += 1
                 progress(ended)
             else:
-                waiting[k] = call[0].submit(turn.argument) if call else None
+                waiting[k] = tool.submit(turn.argument) if tool else None
 
         ready = []
         for k in _returned(waiting, everyone=engine.lockstep, idle=not generating):
-            tau, result = taus[k], waiting.pop(k)
-            if result is None:
-                tau.observe(invalid)
+            tau, tool, result = taus[k], said[k].tool, waiting.pop(k)
+            if tool is None or result is None:
+                tau.observe(form.invalid(said[k]))
             else:
-                turn = tau.turns[-1]
-                turn.result = result.result()
-                tool = next(tool for tool in tools[k] if tool.tag == turn.tool)
-                tau.observe(observation_ids(tokenizer, tool, turn.result, cfg.max_observation, tags))
+                tau.turns[-1].result = found = result.result()
+                tau.observe(form.result(said[k], found, cfg.max_observation))
                 if tool.over:
                     tau.stop = "over"
                     ended += 1
@@ -183,7 +145,7 @@ def play(
             ready.append(k)
 
     for k, tau in taus.items():
-        tau.response = tokenizer.decode(tau.ids[tau.prompt_tokens :], skip_special_tokens=False)
+        tau.response = form.response(tau.ids[tau.prompt_tokens :])
         task.ended(tau, tools[k])
     return taus
 

@@ -44,8 +44,9 @@ from config import PRESETS, Config, read_instruction  # noqa: E402
 from engines import FinishedTurn  # noqa: E402
 from plumbing.faults import one_line  # noqa: E402
 from plumbing.servers import Child  # noqa: E402
-from rollout import encode, prompt_ids, rollout  # noqa: E402
+from rollout import prompt_ids, rollout  # noqa: E402
 from tasks import Job, Trajectory, reward  # noqa: E402
+from tasks.formats import encode  # noqa: E402
 from tasks.questions import em  # noqa: E402
 from tasks.search_qa import SearchQA  # noqa: E402
 from tasks.tools import last_answer  # noqa: E402

@@ -81,7 +81,7 @@ class TorchEngine:
         last = {s[-1] for s in stop}
         texts = tokenizer.batch_decode([[i] for i in range(len(tokenizer))], skip_special_tokens=False)
         self.may_stop = {i for i, text in enumerate(texts) if last & set(text)}
-        self.tail = 4 * max(map(len, stop))  # a character has at most 4 bytes, a token at least 1
+        self.tail = 4 * max(map(len, stop), default=0)  # a character has at most 4 bytes, a token at least 1
         self.begin(0)
 
     @torch.no_grad()

@@ -17,10 +17,9 @@ from plumbing.outside import without_secrets
 from plumbing.servers import Servers
 from rollout import rollout
 from tasks import Job, Question, Task, Trajectory
-from tasks.tools import stop_strings
 
 # Flags of inspo.py that matter here; a run's own values are the defaults. The second half changes no result.
-PLAYED = ("task", "reward", "test", "topk", "max_turns", "max_response", "max_observation", "max_prompt")
+PLAYED = ("task", "reward", "format", "test", "topk", "max_turns", "max_response", "max_observation", "max_prompt")
 SERVED = ("retriever", "corpus", "search_retries", "max_rows", "engine", "device", "vllm_memory")
 
 
@@ -125,7 +124,7 @@ class Method(NamedTuple):
     I_star: bool = False  # whether it plays under the run's best instruction
     trained: Callable[[Config], bool] = lambda cfg: False  # whether a run of this configuration trained for it
     knobs: Mapping[str, Any] = {}  # of the configuration, that it changes
-    stop: Callable[[Task], tuple[str, ...]] = lambda task: stop_strings(task.tools)  # what ends a turn
+    stop: Callable[[Task], tuple[str, ...]] = lambda task: task.format.stop(task)  # what ends a turn
     task: type[Any] = Task  # what it can play
 
 
@@ -164,7 +163,8 @@ def agent(
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         task.check()
         tools = task.start(stack.enter_context(Servers(f"{folder}/log")))
-        engine, tokenizer = _engine(chosen.weights, task.cfg, stop or stop_strings(task.tools), served)
+        ends = task.format.stop(task) if stop is None else stop
+        engine, tokenizer = _engine(chosen.weights, task.cfg, ends, served)
         stack.callback(engine.close)
         yield Agent(engine, tokenizer, task, instruction, temperature, seed, tools)
 
@@ -174,6 +174,8 @@ def _engine(model: str, cfg: Config, stop: tuple[str, ...], served: str) -> tupl
     if model.startswith(("http://", "https://")):
         from engines.chat_engine import ChatEngine, Words
 
+        if cfg.format != "tags":
+            raise Fault(f"--format {cfg.format}: a chat endpoint renders its own template; give the model's directory")
         words = Words()
         return ChatEngine(model, served, words, stop, api_key=os.environ.get("OPENAI_API_KEY", "")), words
     from engines.choose import choose_engine, device_of

@@ -28,10 +28,10 @@ from page.read import many
 from plumbing.faults import Fault, one_line
 from plumbing.outside import as_data, clean, control, decoded
 from plumbing.status import status
-from rollout import conversation_ids, encode, observation_ids
 from tasks import Message, Question, Task, Trajectory, Turn, load_task, rng_of
+from tasks.formats import conversation_ids, encode
 from tasks.questions import json_lines
-from tasks.tools import Function, Tool, find_call, last_answer, stop_strings, tags_of
+from tasks.tools import Function
 
 if TYPE_CHECKING:  # torch takes seconds to import; --help does not wait for it
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -67,11 +67,12 @@ def config_of(argv: list[str] | None = None) -> ColdStartConfig:
 # ---- a row -> messages -> ids
 
 
-def conversation(row: Any, tools: Sequence[Tool]) -> tuple[list[Message], list[Turn]]:
+def conversation(row: Any, task: Task) -> tuple[list[Message], list[Turn]]:
     """Returns the prompt of a row and its turns, each with what its call returned: [text], or None.
 
     A ValueError says what no rollout could have, and what to do.
     """
+    tools = {tool.tag: tool for tool in task.tools}
     messages = row.get("messages") if isinstance(row, dict) else None
     if not isinstance(messages, list) or not messages:
         raise ValueError('no messages; write {"messages": [{"role": ..., "content": ...}, ...]}')
@@ -86,15 +87,15 @@ def conversation(row: Any, tools: Sequence[Tool]) -> tuple[list[Message], list[T
         if role == "assistant":
             if last and last.result is None:
                 raise ValueError(f"message {n} is a second turn without a tool's message between; join them, or add it")
-            turns.append(turn_of(content, tools, n))
+            turns.append(turn_of(content, task, n))
         elif role == "tool":
             if not last or last.result is not None:
                 raise ValueError(f"message {n} is a tool's, but no assistant message before it calls one; add the call")
             if not last.tool:
-                calls = " or ".join(f"<{tool.tag}> {tool.argument} </{tool.tag}>" for tool in tools)
+                calls = " or ".join(task.format.call(tool) for tool in task.tools)
                 remedy = f"write {calls} there" if tools else "the task has no tools (--tools)"
                 raise ValueError(f"message {n} is a tool's, but message {n - 1} calls none; {remedy}")
-            last.result = [untagged(content, next(tool.result_tag for tool in tools if tool.tag == last.tool))]
+            last.result = [untagged(content, *task.format.results([tools[last.tool]]))]
         elif turns:
             raise ValueError(f"message {n} is the {role}'s, after a turn; only tools speak then: end the row before it")
         else:
@@ -106,18 +107,18 @@ def conversation(row: Any, tools: Sequence[Tool]) -> tuple[list[Message], list[T
     return prompt, turns
 
 
-def turn_of(text: str, tools: Sequence[Tool], n: int = 1) -> Turn:
+def turn_of(text: str, task: Task, n: int = 1) -> Turn:
     """Returns the turn that message n is; a ValueError if it goes on where a rollout ends a turn."""
-    kept = until_it_ends(text, tools)
+    kept = until_it_ends(text, task)
     if rest := text[len(kept) :].strip():
         raise ValueError(f"message {n} goes on after {kept[kept.rfind('<') :]}, which ends a turn: {rest:.40}; cut it")
-    call = find_call(kept, tools)
-    return Turn(kept, call[0].tag, call[1]) if call else Turn(kept)
+    said = task.format.parse(kept, task.tools)
+    return Turn(kept, said.tool.tag, said.argument) if said.tool else Turn(kept)
 
 
-def until_it_ends(text: str, tools: Sequence[Tool]) -> str:
+def until_it_ends(text: str, task: Task) -> str:
     """Returns a turn's text up to the first string that ends a turn; all of it if there is none."""
-    ends = [text.find(end) + len(end) for end in stop_strings(tools) if end in text]
+    ends = [text.find(end) + len(end) for end in task.format.stop(task) if end in text]
     return text[: min(ends)] if ends else text
 
 
@@ -138,32 +139,34 @@ class Shown(Function):
 
 
 def encoded(row: Any, k: int, task: Task, tokenizer: "Tokenizer", cfg: RolloutKnobs) -> Trajectory:
-    """Returns the k-th row as the trajectory of a rollout, each part encoded by itself; its EOS is learned too.
+    """Returns the k-th row as the trajectory of a rollout, each part encoded by itself; its last EOS is learned too,
+    and that of every turn where no string ends one.
 
     Raises ValueError, and Fault where the chat template refuses the prompt.
     """
     from extras.supervised import demonstration
 
-    prompt, turns = conversation(row, task.tools)
-    ids = conversation_ids(tokenizer, prompt)
+    prompt, turns = conversation(row, task)
+    form, tools = task.format(tokenizer, task), {tool.tag: tool for tool in task.tools}
+    ids = conversation_ids(tokenizer, prompt, **form.options(task, str(row.get("instruction", ""))))
     q = Question(str(row.get("id", f"row {k}")), prompt[-1]["content"], source=str(row.get("data_source", "data")))
-    tau = demonstration(q, k, ids, [0] * len(ids), len(ids), last_answer(turns[-1].text))
+    tau = demonstration(q, k, ids, [0] * len(ids), len(ids), form.parse(turns[-1].text, task.tools).answer)
     tau.turns = turns
     tau.stop = "over" if turns[-1].result else "answer" if tau.prediction is not None else "turns"
-    forbidden, tags = control(tokenizer, simple=True), tags_of(task.tools)
+    forbidden = control(tokenizer, simple=True)
     for turn in turns:
         if as_data(turn.text, forbidden) != turn.text:
             found = forbidden.search(turn.text)
             what = repr(found[0]) if found else "a control token in other letters"
             raise ValueError(f"an assistant message holds {what}, which the chat template writes; take it out")
         written = encode(tokenizer, turn.text)
-        if turn is turns[-1] and not turn.result:
+        if not form.stop(task) or (turn is turns[-1] and not turn.result):
             written.append(tokenizer.eos_token_id)
         tau.act(written, [0.0] * len(written))
         if turn.result:
-            tool = Shown(next(tool.result_tag for tool in task.tools if tool.tag == turn.tool))
-            tau.observe(observation_ids(tokenizer, tool, turn.result, cfg.max_observation, tags))
-    tau.response = tokenizer.decode(tau.ids[tau.prompt_tokens :], skip_special_tokens=False)
+            said = dataclasses.replace(form.parse(turn.text, task.tools), tool=Shown(tools[turn.tool].result_tag))
+            tau.observe(form.result(said, turn.result, cfg.max_observation))
+    tau.response = form.response(tau.ids[tau.prompt_tokens :])
     return tau
 
 
@@ -291,7 +294,7 @@ def main(argv: list[str] | None = None) -> None:
         if not cfg.dry_run and os.environ.get("RANK", "0") == "0":  # before anything large is loaded
             status("reading the demonstrations")
             task = load_task(cfg)
-            demos = demonstrations(cfg, task, load_tokenizer(cfg.model, stop_strings(task.tools)))
+            demos = demonstrations(cfg, task, load_tokenizer(cfg.model, task.format.stop(task)))
     start = ColdStart(demos)
     inspo.train(cfg, start, learner=Demonstrated)
     with one_line():

@@ -29,7 +29,6 @@ from plumbing.faults import Fault, Outage, one_line
 from plumbing.outside import as_data, control
 from tasks import Question, Task, load_task, reward, rng_of, subset
 from tasks.questions import json_lines
-from tasks.tools import tags_of
 
 CHUNK = 64  # questions that are played together; one that was stopped repeats at most so many
 KNOBS = ("task", "reward", "train", "corpus", "retriever", "topk", "tools", "max_turns", "max_response",
@@ -71,16 +70,18 @@ class Demos:
 
 def row_of(task: Task, instruction: str, q: Question, played: Row) -> Row:
     """Returns the conversation of a trajectory: its prompt, its turns as far as they count, and what was shown."""
-    words, tags = Words(), tags_of(task.tools)  # control tokens are the business of whoever reads the row
-    messages = task.prompt(instruction, dataclasses.replace(q, text=as_data(q.text, control(words, tags))))
+    # Control tokens are the business of whoever reads the row.
+    form, words, tags = task.format, Words(), task.format.words(task.tools)
+    asked = dataclasses.replace(q, text=as_data(q.text, control(words, tags)))
+    messages = form.messages(task, instruction, asked)
     tools = {tool.tag: tool for tool in task.tools}
     for turn in played["turns"]:
-        messages.append({"role": "assistant", "content": until_it_ends(turn["text"], task.tools)})
+        messages.append({"role": "assistant", "content": until_it_ends(turn["text"], task)})
         if turn["result"] is not None:
             tool = tools[turn["tool"]]
-            pattern = control(words, (tool.result_tag, *tags))
+            pattern = control(words, (*form.results([tool]), *tags))
             shown = tool.show([as_data(text, pattern) for text in turn["result"]])
-            messages.append({"role": "tool", "content": f"<{tool.result_tag}>{shown}</{tool.result_tag}>"})
+            messages.append({"role": "tool", "content": form.shown(tool, shown)})
     about = {"id": q.id, "instruction": instruction, "data_source": q.source, "reward": played["reward"]}
     return about | {"messages": messages}
 
@@ -88,7 +89,7 @@ def row_of(task: Task, instruction: str, q: Question, played: Row) -> Row:
 def possible(row: Row, task: Task) -> bool:
     """Returns whether a rollout could have this row: an endpoint may write on behind its call."""
     try:
-        _, turns = conversation(row, task.tools)
+        _, turns = conversation(row, task)
     except ValueError:
         return False
     return turns[-1].result is not None or not turns[-1].tool

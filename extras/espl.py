@@ -233,7 +233,7 @@ def offspring(
 def mutation_prompt(instruction: str, tried: Sequence[tuple[Experience, Experience]], budget: int, task: Task) -> str:
     """Returns the prompt that asks for a small change after questions `tried`: a right attempt and a wrong one."""
     count, _ = token_counter()
-    observations, half = [tool.result_tag for tool in task.tools], budget // 2
+    observations, half = task.format.results(task.tools), budget // 2
     wrong = examples([(e.text, e.golds) for _, e in tried], half, observations)
     right = [shorten(e.text, half // len(tried), count, observations) for e, _ in tried]
     attempts = [f"<right>\n{a}\n</right>\n{b}" for a, b in zip(right, wrong, strict=True)]

@@ -146,7 +146,7 @@ def gepa(
 
 def feedback_prompt(instruction: str, tau_fail: Sequence[Experience], budget: int, task: Task) -> str:
     """Returns the prompt that asks for one new instruction after failures."""
-    observations = [tool.result_tag for tool in task.tools]
+    observations = task.format.results(task.tools)
     shown = examples([(e.text, e.golds) for e in tau_fail], budget, observations)
     return FEEDBACK.format(instruction=instruction, examples="\n".join(shown))
 

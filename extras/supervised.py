@@ -22,8 +22,9 @@ from journal.log import Log
 from plumbing.faults import Fault
 from population import Instruction, Population, ReplayBuffer
 from reflect import Optimizer
-from rollout import encode, prompt_ids
+from rollout import prompt_ids
 from tasks import Job, Question, Task, Trajectory, draw, reward
+from tasks.formats import encode
 from training.policy import Policy, Worker
 
 

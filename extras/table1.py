@@ -26,8 +26,8 @@ from evaluation import command
 from evaluation.agents import METHODS, Agent, Method
 from extras.prompts import Prompt, wording
 from plumbing.chat import in_template
-from rollout import encode
 from tasks import Question, Task, Trajectory, Turn
+from tasks.formats import encode
 from tasks.search_qa import SearchQA
 from tasks.tools import last_answer
 

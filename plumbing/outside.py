@@ -11,7 +11,7 @@ import html
 import json
 import re
 import unicodedata
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit, urlunsplit
 
@@ -40,14 +40,23 @@ def decoded(text: str | bytes, **options: Any) -> Any:
 
 def clean(value: Any, secrets: Collection[str] = ()) -> Any:
     """Returns decoded JSON, in which half surrogate pairs are U+FFFD and `secrets` are "[secret]" in every text."""
-    if isinstance(value, str):
+
+    def cleaned(text: str) -> str:
         for secret in secrets:
-            value = value.replace(secret, "[secret]")
-        return SURROGATE.sub("\ufffd", value)
+            text = text.replace(secret, "[secret]")
+        return SURROGATE.sub("\ufffd", text)
+
+    return in_texts(value, cleaned)
+
+
+def in_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """Returns decoded JSON with every text in it changed, keys too."""
+    if isinstance(value, str):
+        return change(value)
     if isinstance(value, list):
-        return [clean(item, secrets) for item in value]
+        return [in_texts(item, change) for item in value]
     if isinstance(value, dict):
-        return {clean(key, secrets): clean(item, secrets) for key, item in value.items()}
+        return {change(key): in_texts(item, change) for key, item in value.items()}
     return value
 
 

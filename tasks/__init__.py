@@ -25,11 +25,14 @@ import numpy as np
 from config import Config
 from plumbing.faults import Fault, together
 from plumbing.stop import may_stop
+from tasks.formats import Tags
 from tasks.functions import SchemaTool, TypedFunction, equipped
+from tasks.hermes import Hermes
 from tasks.tools import Tool, unusable
 
 T = TypeVar("T")
 Message = dict[str, str]  # {"role": "system" or "user", "content": ...}
+FORMATS: dict[str, type[Tags]] = {"tags": Tags, "hermes": Hermes}
 
 
 @dataclass(frozen=True)
@@ -134,11 +137,16 @@ class Task(ABC):
     """
 
     tools: Sequence[Tool]  # what the policy can call: tags, stop strings and messages derive from them; () for none
-    instruction: ClassVar[str] = "Answer inside <answer> and </answer>."  # without --instruction
+    instruction: str = "Answer inside <answer> and </answer>."  # without --instruction
     best_reward: ClassVar[float] = 1.0  # the highest that there is: below it a trajectory has failed
 
     def __init__(self, cfg: Config):
         self.cfg = cfg
+
+    @property
+    def format(self) -> type[Tags]:
+        """How calls, answers and results are written (--format)."""
+        return FORMATS[self.cfg.format]
 
     def check(self) -> None:
         """Raises Fault if something that `start` will need is missing; on rank 0, before anything is loaded."""

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from config import Config
 from plumbing.faults import Fault
 from tasks import Message, Question, Task, Trajectory
-from tasks.functions import TypedFunction, explained
+from tasks.functions import TypedFunction
 from tasks.questions import json_lines
 from tasks.tools import Tool
 
@@ -30,7 +30,7 @@ class EnvironmentTask(Task):
     """
 
     environment: ClassVar[type[Any]]
-    instruction: ClassVar[str] = (
+    instruction: str = (
         "Do what is asked with the tools that you have. When it is done, write <answer> done </answer>."
     )
 
@@ -61,10 +61,10 @@ class EnvironmentTask(Task):
         return found
 
     def prompt(self, instruction: str, question: Question) -> list[Message]:
-        """Returns one message: the instruction, how the tools are called, the row's text and that of `reset`."""
+        """Returns one message: the instruction, the row's text and that of `reset`."""
         if question not in self.opening:
             self.opening[question] = self._begun(question)[1]
-        parts = (explained(instruction, self.methods), question.text, self.opening[question])
+        parts = (instruction, question.text, self.opening[question])
         content = "\n\n".join(filter(None, parts))
         return [{"role": "user", "content": f"{content}\n"}]
 

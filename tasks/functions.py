@@ -203,18 +203,6 @@ async def _called(function: Callable[..., Any], arguments: dict[str, Any]) -> An
     return await result if isinstance(result, Coroutine) else result
 
 
-def explained(instruction: str, tools: Sequence[SchemaTool]) -> str:
-    """Returns an instruction followed by how to call these tools.
-
-    It is no part of the instruction: whatever the optimizer revises, the policy knows its tools.
-    """
-    if not tools:
-        return instruction
-    tags = sorted({f"<{tool.result_tag}> and </{tool.result_tag}>" for tool in tools})
-    usage = "\n".join(tool.usage() for tool in tools)
-    return f"{instruction}\n\nTools, whose results come between {' or '.join(tags)}:\n{usage}"
-
-
 def equipped(kind: type[Any], functions: Sequence[SchemaTool]) -> type[Any]:
     """Returns a task that can also call these functions."""
 
@@ -231,9 +219,6 @@ def equipped(kind: type[Any], functions: Sequence[SchemaTool]) -> type[Any]:
         def reset(self, question: Any) -> Sequence[Tool]:
             own = super().reset(question)
             return (*own, *(tool for tool in functions if tool not in own))  # by default it returns `tools`
-
-        def prompt(self, instruction: str, question: Any) -> Any:
-            return super().prompt(explained(instruction, functions), question)
 
     Equipped.__name__, Equipped.__qualname__, Equipped.__module__ = kind.__name__, kind.__qualname__, kind.__module__
     return Equipped

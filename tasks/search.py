@@ -40,6 +40,7 @@ class Search(Tool):
     """
 
     tag, noun, argument, plural, result_tag = "search", "a search", "query", "searches", "information"
+    description = "Searches a collection of passages and returns those that match the query best."
 
     def __init__(
         self,

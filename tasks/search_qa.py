@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import ClassVar
 
 from config import Config
 from plumbing.faults import Fault
@@ -19,15 +18,18 @@ SEARCH_R1 = (
     "search as many times as your want. If you find no further external knowledge needed, you can directly provide "
     "the answer inside <answer> and </answer>, without detailed illustrations. For example, <answer> Beijing </answer>."
 )
+IN_TEMPLATE = SEARCH_R1.replace("call a search engine by <search> query </search>", "call the search tool").replace(
+    " between <information> and </information>", ""
+)
+FIRST = {"tags": SEARCH_R1, "hermes": IN_TEMPLATE}
 
 
 class SearchQA(Task):
     """Reads --train, --valid and --test, and searches --corpus or --retriever."""
 
-    instruction: ClassVar[str] = SEARCH_R1  # what the paper starts from (App. F)
-
     def __init__(self, cfg: Config):
         super().__init__(cfg)
+        self.instruction = FIRST[cfg.format]  # with tags what the paper starts from (App. F)
         self.connect("")
 
     def connect(self, address: str, revive: Callable[[], str] = lambda: "") -> None:

@@ -26,6 +26,7 @@ class Tool(ABC):
     argument: str  # query: likewise
     plural: str  # searches: its metric
     result_tag: str  # information
+    description: str = ""  # what it does, where a format describes it (--format hermes); "": made of its noun
     over: bool = False  # whether the episode has ended: after this result the policy has no further turn
 
     @property
@@ -62,6 +63,7 @@ class Calculator(Function):
     """Arithmetic on numbers: `<calculate> 3 * (4 + 5) </calculate>` returns 27."""
 
     tag, noun, argument, plural, result_tag = "calculate", "a calculation", "expression", "calculations", "result"
+    description = "Computes an arithmetic expression of numbers, such as 3 * (4 + 5)."
 
     def run(self, argument: str) -> str:
         if not re.fullmatch(r"[\d\s.+*/%()-]{1,200}", argument):

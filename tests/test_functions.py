@@ -450,11 +450,11 @@ def test_an_environment_of_trl_is_a_task(tiny, rows):
     check_questions(task)
     first, second = task.questions("train")
     assert [tool.tag for tool in task.tools] == ["count", "dial"] and task.questions("valid") == []
-    [message] = task.prompt("Go.", second)
+    [message] = task.format.messages(task, "Go.", second)
     assert message["content"].startswith("Go.\n\nTools, ")
     assert "<dial> code </dial>: Dials a code." in message["content"]
     assert message["content"].endswith("\n\nOpen it.\n\nTwo are the same.\n")
-    assert task.prompt("Go.", first)[0]["content"].endswith("\n\nYou crack safes.\n\nOpen the vault.\n")
+    assert task.format.messages(task, "Go.", first)[0]["content"].endswith("\n\nYou crack safes.\n\nOpen the vault.\n")
 
     won = ["<dial>441</dial>", '<count>{"digit": 3, "below": true}</count>', "<dial>123</dial>", "<dial>123</dial>",
            "<answer>done</answer>"]  # fmt: skip

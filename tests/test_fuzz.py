@@ -21,8 +21,9 @@ from plumbing.faults import Fault, OptimizerDown, ToolDown
 from plumbing.outside import printable
 from reflect import MAX_REPLY, Optimizer, candidates, normalized, paid_calls
 from retrieval.corpus import Corpus
-from rollout import encode, prompt_ids, rollout
+from rollout import prompt_ids, rollout
 from tasks import Job, Question
+from tasks.formats import encode
 from tasks.questions import load_questions
 from tasks.search import MAX_PASSAGE, Search
 from tasks.search_qa import SearchQA

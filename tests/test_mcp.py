@@ -149,7 +149,7 @@ def test_a_task_has_the_server_s_tools_beside_its_own():
     task = load_task(Config(tools=f"search,mcp:{COMMAND}"))
     assert {tool.tag for tool in task.tools} == {"search", "add", "shout", "fail", "sleep", "end", "secret"}
     assert "</add>" in stop_strings(task.tools)
-    [message] = task.prompt("Answer.", Question("q", "What is it?"))
+    [message] = task.format.messages(task, "Answer.", Question("q", "What is it?"))
     assert "<add> " in message["content"] and "Adds two numbers." in message["content"]
     with pytest.raises(Fault, match="another tool is called add"):
         load_task(Config(tools=f"mcp:{COMMAND},mcp:{COMMAND} "))

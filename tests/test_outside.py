@@ -16,8 +16,9 @@ from plumbing.faults import Fault, one_line
 from plumbing.outside import clean, plain, printable, secrets_of
 from population import Instruction
 from reflect import Call
-from rollout import encode, observation_ids, prompt_ids
+from rollout import prompt_ids
 from tasks import Question, Trajectory, Turn
+from tasks.formats import encode, observation_ids
 from tasks.search_qa import SEARCH_R1, SearchQA
 from tasks.tools import tags_of
 

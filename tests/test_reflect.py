@@ -7,6 +7,7 @@ import sys
 import time
 import unicodedata
 from dataclasses import asdict, replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -29,6 +30,7 @@ from reflect import (
     shorten,
     token_counter,
 )
+from tasks.formats import lost
 from tasks.search_qa import SEARCH_R1
 
 
@@ -242,7 +244,7 @@ PARENT = "Think in <think> </think>, search with <search> </search>, answer in <
 GOOD = f"Search one entity at a time. {PARENT}"
 
 
-PARSED = ["search", "answer"]
+PARSED = partial(lost, names=["search", "answer"])  # as with one tool, a search
 FIG_4 = """You are required to answer the following question. To do so, you must externalize your entire thought \
 process using the specified XML tags. Your task is to follow the "Evidence-Based Reasoning" protocol.
 - **Plan:** In a `<think>...</think>` block, create a numbered plan of inquiry.
@@ -285,7 +287,7 @@ def test_a_candidate_that_lost_a_tag_of_its_parent_s_that_is_parsed_is_rejected(
     assert reason(GOOD.replace(tag, tag.replace("<", "["))) == f"lost {tag}"
     assert reason(GOOD.replace(tag, tag.upper())) == f"lost {tag}"
     assert reason(GOOD.replace(tag, ""), parent=PARENT.replace(tag, "")) == ""  # the parent does not have it either
-    assert reason(GOOD.replace(tag, ""), parsed=["calculate"]) == ""
+    assert reason(GOOD.replace(tag, ""), parsed=partial(lost, names=["calculate"])) == ""
 
 
 def test_all_other_tags_are_its_own_to_choose():

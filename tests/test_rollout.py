@@ -14,8 +14,9 @@ from config import Config
 from engines.torch_engine import TorchEngine
 from plumbing.faults import ToolDown
 from plumbing.servers import Child
-from rollout import observation_ids, prompt_ids, rollout
+from rollout import prompt_ids, rollout
 from tasks import Job, Question, Task, Turn
+from tasks.formats import observation_ids
 from tasks.search import Search
 from tasks.search_qa import SEARCH_R1
 from tasks.tools import Calculator, Function, Tool, invalid_action

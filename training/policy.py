@@ -28,7 +28,6 @@ from plumbing import stop
 from plumbing.faults import CheckpointFault, DiskFault, EngineFault, Fault, Outage
 from rollout import play, rollout, spread
 from tasks import Job, Task, Trajectory, load_task, rng_of
-from tasks.tools import stop_strings
 from training import checkpoint, speed
 from training.ranks import Ranks
 
@@ -168,7 +167,7 @@ class Worker:
     def __init__(self, cfg: Config, ranks: Ranks, engine: str, task: Task, learner: type[Learner] = Learner):
         self.cfg, self.ranks, self.task = cfg, ranks, task
         self.progress: Callable[[int], None] = lambda done: None  # told how many trajectories of a rollout have ended
-        ends = stop_strings(task.tools)
+        ends = task.format.stop(task)
         self.config, self.tokenizer = load_config(cfg.model), load_tokenizer(cfg.model, ends)
         source = self.first_policy()
         compute = getattr(torch, ranks.dtype)

@@ -39,7 +39,7 @@ class Guess(Task):
 
     tools = (Guesses(),)  # for its tags; `reset` makes one for every episode
     best_reward: ClassVar[float] = 10.0
-    instruction: ClassVar[str] = (
+    instruction: str = (
         "Find the hidden number. Write a guess inside <guess> and </guess>, for example <guess> 8 </guess>. Between "
         "<reply> and </reply> you are told whether the hidden number is higher or lower, or that you are right. You "
         "have four guesses. To give up, write <answer> none </answer>."

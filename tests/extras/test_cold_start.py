@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from found_search import Found
+from hermes_like import small
 from json_server import json_servers
 from test_inspo import ENV, popen, wait_for_step
 
@@ -28,8 +29,9 @@ from models.model import load_policy
 from plumbing.faults import Fault
 from plumbing.servers import Child
 from population import Population
-from rollout import encode, rollout
+from rollout import rollout
 from tasks import Job, Question, reward
+from tasks.formats import encode
 from tasks.questions import load_questions
 from tasks.search_qa import SearchQA
 from tasks.tools import stop_strings
@@ -150,6 +152,26 @@ def of(*names, **more):
 
 def told(role, content):
     return {"role": role, "content": content}
+
+
+@pytest.mark.parametrize("evolve", ["instruction", "tools"])
+def test_rollouts_in_a_chat_template_s_own_format_come_back_with_the_end_of_every_turn(evolve):
+    tokenizer = small("qwen2_5")
+    task = SearchQA(dataclasses.replace(CFG, format="hermes", evolve=evolve, max_prompt=4000, max_observation=60))
+    task.tools = [Found("A\nlong text " * 40)]
+    text = task.format.first(task.instruction, task).replace("Searches", "Finds")
+    calls = "".join(f'<tool_call>{{"name": "search", "arguments": {{"query": "{x}"}}}}</tool_call>' for x in "ab")
+    turns = [f"{part}<|im_end|>" for part in ("<think>hm</think>" + calls, "It is <answer>x</answer>.")]
+    asked = Job(0, text, Question("q", "Who <think>?"), 0)
+    [tau] = rollout(Says(tokenizer, turns), tokenizer, task, [asked], task.cfg, temperature=1.0, seed=0)
+    found = row(asked, tau, task)
+    assert [message["role"] for message in found["messages"]] == ["system", "user", "assistant", "tool", "assistant"]
+    assert "<tool_" not in found["messages"][0]["content"] and found["messages"][3]["content"].startswith("Doc 1")
+    demo = encoded(found, 0, task, tokenizer, task.cfg)
+    assert (demo.ids, demo.mask, demo.prompt_tokens) == (tau.ids, tau.mask, tau.prompt_tokens)
+    assert [(turn.text, turn.tool) for turn in demo.turns] == [(turn.text, turn.tool) for turn in tau.turns]
+    assert (demo.stop, demo.prediction, demo.response) == ("answer", "x", tau.response)
+    assert collect.possible(found, task)
 
 
 def test_a_tool_s_message_has_its_tag_or_not_and_blanks_behind_a_turn_do_not_count(policy):

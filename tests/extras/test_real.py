@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from config import FACTS, HERE, PRESETS, SMOLLM, SMOLLM_HUB, Config
 from extras.real import facts, model
 from plumbing.faults import Fault
-from rollout import observation_ids
+from tasks.formats import observation_ids
 from tasks.questions import em, load_questions
 from tasks.search_qa import SearchQA
 

@@ -33,8 +33,9 @@ from extras.cold_start import encoded
 from journal.directory import read_jsonl
 from models.model import load_policy, weights
 from page.sample import parts
-from rollout import encode, prompt_ids, rollout
+from rollout import prompt_ids, rollout
 from tasks import Job, Question
+from tasks.formats import encode
 from tasks.questions import em
 from tasks.search_qa import SearchQA
 from tasks.tools import stop_strings

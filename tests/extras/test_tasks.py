@@ -26,8 +26,9 @@ from journal.directory import read_jsonl
 from models.model import load_tokenizer
 from plumbing.faults import Fault
 from plumbing.servers import Child
-from rollout import encode, rollout
+from rollout import rollout
 from tasks import Job, Question, Trajectory, check_questions, measure
+from tasks.formats import encode
 from tasks.questions import f1
 
 ROOT = Path(__file__).parents[2]

@@ -19,8 +19,9 @@ from extras.world.warm_start import tiny_policy, write_files
 from reflect import check, normalized, reflection_prompt
 from reflect import parse as parse_reply
 from retrieval.bm25 import BM25
-from rollout import observation_ids, prompt_ids
+from rollout import prompt_ids
 from tasks import Question
+from tasks.formats import observation_ids
 from tasks.questions import em
 from tasks.tools import invalid_action, last_answer
 from world.clauses import BEST, CLAUSES, FILLERS, FRAMES, SAYS, START, read, write

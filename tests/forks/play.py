@@ -13,8 +13,9 @@ import inspo
 from config import WORLD, parse
 from models.model import load_model, load_tokenizer, logit_scale
 from plumbing.faults import Fault
-from rollout import encode, prompt_ids, rollout
+from rollout import prompt_ids, rollout
 from tasks import Job, Question, load_task
+from tasks.formats import encode
 from tasks.tools import invalid_action, stop_strings
 
 TURNS = ["Let me see. <count> one two three </count>", "Three?", "<answer> 3 </answer>"]

@@ -1,0 +1,175 @@
+"""How calls, answers and results are written, between texts that a task knows and ids that the policy reads and writes.
+
+`Tags` is the paper's (§2.1, App. F). tasks/hermes.py has the other one that `--format` names, with the same methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from plumbing.chat import in_template
+from plumbing.outside import as_data, control, in_texts
+from tasks.functions import SchemaTool
+from tasks.tools import ANSWER, Tool, find_call, invalid_action, last_answer, stop_strings, tags_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+
+    from tasks import Message, Question, Task
+
+TOKEN_CHARACTERS = 128  # no text that is worth reading has longer tokens; the rest need not be tokenized to be cut
+
+
+def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Returns the ids of a text, without the special tokens that a tokenizer puts around it."""
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def conversation_ids(tokenizer: Tokenizer, messages: Sequence[Message], **options: Any) -> list[int]:
+    """Returns the ids of messages in the chat template, up to where the policy's turn begins; their texts are data.
+
+    `options`: what else the template is given, data as well.
+    """
+    data = partial(as_data, pattern=control(tokenizer, simple=True))
+    messages = [message | {"content": data(message["content"])} for message in messages]
+    return encode(tokenizer, in_template(tokenizer, messages, **in_texts(options, data)))
+
+
+def observation_ids(
+    tokenizer: Tokenizer, tool: Tool, result: list[str], limit: int, tags: tuple[str, ...] = ()
+) -> list[int]:
+    """Returns a tool's result in its tag as at most `limit` ids; a long one loses its end, not its closing tag.
+
+    The result is data: it cannot close the tag, nor write one of `tags` or a control token.
+    """
+    pattern = control(tokenizer, (tool.result_tag, *tags))
+    shown = tool.show([as_data(text, pattern) for text in result])[: limit * TOKEN_CHARACTERS]
+    head = encode(tokenizer, f"\n\n<{tool.result_tag}>{shown}")
+    end = encode(tokenizer, f"</{tool.result_tag}>\n\n")
+    return head[: max(0, limit - len(end))] + end
+
+
+def lost(candidate: str, parent: str, names: Sequence[str]) -> str:
+    """Returns which tag of these names a candidate instruction lacks and its parent has, as a reason; "" if none."""
+    tags = [f"<{slash}{name}>" for name in names for slash in ("", "/")]
+    return next((f"lost {tag}" for tag in tags if tag in parent and tag not in candidate), "")
+
+
+def explained(instruction: str, tools: Sequence[Tool]) -> str:
+    """Returns an instruction followed by how to call those of these tools that have a schema."""
+    known = [tool for tool in tools if isinstance(tool, SchemaTool)]
+    if not known:
+        return instruction
+    tags = sorted({f"<{tool.result_tag}> and </{tool.result_tag}>" for tool in known})
+    usage = "\n".join(tool.usage() for tool in known)
+    return f"{instruction}\n\nTools, whose results come between {' or '.join(tags)}:\n{usage}"
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a turn says: an answer, a call of a tool, or neither."""
+
+    text: str
+    answer: str | None = None
+    tool: Tool | None = None
+    argument: str = ""
+    ended: bool = True  # it ended as a turn does; False: it was cut off
+    note: str = ""  # what the policy is told about it, besides a result
+
+
+class Tags:
+    """`<search> query </search>` calls, `<information>...</information>` returns, `<answer> it </answer>` ends."""
+
+    # ---- of a task alone
+
+    @classmethod
+    def stop(cls, task: Task) -> tuple[str, ...]:
+        """Returns the strings that end a turn, besides EOS."""
+        return stop_strings(task.tools)
+
+    @classmethod
+    def words(cls, tools: Sequence[Tool]) -> tuple[str, ...]:
+        """Returns the names of tags that only the policy and the loop write."""
+        return tags_of(tools)
+
+    @classmethod
+    def results(cls, tools: Sequence[Tool]) -> list[str]:
+        """Returns the names of the tags around results."""
+        return [tool.result_tag for tool in tools]
+
+    @classmethod
+    def first(cls, instruction: str, task: Task) -> str:
+        """Returns the first instruction of a run as it evolves. Raises Fault if the policy could not act under it."""
+        return instruction
+
+    @classmethod
+    def unfit(cls, candidate: str, parent: str, task: Task) -> str:
+        """Returns why the policy could not act under a revision of an instruction; "" if it can."""
+        return lost(candidate, parent, [*(tool.tag for tool in task.tools), ANSWER])
+
+    @classmethod
+    def messages(cls, task: Task, instruction: str, question: Question) -> list[Message]:
+        """Returns the conversation that the policy continues.
+
+        How the task's functions are called follows the instruction and is no part of it: whatever the optimizer
+        revises, the policy knows its tools.
+        """
+        return task.prompt(explained(instruction, task.tools), question)
+
+    @classmethod
+    def options(cls, task: Task, instruction: str) -> Mapping[str, Any]:
+        """Returns what else the chat template is given."""
+        return {}
+
+    @classmethod
+    def parse(cls, text: str, tools: Sequence[Tool], ended: bool = True) -> Said:
+        """Returns what the text of a turn says to these tools; an answer counts before a call. `ended`: as turns do."""
+        tool, argument = find_call(text, tools) or (None, "")
+        return Said(text, last_answer(text), tool, argument, ended)
+
+    @classmethod
+    def call(cls, tool: Tool) -> str:
+        """Returns how a tool is called, for people to read."""
+        return f"<{tool.tag}> {tool.argument} </{tool.tag}>"
+
+    @classmethod
+    def shown(cls, tool: Tool, result: str) -> str:
+        """Returns a result as the content of a tool's message."""
+        return f"<{tool.result_tag}>{result}</{tool.result_tag}>"
+
+    # ---- with the policy's tokenizer
+
+    def __init__(self, tokenizer: Tokenizer, task: Task):
+        self.tokenizer, self.task = tokenizer, task
+
+    def prompt(self, instruction: str, question: Question) -> list[int]:
+        """Returns the ids of the prompt in the chat template.
+
+        Instruction and question are data: no control token comes of them, and none of the agent's tags of the question.
+        """
+        instruction = as_data(instruction, control(self.tokenizer, simple=True))  # it names the agent's tags
+        text = as_data(question.text, control(self.tokenizer, self.words(self.task.tools)))
+        messages = self.messages(self.task, instruction, replace(question, text=text))
+        return conversation_ids(self.tokenizer, messages, **self.options(self.task, instruction))
+
+    def read(self, ids: Sequence[int], tools: Sequence[Tool]) -> Said:
+        """Returns what a sampled turn says to these tools."""
+        return self.parse(self.tokenizer.decode(ids, skip_special_tokens=False), tools)
+
+    def result(self, said: Said, result: list[str], limit: int) -> list[int]:
+        """Returns the ids between a call and the next turn: the result, as `limit` tokens at most."""
+        assert said.tool
+        return observation_ids(self.tokenizer, said.tool, result, limit, self.words(self.task.tools))
+
+    def invalid(self, said: Said) -> list[int]:
+        """Returns the ids between a turn that neither called nor answered and the next one."""
+        return encode(self.tokenizer, invalid_action(self.task.tools))
+
+    def response(self, ids: Sequence[int]) -> str:
+        """Returns everything after the prompt as a text to read."""
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=False)
+        return text

@@ -1,0 +1,300 @@
+"""`--format hermes`: calls as JSON in `<tool_call>`, schemas and results where the model's own chat template has them.
+
+The instruction is the system message, the question the user's. A turn ends with EOS. What has been sampled is never
+rendered again: its ids stay, and those that follow come of a dummy conversation, rendered once for each template.
+
+With `--evolve tools` the descriptions of the tools evolve, too: an instruction then ends with `<tool_NAME>what it
+does</tool_NAME>` for each, and the optimizer, which is asked to keep tags, revises both in one text.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from plumbing.chat import rendered, template_of
+from plumbing.faults import Fault
+from plumbing.outside import as_data, clean, control, decoded
+from tasks.formats import TOKEN_CHARACTERS, Said, Tags, encode, lost
+from tasks.functions import SchemaTool
+from tasks.tools import ANSWER, Tool, last_answer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+
+    from tasks import Message, Question, Task
+
+CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.S)
+SECTION = re.compile(r"<tool_([\w-]+)>((?:(?!</?tool_[\w-]+>).)*)</tool_\1>", re.S)
+MARK = re.compile(r"</?tool_[\w-]+>")
+OURS = ("tool_call", "tool_response")  # such tags are no section
+REMEDY = "take --format tags, or a model whose template calls tools so (Qwen 2.5 and 3, Hermes)"
+RESULT = 'a "result"\n<b> é'  # of the dummy conversation: with what a template could escape
+
+
+class Hermes(Tags):
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>` calls; a turn that calls nothing is the answer."""
+
+    # ---- of a task alone
+
+    @classmethod
+    def stop(cls, task: Task) -> tuple[str, ...]:
+        return ()
+
+    @classmethod
+    def words(cls, tools: Sequence[Tool]) -> tuple[str, ...]:
+        return "think", ANSWER, *OURS
+
+    @classmethod
+    def results(cls, tools: Sequence[Tool]) -> list[str]:
+        return ["tool_response"]
+
+    @classmethod
+    def first(cls, instruction: str, task: Task) -> str:
+        """With --evolve tools the tools' own descriptions follow the instruction, unless it has some."""
+        where = f"--instruction {task.cfg.instruction}" if task.cfg.instruction else f"--task {task.cfg.task}"
+        for tool in task.tools:
+            if f"<{tool.tag}>" in instruction:
+                remedy = "say it in words" + " or leave it out: --instruction ''" * bool(task.cfg.instruction)
+                raise Fault(f"{where}: its instruction calls with <{tool.tag}>, which is --format tags; {remedy}")
+        if task.cfg.evolve != "tools":
+            return instruction
+        if not task.tools:
+            raise Fault(f"--evolve tools: the task has none (--tools {task.cfg.tools}); leave it out")
+        if not sections(instruction):
+            said = [f"<tool_{tool.tag}>{schema_of(tool)['description']}</tool_{tool.tag}>" for tool in task.tools]
+            instruction = "\n".join([f"{instruction}\n", *said])
+        if reason := malformed(instruction, task.tools):
+            raise Fault(f"{where}: its instruction {reason}; mend it, or leave out --evolve tools")
+        return instruction
+
+    @classmethod
+    def unfit(cls, candidate: str, parent: str, task: Task) -> str:
+        if "<tool_response>" in candidate and "<tool_response>" not in parent:
+            return "holds a result of its own"
+        reason = malformed(candidate, task.tools) if task.cfg.evolve == "tools" else ""
+        return reason or lost(candidate, parent, [ANSWER])
+
+    @classmethod
+    def messages(cls, task: Task, instruction: str, question: Question) -> list[Message]:
+        """Returns the instruction as the system's message, and what the task asks without one."""
+        asked = [{**message, "content": message["content"].strip()} for message in task.prompt("", question)]
+        rules = [message["content"] for message in asked if message["role"] == "system"]
+        system = "\n\n".join(filter(None, [without_sections(instruction), *rules]))
+        others = [message for message in asked if message["role"] != "system" and message["content"]]
+        return [{"role": "system", "content": system}, *others]
+
+    @classmethod
+    def options(cls, task: Task, instruction: str) -> Mapping[str, Any]:
+        """Returns the tools' schemas, with the descriptions that the instruction has of them."""
+        said = dict(sections(instruction))
+        schemas = [schema_of(tool, said.get(tool.tag, "").strip()) for tool in task.tools]
+        return {"tools": [{"type": "function", "function": schema} for schema in schemas] or None}
+
+    @classmethod
+    def parse(cls, text: str, tools: Sequence[Tool], ended: bool = True) -> Said:
+        """Returns what the text of a turn says to these tools. Of several calls the first counts; a call counts before
+        an answer.
+
+        The answer is what `<answer>` holds, or else all of a turn that has ended, but for its thoughts.
+        """
+        said = without_thoughts(text)
+        if calls := CALL.findall(said):
+            try:
+                tool, argument = call_of(calls[0], tools)
+            except ValueError as e:
+                return Said(text, ended=ended, note=f"This call cannot be served: {e}.")
+            more = f"Of your {len(calls)} calls the first is served: write one at a time.\n" * (len(calls) > 1)
+            return Said(text, None, tool, argument, ended, more)
+        answer = last_answer(said)
+        if answer is None and ended:
+            answer = said.strip() or None
+        why = "was empty" if ended else "was cut off before it ended"
+        note = f"Your turn {why}. Call a tool, or write the answer inside <{ANSWER}> and </{ANSWER}>."
+        return Said(text, answer, ended=ended, note="" if answer is not None else note)
+
+    @classmethod
+    def call(cls, tool: Tool) -> str:
+        schema = schema_of(tool)
+        arguments = ", ".join(f'"{name}": ...' for name in schema["parameters"].get("properties", {}))
+        return f'<tool_call>{{"name": "{schema["name"]}", "arguments": {{{arguments}}}}}</tool_call>'
+
+    @classmethod
+    def shown(cls, tool: Tool, result: str) -> str:
+        return result
+
+    # ---- with the policy's tokenizer
+
+    def __init__(self, tokenizer: Tokenizer, task: Task):
+        """Raises Fault, in one line, where the chat template cannot do this."""
+        super().__init__(tokenizer, task)
+        self.eos = str(tokenizer.eos_token)
+        self.pattern = control(tokenizer, self.words(task.tools))
+        self.begin, self.end = frame(tokenizer) if task.tools else ("", "")
+        names = [schema_of(tool)["name"] for tool in task.tools]
+        if twice := [name for k, name in enumerate(names) if name in names[:k]]:
+            raise Fault(f"--format hermes: two tools are called {twice[0]}; rename one of them")
+        for function in self.options(task, "")["tools"] or ():
+            check_printed(tokenizer, function)
+
+    def read(self, ids: Sequence[int], tools: Sequence[Tool]) -> Said:
+        ended = bool(ids) and ids[-1] == self.tokenizer.eos_token_id
+        text = self.tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=False)
+        return self.parse(text, tools, ended)
+
+    def result(self, said: Said, result: list[str], limit: int) -> list[int]:
+        assert said.tool
+        return self._message(said, said.tool.show([as_data(text, self.pattern) for text in result]), limit)
+
+    def invalid(self, said: Said) -> list[int]:
+        return self._message(said, "", TOKEN_CHARACTERS * len(said.note))
+
+    def _message(self, said: Said, text: str, limit: int) -> list[int]:
+        """Returns the ids of the tool's message, `limit` at most, and of what opens the next turn."""
+        begin = ("" if said.ended else self.eos) + self.begin
+        shown = as_data(said.note, self.pattern) + text[: limit * TOKEN_CHARACTERS]
+        ids = encode(self.tokenizer, begin + shown + self.end)
+        if len(ids) <= limit:
+            return ids
+        head, first, last = (encode(self.tokenizer, part) for part in (begin + shown, begin, self.end))
+        return head[: max(len(first), limit - len(last))] + last
+
+    def response(self, ids: Sequence[int]) -> str:
+        """Returns a text without the template's control tokens, whoever reads it: results are in <tool_response>."""
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=False)
+        for mark, shown in ((self.eos + self.begin, "\n<tool_response>\n"), (self.end, "\n</tool_response>\n")):
+            text = text.replace(mark, shown) if mark.strip() else text
+        return text.removesuffix(self.eos)
+
+
+# ---- turns
+
+
+def without_thoughts(text: str) -> str:
+    """Returns what follows a turn's last thought; thoughts that do not end are followed by nothing."""
+    said = text.rpartition("</think>")[2]
+    return said.partition("<think>")[0]
+
+
+def call_of(text: str, tools: Sequence[Tool]) -> tuple[Tool, str]:
+    """Returns the tool that a call names, and its argument; a ValueError says what is wrong with it."""
+    form = 'write {"name": ..., "arguments": {...}}'
+    try:
+        call = clean(decoded(text))
+    except ValueError as e:
+        raise ValueError(f"it is no JSON ({str(e)[:100]}); {form}") from None
+    if not isinstance(call, dict) or not isinstance(call.get("arguments"), dict):
+        raise ValueError(f"it has no object of arguments; {form}")
+    named = {schema_of(tool)["name"]: tool for tool in tools}
+    if not isinstance(call.get("name"), str) or call["name"] not in named:
+        raise ValueError(f"there is no tool {str(call.get('name'))[:40]!r}; there are {', '.join(named) or 'none'}")
+    tool, arguments = named[call["name"]], call["arguments"]
+    name = tool.bare if isinstance(tool, SchemaTool) else tool.argument
+    if not name:
+        return tool, json.dumps(arguments, ensure_ascii=False)  # the tool looks at them
+    if list(arguments) != [name] or not isinstance(arguments[name], str):
+        raise ValueError(f'the arguments of {call["name"]} are {{"{name}": a text}}')
+    return tool, arguments[name].strip()
+
+
+# ---- schemas
+
+
+def schema_of(tool: Tool, description: str = "") -> dict[str, Any]:
+    """Returns name, description and parameters (a JSON schema) of a tool; `description`, if there is one, replaces its
+    own. A tool without a schema has one text as its argument."""
+    if isinstance(tool, SchemaTool):  # transformers adds what a function returns, which OpenAI's API does not know
+        own = {key: tool.schema[key] for key in ("name", "description", "parameters")}
+        return own | ({"description": description} if description else {})
+    parameter = {"type": "string", "description": f"The {tool.argument}"}
+    parameters = {"type": "object", "properties": {tool.argument: parameter}, "required": [tool.argument]}
+    about = description or tool.description or f"Makes {tool.noun}."
+    return {"name": tool.tag, "description": about, "parameters": parameters}
+
+
+def sections(instruction: str) -> list[tuple[str, str]]:
+    """Returns the tools' descriptions in an instruction: (tag, text) of each section."""
+    return [(tag, text) for tag, text in SECTION.findall(instruction) if f"tool_{tag}" not in OURS]
+
+
+def without_sections(instruction: str) -> str:
+    return SECTION.sub(lambda m: m[0] if f"tool_{m[1]}" in OURS else "", instruction).strip()
+
+
+def malformed(instruction: str, tools: Sequence[Tool]) -> str:
+    """Returns why an instruction is none that ends with a section for each tool; "" if it is."""
+    found, tags = sections(instruction), [tool.tag for tool in tools]
+    for tag in tags:
+        if (n := sum(tag == other for other, _ in found)) != 1:
+            return f"has {n or 'no'} <tool_{tag}>...</tool_{tag}>, and 1 is needed"
+    if unknown := [tag for tag, _ in found if tag not in tags]:
+        return f"describes a tool {unknown[0]} that there is not"
+    if empty := [tag for tag, text in found if not text.strip()]:
+        return f"has nothing in <tool_{empty[0]}>"
+    rest = without_sections(instruction)
+    if stray := [mark for mark in MARK.findall(rest) if mark.strip("</>") not in OURS]:
+        return f"has {stray[0]} without its other half"
+    if not rest or not instruction.strip().startswith(rest):
+        return "does not end with its tools' descriptions, after what it says"
+    return ""
+
+
+# ---- templates
+
+
+@functools.lru_cache(maxsize=16)
+def frame(tokenizer: Tokenizer) -> tuple[str, str]:
+    """Returns what the chat template writes between EOS and a tool's result, and after that, up to the next turn.
+
+    Raises Fault unless the template prints tools, writes a call as `read` reads it, ends a turn with EOS and a tool's
+    message behind it whole, and leaves what precedes a turn as it was.
+    """
+    where, eos = template_of(tokenizer), str(tokenizer.eos_token)
+    key = {"type": "string", "description": "A key"}
+    parameters = {"type": "object", "properties": {"key": key}, "required": ["key"]}
+    schema = {"name": "lookup", "description": "Looks a key up.", "parameters": parameters}
+    function = {"type": "function", "function": schema}
+    check_printed(tokenizer, function)
+    call = {"type": "function", "function": {"name": "lookup", "arguments": {"key": "a key"}}}
+    asked = [{"role": "system", "content": "Answer."}, {"role": "user", "content": "What is it?"}]
+    acted: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [call]}
+    called = [acted, {"role": "tool", "content": RESULT}]
+    prompt, one, two = (rendered(tokenizer, [*asked, *called * n], tools=[function]) for n in range(3))
+    changes = "changes what it wrote before when a conversation goes on"
+    if not one.startswith(prompt):
+        raise Fault(f"{where} {changes}; {REMEDY}")
+    turn, ends, rest = one.removeprefix(prompt).partition(eos)
+    try:
+        written = [json.loads(text) for text in CALL.findall(turn)]
+    except ValueError:
+        written = []
+    if written != [call["function"]]:
+        shown = " ".join(turn.partition("a key")[0].split())[-80:]
+        raise Fault(f"{where} writes a call as {shown!r}, not as JSON in <tool_call>; {REMEDY}")
+    if not ends or RESULT in turn:
+        other = turn.partition("</tool_call>")[2].partition("\n")[0].strip()
+        remedy = "take the chat version of the model (-Instruct), or mend eos_token in its tokenizer_config.json"
+        raise Fault(f"{where} ends a turn with {other!r}, and the tokenizer's EOS is {eos}; {remedy}")
+    if rest.count(RESULT) != 1:
+        raise Fault(f"{where} drops or changes a tool's message; {REMEDY}")
+    if two != f"{one}{turn}{eos}{rest}":
+        raise Fault(f"{where} {changes}; {REMEDY}")
+    begin, _, end = rest.partition(RESULT)
+    return begin, end
+
+
+def check_printed(tokenizer: Tokenizer, function: Mapping[str, Any]) -> None:
+    """Raises Fault unless the chat template prints a tool's schema."""
+    schema = function["function"]
+    where, asked = template_of(tokenizer), [{"role": "user", "content": "What is it?"}]
+    try:
+        text = rendered(tokenizer, asked, tools=[function])
+    except Fault as e:
+        raise Fault(f"--format hermes: the schema of the tool {schema['name']} cannot be printed: {e}") from None
+    said = [schema["name"], schema["description"], *schema["parameters"].get("properties", {})]
+    for part in said:
+        if not any(json.dumps(part, ensure_ascii=ascii)[1:-1] in text for ascii in (False, True)):
+            raise Fault(f"{where} prints no {part[:40]!r} of the tool {schema['name']}; {REMEDY}")
