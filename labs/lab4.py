@@ -13,8 +13,8 @@ with app.setup:
     from grpo import Learner
     from labs import desk, play, small
     from models.model import load_policy
-    from rollout import encode
     from tasks import Question, Trajectory
+    from tasks.formats import encode
 
 
 @app.cell(hide_code=True)

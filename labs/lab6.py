@@ -188,8 +188,7 @@ def check_propose(propose):
     if len(got) > 4:
         return f"4 were asked for, and it returns {len(got)}."
     reply = "\n".join(f"<ins_{k}>{text}</ins_{k}>" for k, text in enumerate(got, 1))
-    tags = ("search", "answer")
-    _, refused = candidates(reply, parent, {normalized(parent)}, [], cfg.max_instruction, 4, tags)
+    _, refused = candidates(reply, parent, {normalized(parent)}, [], cfg.max_instruction, 4, play.unfit)
     if refused:
         says = {"duplicate": "it is the instruction in use, or another one of yours"}
         return f"number {refused[0]['k']} is refused: {says.get(refused[0]['reason'], refused[0]['reason'])}."
@@ -294,7 +293,7 @@ def _(
     verified, joined = {}, {}
     for _name, _reply in _replies.items():
         _used = {normalized(first)}
-        _texts, _ = candidates(_reply, first, _used, _golds, cfg.max_instruction, room, ("search", "answer"))
+        _texts, _ = candidates(_reply, first, _used, _golds, cfg.max_instruction, room, play.unfit)
         _log = SimpleNamespace(played=lambda *row: None)  # a run would note each trajectory
         verified[_name] = verify(cfg, 1, 0, task, player, P.family[0], list(_texts.values()), D_B, _log)
         joined[_name] = admit(verified[_name], room)

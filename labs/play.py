@@ -13,14 +13,20 @@ from models.model import load_policy
 from retrieval.bm25 import BM25
 from rollout import rollout
 from tasks import Job, Task, Trajectory, reward, rng_of
+from tasks.formats import lost
 from tasks.search import Search
 from tasks.search_qa import SearchQA
-from tasks.tools import Tool, stop_strings
+from tasks.tools import ANSWER, Tool, stop_strings
 
 
 def config(**knobs: Any) -> Config:
     """Returns the configuration of the embedded default, with other knobs where they are given."""
     return Config(**PRESETS["world"] | knobs)
+
+
+def unfit(candidate: str, parent: str) -> str:
+    """Returns which of the agent's tags a candidate has lost, as inspo.py asks of the optimizer's; "" if none."""
+    return lost(candidate, parent, ("search", ANSWER))
 
 
 class Library(Tool):

