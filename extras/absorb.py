@@ -2,10 +2,11 @@
 
     python extras/absorb.py --model runs/NAME/policy --teacher runs/NAME/I_star.txt     # and the flags of inspo.py
 
-Every step plays questions under the first instruction. Each sampled token is then scored twice by the policy in training:
-as it was sampled, and behind a prompt that holds the teacher's instruction. The difference of the two log-probabilities is
-the token's advantage, in Eq. 2's place for it: in expectation over what the policy samples that is the gradient of the
-reverse KL divergence to the prompted policy, token by token, the teacher held still. No reward takes part; it is measured.
+Every step plays questions under the first instruction. Each sampled token is then scored twice by the policy in
+training: as it was sampled, and behind a prompt that holds the teacher's instruction. The difference of the two log
+probabilities is the token's advantage, in Eq. 2's place for it: in expectation over what the policy samples that is the
+gradient of the reverse KL divergence to the prompted policy, token by token, the teacher held still. No reward takes
+part; it is measured.
 
 From the papers' descriptions, without their code. The teacher has the weights of the step, not those of the start.
 """

@@ -1,7 +1,7 @@
 """The graded world (extras/graded): does evolving along with the policy pay, and does it pay more the more d is?
 
     make graded                                                  # what results/graded_plan.md registers; resumable
-    python -m extras.campaigns.graded --worlds 1 2 --results runs/pilot        # a pilot: worlds below 200
+    python -m extras.campaigns.graded --worlds 1 2 --name graded_pilot_runs    # a pilot: worlds below 200
     python -m extras.campaigns.graded --report                                 # writes page and figure, runs nothing
 
 A run is an arm in a world with a drift. The world's seed is the run's: worlds are independent, and arms are paired by
@@ -11,7 +11,7 @@ them. Finished runs leave a row in graded.jsonl and are not run again; worlds co
 import argparse
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ import numpy as np
 from scipy import stats
 
 from config import HERE
-from evaluation.statistics import Difference, holm, over_seeds, paired
+from evaluation.statistics import holm, over_seeds
 from extras.campaigns.arms import begun, cpu_seconds, launch, origin, rollouts
 from extras.campaigns.seeds import seeds_by_mean
 from extras.graded.form import World, clauses
@@ -66,6 +66,17 @@ ARMS = {
     "paired": Arm("online, paired ranking", (("extras/selection.py", "--rank paired"),)),
     "espl": Arm("E-SPL", (("extras/espl.py", ""),)),
     "fst": Arm("FST", (("extras/fst.py", ""),)),
+    "absorb": Arm(
+        "the instruction evolves, then the policy absorbs it; read untold",
+        (("inspo.py", f"--lr 0 {ALONE}"), ("extras/absorb.py", "--teacher {0}/I_star.txt")),
+    ),
+    "both": Arm(
+        "online for 45 steps, then 15 of absorbing; read untold",
+        (
+            ("inspo.py", "--T 45 --T_e 41"),
+            ("extras/absorb.py", "--T 15 --model {0}/policy --teacher {0}/I_star.txt"),
+        ),
+    ),
 }
 
 
@@ -118,10 +129,14 @@ def row_of(arm: str, world: World, stages: Sequence[Path], extra: str) -> Row:
         share = spent / summary["seconds"]
         if not k:
             evals.append([0, round(summary["start"]["reward"], 4), round(summary["start"]["skill"], 4), 0, 0.0])
-        points = [(r["t"], r["test/reward"], r["test/skill"], r["time/total"]) for r in rows if r["t"] and "test/reward" in r]
+        points = [
+            (r["t"], r["test/reward"], r["test/skill"], r["time/total"]) for r in rows if r["t"] and "test/reward" in r
+        ]
         end = summary["end"]
         for t, reward, skill, seconds in [*points, (summary["steps"], end["reward"], end["skill"], summary["seconds"])]:
-            evals.append([step + t, round(reward, 4), round(skill, 4), played + count(t), round(cpu + share * seconds, 1)])
+            evals.append(
+                [step + t, round(reward, 4), round(skill, 4), played + count(t), round(cpu + share * seconds, 1)]
+            )
         for name, curve in curves.items():
             curve += [round(r[name], 3) for r in rows if r["t"]]
         step, played, cpu = step + summary["steps"], played + count(summary["steps"]), cpu + spent
@@ -208,27 +223,31 @@ def vanishes(x: Sequence[float], margin: float = MARGIN) -> float:
 
 
 def worlds_for(mean: float, sd: float) -> int | None:
-    """Returns how many worlds tell a mean gain of this size, paired, in four of five cases; None: no number tried does."""
+    """Returns how many worlds tell a mean gain of this size, paired, in 80 % of the cases; None: no number tried."""
     return seeds_by_mean(mean, sd, 0.0)
 
 
-def page(rows: Sequence[Row], registered: int) -> str:
-    """Returns graded.md; `registered`: how many runs the plan has."""
+def page(rows: Sequence[Row], wanted: int, name: str = "graded") -> str:
+    """Returns the page; `wanted`: how many runs there are to be, `name`: of the rows' file and the figure."""
     arms = [arm for arm in ARMS if any(row["arm"] == arm for row in rows)]
     worlds = sorted({row["world"] for row in rows})
     text = [
         "# The graded world: online, before, after, by drift", "",
-        f"`make graded`, rows in graded.jsonl, registered in [graded_plan.md](graded_plan.md): {len(rows)} of {registered}"
-        f" runs are in, of {many(len(worlds), 'world')}. Commit {', '.join(sorted({r['commit'] for r in rows}))}; machine"
-        f" {'; '.join(sorted({r['machine'] for r in rows}))}. Means over worlds with Student's 95 % interval.", "",
+        f"`make graded`, rows in {name}.jsonl, registered in [graded_plan.md](graded_plan.md): {len(rows)} of {wanted}"
+        f" runs are in, of {many(len(worlds), 'world')}. Commit {', '.join(sorted({r['commit'] for r in rows}))};"
+        f" machine {'; '.join(sorted({r['machine'] for r in rows}))}. Means over worlds, 95 % by Student's t.", "",
         "Held-out reward, greedy, at the end, under the run's own I_star:", "",
-        f"| arm | {' | '.join(f'd = {d:g}' for d in DRIFTS)} | rollouts | CPU seconds |", "|---" * (len(DRIFTS) + 3) + "|",
+        f"| arm | {' | '.join(f'd = {d:g}' for d in DRIFTS)} | rollouts | CPU seconds |",
+        "|---" * (len(DRIFTS) + 3) + "|",
     ]  # fmt: skip
     for arm in arms:
         mine = [row for row in rows if row["arm"] == arm]
         cells = [[row["reward"] for row in mine if row["drift"] == d] for d in DRIFTS]
         line = [f"{arm}: {ARMS[arm].what}", *(f"{over_seeds(x)}" if x else "" for x in cells)]
-        line += [f"{np.mean([row['rollouts'] for row in mine]):,.0f}", f"{np.mean([row['cpu_seconds'] for row in mine]):.0f}"]
+        line += [
+            f"{np.mean([row['rollouts'] for row in mine]):,.0f}",
+            f"{np.mean([row['cpu_seconds'] for row in mine]):.0f}",
+        ]
         text.append(f"| {' | '.join(line)} |")
     for measure in MEASURES:
         heads = " | ".join(f"d = {d:g}" for d in DRIFTS)
@@ -251,7 +270,10 @@ def page(rows: Sequence[Row], registered: int) -> str:
         text.append(f"| {test.name} | {test.says} | {shown} | {test.n} | {' | '.join(numbers)} | {verdict} |")
     equal = vanishes(list(gains(rows, "before", 0.0).values()))
     if not np.isnan(equal):
-        text += ["", f"That online and before are equal at d = 0 to within {MARGIN}: p {equal:.4f} (two one-sided tests)."]
+        text += [
+            "",
+            f"That online and before are equal at d = 0 to within {MARGIN}: p {equal:.4f} (two one-sided tests).",
+        ]
     text += ["", "Clauses of I_star, by what they are in the world:", ""]
     roles = ("late", "early", "both", "either", "harmful", "stunting", "wrong rule", "neutral", "idle")
     text += [f"| arm | d | {' | '.join(roles)} |", "|---" * (len(roles) + 2) + "|"]
@@ -261,7 +283,7 @@ def page(rows: Sequence[Row], registered: int) -> str:
             if mine:
                 means = [f"{np.mean([row['roles'].get(role, 0) for row in mine]):.1f}" for role in roles]
                 text.append(f"| {arm} | {d:g} | {' | '.join(means)} |")
-    return "\n".join([*text, "", "![online's gain by drift](graded.png)", ""])
+    return "\n".join([*text, "", f"![online's gain by drift]({name}.png)", ""])
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
@@ -275,7 +297,9 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     for ax, rival in zip(axes, rivals, strict=False):
         by = {d: gains(rows, rival, d) for d in DRIFTS}
         for w in sorted(set().union(*by.values())):
-            ax.plot([d for d in DRIFTS if w in by[d]], [by[d][w] for d in DRIFTS if w in by[d]], "C0", lw=0.7, alpha=0.3)
+            ax.plot(
+                [d for d in DRIFTS if w in by[d]], [by[d][w] for d in DRIFTS if w in by[d]], "C0", lw=0.7, alpha=0.3
+            )
         there = [d for d in DRIFTS if by[d]]
         found = [over_seeds(list(by[d].values())) for d in there]
         half = [x.high - x.mean if np.isfinite(x.high) else 0.0 for x in found]
@@ -303,9 +327,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--extra", default="", help="flags for every run, in one string")
     parser.add_argument("--runs", type=Path, default=HERE / "runs" / "graded", help="where runs work")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="where rows, page and figure go")
+    parser.add_argument("--name", default="graded", help="of rows, page and figure there")
     parser.add_argument("--report", action="store_true", help="run nothing")
     args = parser.parse_args(argv)
-    path = args.results / "graded.jsonl"
+    path = args.results / f"{args.name}.jsonl"
     args.runs.mkdir(parents=True, exist_ok=True)
     failed: list[str] = []
     if not args.report:
@@ -332,9 +357,10 @@ def main(argv: list[str] | None = None) -> None:
             with ThreadPoolExecutor(args.jobs) as pool:
                 failed = [fault for fault in pool.map(one, jobs) if fault]
     if rows := read_jsonl(path):
-        (args.results / "graded.md").write_text(page(rows, len(ALL) * WORLDS * len(DRIFTS)))
-        draw(rows, args.results / "graded.png")
-        print(f"{args.results / 'graded.md'} has the page, graded.png the figure")
+        of = len(args.arms) * len(args.worlds) * len(args.drifts)
+        path.with_suffix(".md").write_text(page(rows, of, args.name))
+        draw(rows, path.with_suffix(".png"))
+        print(f"{path.with_suffix('.md')} has the page, {args.name}.png the figure")
     if failed:
         raise Fault(f"{len(failed)} runs failed, the first: {failed[0]}")
 

@@ -1,14 +1,15 @@
 """The form: its lines, the clauses of an instruction, and what a world pays for each line.
 
-A question is a form of 25 lines, each with a number x from 0 to 3; the policy writes a digit or leaves the line empty, `_`.
-It leaves the 13 optional lines empty and fills in the others, unless a clause tells it otherwise, and it knows RULES
-ways to get a digit from x without knowing which one is right. That much the warm start has taught it. Which rule is right,
-and which clause is worth what, is a matter of the world: random roles, drawn by its seed, which no weight has seen.
+A question is a form of 25 lines, each with a number x from 0 to 3; the policy writes a digit or leaves the line empty,
+`_`. It leaves the 13 optional lines empty and fills in the others, unless a clause tells it otherwise, and it knows
+RULES ways to get a digit from x without knowing which one is right. That much the warm start has taught it. Which rule
+is right, and which clause is worth what, is a matter of the world: random roles, drawn by its seed, which no weight has
+seen.
 
-The drift d, from 0 to 1: a late line pays (1 - d) + d (2c - 1) when it is filled in, c being 1 for a right digit and 0 for
-a wrong one; an early line pays 1 - d when it is left empty and d (2c - 1) when it is filled in. A policy of skill s, the
-share of right digits, so gains (1 - d) + d (2s - 1) by a late clause and (1 - d) - d (2s - 1) by an early one. With d = 0
-no clause's worth depends on the skill.
+The drift d, from 0 to 1: a late line pays (1 - d) + d (2c - 1) when it is filled in, c being 1 for a right digit and 0
+for a wrong one; an early line pays 1 - d when it is left empty and d (2c - 1) when it is filled in. A policy of skill
+s, the share of right digits, so gains (1 - d) + d (2s - 1) by a late clause and (1 - d) - d (2s - 1) by an early one.
+With d = 0 no clause's worth depends on the skill.
 """
 
 import json
@@ -37,7 +38,6 @@ WORDINGS |= {f"rule{k}": f"by{k}" for k in range(RULES)}
 SAYS = {wording: clause for clause, other in WORDINGS.items() for wording in (clause, other)}
 FILLERS = ("please", "fill", "in", "the", "form", "line", "by", "now", "carefully", "below")
 START = "please fill in the form"
-TRUTHS = {"late": "fill", "early": "leave"}  # what the good clauses of these roles begin with
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class World:
         return "stunting" if role == "base" else role
 
     def best(self, skill: float) -> list[str]:
-        """Returns the clauses that pay at this skill, those of the pair that is worth it together and one of the other."""
+        """Returns the clauses that pay at this skill, both of one pair and one of the other."""
         gain = {"late": (1 - self.drift) + self.drift * (2 * skill - 1)}
         gain["early"] = (1 - self.drift) - self.drift * (2 * skill - 1)
         some = [c for c in self.inventory if gain.get(self.role(c), 0) > 0 or self.role(c) == "both"]
@@ -83,7 +83,7 @@ class World:
     def points(self, form: Sequence[tuple[int, int]], written: Sequence[str]) -> list[float]:
         """Returns what each line pays, in the order of the form: pairs (line, x); `written` beside each.
 
-        What is missing at the end counts as wrong on the lines that pay for being filled in, and as a stray mark elsewhere.
+        What is missing at the end counts as filled in, wrongly.
         """
         d = self.drift
         marks = [written[k] if k < len(written) else "" for k in range(len(form))]
@@ -101,7 +101,9 @@ class World:
                 pays = -1.0 * filled[line]
             elif role in ("both", "either"):
                 n = sum(filled[k] for k in filled if self.roles[k] == role)
-                pays = {"both": (0.0, -0.5, 2.0), "either": (0.0, 1.0, 0.0)}[role][n] / 2  # half on each line of the pair
+                pays = {"both": (0.0, -0.5, 2.0), "either": (0.0, 1.0, 0.0)}[role][
+                    n
+                ] / 2  # half on each line of the pair
             else:
                 pays = 0.0
             out.append(pays)

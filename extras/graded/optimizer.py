@@ -2,9 +2,9 @@
 
     python -m extras.graded.optimizer --port 8001      # then OPENAI_BASE_URL=http://127.0.0.1:8001/v1 for the runs
 
-It gets nothing but a prompt (reflect.py) and reads it as text: the instruction in <ins_0>, and in the failures which lines
-were filled in or left empty and what each paid. It knows the words of all clauses, but no world: what a clause is worth it
-can only see in what lines paid. A revision has one to three edits; an edit adds a clause or takes one out.
+It gets nothing but a prompt (reflect.py) and reads it as text: the instruction in <ins_0>, and in the failures which
+lines were filled in or left empty and what each paid. It knows the words of all clauses, but no world: what a clause is
+worth it can only see in what lines paid. A revision has one to three edits; an edit adds a clause or takes one out.
 
 The name of the model says who reflects: `graded-7` does, with 7 as its seed; `blind-7` makes random edits and reads no
 failure. Both ask the same of a prompt without failures: random edits, one a candidate.
@@ -39,11 +39,13 @@ def diagnose(prompt: str) -> tuple[Counter[int], Counter[int]]:
     return lost, idle
 
 
-def revise(rng: random.Random, has: list[str], allowed: list[str], lost: Counter[int], idle: Counter[int], n: int) -> str:
+def revise(
+    rng: random.Random, has: list[str], allowed: list[str], lost: Counter[int], idle: Counter[int], n: int
+) -> str:
     """Returns an instruction with n edits of the clauses it `has`.
 
-    A pointed edit takes a line that loses points, or failing that one that pays nothing, and has it done the other way: its
-    clause comes in if it is not there, and goes if it is. A guess does so with any clause.
+    A pointed edit takes a line that loses points, or one that pays nothing, and has it done the other way: its clause
+    comes in if it is not there, and goes if it is. A guess does so with any clause.
     """
     now = list(has)
     for _ in range(n):
@@ -63,7 +65,9 @@ def revise(rng: random.Random, has: list[str], allowed: list[str], lost: Counter
 def reply_to(prompt: str, name: str) -> str:
     """Returns the reply to a prompt; it depends on the arguments alone. `name`: of the model, see above."""
     kind, _, rest = name.partition("-")
-    seed, _, without = rest.partition("-")  # the rule that is right in the run's world: its clause is not in the inventory
+    seed, _, without = rest.partition(
+        "-"
+    )  # the rule that is right in the run's world: its clause is not in the inventory
     rng = random.Random(f"{seed} {hashlib.sha256(prompt.encode()).hexdigest()}")
     parent = re.search(r"<ins_0>(.*?)</ins_0>", prompt, re.S)
     asked = re.findall(r"(?:to|into) <ins_(\d+)>", prompt)

@@ -1,4 +1,4 @@
-"""The task: fill in forms. `--task extras.graded.task:Graded --train WORLD.json`, a file that World.write has written."""
+"""The task: fill in forms. `--task extras.graded.task:Graded --train WORLD.json`; World.write writes such a file."""
 
 from collections.abc import Sequence
 from functools import cache

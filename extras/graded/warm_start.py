@@ -2,8 +2,8 @@
 
     python -m extras.graded.warm_start        # rebuilds extras/graded/files/policy, minutes on one core
 
-Every demonstration has its own clauses: none to all. A digit follows a rule that is drawn for every line, or the one that
-a clause names. So the policy knows the rules, and none better than another.
+Every demonstration has its own clauses: none to all. A digit follows a rule that is drawn for every line, or the one
+that a clause names. So the policy knows the rules, and none better than another.
 """
 
 import argparse
@@ -89,7 +89,9 @@ def demo(rng: np.random.Generator, ruled: float = 0.3) -> Demo:
     return [*fillers, *words] if rng.random() < 0.5 else [*words, *fillers], " ".join(part(*p) for p in form), marks
 
 
-def batch_of(rng: np.random.Generator, tokenizer: PreTrainedTokenizerFast, n: int, ruled: float) -> tuple[torch.Tensor, torch.Tensor]:
+def batch_of(
+    rng: np.random.Generator, tokenizer: PreTrainedTokenizerFast, n: int, ruled: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns ids (n, T) and a mask of what the policy writes (n, T)."""
     vocab = tokenizer.get_vocab()
     rows, starts = [], []

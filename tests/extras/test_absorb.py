@@ -1,10 +1,6 @@
-"""Absorbing an instruction: the gradient is that of the reverse KL; a short run moves the untold policy to the told one."""
+"""Absorbing an instruction: the gradient is that of the reverse KL; who is told already learns nothing."""
 
 import copy
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -63,7 +59,9 @@ def test_the_expected_gradient_is_that_of_the_reverse_kl(learner, world):
 
     task, told = load_task(learner.cfg), Path(learner.cfg.teacher).read_text()
     log_pi, log_teacher = (
-        model(torch.tensor([prompt_ids(tokenizer, task, text, QUESTION) + begun(tokenizer)])).logits[0, -1].log_softmax(-1)
+        model(torch.tensor([prompt_ids(tokenizer, task, text, QUESTION) + begun(tokenizer)]))
+        .logits[0, -1]
+        .log_softmax(-1)
         for text in (first, told)
     )
     model.zero_grad()

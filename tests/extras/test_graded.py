@@ -20,7 +20,7 @@ from extras.graded.form import EMPTY, LINES, OPTIONAL, STANDARD, WORDINGS, World
 from extras.graded.task import Graded
 from plumbing.faults import Fault
 from reflect import candidates, parse, reflection_prompt
-from tasks import Job, Trajectory
+from tasks import Trajectory
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,7 +61,7 @@ def test_what_a_line_pays_beside_a_form_filled_in_untold(drift, marks, gain):
 @pytest.mark.parametrize("drift", [0.0, 0.25, 0.5, 1.0])
 @pytest.mark.parametrize("skill", [0.0, 0.25, 1.0])
 def test_the_worth_of_a_clause_at_a_skill(drift, skill):
-    """The mean over policies that are right with probability s: (1 - d) + d (2s - 1), and with the other sign for early."""
+    """Over digits that are right with probability s: (1 - d) + d (2s - 1), for early with the other sign."""
     of = lambda right, **marks: paid(drift, **(marks | {"f13": right} if "f13" not in marks else marks))  # noqa: E731
     late = skill * (paid(drift, f00="1") - paid(drift)) + (1 - skill) * (paid(drift, f00="0") - paid(drift))
     early = skill * (of("0", f13=EMPTY) - of("1")) + (1 - skill) * (of("0", f13=EMPTY) - of("0"))
@@ -176,7 +176,9 @@ def test_an_edit_takes_out_what_is_there():
 def test_replies_pass_the_real_checks():
     prompt = reflection_prompt("please fill in the form fill03", [("f01 filled -1.00", ())], 6, 1000)
     replies = [optimizer.reply_to(prompt, f"graded-{seed}-0") for seed in range(40)]
-    accepted = [candidates(reply, "please fill in the form fill03", set(), [], 200, 6, ["answer"])[0] for reply in replies]
+    accepted = [
+        candidates(reply, "please fill in the form fill03", set(), [], 200, 6, ["answer"])[0] for reply in replies
+    ]
     assert sum(map(len, accepted)) > 40 * 5 and any(not x for x in accepted)  # some replies hold none
 
 
