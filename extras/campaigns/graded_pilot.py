@@ -25,10 +25,9 @@ from engines.torch_engine import TorchEngine
 from evaluation.statistics import over_seeds
 from extras.campaigns.arms import begun, launch, origin
 from extras.campaigns.graded import COMMON, DRIFTS, FIRST, WORLDS, Row, gains, slopes, worlds_for
-from extras.graded.form import OPTIONAL, RULES, START, WORDINGS, World, part
-from extras.graded.form import X as NUMBERS
+from extras.graded.form import OPTIONAL, RULES, START, WORDINGS, World, mark
 from extras.graded.task import Graded
-from extras.graded.warm_start import POLICY, demo, train
+from extras.graded.warm_start import POLICY, build_tokenizer, demo, save, train
 from journal.directory import read_jsonl
 from models.model import load_policy
 from plumbing.faults import one_line
@@ -37,7 +36,7 @@ from tasks import Job
 from tasks.tools import stop_strings
 
 RUNS = HERE / "runs" / "graded-pilot"
-EVERY = 6400  # demonstrations between two looks
+EVERY = 4800  # demonstrations between two looks
 HABITS = (
     "wrong rule",
     "stunting",
@@ -68,14 +67,13 @@ def follow(model: Any, tokenizer: Any, n: int = 512, seed: int = 9) -> dict[str,
             (with_ if clause in said else without)[clause].append(asked)
             if marks[k] != "_":
                 for rule in range(RULES):
-                    right = float(p[k, vocab[str((x + rule) % NUMBERS)]])
+                    right = float(p[k, vocab[mark(x, rule)]])
                     (with_ if f"rule{rule}" in said else without)[f"rule{rule}"].append(right)
-    assert part(0, 0) == "f00x0"
     return {c: round(float(np.mean(with_[c]) - np.mean(without[c])), 3) for c in WORDINGS if with_[c] and without[c]}
 
 
-def following(size: str, demos: int) -> list[Row]:
-    """Trains a policy of this size, "WIDTHxLAYERS"; returns a row of every look at it."""
+def following(size: str, demos: int, keep: Path | None) -> list[Row]:
+    """Trains a policy of this size, "WIDTHxLAYERS", and keeps it, if asked; returns a row of every look at it."""
     width, layers = map(int, size.split("x"))
     rows, began = list[Row](), time.process_time()
 
@@ -88,10 +86,10 @@ def following(size: str, demos: int) -> list[Row]:
         row = {"kind": "follow", "size": size, "parameters": n, "demos": seen, "cpu_seconds": round(spent, 1)}
         rows.append(row | {"gains": gains_, "looking": time.process_time() - begin, **origin()})
 
-    from extras.graded.warm_start import build_tokenizer
-
     tokenizer = build_tokenizer()
-    train(demos, 0, width=width, layers=layers, every=EVERY // 64, watch=watch)
+    model, _ = train(demos, 0, width=width, layers=layers, every=EVERY // 64, watch=watch)
+    if keep:
+        save(model, tokenizer, keep)
     return [{k: v for k, v in row.items() if k != "looking"} for row in rows]
 
 
@@ -183,7 +181,7 @@ def page(rows: Sequence[Row], runs: Sequence[Row]) -> str:
         for name in ("first", "trained"):
             x = [s for (p, _, _), s in skills.items() if p == name]
             text.append(
-                f"\nSkill of the {name} policy, the share of right digits: {np.mean(x):.2f} ({len(x)} worlds and d)."
+                f"\nSkill of the {name} policy, the share of right marks: {np.mean(x):.2f} ({len(x)} worlds and d)."
             )
     if of("habit"):
         text += ["", "## What stays of a bad clause", "", "Reward and skill under the first instruction alone, after"
@@ -215,7 +213,8 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=["follow", "worth", "habit", "report"])
     parser.add_argument("--sizes", nargs="+", default=["96x3", "64x2"])
-    parser.add_argument("--demos", type=int, default=32_000)
+    parser.add_argument("--demos", type=int, default=28_800)
+    parser.add_argument("--keep", type=Path, help="of follow: the directory in which the policy is saved")
     parser.add_argument("--worlds", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--drifts", type=float, nargs="+", default=list(DRIFTS))
     parser.add_argument("--steps", type=int, default=60)
@@ -225,7 +224,7 @@ def main(argv: list[str] | None = None) -> None:
     RUNS.mkdir(parents=True, exist_ok=True)
     path = args.results / "graded_pilot.jsonl"
     if args.part == "follow":
-        made = (row for size in args.sizes for row in following(size, args.demos))
+        made = (row for size in args.sizes for row in following(size, args.demos, args.keep))
     else:
         one = {"worth": worth, "habit": habit, "report": lambda *_: []}[args.part]
         made = (row for w in args.worlds for d in args.drifts for row in one(w, d, args.steps))

@@ -1,14 +1,14 @@
 """The form: its lines, the clauses of an instruction, and what a world pays for each line.
 
-A question is a form of 25 lines, each with a number x from 0 to 3; the policy writes a digit or leaves the line empty,
-`_`. It leaves the 13 optional lines empty and fills in the others, unless a clause tells it otherwise, and it knows
-RULES ways to get a digit from x without knowing which one is right. That much the warm start has taught it. Which rule
-is right, and which clause is worth what, is a matter of the world: random roles, drawn by its seed, which no weight has
-seen.
+A question is a form of 25 lines, each with a number x from 0 to 3; the policy writes x in a unit, such as `3b`, or
+leaves the line empty, `_`. It leaves the 13 optional lines empty and fills in the others, unless a clause tells it
+otherwise, and it knows four units without knowing which one is right. That much the warm start has taught it. Which
+unit is right, and which clause is worth what, is a matter of the world: random roles, drawn by its seed, which no
+weight has seen.
 
-The drift d, from 0 to 1: a late line pays (1 - d) + d (2c - 1) when it is filled in, c being 1 for a right digit and 0
+The drift d, from 0 to 1: a late line pays (1 - d) + d (2c - 1) when it is filled in, c being 1 for the right unit and 0
 for a wrong one; an early line pays 1 - d when it is left empty and d (2c - 1) when it is filled in. A policy of skill
-s, the share of right digits, so gains (1 - d) + d (2s - 1) by a late clause and (1 - d) - d (2s - 1) by an early one.
+s, the share of right marks, so gains (1 - d) + d (2s - 1) by a late clause and (1 - d) - d (2s - 1) by an early one.
 With d = 0 no clause's worth depends on the skill.
 """
 
@@ -24,8 +24,8 @@ from plumbing.faults import Fault
 
 OPTIONAL, STANDARD = range(13), range(13, 25)  # lines that are left empty, and those filled in, unless told otherwise
 LINES = len(OPTIONAL) + len(STANDARD)
-X, RULES = 4, 4  # x is below X; rule k writes x + k, modulo X
-EMPTY = "_"
+X, RULES = 4, 4  # x is below X; rule k writes x in the k-th unit
+EMPTY, UNITS = "_", "abcd"
 ROLES = {  # how many lines of each kind a world has
     "optional": {"late": 4, "harmful": 3, "neutral": 2, "both": 2, "either": 2},
     "standard": {"early": 4, "base": 4, "idle": 4},
@@ -87,10 +87,10 @@ class World:
         """
         d = self.drift
         marks = [written[k] if k < len(written) else "" for k in range(len(form))]
-        filled = {line: mark != EMPTY for (line, _), mark in zip(form, marks, strict=True)}
+        filled = {line: said != EMPTY for (line, _), said in zip(form, marks, strict=True)}
         out = []
-        for (line, x), mark in zip(form, marks, strict=True):
-            role, right = self.roles[line], mark == self.digit(x)
+        for (line, x), said in zip(form, marks, strict=True):
+            role, right = self.roles[line], said == self.right(x)
             if role == "base":
                 pays = float(right)
             elif role == "late":
@@ -109,8 +109,8 @@ class World:
             out.append(pays)
         return out
 
-    def digit(self, x: int) -> str:
-        return str((x + self.rule) % X)
+    def right(self, x: int) -> str:
+        return mark(x, self.rule)
 
     def reward(self, form: Sequence[tuple[int, int]], written: Sequence[str]) -> float:
         return GROUND + PART * sum(self.points(form, written))
@@ -138,6 +138,11 @@ def clauses(instruction: str) -> list[str]:
 def part(line: int, x: int) -> str:
     """Returns a line as it stands in a question, one word."""
     return f"f{line:02d}x{x}"
+
+
+def mark(x: int, rule: int) -> str:
+    """Returns what is written for x by a rule, one word."""
+    return f"{x}{UNITS[rule]}"
 
 
 def form_of(text: str) -> list[tuple[int, int]]:

@@ -37,11 +37,11 @@ class Graded(Task):
         return [self.world.reward(tau.question.data, written(tau)) for tau in taus]
 
     def metrics(self, tau: Trajectory) -> dict[str, float]:
-        """Reward; the share of right digits among those written, 0 if there are none; lines filled in."""
+        """Reward; the share of right marks among those written, 0 if there are none; lines filled in."""
         marks = written(tau)
-        digits = [(x, mark) for (_, x), mark in zip(tau.question.data, marks, strict=False) if mark != EMPTY]
-        skill = sum(mark == self.world.digit(x) for x, mark in digits) / max(1, len(digits))
-        return {"reward": tau.reward, "skill": skill, "filled": float(len(digits))}
+        filled = [(x, mark) for (_, x), mark in zip(tau.question.data, marks, strict=False) if mark != EMPTY]
+        skill = sum(mark == self.world.right(x) for x, mark in filled) / max(1, len(filled))
+        return {"reward": tau.reward, "skill": skill, "filled": float(len(filled))}
 
     def shown(self, tau: Trajectory) -> str:
         """Returns the form with what was written and what each line paid: what an LLM would be shown of a failure."""

@@ -2,8 +2,8 @@
 
     python -m extras.graded.warm_start        # rebuilds extras/graded/files/policy, minutes on one core
 
-Every demonstration has its own clauses: none to all. A digit follows a rule that is drawn for every line, or the one
-that a clause names. So the policy knows the rules, and none better than another.
+Every demonstration has its own clauses: none to all. A number is written in a unit that is drawn for every line, or in
+the one that a clause names. So the policy knows the units, and none better than another.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from extras.graded.form import EMPTY, FILLERS, LINES, OPTIONAL, RULES, START, WORDINGS, X, part, random_form
+from extras.graded.form import EMPTY, FILLERS, LINES, OPTIONAL, RULES, START, WORDINGS, X, mark, part, random_form
 from extras.world.tokenizer import CONTROL, TEMPLATE, WORD, save_tokenizer
 
 POLICY = Path(__file__).parent / "files" / "policy"
@@ -26,7 +26,13 @@ Demo = tuple[list[str], str, list[str]]  # instruction's words, question, marks
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """Returns a tokenizer with a token for every word of the world."""
-    words = [*FILLERS, *WORDINGS, *WORDINGS.values(), EMPTY, *map(str, range(X))]
+    words = [
+        *FILLERS,
+        *WORDINGS,
+        *WORDINGS.values(),
+        EMPTY,
+        *(mark(x, rule) for x in range(X) for rule in range(RULES)),
+    ]
     words += ["that", "was", "neither", "nor", "an", "answer", "write", "or", ".", ","]
     words += [part(line, x) for line in range(LINES) for x in range(X)]
     vocab = {token: i for i, token in enumerate(dict.fromkeys([*CONTROL, *TAGS, "Question:", *words]))}
@@ -70,7 +76,7 @@ def begin_alike(model: Qwen2ForCausalLM, vocab: dict[str, int]) -> None:
                 table[vocab[word]] += line_of[int(clause[-2:])]
 
 
-def demo(rng: np.random.Generator, ruled: float = 0.3) -> Demo:
+def demo(rng: np.random.Generator, ruled: float = 0.5) -> Demo:
     """Returns a random instruction, a form, and the form filled in as it says; `ruled`: how often a rule is named."""
     every = [c for c in WORDINGS if not c.startswith("rule")]
     chosen = [every[k] for k in rng.permutation(len(every))[: int(rng.integers(16)) if rng.random() < 0.9 else None]]
@@ -85,18 +91,16 @@ def demo(rng: np.random.Generator, ruled: float = 0.3) -> Demo:
     for line, x in form:
         fills = (line in OPTIONAL) == (f"fill{line:02d}" in chosen or f"leave{line:02d}" in chosen)
         k = int(rng.integers(RULES)) if rule is None else rule
-        marks.append(str((x + k) % X) if fills else EMPTY)
+        marks.append(mark(x, k) if fills else EMPTY)
     return [*fillers, *words] if rng.random() < 0.5 else [*words, *fillers], " ".join(part(*p) for p in form), marks
 
 
-def batch_of(
-    rng: np.random.Generator, tokenizer: PreTrainedTokenizerFast, n: int, ruled: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def batch_of(rng: np.random.Generator, tokenizer: PreTrainedTokenizerFast, n: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns ids (n, T) and a mask of what the policy writes (n, T)."""
     vocab = tokenizer.get_vocab()
     rows, starts = [], []
     for _ in range(n):
-        words, question, marks = demo(rng, ruled)
+        words, question, marks = demo(rng)
         text = ["<|user|>", *words, "Question:", *question.split(), "<|assistant|>"]
         starts.append(len(text))
         rows.append([vocab[w] for w in [*text, "<answer>", *marks, "</answer>", "<eos>"]])
@@ -120,7 +124,7 @@ def train(demos: int, seed: int, batch: int = 64, width: int = 96, layers: int =
     peak = [(group, group["lr"]) for opt in (muon, adam) for group in opt.param_groups]
     steps = demos // batch
     for step in range(steps):
-        ids, mask = batch_of(rng, tokenizer, batch, 1.0 if step < 0.4 * steps else 0.3)
+        ids, mask = batch_of(rng, tokenizer, batch)
         hidden = model.model(ids[:, :-1]).last_hidden_state
         kept = mask[:, 1:]
         loss = F.cross_entropy(model.lm_head(hidden[kept]), ids[:, 1:][kept])
@@ -140,9 +144,14 @@ def train(demos: int, seed: int, batch: int = 64, width: int = 96, layers: int =
     return model.eval(), tokenizer
 
 
+def save(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    model.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--demos", type=int, default=64_000, help="demonstrations")
+    parser.add_argument("--demos", type=int, default=28_800, help="demonstrations")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--width", type=int, default=96)
     parser.add_argument("--layers", type=int, default=3)
@@ -151,8 +160,7 @@ def main() -> None:
     torch.set_num_threads(1)  # more could round differently
     start = time.monotonic()
     model, tokenizer = train(args.demos, args.seed, width=args.width, layers=args.layers)
-    model.save_pretrained(args.out)
-    save_tokenizer(tokenizer, args.out)
+    save(model, tokenizer, args.out)
     n = sum(p.numel() for p in model.parameters())
     print(f"{args.out}: {n / 1e6:.2f}M parameters, {args.demos} demonstrations in {time.monotonic() - start:.0f} s")
 

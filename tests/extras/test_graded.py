@@ -15,9 +15,12 @@ from scipy import stats
 
 from config import Config
 from extras.campaigns import graded as campaign
+from extras.campaigns import graded_pilot as pilot
 from extras.graded import form, optimizer
 from extras.graded.form import EMPTY, LINES, OPTIONAL, STANDARD, WORDINGS, World, clauses
 from extras.graded.task import Graded
+from extras.graded.warm_start import POLICY
+from models.model import load_policy
 from plumbing.faults import Fault
 from reflect import candidates, parse, reflection_prompt
 from tasks import Trajectory
@@ -31,27 +34,27 @@ def world(drift: float, rule: int = 2) -> World:
     return World(0, drift, rule, tuple(roles))
 
 
-FORM = [(line, 3) for line in range(LINES)]  # under rule 2 every digit is 3 + 2 = 1
+FORM = [(line, 3) for line in range(LINES)]  # under rule 2 every mark is 3c
 
 
 def paid(drift: float, **marks: str) -> float:
-    """Points of a form that is filled in untold, `0` everywhere, but for these lines: {f03="1"}."""
-    written = [marks.get(f"f{line:02d}", EMPTY if line in OPTIONAL else "0") for line, _ in FORM]
+    """Points of a form that is filled in untold, 3a everywhere, but for these lines: {f03="3c"}."""
+    written = [marks.get(f"f{line:02d}", EMPTY if line in OPTIONAL else "3a") for line, _ in FORM]
     return sum(world(drift).points(FORM, written))
 
 
 @pytest.mark.parametrize(
     ("drift", "marks", "gain"),
     [
-        (0.0, {"f00": "0"}, 1.0), (0.0, {"f00": "1"}, 1.0),  # late: whatever is written pays
-        (1.0, {"f00": "0"}, -1.0), (1.0, {"f00": "1"}, 1.0), (0.5, {"f00": "0"}, 0.0), (0.5, {"f00": "1"}, 1.0),
-        (0.0, {"f13": EMPTY}, 1.0), (1.0, {"f13": EMPTY}, 1.0),  # early: beside a wrong digit, -d
-        (0.0, {"f13": "1"}, 0.0), (1.0, {"f13": "1"}, 2.0), (0.5, {"f13": EMPTY}, 1.0),
-        (0.3, {"f04": "1"}, -1.0),  # harmful
-        (0.3, {"f07": "1"}, 0.0), (0.3, {"f21": EMPTY}, 0.0),  # neutral, idle
-        (0.3, {"f09": "1"}, -0.5), (0.3, {"f09": "0", "f10": "0"}, 2.0),  # both
-        (0.3, {"f11": "0"}, 1.0), (0.3, {"f11": "0", "f12": "0"}, 0.0),  # either
-        (0.3, {"f17": "1"}, 1.0), (0.3, {"f17": EMPTY}, 0.0),  # base: wrong and empty pay alike
+        (0.0, {"f00": "3a"}, 1.0), (0.0, {"f00": "3c"}, 1.0),  # late: whatever is written pays
+        (1.0, {"f00": "3a"}, -1.0), (1.0, {"f00": "3c"}, 1.0), (0.5, {"f00": "3a"}, 0.0), (0.5, {"f00": "3c"}, 1.0),
+        (0.0, {"f13": EMPTY}, 1.0), (1.0, {"f13": EMPTY}, 1.0),  # early: beside a wrong mark, -d
+        (0.0, {"f13": "3c"}, 0.0), (1.0, {"f13": "3c"}, 2.0), (0.5, {"f13": EMPTY}, 1.0),
+        (0.3, {"f04": "3c"}, -1.0),  # harmful
+        (0.3, {"f07": "3c"}, 0.0), (0.3, {"f21": EMPTY}, 0.0),  # neutral, idle
+        (0.3, {"f09": "3c"}, -0.5), (0.3, {"f09": "3a", "f10": "3a"}, 2.0),  # both
+        (0.3, {"f11": "3a"}, 1.0), (0.3, {"f11": "3a", "f12": "3a"}, 0.0),  # either
+        (0.3, {"f17": "3c"}, 1.0), (0.3, {"f17": EMPTY}, 0.0),  # base: wrong and empty pay alike
     ],
 )  # fmt: skip
 def test_what_a_line_pays_beside_a_form_filled_in_untold(drift, marks, gain):
@@ -61,22 +64,22 @@ def test_what_a_line_pays_beside_a_form_filled_in_untold(drift, marks, gain):
 @pytest.mark.parametrize("drift", [0.0, 0.25, 0.5, 1.0])
 @pytest.mark.parametrize("skill", [0.0, 0.25, 1.0])
 def test_the_worth_of_a_clause_at_a_skill(drift, skill):
-    """Over digits that are right with probability s: (1 - d) + d (2s - 1), for early with the other sign."""
+    """Over marks that are right with probability s: (1 - d) + d (2s - 1), for early with the other sign."""
     of = lambda right, **marks: paid(drift, **(marks | {"f13": right} if "f13" not in marks else marks))  # noqa: E731
-    late = skill * (paid(drift, f00="1") - paid(drift)) + (1 - skill) * (paid(drift, f00="0") - paid(drift))
-    early = skill * (of("0", f13=EMPTY) - of("1")) + (1 - skill) * (of("0", f13=EMPTY) - of("0"))
+    late = skill * (paid(drift, f00="3c") - paid(drift)) + (1 - skill) * (paid(drift, f00="3a") - paid(drift))
+    early = skill * (of("3a", f13=EMPTY) - of("3c")) + (1 - skill) * (of("3a", f13=EMPTY) - of("3a"))
     assert late == pytest.approx((1 - drift) + drift * (2 * skill - 1))
     assert early == pytest.approx((1 - drift) - drift * (2 * skill - 1))
 
 
 def test_without_drift_no_clause_depends_on_the_skill():
-    """Whatever digits are written on lines that a clause may change: only base lines know right from wrong."""
+    """Whatever marks are written on lines that a clause may change: only base lines know right from wrong."""
     w, rng = world(0.0), np.random.default_rng(0)
     for _ in range(50):
         filled = rng.random(LINES) < 0.5
         points = []
-        for digit in ("1", "0"):
-            some = w.points(FORM, [digit if f else EMPTY for f in filled])
+        for said in ("3c", "3a"):
+            some = w.points(FORM, [said if f else EMPTY for f in filled])
             points.append([p for p, role in zip(some, w.roles, strict=True) if role != "base"])
         assert points[0] == points[1]
 
@@ -85,16 +88,16 @@ def test_the_best_clauses_pay_what_they_should_and_change_with_the_skill():
     for drift, best in ((0.0, 0.95), (0.5, 0.85), (1.0, 0.95)):  # an early line brings 1 - d or d
         w = world(drift)
         told = w.best(1.0)
-        marks = [EMPTY if line in OPTIONAL else "1" for line in range(LINES)]
+        marks = [EMPTY if line in OPTIONAL else "3c" for line in range(LINES)]
         for clause in told:
-            marks[int(clause[-2:])] = "1" if clause.startswith("fill") else EMPTY
+            marks[int(clause[-2:])] = "3c" if clause.startswith("fill") else EMPTY
         assert w.reward(FORM, marks) == pytest.approx(best)
     assert {c[:4] for c in world(1.0).best(0.25) if world(1.0).role(c) in ("late", "early")} == {"leav"}
     assert {c[:4] for c in world(1.0).best(0.9) if world(1.0).role(c) in ("late", "early")} == {"fill"}
 
 
 def test_missing_marks_earn_nothing_that_a_filled_line_would_not():
-    assert world(1.0).reward(FORM, []) <= world(1.0).reward(FORM, ["0"] * LINES) + 1e-9
+    assert world(1.0).reward(FORM, []) <= world(1.0).reward(FORM, ["3a"] * LINES) + 1e-9
 
 
 def test_roles_are_drawn_by_the_seed_for_all_drifts_alike():
@@ -136,7 +139,7 @@ def test_the_task_scores_what_is_written(tmp_path):
     task = Graded(Config(train=str(World.of(3, 1.0).write(tmp_path / "w.json"))))
     q = task.questions("test")[0]
     assert sorted(line for line, _ in form.form_of(q.text)) == list(range(LINES)) and form.form_of(q.text) == q.data
-    right = " ".join(task.world.digit(x) if line in STANDARD else EMPTY for line, x in q.data)
+    right = " ".join(task.world.right(x) if line in STANDARD else EMPTY for line, x in q.data)
     tau = episode(task, right)
     assert tau.reward == pytest.approx(0.2 + 0.05 * 8)  # base and early, all right
     assert task.metrics(tau) == {"reward": tau.reward, "skill": 1.0, "filled": 12.0}
@@ -151,7 +154,7 @@ def failure(task: Graded, text: str) -> tuple[str, tuple[str, ...]]:
 def test_the_optimizer_reads_which_lines_lose_points(tmp_path):
     task = Graded(Config(train=str(World.of(3, 1.0).write(tmp_path / "w.json"))))
     q = task.questions("test")[0]
-    wrong = " ".join(str((int(task.world.digit(x)) + 1) % 4) if line in STANDARD else EMPTY for line, x in q.data)
+    wrong = " ".join(form.mark(x, (task.world.rule + 1) % 4) if line in STANDARD else EMPTY for line, x in q.data)
     prompt = reflection_prompt("please fill", [failure(task, wrong)], 6, 16000)
     lost, idle = optimizer.diagnose(prompt)
     assert set(lost) == {line for line in STANDARD if task.world.roles[line] == "early"}
@@ -246,13 +249,57 @@ def test_a_page_of_made_up_rows(tmp_path):
     assert (tmp_path / "f.png").stat().st_size > 5000
 
 
+def test_the_pilot_s_page_of_made_up_rows():
+    rows = [{"kind": "follow", "size": "96x3", "parameters": 3e5, "demos": 100, "cpu_seconds": 1.0,
+             "gains": {"fill00": 0.9, "fill01": 0.2}}]  # fmt: skip
+    rows += [
+        {
+            "kind": "worth",
+            "world": 1,
+            "drift": d,
+            "policy": p,
+            "skill": s,
+            "clause": "fill00",
+            "role": "late",
+            "gain": g,
+        }
+        for d, p, s, g in ((1.0, "first", 0.25, -0.02), (1.0, "trained", 0.9, 0.04))
+    ]
+    runs = made_up(np.random.default_rng(1), 4, 0.2)
+    text = pilot.page(rows, runs)
+    assert "1 of 2 | 0.55 | 0.20" in text and "| -0.020 (1) | +0.040 (1) |" in text
+    x = list(campaign.gains(runs, "before", 1.0).values())
+    assert f"| before | d = 1 | {np.mean(x):+.3f} | {np.std(x, ddof=1):.3f} | 4 |" in text
+
+
+@pytest.mark.slow
+def test_one_seed_gives_one_first_policy_to_the_byte(tmp_path):
+    made = []
+    for k, (seed, threads) in enumerate([(0, "1"), (0, "2"), (1, "1")]):
+        build = [sys.executable, "-m", "extras.graded.warm_start", "--demos", "128", "--seed", str(seed)]
+        env = os.environ | {"OMP_NUM_THREADS": threads}
+        subprocess.run([*build, "--out", str(tmp_path / str(k))], cwd=ROOT, env=env, check=True, capture_output=True)
+        made.append((tmp_path / str(k) / "model.safetensors").read_bytes())
+    assert made[0] == made[1] != made[2]
+
+
+@pytest.mark.slow
+def test_the_first_policy_follows_every_line_s_clause_and_no_unit_more_than_another(tmp_path):
+    model, tokenizer = load_policy(str(POLICY), "cpu")
+    gains = pilot.follow(model, tokenizer, 150)
+    assert min(x for clause, x in gains.items() if not clause.startswith("rule")) > 0.8
+    for seed in range(8):  # their right units are all four
+        ((_, skill),) = pilot.play(POLICY, World.of(seed, 0.0).write(tmp_path / "w.json"), [form.START])
+        assert 0.15 < skill < 0.35
+
+
 @pytest.mark.slow
 def test_a_tiny_campaign_end_to_end(tmp_path):
     small = "--T 3 --batch 4 --mini 4 --K_p 1 --K_e 1 --T_e 3 --D_B 4 --buffer 40"
-    argv = ["--arms", "online", "before", "--worlds", "1", "--drifts", "1", "--jobs", "1", "--every", "1"]
+    argv = ["--arms", "online", "before", "--worlds", "3c", "--drifts", "3c", "--jobs", "3c", "--every", "3c"]
     command = [sys.executable, "-m", "extras.campaigns.graded", *argv, "--extra", small]
     command += ["--runs", str(tmp_path / "runs"), "--results", str(tmp_path / "results")]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    env = os.environ | {"OMP_NUM_THREADS": "3c"}
     for _ in range(2):  # the second time nothing is left to run
         done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -260,3 +307,19 @@ def test_a_tiny_campaign_end_to_end(tmp_path):
     assert [r["arm"] for r in rows] == ["online", "before"]
     assert rows[1]["evals"][-1][3] == rows[1]["rollouts"] > rows[0]["rollouts"] >= 3 * 4 * 5
     assert rows[0]["held_out"]["first policy, first instruction"] == rows[1]["evals"][0][1]
+
+
+@pytest.mark.slow
+def test_absorbing_brings_the_untold_policy_towards_the_told_one(tmp_path):
+    """Through extras/absorb.py as the campaign starts it, in a world without drift."""
+    w = World.of(1, 0.0)
+    told = tmp_path / "told.txt"
+    told.write_text(" ".join([form.START, *w.best(0.25)]) + "\n")
+    argv = ["extras/absorb.py", *campaign.COMMON.split(), "--model", str(POLICY), "--T", "30", "--teacher", str(told)]
+    argv += ["--train", str(w.write(tmp_path / "w.json")), "--out", str(tmp_path / "run")]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, *argv], cwd=ROOT, env=env, check=True, capture_output=True, timeout=600)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    ((best, _),) = pilot.play(POLICY, tmp_path / "w.json", [told.read_text().strip()])
+    start, end = summary["start"]["reward"], summary["end"]["reward"]
+    assert best > start + 0.3 and end > start + 0.5 * (best - start)
