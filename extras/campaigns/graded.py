@@ -37,7 +37,7 @@ MARGIN = 0.05  # of non-inferiority and equivalence: what one clause is worth
 ALL = ("online", "before", "after", "unverified", "blind")
 COMMON = (
     "--task extras.graded.task:Graded --retriever none --engine torch --device cpu --T 60 --batch 24 --mini 24 --G 5"
-    " --lr 1e-3 --micro_tokens 4096 --max_response 32 --max_prompt 160 --N_P 7 --K_p 5 --K_e 5 --T_e 46 --D_B 24"
+    " --lr 3e-4 --micro_tokens 4096 --max_response 32 --max_prompt 160 --N_P 7 --K_p 5 --K_e 5 --T_e 46 --D_B 24"
     " --rounds 1 --buffer 600 --max_instruction 200 --save_every 100 --token_rows 0 --recompute 0 --compare 2"
 )
 ALONE = "--T 50"  # a phase of evolution alone: as many evolutions as online has, and five steps to rank the last
