@@ -131,6 +131,12 @@ controls: setup       ## one seed of the same, into runs/controls: whose gain is
 paper: setup          ## the paper's tables, figures and claims in the world, 5 seeds: results/ (hours; resumable)
 	$(PY) -m extras.campaigns.paper --jobs 2 $(ARGS)
 
+graded: setup         ## online against before and after, by drift, as results/graded_plan.md registers it (hours; resumable)
+	$(PY) -m extras.campaigns.graded $(ARGS)
+
+graded-warm-start: setup  ## rebuild extras/graded/files from nothing
+	$(PY) -m extras.graded.warm_start $(ARGS)
+
 evaluate: setup       ## measure the newest run, or ARGS="WHAT --data ..." (Table 1's methods: extras/table1.py)
 	$(PY) evaluate.py $(or $(ARGS),$(shell ls -td runs/*/policy | head -1 | xargs dirname))
 

@@ -42,7 +42,9 @@ SMALL = {  # program -> the flags with which it is run small here; or where else
 ELSEWHERE = {
     "retrieval_server.py": "tests/test_retrieval_*.py", "world.optimizer": "tests/test_optimizer.py",
     "extras.world.warm_start": "tests/extras/test_warm_start.py", "extras/one_step.py": "tests/extras/test_one_step.py",
-    "extras/hotpot.py": "tests/extras/test_hotpot.py",
+    "extras/hotpot.py": "tests/extras/test_hotpot.py", "extras.campaigns.graded": "tests/extras/test_graded.py",
+    "extras.campaigns.graded_pilot": "tests/extras/test_graded.py", "extras/absorb.py": "tests/extras/test_graded.py",
+    "extras.graded.warm_start": "tests/extras/test_graded.py",
     "extras.real.model": "tests/extras/test_real.py", "extras.real": "tests/extras/test_real_run.py",
     "extras.real.campaign": "tests/extras/test_real_campaign.py",
     "labs": "tests/labs/test_labs.py", "marimo": "tests/labs/test_labs.py",

@@ -1,0 +1,96 @@
+"""Absorbing an instruction: the gradient is that of the reverse KL; who is told already learns nothing."""
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from config import PRESETS
+from extras.absorb import AbsorbConfig, AbsorbLearner
+from rollout import prompt_ids
+from tasks import Question, Trajectory, load_task
+
+ROOT = Path(__file__).parents[2]
+QUESTION = Question("q", "what is the country of the birthplace of the director of the film ?", ("x",))
+
+
+@pytest.fixture(scope="module")
+def learner(world, tmp_path_factory):
+    teacher = tmp_path_factory.mktemp("absorb") / "teacher.txt"
+    teacher.write_text("Search one entity at a time. Answer with the exact name only.")
+    cfg = AbsorbConfig(**PRESETS["world"] | {"teacher": str(teacher), "beta": 0.0, "mode": "absorb"})
+    return AbsorbLearner(copy.deepcopy(world[0]).double(), None, cfg)
+
+
+def begun(tokenizer) -> list[int]:
+    return tokenizer("<think> </think> <search>", add_special_tokens=False)["input_ids"]
+
+
+def one_token(learner, tokenizer, first: str) -> list[Trajectory]:
+    """A trajectory for every token that could be the first of a query."""
+    ids = prompt_ids(tokenizer, load_task(learner.cfg), first, QUESTION)
+    out = []
+    for y in range(len(tokenizer)):
+        tau = Trajectory(0, QUESTION, 0, [], 0)
+        tau.observe(ids)
+        tau.prompt_tokens = len(ids)
+        tau.observe(begun(tokenizer))
+        tau.act([y], [0.0])
+        out.append(tau)
+    return out
+
+
+def test_the_expected_gradient_is_that_of_the_reverse_kl(learner, world):
+    _, tokenizer = world
+    model, first = learner.model, "Search the whole question once."
+    part = one_token(learner, tokenizer, first)
+    share = [list(range(len(part)))]
+    terms = learner.terms(part, share, 0, None)
+    pi = np.exp(learner.score(part, share)[0])
+    assert pi.sum() == pytest.approx(1)
+    # The mean over equally weighted tokens becomes the expectation over what the policy samples.
+    loss, _ = learner.loss(part, terms | {"adv": terms["adv"] * pi * len(pi)})
+    model.zero_grad()
+    loss.backward()
+    got = {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    task, told = load_task(learner.cfg), Path(learner.cfg.teacher).read_text()
+    log_pi, log_teacher = (
+        model(torch.tensor([prompt_ids(tokenizer, task, text, QUESTION) + begun(tokenizer)]))
+        .logits[0, -1]
+        .log_softmax(-1)
+        for text in (first, told)
+    )
+    model.zero_grad()
+    kl = (log_pi.exp() * (log_pi - log_teacher.detach())).sum()
+    kl.backward()
+    assert kl.item() > 0.01
+    for name, p in model.named_parameters():
+        scale = max(1e-9, float(p.grad.abs().max()))
+        assert float((got[name] - p.grad).abs().max()) < 1e-6 * scale + 1e-12, name
+
+
+def test_the_teacher_reads_the_same_tokens_behind_its_own_prompt(learner, world):
+    _, tokenizer = world
+    tau = one_token(learner, tokenizer, "Search the whole question once.")[7]
+    tau.observe([5, 6])
+    tau.act([8], [-1.0])
+    told = learner.told(tau)
+    assert told.ids[told.prompt_tokens :] == tau.ids[tau.prompt_tokens :] == [*begun(tokenizer), 7, 5, 6, 8]
+    assert told.mask[told.prompt_tokens :] == [0, 0, 0, 1, 0, 0, 1] and sum(told.mask) == 2
+    assert "one entity" in tokenizer.decode(told.ids) and "whole question" not in tokenizer.decode(told.ids)
+    assert len(told.ids) == len(told.mask) == len(told.logps)
+
+
+def test_who_is_told_already_learns_nothing(learner, world):
+    _, tokenizer = world
+    part = one_token(learner, tokenizer, Path(learner.cfg.teacher).read_text())[:9]
+    assert np.abs(learner.terms(part, [list(range(9))], 0, None)["adv"]).max() < 1e-9
+
+
+def test_faults_are_one_line():
+    assert "--teacher is missing" in AbsorbConfig().check()
+    assert "no such file" in replace(AbsorbConfig(), teacher="nowhere.txt").check()
