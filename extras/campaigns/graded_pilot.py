@@ -201,9 +201,10 @@ def page(rows: Sequence[Row], runs: Sequence[Row]) -> str:
             cells = {f"d = {d:g}": list(gains(runs, arm, d).values()) for d in DRIFTS} | {"slope": slopes(runs, arm)}
             for what, x in cells.items():
                 if x:
-                    sd = float(np.std(x, ddof=1)) if len(x) > 1 else float("nan")
-                    n = worlds_for(float(np.mean(x)), sd) if len(x) > 1 else None
-                    text.append(f"| {arm} | {what} | {np.mean(x):+.3f} | {sd:.3f} | {len(x)} | {n or ''} |")
+                    sd = float(np.std(x, ddof=1)) if len(x) > 1 else None  # of one world there is none
+                    n = None if sd is None else worlds_for(float(np.mean(x)), sd)
+                    spread = "" if sd is None else f"{sd:.3f}"
+                    text.append(f"| {arm} | {what} | {np.mean(x):+.3f} | {spread} | {len(x)} | {n or ''} |")
         spent = [row["cpu_seconds"] for row in runs]
         text.append(f"\nA run takes {np.mean(spent):.0f} CPU seconds ({min(spent):.0f} to {max(spent):.0f}).")
     return "\n".join([*text, ""])
