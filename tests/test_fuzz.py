@@ -7,7 +7,7 @@ import json
 import os
 from concurrent.futures import TimeoutError
 from dataclasses import asdict, replace
-from functools import cache
+from functools import cache, partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 
@@ -23,7 +23,7 @@ from reflect import MAX_REPLY, Optimizer, candidates, normalized, paid_calls
 from retrieval.corpus import Corpus
 from rollout import prompt_ids, rollout
 from tasks import Job, Question
-from tasks.formats import encode
+from tasks.formats import encode, lost
 from tasks.questions import load_questions
 from tasks.search import MAX_PASSAGE, Search
 from tasks.search_qa import SearchQA
@@ -32,7 +32,7 @@ from tasks.tools import tags_of
 N = int(os.environ.get("FUZZ", 0))  # 10^5 in `make fuzz`
 KEY, GOLD = "sk-secret-123", "Zavrazhye"
 PARENT = "Think in <think> </think>, search with <search> </search>, answer in <answer> </answer>."
-PARSED = ("search", "answer")
+PARSED = partial(lost, names=["search", "answer"])
 TOKENIZERS = ("world", "qwen", "deepseek")
 ASKED = Question("q", "Who?", (GOLD,), "s")
 TASK = SearchQA(Config(max_observation=60, search_retries=0))

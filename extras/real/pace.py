@@ -27,7 +27,7 @@ def pace() -> Pace:
     from models.model import load_policy
     from models.packing import Packing
 
-    cfg = Config(**PRESETS[NAME])
+    cfg = Config(**PRESETS[NAME] | {"model": str(SMOLLM)})
     device = device_of(cfg)
     dtype = dtype_of(cfg, device)
     model, tokenizer = load_policy(str(SMOLLM), device)

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from models.model import load_policy
 from plumbing.faults import Fault
 from reflect import candidates, parse, reflection_prompt
 from tasks import Trajectory
+from tasks.formats import lost
 
 ROOT = Path(__file__).parents[2]
 
@@ -178,10 +180,11 @@ def test_an_edit_takes_out_what_is_there():
 
 
 def test_replies_pass_the_real_checks():
+    unfit = partial(lost, names=["answer"])
     prompt = reflection_prompt("please fill in the form fill03", [("f01 filled -1.00", ())], 6, 1000)
     replies = [optimizer.reply_to(prompt, f"graded-{seed}-0") for seed in range(40)]
     accepted = [
-        candidates(reply, "please fill in the form fill03", set(), [], 200, 6, ["answer"])[0] for reply in replies
+        candidates(reply, "please fill in the form fill03", set(), [], 200, 6, unfit)[0] for reply in replies
     ]
     assert sum(map(len, accepted)) > 40 * 5 and any(not x for x in accepted)  # some replies hold none
 

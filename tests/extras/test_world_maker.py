@@ -5,6 +5,7 @@ import json
 import random
 import re
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from reflect import parse as parse_reply
 from retrieval.bm25 import BM25
 from rollout import prompt_ids
 from tasks import Question
-from tasks.formats import observation_ids
+from tasks.formats import lost, observation_ids
 from tasks.questions import em
 from tasks.tools import invalid_action, last_answer
 from world.clauses import BEST, CLAUSES, FILLERS, FRAMES, SAYS, START, read, write
@@ -249,7 +250,7 @@ def replies(full_world):
         parent, prompt = failed_prompt(rng, full_world)
         used, judged = {normalized(parent)}, []
         for text in parse_reply(reply_to(prompt, seed=0)):
-            judged.append((text, check(text, parent, used, [], 1000, len, ("search", "answer"))))
+            judged.append((text, check(text, parent, used, [], 1000, len, partial(lost, names=["search", "answer"]))))
             used.add(normalized(text))
         out.append((parent, judged))
     return out

@@ -33,6 +33,13 @@ def checks(n):
 
 
 EVERY = [(n, blank) for n in desk.NUMBERS for blank in checks(n)]
+sys.modules.pop("marimo")  # transformers takes a process that has it for a notebook, and its Trainer wants IPython there
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_notebook_afterwards():
+    yield
+    sys.modules.pop("marimo", None)
 
 
 @pytest.mark.parametrize("n", desk.NUMBERS)
