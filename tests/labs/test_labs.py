@@ -33,7 +33,7 @@ def checks(n):
 
 
 EVERY = [(n, blank) for n in desk.NUMBERS for blank in checks(n)]
-sys.modules.pop("marimo")  # transformers takes a process that has it for a notebook, and its Trainer wants IPython there
+sys.modules.pop("marimo")  # transformers takes a process that has it for a notebook, whose Trainer wants IPython
 
 
 @pytest.fixture(scope="module", autouse=True)
