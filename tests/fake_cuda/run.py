@@ -39,6 +39,7 @@ import training.policy as policy  # noqa: E402
 from grpo import Learner  # noqa: E402
 from kernels import rows_triton  # noqa: E402
 from tasks import Question, Trajectory  # noqa: E402
+from tasks.formats import Tags  # noqa: E402
 from training.fit import shapes, with_room  # noqa: E402
 from training.speed import CARDS  # noqa: E402
 
@@ -204,7 +205,7 @@ def worker_of(cfg, ranks):
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     group = SimpleNamespace(rank=0, size=ranks, device="cuda", dtype="bfloat16", grouped=True, saves=None)
     group.gather, group.thread = lambda answer, _: [answer], lambda: ThreadPoolExecutor(1)
-    return policy.Worker(cfg, group, "vllm", SimpleNamespace(tools=[]), Watched)
+    return policy.Worker(cfg, group, "vllm", SimpleNamespace(tools=[], format=Tags), Watched)
 
 
 def outside(function):
