@@ -12,6 +12,7 @@ import argparse
 import hashlib
 import random
 import re
+from collections.abc import Callable
 
 from plumbing.faults import one_line
 from plumbing.servers import listen, serve
@@ -183,6 +184,11 @@ def reply_to(prompt: str, seed: int, guess: bool = False, fair: bool = False) ->
 
 
 def make_app(seed: int, guess: bool = False, fair: bool = False):
+    return chat_app("the world's scripted optimizer", lambda prompt, model: reply_to(prompt, seed, guess, fair))
+
+
+def chat_app(title: str, reply_of: Callable[[str, str], str]):
+    """Returns an OpenAI-compatible chat endpoint whose reply is made of the last message and the model's name."""
     from fastapi import FastAPI
     from pydantic import BaseModel
 
@@ -194,7 +200,7 @@ def make_app(seed: int, guess: bool = False, fair: bool = False):
         model: str
         messages: list[Message]
 
-    app = FastAPI(title="the world's scripted optimizer")
+    app = FastAPI(title=title)
 
     @app.get("/health")
     def health() -> dict:
@@ -203,7 +209,7 @@ def make_app(seed: int, guess: bool = False, fair: bool = False):
     @app.post("/v1/chat/completions")
     def complete(request: Request) -> dict:
         prompt = request.messages[-1].content if request.messages else ""
-        reply = reply_to(prompt, seed, guess, fair)
+        reply = reply_of(prompt, request.model)
         usage = {"prompt_tokens": len(prompt) // 4, "completion_tokens": len(reply) // 4}
         message = {"role": "assistant", "content": reply}
         return {

@@ -19,6 +19,7 @@ from collections import Counter
 from extras.graded.form import FILLERS, OPTIONAL, WORDINGS, clauses
 from plumbing.faults import one_line
 from plumbing.servers import listen, serve
+from world.optimizer import chat_app
 
 POINTED = 0.6  # share of edits that follow from the failures, where they say anything; the others are guesses
 MISHAP = 0.04  # share of replies without a candidate
@@ -85,39 +86,6 @@ def reply_to(prompt: str, name: str) -> str:
     return "\n".join([*said, *(f"<ins_{k}> {text} </ins_{k}>" for k, text in enumerate(found, 1))])
 
 
-def make_app():
-    from fastapi import FastAPI
-    from pydantic import BaseModel
-
-    class Message(BaseModel):
-        role: str
-        content: str
-
-    class Request(BaseModel):
-        model: str
-        messages: list[Message]
-
-    app = FastAPI(title="the graded world's optimizer")
-
-    @app.get("/health")
-    def health() -> dict:
-        return {"status": "ok"}
-
-    @app.post("/v1/chat/completions")
-    def complete(request: Request) -> dict:
-        prompt = request.messages[-1].content if request.messages else ""
-        reply = reply_to(prompt, request.model)
-        usage = {"prompt_tokens": len(prompt) // 4, "completion_tokens": len(reply) // 4}
-        return {
-            "object": "chat.completion",
-            "model": request.model,
-            "choices": [{"index": 0, "message": {"role": "assistant", "content": reply}, "finish_reason": "stop"}],
-            "usage": usage | {"total_tokens": sum(usage.values())},
-        }
-
-    return app
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--host", default="127.0.0.1")
@@ -125,7 +93,7 @@ def main() -> None:
     parser.add_argument("--child", action="store_true", help="exit when standard input ends")
     args = parser.parse_args()
     with one_line():
-        serve(make_app(), listen(args.host, args.port), args.child)
+        serve(chat_app("the graded world's optimizer", reply_to), listen(args.host, args.port), args.child)
 
 
 if __name__ == "__main__":
