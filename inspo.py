@@ -216,7 +216,8 @@ def train(
         task = load_task(cfg)
         first = read_instruction("instruction", cfg.instruction) if cfg.instruction else task.instruction
         first = task.format.first(first, task)
-        if not cfg.dry_run and os.environ.get("RANK", "0") == "0":
+        leads = os.environ.get("RANK", "0") == "0"
+        if leads and not cfg.dry_run:
             status("reading the questions")
             together(lambda: check_questions(task), task.check, lambda: endpoint(cfg))
         status("importing torch")
@@ -233,7 +234,7 @@ def train(
         if cfg.dry_run:
             return print_memory(cfg)
         device = device_of(cfg)
-        ranks = Ranks(device, cfg.patience, dtype_of(cfg, device))
+        ranks = Ranks(device, cfg.patience, dtype_of(cfg, device) if leads else "")
         with ranks.fail_at_once(), contextlib.ExitStack() as stack:
             if ranks.rank:
                 return worker_loop(cfg, ranks, learner)

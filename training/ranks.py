@@ -29,6 +29,7 @@ class Ranks:
         """`patience`: minutes after which a collective gives up, so that no rank waits for ever.
 
         In a `dtype` below float32 FSDP keeps the weights in float32 and gathers blocks in it, for one process, too.
+        Rank 0's holds for all: processors of several kinds would choose differently.
         """
         self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.device, self.dtype = device, dtype
@@ -48,6 +49,7 @@ class Ranks:
         alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
         dist.init_process_group(backend, timeout=timeout, **alone)
         self.calls, self.saves = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
+        self.dtype = self.broadcast(dtype)
         self.store, self.deals = dist.PrefixStore("inspo", dist.distributed_c10d._get_default_store()), 0
 
     def broadcast(self, message: Any = None) -> Any:
