@@ -236,6 +236,22 @@ def shard(
 
 
 @torch.no_grad()
+def dither(model: Any, seed: int) -> Any:
+    """Moves float32 weights that bfloat16 holds exactly, evenly over all that rounds to them; returns the model.
+
+    A published model lies on bfloat16's grid, whose spacing is a hundred times a step of AdamW or more. Computed in
+    bfloat16 it would not move until its steps have added up to half of that. Dithered, it is the same policy to the bit,
+    and each step takes its share of the weights to the next value: on average the whole step is in what is computed.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        bits = p.data.view(torch.int32)  # whose upper half is bfloat16; a carry to the next value is right, too
+        exact = (bits & 0xFFFF == 0) & (p != 0)
+        bits += exact * torch.randint(1 - 2**15, 2**15, bits.shape, dtype=torch.int32, generator=generator)
+    return model
+
+
+@torch.no_grad()
 def fill(model: Any, source: Any) -> Any:
     """Copies the weights of `source` into `model`, one tensor at a time; returns `model`.
 

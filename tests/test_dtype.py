@@ -5,6 +5,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from test_grpo import batch_of
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import inspo
@@ -12,7 +13,10 @@ from config import Config, parse
 from engines.choose import dtype_of
 from engines.torch_engine import TorchEngine
 from journal.directory import RunDirectory, read_jsonl
-from models.model import empty, fill, load_config, load_policy
+from models.model import dither, empty, fill, load_config, load_policy
+from tasks import load_task
+from training.policy import Policy
+from training.ranks import Ranks
 
 SMALL = "--mode static --dtype bfloat16 --T 3 --batch 4 --mini 4 --G 2 --eval_n 2 --save_every 1 --keep 9 --seed 6"
 
@@ -44,6 +48,59 @@ def test_small_updates_are_kept_in_float32(run, tmp_path):
     # Half a unit in the last place of bfloat16, at least: bfloat16 weights would not have taken a smaller change.
     lost = {name: (d > 0) & (d < first[name].float().abs() * 2**-9) for name, d in moved.items()}
     assert sum(int(x.sum()) for x in lost.values()) > 0.1 * sum(int((d > 0).sum()) for d in moved.values()) > 1000
+
+
+def on_the_grid(*shape: int) -> torch.nn.Linear:
+    layer = torch.nn.Linear(*shape, bias=False)
+    layer.weight.data = (torch.randn(*shape[::-1], generator=torch.Generator().manual_seed(1)) * 0.02).bfloat16().float()
+    return layer
+
+
+def test_a_dithered_weight_rounds_to_what_it_was():
+    layer = on_the_grid(512, 512)
+    layer.weight.data[0] = 0.0
+    layer.weight.data[1] = 0.1  # not on the grid
+    layer.weight.data[2] = 2.0**-6  # below it the grid is twice as fine
+    before = layer.weight.detach().clone()
+    after = dither(layer, 3).weight.detach()
+    assert torch.equal(after.bfloat16(), before.bfloat16()) and torch.equal(after[:2], before[:2])
+    spacing = 2.0 ** (before[3:].abs().log2().floor() - 7)
+    place = (after[3:] - before[3:]) / spacing  # evenly from -1/2 to 1/2
+    assert (place.abs() <= 0.5).all() and place.mean().abs() < 0.004
+    assert place.square().mean() == pytest.approx(1 / 12, rel=0.02)
+    assert torch.equal(dither(on_the_grid(8, 8), 3).weight, dither(on_the_grid(8, 8), 3).weight)
+    assert not torch.equal(dither(on_the_grid(8, 8), 3).weight, dither(on_the_grid(8, 8), 4).weight)
+
+
+def test_of_a_small_step_all_arrives_on_average():
+    step = 1e-6 * torch.randn(512, 512, generator=torch.Generator().manual_seed(2)).sign()
+
+    def arrived(layer):
+        before = layer.weight.detach().bfloat16().double()
+        return ((layer.weight.detach() + step).bfloat16().double() - before).mul(step.sign()).mean().item() / 1e-6
+
+    assert arrived(on_the_grid(512, 512)) < 0.3 and arrived(dither(on_the_grid(512, 512), 3)) == pytest.approx(1, abs=0.1)
+
+
+def test_an_update_in_bfloat16_moves_the_policy_as_one_in_float32_does(path, tmp_path):
+    """From a policy that is published in bfloat16, at a learning rate below the spacing of its weights."""
+    model, tokenizer = load_policy(path, "cpu")
+    model.bfloat16().save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    gained = {}
+    for dtype in ("float32", "bfloat16"):
+        cfg = Config(model=str(tmp_path), lr=5e-6, warmup=0.0, engine="torch", micro_tokens=10**6, batch=6, mini=6, G=4)
+        policy = Policy(cfg, Ranks("cpu", 1, dtype), "torch", load_task(cfg))
+        learner, taus = policy.worker.learner, batch_of(6, seed=3)
+        learner.max_gap = float("inf")
+        for tau in taus:
+            tau.ids = [i % len(tokenizer) for i in tau.ids]
+        A = torch.tensor([tau.advantage for tau in taus for m in tau.mask if m])
+        before = learner.logprobs(taus)
+        policy.update(1, taus)
+        gained[dtype] = float(A @ (learner.logprobs(taus) - before).to(A.dtype))
+        policy.close()
+    assert gained["float32"] > 0 and gained["bfloat16"] == pytest.approx(gained["float32"], rel=0.3)
 
 
 def test_a_run_in_bfloat16_resumes_to_the_bit(run, tmp_path):

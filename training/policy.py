@@ -23,7 +23,7 @@ from grpo import MAX_SKIPPED, Learner, minibatches
 from models import lora
 from models.flash import choose
 from models.layers import fuse
-from models.model import empty, export, fill, load_config, load_model, load_tokenizer, shard, skeleton, weights
+from models.model import dither, empty, export, fill, load_config, load_model, load_tokenizer, shard, skeleton, weights
 from plumbing import stop
 from plumbing.faults import CheckpointFault, DiskFault, EngineFault, Fault, Outage
 from rollout import play, rollout, spread
@@ -232,7 +232,12 @@ class Worker:
 
     def first_policy(self) -> Any:
         """Returns the policy from before training on rank 0, whole and on the CPU; None on the other ranks."""
-        return self.adapted(load_model(self.cfg.model)) if self.ranks.rank == 0 else None
+        if self.ranks.rank:
+            return None
+        model = load_model(self.cfg.model)
+        if self.ranks.dtype == "bfloat16" and not self.cfg.lora_rank:  # frozen weights take no steps
+            dither(model, self.cfg.seed)  # CHOICE-33
+        return self.adapted(model)
 
     def parameters(self, trained: bool = False) -> int:
         """Returns how many parameters the policy has, adapters included; `trained`: how many of them are trained."""

@@ -19,16 +19,22 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import stats
 
-from config import HERE
+from config import HERE, Config
+from engines.torch_engine import TorchEngine
 from evaluation.statistics import holm, over_seeds
 from extras.campaigns.arms import begun, cpu_seconds, launch, origin, rollouts
 from extras.campaigns.seeds import seeds_by_mean
-from extras.graded.form import World, clauses
+from extras.graded.form import FILLERS, START, WORDINGS, World, clauses
+from extras.graded.task import Graded
 from extras.graded.warm_start import POLICY
 from journal.directory import read_jsonl
+from models.model import load_policy
 from page.read import many
 from plumbing.faults import Fault, one_line
 from plumbing.servers import Child
+from rollout import rollout
+from tasks import Job
+from tasks.tools import stop_strings
 
 Row = dict[str, Any]
 DRIFTS = (0.0, 0.5, 1.0)
@@ -143,13 +149,49 @@ def row_of(arm: str, world: World, stages: Sequence[Path], extra: str) -> Row:
     roles: dict[str, int] = {}
     for clause in clauses(summary["I_star"]):
         roles[world.role(clause)] = roles.get(world.role(clause), 0) + 1
+    texts = unseen(world, summary["I_star"])
+    file = world.write(stages[-1].parent / f"world-{world.seed}-{world.drift:g}.json")
+    played_under = play(stages[-1] / "policy", file, list(texts.values()))
     return {
         "arm": arm, "world": world.seed, "drift": world.drift, "flags": extra, **origin(summary),
         "cpu_seconds": round(cpu, 1), "reward": round(end["reward"], 4), "skill": round(end["skill"], 4),
         "rollouts": played, "roles": roles, "I_star": summary["I_star"],
         "held_out": {name: round(means["reward"], 4) for name, means in summary["held_out"].items()},
         "evals": evals, "curves": curves,
+        "unseen": {name: round(reward, 4) for name, (reward, _) in zip(texts, played_under, strict=True)},
     }  # fmt: skip
+
+
+def unseen(world: World, I_star: str) -> dict[str, str]:
+    """Returns I_star, and instructions that no run has trained under but by chance, by name."""
+    rng = np.random.default_rng([world.seed, 41])
+    mine, fillers = clauses(I_star), [str(word) for word in rng.permutation(FILLERS)[:4]]
+    other = World.of(world.seed + 1000, world.drift).best(1.0)
+    some = [str(clause) for clause in rng.permutation(world.inventory)[: max(1, len(mine))]]
+    return {
+        "I_star": I_star,
+        "reworded": " ".join([*fillers, *(WORDINGS[clause] for clause in mine)]),
+        "reordered": " ".join([*fillers, *(str(clause) for clause in rng.permutation(mine))]),
+        "first": START,
+        "none": "",
+        "random clauses": " ".join([START, *some]),
+        "another world's": " ".join([START, *other]),
+    }
+
+
+def play(policy: Path, world: Path, texts: Sequence[str], seed: int = 0) -> list[tuple[float, float]]:
+    """Returns (mean reward, mean skill) of a policy under each instruction, sampled, on the held-out forms."""
+    cfg = Config(task="extras.graded.task:Graded", train=str(world), max_response=32, max_prompt=160)
+    model, tokenizer = load_policy(str(policy), "cpu")
+    task = Graded(cfg)
+    engine = TorchEngine(model, tokenizer, stop_strings(task.tools), 512)
+    out = []
+    for text in texts:
+        jobs = [Job(None, text, q, k) for k, q in enumerate(task.questions("test"))]
+        taus = rollout(engine, tokenizer, task, jobs, cfg, temperature=1.0, seed=seed)
+        rewards = task.reward(taus)
+        out.append((float(np.mean(rewards)), float(np.mean([task.metrics(tau)["skill"] for tau in taus]))))
+    return out
 
 
 # ---- what the rows say
@@ -283,7 +325,41 @@ def page(rows: Sequence[Row], wanted: int, name: str = "graded") -> str:
             if mine:
                 means = [f"{np.mean([row['roles'].get(role, 0) for row in mine]):.1f}" for role in roles]
                 text.append(f"| {arm} | {d:g} | {' | '.join(means)} |")
+    text += wording(rows, arms)
     return "\n".join([*text, "", f"![online's gain by drift]({name}.png)", ""])
+
+
+def wording(rows: Sequence[Row], arms: Sequence[str]) -> list[str]:
+    """Returns the lines of the table of final policies under instructions that they have not trained under."""
+    some = [row for row in rows if row.get("unseen")]
+    if not some:
+        return []
+    names = list(some[0]["unseen"])
+    text = [
+        "", "Final policies under instructions that they have not trained under, sampled, means over worlds and d. Those of"
+        " *another world's* best clauses and *random clauses* ask for what does not pay here: who follows them loses."
+        " What rewording costs (I_star minus reworded) is beside, and online's cost less the arm's, paired:", "",
+        f"| arm | {' | '.join(names)} | rewording costs | online's less |", "|---" * (len(names) + 3) + "|",
+    ]  # fmt: skip
+    cost = {(r["arm"], r["world"], r["drift"]): r["unseen"]["I_star"] - r["unseen"]["reworded"] for r in some}
+    for arm in arms:
+        mine = [row for row in some if row["arm"] == arm]
+        if not mine:
+            continue
+        cells = [f"{np.mean([row['unseen'][name] for row in mine]):.3f}" for name in names]
+        keys = [(row["world"], row["drift"]) for row in mine]
+        less = by_world({key: cost["online", *key] - cost[arm, *key] for key in keys if ("online", *key) in cost})
+        costs = by_world({key: cost[arm, *key] for key in keys})
+        text.append(
+            f"| {arm} | {' | '.join(cells)} | {over_seeds(costs):+} | "
+            + (f"{over_seeds(less):+} |" if less and arm != "online" else "|")
+        )
+    return text
+
+
+def by_world(found: dict[tuple[int, float], float]) -> list[float]:
+    """Returns the mean of each world over its drifts."""
+    return [float(np.mean([x for (w, _), x in found.items() if w == world])) for world in sorted({w for w, _ in found})]
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:

@@ -20,20 +20,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from config import HERE, Config
-from engines.torch_engine import TorchEngine
+from config import HERE
 from evaluation.statistics import over_seeds
 from extras.campaigns.arms import begun, launch, origin
-from extras.campaigns.graded import COMMON, DRIFTS, FIRST, WORLDS, Row, gains, slopes, worlds_for
+from extras.campaigns.graded import COMMON, DRIFTS, FIRST, WORLDS, Row, gains, play, slopes, worlds_for
 from extras.graded.form import OPTIONAL, RULES, START, WORDINGS, World, mark
-from extras.graded.task import Graded
 from extras.graded.warm_start import POLICY, build_tokenizer, demo, save, train
 from journal.directory import read_jsonl
-from models.model import load_policy
 from plumbing.faults import one_line
-from rollout import rollout
-from tasks import Job
-from tasks.tools import stop_strings
 
 RUNS = HERE / "runs" / "graded-pilot"
 EVERY = 4800  # demonstrations between two looks
@@ -91,21 +85,6 @@ def following(size: str, demos: int, keep: Path | None) -> list[Row]:
     if keep:
         save(model, tokenizer, keep)
     return [{k: v for k, v in row.items() if k != "looking"} for row in rows]
-
-
-def play(policy: Path, world: Path, texts: Sequence[str], seed: int = 0) -> list[tuple[float, float]]:
-    """Returns (mean reward, mean skill) of a policy under each instruction, sampled, on the held-out forms."""
-    cfg = Config(task="extras.graded.task:Graded", train=str(world), max_response=32, max_prompt=160)
-    model, tokenizer = load_policy(str(policy), "cpu")
-    task = Graded(cfg)
-    engine = TorchEngine(model, tokenizer, stop_strings(task.tools), 512)
-    out = []
-    for text in texts:
-        jobs = [Job(None, text, q, k) for k, q in enumerate(task.questions("test"))]
-        taus = rollout(engine, tokenizer, task, jobs, cfg, temperature=1.0, seed=seed)
-        rewards = task.reward(taus)
-        out.append((float(np.mean(rewards)), float(np.mean([task.metrics(tau)["skill"] for tau in taus]))))
-    return out
 
 
 def static(seed: int, drift: float, name: str, text: str, steps: int) -> Path:

@@ -253,6 +253,29 @@ def test_a_page_of_made_up_rows(tmp_path):
     assert (tmp_path / "f.png").stat().st_size > 5000
 
 
+def test_what_rewording_costs_is_paired_by_world():
+    rows = []
+    for w, drop, more in ((1, 0.1, 0.05), (2, 0.3, 0.15)):
+        for d in campaign.DRIFTS:
+            for arm, costs in (("online", drop), ("before", drop + more)):
+                told = {"I_star": 0.9, "reworded": 0.9 - costs, "first": 0.5}
+                rows.append(row(arm, w, d, 0.9) | {"unseen": told})
+    online, before = (line for line in campaign.wording(rows, ["online", "before"]) if line.startswith(("| o", "| b")))
+    assert "| 0.900 | 0.700 | 0.500 | +0.200" in online
+    assert "| 0.900 | 0.600 | 0.500 | +0.300" in before and "| -0.100" in before
+    assert campaign.wording([row("online", 1, 0.0, 0.9)], ["online"]) == []
+
+
+def test_unseen_instructions_say_what_their_names_say():
+    w = World.of(5, 1.0)
+    texts = campaign.unseen(w, "fill03 now leave14 please rule1")
+    for name in ("reworded", "reordered"):
+        assert set(clauses(texts[name])) == {"fill03", "leave14", "rule1"}
+    assert not set(texts["reworded"].split()) & set(WORDINGS) and texts["none"] == ""
+    assert clauses(texts["first"]) == [] and set(clauses(texts["random clauses"])) <= set(w.inventory)
+    assert set(clauses(texts["another world's"])) == set(World.of(1005, 1.0).best(1.0))
+
+
 def test_the_pilot_s_page_of_made_up_rows():
     rows = [{"kind": "follow", "size": "96x3", "parameters": 3e5, "demos": 100, "cpu_seconds": 1.0,
              "gains": {"fill00": 0.9, "fill01": 0.2}}]  # fmt: skip
@@ -293,7 +316,7 @@ def test_the_first_policy_follows_every_line_s_clause_and_no_unit_more_than_anot
     gains = pilot.follow(model, tokenizer, 150)
     assert min(x for clause, x in gains.items() if not clause.startswith("rule")) > 0.8
     for seed in range(8):  # their right units are all four
-        ((_, skill),) = pilot.play(POLICY, World.of(seed, 0.0).write(tmp_path / "w.json"), [form.START])
+        ((_, skill),) = campaign.play(POLICY, World.of(seed, 0.0).write(tmp_path / "w.json"), [form.START])
         assert 0.15 < skill < 0.35
 
 
@@ -311,6 +334,7 @@ def test_a_tiny_campaign_end_to_end(tmp_path):
     assert [r["arm"] for r in rows] == ["online", "before"]
     assert rows[1]["evals"][-1][3] == rows[1]["rollouts"] > rows[0]["rollouts"] >= 3 * 4 * 5
     assert rows[0]["held_out"]["first policy, first instruction"] == rows[1]["evals"][0][1]
+    assert set(rows[0]["unseen"]) == set(campaign.unseen(World.of(1, 1.0), rows[0]["I_star"]))
 
 
 @pytest.mark.slow
@@ -324,6 +348,6 @@ def test_absorbing_brings_the_untold_policy_towards_the_told_one(tmp_path):
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, *argv], cwd=ROOT, env=env, check=True, capture_output=True, timeout=600)
     rewards = [row["reward"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if row["t"]]
-    ((best, _),) = pilot.play(POLICY, tmp_path / "w.json", [told.read_text().strip()])
+    ((best, _),) = campaign.play(POLICY, tmp_path / "w.json", [told.read_text().strip()])
     first, last = np.mean(rewards[:3]), np.mean(rewards[-3:])
     assert best > first + 0.3 and first + 0.02 < last < best
