@@ -1,6 +1,7 @@
 """The graded world (extras/graded): does evolving along with the policy pay, and does it pay more the more d is?
 
     make graded                                                  # what results/graded_plan.md registers; resumable
+    python -m extras.campaigns.graded --drifts 0 1 --arms paired espl fst absorb both       # its second part
     python -m extras.campaigns.graded --worlds 1 2 --name graded_pilot_runs    # a pilot: worlds below 200
     python -m extras.campaigns.graded --report                                 # writes page and figure, runs nothing
 
@@ -38,9 +39,11 @@ from tasks.tools import stop_strings
 
 Row = dict[str, Any]
 DRIFTS = (0.0, 0.5, 1.0)
-FIRST, WORLDS = 200, 24  # the worlds that the plan registers: 200 and the next ones, never seen in tuning
-MARGIN = 0.05  # of non-inferiority and equivalence: what one clause is worth
+FIRST, WORLDS = 200, 12  # the worlds that the plan registers: 200 and the next ones, never seen in tuning
 ALL = ("online", "before", "after", "unverified", "blind")
+SECOND = ("paired", "espl", "fst", "absorb", "both")  # the plan's second part, in the same worlds without d = 0.5
+PLANNED = (len(ALL) * len(DRIFTS) + len(SECOND) * 2) * WORLDS  # runs
+MARGIN = 0.05  # of non-inferiority and equivalence: what one clause is worth
 COMMON = (
     "--task extras.graded.task:Graded --retriever none --engine torch --device cpu --T 60 --batch 24 --mini 24 --G 5"
     " --lr 3e-4 --micro_tokens 4096 --max_response 32 --max_prompt 160 --N_P 7 --K_p 5 --K_e 5 --T_e 46 --D_B 24"
@@ -256,6 +259,17 @@ def tests(rows: Sequence[Row], measure: str = "equal rollouts") -> list[Test]:
     return out
 
 
+def second(rows: Sequence[Row]) -> list[Test]:
+    """Returns the two-sided tests of the plan's second part: online's gain at equal rollouts, the mean over d."""
+    out = []
+    for rival in SECOND:
+        by = [gains(rows, rival, drift) for drift in (0.0, 1.0)]
+        x = [float(np.mean([gain[w] for gain in by])) for w in sorted(set(by[0]) & set(by[1]))]
+        found = above(rival, ARMS[rival].what, x)
+        out.append(found._replace(p=2 * min(found.p, 1 - found.p)))
+    return out
+
+
 def vanishes(x: Sequence[float], margin: float = MARGIN) -> float:
     """Returns the p of two one-sided t tests that the mean of x lies within the margin of 0 (equivalence)."""
     if len(x) < 2 or not np.std(x) > 0:
@@ -269,13 +283,13 @@ def worlds_for(mean: float, sd: float) -> int | None:
     return seeds_by_mean(mean, sd, 0.0)
 
 
-def page(rows: Sequence[Row], wanted: int, name: str = "graded") -> str:
-    """Returns the page; `wanted`: how many runs there are to be, `name`: of the rows' file and the figure."""
+def page(rows: Sequence[Row], name: str = "graded") -> str:
+    """Returns the page; `name`: of the rows' file and the figure."""
     arms = [arm for arm in ARMS if any(row["arm"] == arm for row in rows)]
     worlds = sorted({row["world"] for row in rows})
     text = [
         "# The graded world: online, before, after, by drift", "",
-        f"`make graded`, rows in {name}.jsonl, registered in [graded_plan.md](graded_plan.md): {len(rows)} of {wanted}"
+        f"`make graded`, rows in {name}.jsonl, registered in [graded_plan.md](graded_plan.md): {len(rows)} of {PLANNED}"
         f" runs are in, of {many(len(worlds), 'world')}. Commit {', '.join(sorted({r['commit'] for r in rows}))};"
         f" machine {'; '.join(sorted({r['machine'] for r in rows}))}. Means over worlds, 95 % by Student's t.", "",
         "Held-out reward, greedy, at the end, under the run's own I_star:", "",
@@ -316,6 +330,14 @@ def page(rows: Sequence[Row], wanted: int, name: str = "graded") -> str:
             "",
             f"That online and before are equal at d = 0 to within {MARGIN}: p {equal:.4f} (two one-sided tests).",
         ]
+    if any(row["arm"] in SECOND for row in rows):
+        text += ["", "The second part: online's gain at equal rollouts, mean of d = 0 and 1, two-sided, Holm's p over five:"]
+        text += ["", "| over | mean | worlds | p | Holm's p |", "|---" * 5 + "|"]
+        others = second(rows)
+        for test, adjusted in zip(others, holm([test.p for test in others]), strict=True):
+            shown = "" if np.isnan(test.mean) else f"{test.mean:+.3f} [{test.low:+.3f}, {test.high:+.3f}]"
+            numbers = ["" if np.isnan(x) else f"{x:.4f}" for x in (test.p, adjusted)]
+            text.append(f"| {test.name}: {test.says} | {shown} | {test.n} | {' | '.join(numbers)} |")
     text += ["", "Clauses of I_star, by what they are in the world:", ""]
     roles = ("late", "early", "both", "either", "harmful", "stunting", "wrong rule", "neutral", "idle")
     text += [f"| arm | d | {' | '.join(roles)} |", "|---" * (len(roles) + 2) + "|"]
@@ -433,8 +455,7 @@ def main(argv: list[str] | None = None) -> None:
             with ThreadPoolExecutor(args.jobs) as pool:
                 failed = [fault for fault in pool.map(one, jobs) if fault]
     if rows := read_jsonl(path):
-        of = len(args.arms) * len(args.worlds) * len(args.drifts)
-        path.with_suffix(".md").write_text(page(rows, of, args.name))
+        path.with_suffix(".md").write_text(page(rows, args.name))
         draw(rows, path.with_suffix(".png"))
         print(f"{path.with_suffix('.md')} has the page, {args.name}.png the figure")
     if failed:

@@ -239,14 +239,29 @@ def test_under_no_slope_the_test_is_wrong_as_often_as_it_says():
     assert 0.02 < np.mean(wrong) < 0.09
 
 
+def test_the_second_part_is_two_sided():
+    rng = np.random.default_rng(5)
+    rows = [row(arm, w, d, 0.7 + 0.1 * (arm == "fst") + 0.02 * rng.standard_normal())
+            for w in range(6) for d in (0.0, 1.0) for arm in ("online", "fst", "paired")]  # fmt: skip
+    found = {test.name: test for test in campaign.second(rows)}
+    y = {(r["arm"], r["world"], r["drift"]): r["reward"] for r in rows}
+    for rival in ("fst", "paired"):
+        x = [np.mean([y["online", w, d] - y[rival, w, d] for d in (0.0, 1.0)]) for w in range(6)]
+        assert found[rival].p == pytest.approx(stats.ttest_1samp(x, 0).pvalue) and found[rival].n == 6
+    assert found["fst"].mean < 0 and found["fst"].p < 0.01 and np.isnan(found["absorb"].p)
+    assert "| fst:" in campaign.page(rows)
+
+
 def test_equivalence_needs_values_near_zero():
-    assert campaign.vanishes([0.001, -0.002, 0.003, 0.0]) < 0.01 < 0.5 < campaign.vanishes([0.1, 0.12, 0.08])
+    assert campaign.vanishes([0.001, -0.002, 0.003, 0.0]) < 0.01
+    for x in ([0.1, 0.12, 0.08], [-0.1, -0.12, -0.08]):
+        assert campaign.vanishes(x) > 0.5
 
 
 def test_a_page_of_made_up_rows(tmp_path):
     rows = made_up(np.random.default_rng(1), 3, 0.2)
-    text = campaign.page(rows, 360)
-    assert f"{len(rows)} of 360 runs" in text and "| H4 |" in text and "not run yet" in text
+    text = campaign.page(rows)
+    assert f"{len(rows)} of {campaign.PLANNED} runs" in text and "| H4 |" in text and "not run yet" in text
     cells = re.findall(r"\| before \| ([-+][\d.]+)", text)
     assert float(cells[0]) == pytest.approx(np.mean(list(campaign.gains(rows, "before", 0.0).values())), abs=6e-4)
     campaign.draw(rows, tmp_path / "f.png")
