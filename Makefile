@@ -133,7 +133,7 @@ paper: setup          ## the paper's tables, figures and claims in the world, 5 
 
 graded: setup         ## online against before and after, by drift, as results/graded_plan.md registers it (hours; resumable)
 	$(PY) -m extras.campaigns.graded $(ARGS)
-	$(PY) -m extras.campaigns.graded --drifts 0 1 --arms paired espl fst absorb both $(ARGS)
+	$(PY) -m extras.campaigns.graded --drifts 0 1 --arms paired fst absorb both $(ARGS)
 
 graded-warm-start: setup  ## rebuild extras/graded/files from nothing
 	$(PY) -m extras.graded.warm_start $(ARGS)

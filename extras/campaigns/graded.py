@@ -1,7 +1,7 @@
 """The graded world (extras/graded): does evolving along with the policy pay, and does it pay more the more d is?
 
     make graded                                                  # what results/graded_plan.md registers; resumable
-    python -m extras.campaigns.graded --drifts 0 1 --arms paired espl fst absorb both       # its second part
+    python -m extras.campaigns.graded --drifts 0 1 --arms paired fst absorb both       # its second part
     python -m extras.campaigns.graded --worlds 1 2 --name graded_pilot_runs    # a pilot: worlds below 200
     python -m extras.campaigns.graded --report                                 # writes page and figure, runs nothing
 
@@ -41,7 +41,7 @@ Row = dict[str, Any]
 DRIFTS = (0.0, 0.5, 1.0)
 FIRST, WORLDS = 200, 12  # the worlds that the plan registers: 200 and the next ones, never seen in tuning
 ALL = ("online", "before", "after", "unverified", "blind")
-SECOND = ("paired", "espl", "fst", "absorb", "both")  # the plan's second part, in the same worlds without d = 0.5
+SECOND = ("paired", "fst", "absorb", "both")  # the plan's second part, in the same worlds without d = 0.5
 PLANNED = (len(ALL) * len(DRIFTS) + len(SECOND) * 2) * WORLDS  # runs
 MARGIN = 0.05  # of non-inferiority and equivalence: what one clause is worth
 COMMON = (
@@ -73,7 +73,6 @@ ARMS = {
     "unverified": Arm("online, candidates join unverified", (("inspo.py", "--D_B 0"),)),
     "blind": Arm("online, the optimizer reads no failure", model="blind"),
     "paired": Arm("online, paired ranking", (("extras/selection.py", "--rank paired"),)),
-    "espl": Arm("E-SPL", (("extras/espl.py", ""),)),
     "fst": Arm("FST", (("extras/fst.py", ""),)),
     "absorb": Arm(
         "the instruction evolves, then the policy absorbs it; read untold",
@@ -331,7 +330,7 @@ def page(rows: Sequence[Row], name: str = "graded") -> str:
             f"That online and before are equal at d = 0 to within {MARGIN}: p {equal:.4f} (two one-sided tests).",
         ]
     if any(row["arm"] in SECOND for row in rows):
-        text += ["", "The second part: online's gain at equal rollouts, mean of d = 0 and 1, two-sided, Holm's p over five:"]
+        text += ["", "The second part: online's gain at equal rollouts, mean of d = 0 and 1, two-sided, Holm's p over four:"]
         text += ["", "| over | mean | worlds | p | Holm's p |", "|---" * 5 + "|"]
         others = second(rows)
         for test, adjusted in zip(others, holm([test.p for test in others]), strict=True):
