@@ -240,8 +240,8 @@ def dither(model: Any, seed: int) -> Any:
     """Moves float32 weights that bfloat16 holds exactly, evenly over all that rounds to them; returns the model.
 
     A published model lies on bfloat16's grid, whose spacing is a hundred times a step of AdamW or more. Computed in
-    bfloat16 it would not move until its steps have added up to half of that. Dithered, it is the same policy to the bit,
-    and each step takes its share of the weights to the next value: on average the whole step is in what is computed.
+    bfloat16 it would not move until its steps have added up to half of that. Dithered, it is the same policy to the
+    bit, and each step takes its share of the weights to the next value: on average, all of it is in what is computed.
     """
     generator = torch.Generator().manual_seed(seed)
     for p in model.parameters():

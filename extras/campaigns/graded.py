@@ -330,8 +330,8 @@ def page(rows: Sequence[Row], name: str = "graded") -> str:
             f"That online and before are equal at d = 0 to within {MARGIN}: p {equal:.4f} (two one-sided tests).",
         ]
     if any(row["arm"] in SECOND for row in rows):
-        text += ["", "The second part: online's gain at equal rollouts, mean of d = 0 and 1, two-sided, Holm's p over four:"]
-        text += ["", "| over | mean | worlds | p | Holm's p |", "|---" * 5 + "|"]
+        text += ["", "The second part: online's gain at equal rollouts, mean of d = 0 and 1, two-sided, Holm's p:", ""]
+        text += ["| over | mean | worlds | p | Holm's p |", "|---" * 5 + "|"]
         others = second(rows)
         for test, adjusted in zip(others, holm([test.p for test in others]), strict=True):
             shown = "" if np.isnan(test.mean) else f"{test.mean:+.3f} [{test.low:+.3f}, {test.high:+.3f}]"
@@ -357,9 +357,9 @@ def wording(rows: Sequence[Row], arms: Sequence[str]) -> list[str]:
         return []
     names = list(some[0]["unseen"])
     text = [
-        "", "Final policies under instructions that they have not trained under, sampled, means over worlds and d. Those of"
-        " *another world's* best clauses and *random clauses* ask for what does not pay here: who follows them loses."
-        " What rewording costs (I_star minus reworded) is beside, and online's cost less the arm's, paired:", "",
+        "", "Final policies under instructions that they have not trained under, sampled, means over worlds and d."
+        " Random clauses and another world's best ask for what does not pay here: who follows them loses. What"
+        " rewording costs (I_star minus reworded) is beside, and online's cost less the arm's, paired:", "",
         f"| arm | {' | '.join(names)} | rewording costs | online's less |", "|---" * (len(names) + 3) + "|",
     ]  # fmt: skip
     cost = {(r["arm"], r["world"], r["drift"]): r["unseen"]["I_star"] - r["unseen"]["reworded"] for r in some}
@@ -368,11 +368,10 @@ def wording(rows: Sequence[Row], arms: Sequence[str]) -> list[str]:
         if not mine:
             continue
         cells = [f"{np.mean([row['unseen'][name] for row in mine]):.3f}" for name in names]
-        keys = [(row["world"], row["drift"]) for row in mine]
-        less = by_world({key: cost["online", *key] - cost[arm, *key] for key in keys if ("online", *key) in cost})
-        costs = by_world({key: cost[arm, *key] for key in keys})
+        costs = {(w, d): x for (who, w, d), x in cost.items() if who == arm}
+        less = by_world({(w, d): cost["online", w, d] - x for (w, d), x in costs.items() if ("online", w, d) in cost})
         text.append(
-            f"| {arm} | {' | '.join(cells)} | {over_seeds(costs):+} | "
+            f"| {arm} | {' | '.join(cells)} | {over_seeds(by_world(costs)):+} | "
             + (f"{over_seeds(less):+} |" if less and arm != "online" else "|")
         )
     return text
