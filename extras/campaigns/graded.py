@@ -234,6 +234,12 @@ class Test(NamedTuple):
     n: int
     p: float
 
+    @property
+    def shown(self) -> str:
+        """The mean with its interval, which one world has none of; "" where nothing has run."""
+        span = f" [{self.low:+.3f}, {self.high:+.3f}]" if self.n > 1 else ""
+        return f"{self.mean:+.3f}{span}" if self.n else ""
+
 
 def above(name: str, says: str, x: Sequence[float], floor: float = 0.0) -> Test:
     """Returns the one-sided t test that the mean of x is above `floor`; NaN of fewer than two values, or equal ones."""
@@ -317,12 +323,11 @@ def page(rows: Sequence[Row], name: str = "graded") -> str:
     text += ["", "The plan's tests, at equal rollouts, one-sided, Holm's p over the four:", ""]
     text += ["| | says | mean | worlds | p | Holm's p | |", "|---" * 7 + "|"]
     for test, adjusted in zip(found, p, strict=True):
-        verdict = "not run yet" if np.isnan(adjusted) else "holds" if adjusted < 0.05 else "not shown"
+        verdict = "too few worlds" if np.isnan(adjusted) else "holds" if adjusted < 0.05 else "not shown"
         if adjusted >= 0.05 and test.high < (-MARGIN if test.name == "H1" else 0.0):
             verdict = "refuted"
-        shown = "" if np.isnan(test.mean) else f"{test.mean:+.3f} [{test.low:+.3f}, {test.high:+.3f}]"
         numbers = ["" if np.isnan(x) else f"{x:.4f}" for x in (test.p, adjusted)]
-        text.append(f"| {test.name} | {test.says} | {shown} | {test.n} | {' | '.join(numbers)} | {verdict} |")
+        text.append(f"| {test.name} | {test.says} | {test.shown} | {test.n} | {' | '.join(numbers)} | {verdict} |")
     equal = vanishes(list(gains(rows, "before", 0.0).values()))
     if not np.isnan(equal):
         text += [
@@ -334,9 +339,8 @@ def page(rows: Sequence[Row], name: str = "graded") -> str:
         text += ["| over | mean | worlds | p | Holm's p |", "|---" * 5 + "|"]
         others = second(rows)
         for test, adjusted in zip(others, holm([test.p for test in others]), strict=True):
-            shown = "" if np.isnan(test.mean) else f"{test.mean:+.3f} [{test.low:+.3f}, {test.high:+.3f}]"
             numbers = ["" if np.isnan(x) else f"{x:.4f}" for x in (test.p, adjusted)]
-            text.append(f"| {test.name}: {test.says} | {shown} | {test.n} | {' | '.join(numbers)} |")
+            text.append(f"| {test.name}: {test.says} | {test.shown} | {test.n} | {' | '.join(numbers)} |")
     text += ["", "Clauses of I_star, by what they are in the world:", ""]
     roles = ("late", "early", "both", "either", "harmful", "stunting", "wrong rule", "neutral", "idle")
     text += [f"| arm | d | {' | '.join(roles)} |", "|---" * (len(roles) + 2) + "|"]

@@ -261,11 +261,12 @@ def test_equivalence_needs_values_near_zero():
 def test_a_page_of_made_up_rows(tmp_path):
     rows = made_up(np.random.default_rng(1), 3, 0.2)
     text = campaign.page(rows)
-    assert f"{len(rows)} of {campaign.PLANNED} runs" in text and "| H4 |" in text and "not run yet" in text
+    assert f"{len(rows)} of {campaign.PLANNED} runs" in text and "| H4 |" in text and "too few worlds" in text
     cells = re.findall(r"\| before \| ([-+][\d.]+)", text)
     assert float(cells[0]) == pytest.approx(np.mean(list(campaign.gains(rows, "before", 0.0).values())), abs=6e-4)
     campaign.draw(rows, tmp_path / "f.png")
     assert (tmp_path / "f.png").stat().st_size > 5000
+    assert "inf" not in campaign.page(made_up(np.random.default_rng(1), 1, 0.2))  # of one world
 
 
 def test_what_rewording_costs_is_paired_by_world():
