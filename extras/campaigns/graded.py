@@ -320,12 +320,18 @@ def page(rows: Sequence[Row], name: str = "graded") -> str:
                 text.append(f"| {arm} | {' | '.join(f'{over_seeds(x):+}' if x else '' for x in cells)} |")
     found = tests(rows)
     p = holm([test.p for test in found])
-    text += ["", "The plan's tests, at equal rollouts, one-sided, Holm's p over the four:", ""]
+    text += ["", "The plan's tests, at equal rollouts, one-sided, Holm's p over the four:"]
+    early = min(test.n for test in found) < WORLDS
+    if early:
+        text[-1] += f" the plan reads them at {WORLDS} worlds, and until then they are a look."
+    text += [""]
     text += ["| | says | mean | worlds | p | Holm's p | |", "|---" * 7 + "|"]
     for test, adjusted in zip(found, p, strict=True):
         verdict = "too few worlds" if np.isnan(adjusted) else "holds" if adjusted < 0.05 else "not shown"
         if adjusted >= 0.05 and test.high < (-MARGIN if test.name == "H1" else 0.0):
             verdict = "refuted"
+        if early and test.n > 1:
+            verdict += " so far"
         numbers = ["" if np.isnan(x) else f"{x:.4f}" for x in (test.p, adjusted)]
         text.append(f"| {test.name} | {test.says} | {test.shown} | {test.n} | {' | '.join(numbers)} | {verdict} |")
     equal = vanishes(list(gains(rows, "before", 0.0).values()))
