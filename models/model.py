@@ -228,7 +228,7 @@ def shard(
     for part in [*blocks(model), model]:  # the root holds embedding, last norm and head, which are needed together
         fully_shard(part, **kwargs)
         part.set_force_sum_reduction_for_comms(True)  # gloo has no averaging reduction
-        if dist.get_world_size() > 1:  # one rank would divide by it all the same
+        if dist.get_world_size() > 1:  # on one rank FSDP would divide by it, too
             part.set_gradient_divide_factor(1.0)  # the loss is already normalized over all ranks: sum the gradients
     model.score = MethodType(score, model)
     register_fsdp_forward_method(model, "score")

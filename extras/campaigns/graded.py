@@ -115,15 +115,15 @@ class Campaign(NamedTuple):
             if not (out / "summary.json").exists():
                 launch(f"{arm}, world {seed}, d {drift:g}", argv, out)
             stages.append(out)
-        row = row_of(arm, world, stages, self.extra)
+        row = row_of(arm, world, file, stages, self.extra)
         self.rows.parent.mkdir(parents=True, exist_ok=True)
         with open(self.rows, "a") as file_:
             file_.write(json.dumps(row) + "\n")
         return row
 
 
-def row_of(arm: str, world: World, stages: Sequence[Path], extra: str) -> Row:
-    """Returns what a finished run leaves in the committed file.
+def row_of(arm: str, world: World, file: Path, stages: Sequence[Path], extra: str) -> Row:
+    """Returns what a finished run leaves in the committed file; `file` holds its world.
 
     `evals`: [step, reward, skill, rollouts so far with those of verification, CPU seconds so far], held out and greedy,
     under the best instruction of the time, over all stages.
@@ -152,7 +152,6 @@ def row_of(arm: str, world: World, stages: Sequence[Path], extra: str) -> Row:
     for clause in clauses(summary["I_star"]):
         roles[world.role(clause)] = roles.get(world.role(clause), 0) + 1
     texts = unseen(world, summary["I_star"])
-    file = world.write(stages[-1].parent / f"world-{world.seed}-{world.drift:g}.json")
     played_under = play(stages[-1] / "policy", file, list(texts.values()))
     return {
         "arm": arm, "world": world.seed, "drift": world.drift, "flags": extra, **origin(summary),
@@ -218,11 +217,17 @@ def gains(rows: Sequence[Row], rival: str, drift: float, measure: str = "equal r
     return {w: of["online", w]["reward"] - MEASURES[measure](of[rival, w], of["online", w]) for w in worlds}
 
 
+def by_drift(
+    rows: Sequence[Row], rival: str, drifts: Sequence[float] = DRIFTS, measure: str = "equal rollouts"
+) -> list[list[float]]:
+    """Returns online's gain at each of the drifts, for each world that has them all."""
+    by = [gains(rows, rival, drift, measure) for drift in drifts]
+    return [[x[w] for x in by] for w in sorted(set.intersection(*(set(x) for x in by)))]
+
+
 def slopes(rows: Sequence[Row], rival: str, measure: str = "equal rollouts") -> list[float]:
     """Returns the least-squares slope of online's gain over d, for each world that has all drifts."""
-    by = {drift: gains(rows, rival, drift, measure) for drift in DRIFTS}
-    whole = sorted(set.intersection(*(set(x) for x in by.values())))
-    return [float(np.polyfit(DRIFTS, [by[drift][w] for drift in DRIFTS], 1)[0]) for w in whole]
+    return [float(np.polyfit(DRIFTS, x, 1)[0]) for x in by_drift(rows, rival, measure=measure)]
 
 
 class Test(NamedTuple):
@@ -241,10 +246,10 @@ class Test(NamedTuple):
         return f"{self.mean:+.3f}{span}" if self.n else ""
 
 
-def above(name: str, says: str, x: Sequence[float], floor: float = 0.0) -> Test:
-    """Returns the one-sided t test that the mean of x is above `floor`; NaN of fewer than two values, or equal ones."""
+def against(name: str, says: str, x: Sequence[float], floor: float = 0.0, alternative: str = "greater") -> Test:
+    """Returns the t test of the mean of x against `floor`; p is NaN of fewer than two values, or equal ones."""
     found = over_seeds(x) if x else over_seeds([np.nan])
-    p = float(stats.ttest_1samp(x, floor, alternative="greater").pvalue) if len(x) > 1 and found.se > 0 else np.nan
+    p = float(stats.ttest_1samp(x, floor, alternative=alternative).pvalue) if len(x) > 1 and found.se > 0 else np.nan
     return Test(name, says, found.mean, found.low, found.high, len(x), p)
 
 
@@ -252,27 +257,25 @@ def tests(rows: Sequence[Row], measure: str = "equal rollouts") -> list[Test]:
     """Returns the plan's tests, in its order: each a mean over worlds, one-sided."""
     null = list(gains(rows, "before", 0.0, measure).values())
     out = [
-        above("H1", f"at d = 0 online is not worse than before by {MARGIN} or more", null, -MARGIN),
-        above("H2", "online's gain over before grows with d (slope)", slopes(rows, "before", measure)),
+        against("H1", f"at d = 0 online is not worse than before by {MARGIN} or more", null, -MARGIN),
+        against("H2", "online's gain over before grows with d (slope)", slopes(rows, "before", measure)),
     ]
     for name, rival, says in (
         ("H3", "unverified", "verification pays (all d)"), ("H4", "blind", "reflection pays over blind edits (all d)")
     ):  # fmt: skip
-        by = [gains(rows, rival, drift, measure) for drift in DRIFTS]
-        whole = set.intersection(*(set(x) for x in by))
-        out.append(above(name, says, [float(np.mean([x[w] for x in by])) for w in sorted(whole)]))
+        out.append(against(name, says, [float(np.mean(x)) for x in by_drift(rows, rival, measure=measure)]))
     return out
 
 
 def second(rows: Sequence[Row]) -> list[Test]:
     """Returns the two-sided tests of the plan's second part: online's gain at equal rollouts, the mean over d."""
-    out = []
-    for rival in SECOND:
-        by = [gains(rows, rival, drift) for drift in (0.0, 1.0)]
-        x = [float(np.mean([gain[w] for gain in by])) for w in sorted(set(by[0]) & set(by[1]))]
-        found = above(rival, ARMS[rival].what, x)
-        out.append(found._replace(p=2 * min(found.p, 1 - found.p)))
-    return out
+    return [
+        against(
+            rival, ARMS[rival].what, [float(np.mean(x)) for x in by_drift(rows, rival, (0.0, 1.0))],
+            alternative="two-sided",
+        )
+        for rival in SECOND
+    ]  # fmt: skip
 
 
 def vanishes(x: Sequence[float], margin: float = MARGIN) -> float:
@@ -324,8 +327,7 @@ def page(rows: Sequence[Row], name: str = "graded") -> str:
     early = min(test.n for test in found) < WORLDS
     if early:
         text[-1] += f" the plan reads them at {WORLDS} worlds, and until then they are a look."
-    text += [""]
-    text += ["| | says | mean | worlds | p | Holm's p | |", "|---" * 7 + "|"]
+    text += ["", "| | says | mean | worlds | p | Holm's p | |", "|---" * 7 + "|"]
     for test, adjusted in zip(found, p, strict=True):
         verdict = "too few worlds" if np.isnan(adjusted) else "holds" if adjusted < 0.05 else "not shown"
         if adjusted >= 0.05 and test.high < (-MARGIN if test.name == "H1" else 0.0):

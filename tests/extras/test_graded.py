@@ -235,7 +235,7 @@ def test_the_slope_and_its_test_agree_with_scipy():
 
 def test_under_no_slope_the_test_is_wrong_as_often_as_it_says():
     rng = np.random.default_rng(2)
-    wrong = [campaign.above("", "", campaign.slopes(made_up(rng, 8, 0.0), "before")).p < 0.05 for _ in range(400)]
+    wrong = [campaign.against("", "", campaign.slopes(made_up(rng, 8, 0.0), "before")).p < 0.05 for _ in range(400)]
     assert 0.02 < np.mean(wrong) < 0.09
 
 
