@@ -68,6 +68,7 @@ def test_a_dithered_weight_rounds_to_what_it_was():
     spacing = 2.0 ** (before[3:].abs().log2().floor() - 7)
     place = (after[3:] - before[3:]) / spacing  # evenly from -1/2 to 1/2
     assert (place.abs() <= 0.5).all() and place.mean().abs() < 0.004
+    assert (place * before[3:].sign()).mean().abs() < 0.004  # neither towards 0 nor away from it
     assert place.square().mean() == pytest.approx(1 / 12, rel=0.02)
     assert torch.equal(dither(on_the_grid(8, 8), 3).weight, dither(on_the_grid(8, 8), 3).weight)
     assert not torch.equal(dither(on_the_grid(8, 8), 3).weight, dither(on_the_grid(8, 8), 4).weight)
