@@ -128,8 +128,9 @@ default: setup        ## the embedded default, inspo, static and frozen, 5 seeds
 controls: setup       ## one seed of the same, into runs/controls: whose gain is it?
 	$(PY) -m extras.campaigns.default --seeds 0 --runs runs/controls --results runs/controls $(ARGS)
 
-paper: setup          ## the paper's tables, figures and claims in the world, 5 seeds: results/ (hours; resumable)
+paper: setup          ## all evidence in results/: the paper's claims in the world, then `graded` (hours; resumable)
 	$(PY) -m extras.campaigns.paper --jobs 2 $(ARGS)
+	$(if $(ARGS),,$(MAKE) graded)
 
 graded: setup         ## online against before and after, by drift, as results/graded_plan.md registers it (hours; resumable)
 	$(PY) -m extras.campaigns.graded $(ARGS)

@@ -25,7 +25,8 @@ from engines.torch_engine import TorchEngine
 from evaluation.statistics import holm, over_seeds
 from extras.campaigns.arms import begun, cpu_seconds, launch, origin, rollouts
 from extras.campaigns.seeds import seeds_by_mean
-from extras.graded.form import FILLERS, START, WORDINGS, World, clauses
+from extras.graded.form import EMPTY, FILLERS, LINES, OPTIONAL, RULES, START, WORDINGS, World, clauses
+from extras.graded.optimizer import clause_of
 from extras.graded.task import Graded
 from extras.graded.warm_start import POLICY
 from journal.directory import read_jsonl
@@ -230,6 +231,18 @@ def slopes(rows: Sequence[Row], rival: str, measure: str = "equal rollouts") -> 
     return [float(np.polyfit(DRIFTS, x, 1)[0]) for x in by_drift(rows, rival, measure=measure)]
 
 
+def built_in(drift: float) -> float:
+    """Returns what a world pays for choosing late: how much more a policy that has learnt the unit earns under the best
+    clauses than under those that were best while it guessed. It is the same in every world."""
+    world, form = World.of(0, drift), [(line, 0) for line in range(LINES)]
+
+    def earns(told: Sequence[str]) -> float:
+        empty = [(line in OPTIONAL) != (clause_of(line) in told) for line in range(LINES)]
+        return world.reward(form, [EMPTY if e else world.right(0) for e in empty])
+
+    return earns(world.best(1.0)) - earns(world.best(1 / RULES))
+
+
 class Test(NamedTuple):
     name: str
     says: str
@@ -321,6 +334,11 @@ def page(rows: Sequence[Row], name: str = "graded") -> str:
             if arm != "online":
                 cells = [list(gains(rows, arm, d, measure).values()) for d in DRIFTS] + [slopes(rows, arm, measure)]
                 text.append(f"| {arm} | {' | '.join(f'{over_seeds(x):+}' if x else '' for x in cells)} |")
+    paid = [built_in(d) for d in DRIFTS]
+    cells = [f"{x:+.2f}" for x in (*paid, np.polyfit(DRIFTS, paid, 1)[0])]
+    text += ["", "By construction a perfect chooser gains this over *before* in every world, once the policy has learnt"
+             " the unit: the best clauses then, less those that were best before training:", "",
+             f"| {heads} | slope over d |", "|---" * (len(DRIFTS) + 1) + "|", f"| {' | '.join(cells)} |"]  # fmt: skip
     found = tests(rows)
     p = holm([test.p for test in found])
     text += ["", "The plan's tests, at equal rollouts, one-sided, Holm's p over the four:"]
@@ -413,6 +431,10 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         half = [x.high - x.mean if np.isfinite(x.high) else 0.0 for x in found]
         ax.errorbar(there, [x.mean for x in found], half, color="C0", lw=2.2, capsize=4)
         ax.axhline(0, color="0.5", lw=0.8)
+        if rival == "before":
+            grid = np.linspace(0, 1, 61)
+            ax.plot(grid, [built_in(d) for d in grid], "k:", lw=1.2, label="a perfect chooser")
+            ax.legend(frameon=False, fontsize=8)
         ax.set(title=f"online minus {rival}\nat equal rollouts", xlabel="drift d", xticks=DRIFTS)
     for ax, d in zip(axes[len(rivals) :], DRIFTS, strict=True):
         for k, arm in enumerate(("online", *rivals)):
@@ -468,6 +490,10 @@ def main(argv: list[str] | None = None) -> None:
         path.with_suffix(".md").write_text(page(rows, args.name))
         draw(rows, path.with_suffix(".png"))
         print(f"{path.with_suffix('.md')} has the page, {args.name}.png the figure")
+        if path == HERE / "results" / "graded.jsonl":
+            from extras.campaigns import readme
+
+            readme.main()
     if failed:
         raise Fault(f"{len(failed)} runs failed, the first: {failed[0]}")
 

@@ -2,28 +2,34 @@
 
     python -m extras.campaigns.readme
 
-`make paper` and `make default` do so at their end, where their rows are those of results/.
+`make paper`, `make graded` and `make default` do so at their end, where their rows are those of results/.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from config import HERE
 from evaluation.statistics import over_seeds
-from extras.campaigns.arms import ARMS
+from extras.campaigns import graded
+from extras.campaigns.arms import ARMS, Row
 from extras.campaigns.claims import ABSENT, CLAIMS, GIVEN, MEASURED, UNTOLD, Rows, verdict
 from extras.campaigns.paper import canary_line, closing, read
 from extras.campaigns.seeds import share, two_valued
+from journal.directory import read_jsonl
 from page.read import many
 from plumbing.faults import Fault, one_line
 
 BEGIN, END = "<!-- evidence: extras/campaigns/readme.py writes this -->\n\n", "\n<!-- /evidence -->\n"
 
 
-def evidence(default: Rows, rows: Rows, second_hand: Rows) -> str:
-    """Returns the README's part: the default and its controls, how the world came to be, what the campaign can say."""
+def evidence(default: Rows, rows: Rows, second_hand: Rows, drifting: Sequence[Row]) -> str:
+    """Returns the README's part: the default and its controls, how the world came to be, what the campaigns can say.
+
+    `drifting`: the rows of the graded world.
+    """
     inspo = default["inspo"]
     start, steps = inspo[0]["evals"][0][1], inspo[0]["evals"][-1][0]
     head = f"held-out exact match after {steps} steps, from {start:.2f}"
@@ -53,8 +59,27 @@ def evidence(default: Rows, rows: Rows, second_hand: Rows) -> str:
         f"[A campaign](results/paper.md) plays the paper's tables and figures in this world: of"
         f" {many(len(CLAIMS), 'claim')} {kinds}. {canary_line(rows)} An optimizer that guesses got there in"
         f" {guessing} runs.",
+        by_drift(drifting),
     ]
     return "\n\n".join(wrap(part) for part in text) + "\n"
+
+
+def by_drift(rows: Sequence[Row]) -> str:
+    """Returns what the graded world says of evolving along, first and after."""
+    listed = lambda x: ", ".join(map(str, x))  # noqa: E731
+    told = {
+        rival: listed(f"{over_seeds(list(graded.gains(rows, rival, d, measure).values())):+.2f}" for d in graded.DRIFTS)
+        for rival, measure in (("before", "equal rollouts"), ("after", "at its end"))
+    }
+    took = {arm: np.mean([row["rollouts"] for row in rows if row["arm"] == arm]) for arm in ("online", "after")}
+    return (
+        "[A graded world](docs/graded.md), whose [plan](results/graded_plan.md) was committed before it ran, asks"
+        " whether evolving along pays where the worth of a clause drifts with the policy's skill, by d from 0 to 1"
+        f" ({len(rows)} of {graded.PLANNED} runs are in). At d = {listed(f'{d:g}' for d in graded.DRIFTS)} evolving"
+        f" along gains {told['before']} over evolving first, where a perfect chooser gains"
+        f" {listed(f'{graded.built_in(d):.2f}' for d in graded.DRIFTS)} by construction, and {told['after']} over"
+        f" evolving after, which took {took['after'] / took['online']:.1f} times the rollouts."
+    )
 
 
 def wrap(text: str, width: int = 120) -> str:
@@ -80,7 +105,8 @@ def written(readme: str, part: str) -> str:
 
 def of_results(folder: Path = HERE / "results") -> str:
     """Returns the part that the committed rows give."""
-    return evidence(*(read(folder / f"{name}.jsonl") for name in ("default", "rows", "second_hand")))
+    rows = [read(folder / f"{name}.jsonl") for name in ("default", "rows", "second_hand")]
+    return evidence(*rows, read_jsonl(folder / "graded.jsonl"))
 
 
 def main() -> None:

@@ -99,6 +99,14 @@ def test_the_best_clauses_pay_what_they_should_and_change_with_the_skill():
     assert {c[:4] for c in world(1.0).best(0.9) if world(1.0).role(c) in ("late", "early")} == {"fill"}
 
 
+def test_choosing_late_pays_what_late_and_early_clauses_are_worth():
+    """At d = 1 four late lines are missed and four early ones left empty, a point of 0.05 each; at 1/2 neither: a late
+    clause pays even who guesses (s = 1/4), and an early one is worth nothing to who knows."""
+    assert [campaign.built_in(d) for d in campaign.DRIFTS] == pytest.approx([0.0, 0.0, 8 * 0.05])
+    assert campaign.built_in(0.6) == pytest.approx(4 * (0.6 - 0.4) * 0.05)  # early alone
+    assert campaign.built_in(0.75) == pytest.approx((4 + 4 * (0.75 - 0.25)) * 0.05)  # late costs who guesses, too
+
+
 def test_missing_marks_earn_nothing_that_a_filled_line_would_not():
     assert world(1.0).reward(FORM, []) <= world(1.0).reward(FORM, ["3a"] * LINES) + 1e-9
 

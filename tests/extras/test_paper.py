@@ -387,6 +387,18 @@ def test_the_readme_says_what_the_committed_rows_say():
               for arm in ("inspo", "static")]  # fmt: skip
     assert all(f"{np.mean(x):.3f}" in words for x in canary)
     assert f"p {stats.ttest_ind(*canary, equal_var=False).pvalue:.2f}" in words
+    drifting = {(row["arm"], row["world"], row["drift"]): row for row in read_jsonl(HERE / "results" / "graded.jsonl")}
+    gains = {"before": [], "after": []}  # over before where online ends, over after at its end
+    for (arm, world, d), row in drifting.items():
+        if d == 1.0 and arm in gains:
+            at = [e[3] for e in row["evals"]], [e[1] for e in row["evals"]]
+            online = drifting["online", world, d]
+            theirs = np.interp(online["rollouts"], *at) if arm == "before" else row["reward"]
+            gains[arm].append(online["reward"] - theirs)
+    for x in gains.values():
+        half = stats.t.ppf(0.975, len(x) - 1) * stats.sem(x)
+        assert f"{np.mean(x):+.2f} [{np.mean(x) - half:+.2f}, {np.mean(x) + half:+.2f}]" in words
+    assert f"({len(drifting)} of 276 runs are in)" in words
     with pytest.raises(Fault, match=r"README\.md needs one line"):
         readme.written("no marks", "part")
 
