@@ -128,13 +128,16 @@ default: setup        ## the embedded default, inspo, static and frozen, 5 seeds
 controls: setup       ## one seed of the same, into runs/controls: whose gain is it?
 	$(PY) -m extras.campaigns.default --seeds 0 --runs runs/controls --results runs/controls $(ARGS)
 
-paper: setup          ## all evidence in results/: the paper's claims in the world, then `graded` (hours; resumable)
+paper: setup          ## all evidence in results/: the paper's claims, then `wording` and `graded` (hours; resumable)
 	$(PY) -m extras.campaigns.paper --jobs 2 $(ARGS)
-	$(if $(ARGS),,$(MAKE) graded)
+	$(if $(ARGS),,$(MAKE) wording graded)
 
 graded: setup         ## online against before and after, by drift, as results/graded_plan.md registers it (hours; resumable)
 	$(PY) -m extras.campaigns.graded $(ARGS)
 	$(PY) -m extras.campaigns.graded --drifts 0 1 --arms paired fst absorb both $(ARGS)
+
+wording: setup        ## does a population make a policy robust to wording? results/wording_plan.md (an hour; resumable)
+	$(PY) -m extras.campaigns.wording $(ARGS)
 
 graded-warm-start: setup  ## rebuild extras/graded/files from nothing
 	$(PY) -m extras.graded.warm_start $(ARGS)

@@ -24,6 +24,7 @@ from config import HERE, Config
 from engines.torch_engine import TorchEngine
 from evaluation.statistics import holm, over_seeds
 from extras.campaigns.arms import begun, cpu_seconds, launch, origin, rollouts
+from extras.campaigns.player import LOADING
 from extras.campaigns.seeds import seeds_by_mean
 from extras.graded.form import EMPTY, FILLERS, LINES, OPTIONAL, RULES, START, WORDINGS, World, clauses
 from extras.graded.optimizer import clause_of
@@ -184,7 +185,8 @@ def unseen(world: World, I_star: str) -> dict[str, str]:
 def play(policy: Path, world: Path, texts: Sequence[str], seed: int = 0) -> list[tuple[float, float]]:
     """Returns (mean reward, mean skill) of a policy under each instruction, sampled, on the held-out forms."""
     cfg = Config(task="extras.graded.task:Graded", train=str(world), max_response=32, max_prompt=160)
-    model, tokenizer = load_policy(str(policy), "cpu")
+    with LOADING:
+        model, tokenizer = load_policy(str(policy), "cpu")
     task = Graded(cfg)
     engine = TorchEngine(model, tokenizer, stop_strings(task.tools), 512)
     out = []

@@ -2,6 +2,7 @@
 
 import contextlib
 import tempfile
+import threading
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -15,6 +16,8 @@ from rollout import rollout
 from tasks import Job, Question
 from tasks.search_qa import SearchQA
 from tasks.tools import stop_strings
+
+LOADING = threading.Lock()  # the first load imports transformers, which two threads must not do at once
 
 
 class Play(Protocol):
@@ -32,7 +35,8 @@ def player(policy: str = "") -> Iterator[Play]:
     `policy`: directory; "" is the first policy of the world.
     """
     cfg = Config(**PRESETS["world"])
-    model, tokenizer = load_policy(policy or cfg.model, "cpu")
+    with LOADING:
+        model, tokenizer = load_policy(policy or cfg.model, "cpu")
     task = SearchQA(cfg)
     with tempfile.TemporaryDirectory() as folder:
         with Child([str(HERE / "retrieval_server.py"), "--corpus", cfg.corpus], f"{folder}/log") as server:

@@ -69,8 +69,8 @@ def errors(rows: list[Row], n: int) -> tuple[float | None, float | None]:
         gain = row["reward"][1] - row["reward"][0]
         if abs(gain) >= LEAST and str(n) in row["joins"]:
             shares[gain > 0].append(row["joins"][str(n)])
-    worse, better = (round(float(np.mean(x)), 3) if x else None for x in (shares[False], shares[True]))
-    return worse, None if better is None else round(1 - better, 3)
+    worse, better = (float(np.mean(x)) if x else None for x in (shares[False], shares[True]))
+    return worse, None if better is None else 1 - better
 
 
 def gate_table(rows: list[Row]) -> list[str]:
@@ -107,7 +107,9 @@ def main() -> None:
     args.rows.parent.mkdir(parents=True, exist_ok=True)
     args.rows.write_text("".join(json.dumps(row | origin()) + "\n" for row in rows))
     print("", *gate_table(rows), sep="\n")
-    found |= {f"D_B {n}": dict(zip(("worse_join", "better_turned_away"), errors(rows, n), strict=True)) for n in SIZES}
+    for n in SIZES:
+        shares = [None if x is None else round(x, 3) for x in errors(rows, n)]
+        found[f"D_B {n}"] = dict(zip(("worse_join", "better_turned_away"), shares, strict=True))
     print(json.dumps(found))
 
 
