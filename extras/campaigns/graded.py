@@ -261,6 +261,11 @@ class Test(NamedTuple):
         return f"{self.mean:+.3f}{span}" if self.n else ""
 
 
+def p_of(p: float) -> str:
+    """Returns a p-value as it is written; "" if there is none."""
+    return "" if np.isnan(p) else f"{p:.4f}" if p >= 1e-4 else f"{p:.0e}"
+
+
 def against(name: str, says: str, x: Sequence[float], floor: float = 0.0, alternative: str = "greater") -> Test:
     """Returns the t test of the mean of x against `floor`; p is NaN of fewer than two values, or equal ones."""
     found = over_seeds(x) if x else over_seeds([np.nan])
@@ -354,21 +359,22 @@ def page(rows: Sequence[Row], name: str = "graded") -> str:
             verdict = "refuted"
         if early and test.n > 1:
             verdict += " so far"
-        numbers = ["" if np.isnan(x) else f"{x:.4f}" for x in (test.p, adjusted)]
-        text.append(f"| {test.name} | {test.says} | {test.shown} | {test.n} | {' | '.join(numbers)} | {verdict} |")
+        text.append(f"| {test.name} | {test.says} | {test.shown} | {test.n} | {p_of(test.p)} | {p_of(adjusted)} |"
+                    f" {verdict} |")  # fmt: skip
     equal = vanishes(list(gains(rows, "before", 0.0).values()))
     if not np.isnan(equal):
         text += [
             "",
-            f"That online and before are equal at d = 0 to within {MARGIN}: p {equal:.4f} (two one-sided tests).",
+            f"That online and before are equal at d = 0 to within {MARGIN}: p {p_of(equal)} (two one-sided tests).",
         ]
     if any(row["arm"] in SECOND for row in rows):
         text += ["", "The second part: online's gain at equal rollouts, mean of d = 0 and 1, two-sided, Holm's p:", ""]
         text += ["| over | mean | worlds | p | Holm's p |", "|---" * 5 + "|"]
         others = second(rows)
         for test, adjusted in zip(others, holm([test.p for test in others]), strict=True):
-            numbers = ["" if np.isnan(x) else f"{x:.4f}" for x in (test.p, adjusted)]
-            text.append(f"| {test.name}: {test.says} | {test.shown} | {test.n} | {' | '.join(numbers)} |")
+            text.append(
+                f"| {test.name}: {test.says} | {test.shown} | {test.n} | {p_of(test.p)} | {p_of(adjusted)} |"
+            )
     text += ["", "Clauses of I_star, by what they are in the world:", ""]
     roles = ("late", "early", "both", "either", "harmful", "stunting", "wrong rule", "neutral", "idle")
     text += [f"| arm | d | {' | '.join(roles)} |", "|---" * (len(roles) + 2) + "|"]

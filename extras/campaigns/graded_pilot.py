@@ -21,7 +21,6 @@ import numpy as np
 import torch
 
 from config import HERE
-from evaluation.statistics import over_seeds
 from extras.campaigns.arms import begun, launch, origin
 from extras.campaigns.graded import COMMON, DRIFTS, FIRST, WORLDS, Row, gains, play, slopes, worlds_for
 from extras.graded.form import OPTIONAL, RULES, START, WORDINGS, World, mark
@@ -31,12 +30,7 @@ from plumbing.faults import one_line
 
 RUNS = HERE / "runs" / "graded-pilot"
 EVERY = 4800  # demonstrations between two looks
-HABITS = (
-    "wrong rule",
-    "stunting",
-    "harmful",
-    "",
-)  # of what role the clauses are that a policy is trained under; "": none
+HABITS = ("wrong rule", "stunting", "harmful", "")  # the role of the clauses that a policy trains under; "": none
 
 
 @torch.no_grad()
@@ -145,7 +139,7 @@ def page(rows: Sequence[Row], runs: Sequence[Row]) -> str:
             cells += [f"{sum(g > 0.5 for g in x)} of {len(x)}", f"{np.median(x):.2f}", f"{min(x):.2f}"]
             text.append(f"| {' | '.join(cells)} |")
     if of("worth"):
-        heads = [(d, p) for d in DRIFTS for p in ("first", "trained")]
+        heads = [(d, p) for d in sorted({row["drift"] for row in of("worth")}) for p in ("first", "trained")]
         text += ["", "## What a clause is worth", "", "Reward with it minus reward without, beside the first"
                  " instruction alone, sampled; means over clauses and worlds (of how many). A point of a line is 0.05.",
                  "", f"| role | {' | '.join(f'd {d:g}, {p}' for d, p in heads)} |",
@@ -159,17 +153,15 @@ def page(rows: Sequence[Row], runs: Sequence[Row]) -> str:
         skills = {(r["policy"], r["world"], r["drift"]): r["skill"] for r in of("worth")}
         for name in ("first", "trained"):
             x = [s for (p, _, _), s in skills.items() if p == name]
-            text.append(
-                f"\nSkill of the {name} policy, the share of right marks: {np.mean(x):.2f} ({len(x)} worlds and d)."
-            )
+            text.append(f"\nSkill of the {name} policy, the share of right units: {np.mean(x):.2f} ({len(x)} runs).")
     if of("habit"):
         text += ["", "## What stays of a bad clause", "", "Reward and skill under the first instruction alone, after"
                  f" training under it with these clauses beside it ({of('habit')[0]['steps']} steps):", "",
-                 "| clauses | reward | skill | runs |", "|---" * 4 + "|"]  # fmt: skip
+                 "| clauses | reward, by run | skill |", "|---" * 3 + "|"]  # fmt: skip
         for role in dict.fromkeys(row["role"] for row in of("habit")):
             x = [row for row in of("habit") if row["role"] == role]
-            means = [f"{over_seeds([row[name] for row in x])}" for name in ("reward", "skill")]
-            text.append(f"| {role} | {' | '.join(means)} | {len(x)} |")
+            cells = [", ".join(f"{row[name]:.2f}" for row in x) for name in ("reward", "skill")]
+            text.append(f"| {role} | {' | '.join(cells)} |")
     if runs:
         text += ["", "## Runs of the arms, and power", "", f"{len(runs)} runs in worlds"
                  f" {', '.join(str(w) for w in sorted({r['world'] for r in runs}))} (graded_pilot_runs.jsonl)."
