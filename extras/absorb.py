@@ -2,13 +2,15 @@
 
     python extras/absorb.py --model runs/NAME/policy --teacher runs/NAME/I_star.txt     # and the flags of inspo.py
 
-Every step plays questions under the first instruction. Each sampled token is then scored twice by the policy in
-training: as it was sampled, and behind a prompt that holds the teacher's instruction. The difference of the two log
-probabilities is the token's advantage, in Eq. 2's place for it: in expectation over what the policy samples that is the
-gradient of the reverse KL divergence to the prompted policy, token by token, the teacher held still. No reward takes
-part; it is measured.
+Every step plays questions under the first instruction. Each sampled token is then scored twice: by the policy in
+training, as it was sampled, and by the teacher, behind a prompt that holds its instruction. The difference of the two
+log probabilities is the token's advantage, in Eq. 2's place for it: in expectation over what the policy samples that is
+the gradient of the reverse KL divergence to the prompted policy, token by token, the teacher held still. No reward
+takes part; it is measured.
 
-From the papers' descriptions, without their code. The teacher has the weights of the step, not those of the start.
+The teacher is the policy as it was at the start, pi_ref. With `--teacher_weights step` it moves with the policy, and
+the two can agree on what neither did: in the graded world (docs/graded.md) on empty forms. From the papers'
+descriptions, without their code.
 """
 
 if not __package__:
@@ -25,6 +27,7 @@ from extras.alternate import alternate
 from grpo import Array, Learner, Terms, micro_batches
 from inspo import train
 from journal.log import Log
+from models import lora
 from models.model import load_tokenizer
 from population import Instruction, Population
 from reflect import Optimizer
@@ -42,8 +45,12 @@ class AbsorbConfig(Config):
     FIXED: ClassVar[tuple[str, ...]] = ("absorb",)
     mode: str = knob("absorb", "absorb", of=("absorb",), more=True)
     teacher: str = knob("", "file with the instruction to absorb")
+    teacher_weights: str = knob("start", "whose weights the teacher has: the first policy's, or this step's",
+                                of=("start", "step"))  # fmt: skip
 
     def check(self) -> str:
+        if self.teacher_weights == "start" and not self.beta:
+            return "--beta 0 keeps no first policy to teach: give a --beta above 0, or --teacher_weights step"
         if not self.teacher:
             return "--teacher is missing: give the file of the instruction to absorb, such as a run's I_star.txt"
         if not self.dry_run and not Path(self.teacher).is_file():
@@ -79,7 +86,18 @@ class AbsorbLearner(Learner):
         teacher = [self.told(tau) for tau in part]
         lots = micro_batches(teacher, self.cfg.micro_tokens, self.ranks)[self.rank :: self.ranks]
         now = self.score(part, share) if old is None else old
-        return super().terms(part, share, k, old) | {"adv": self.score(teacher, lots)[0] - now[0]}
+        return super().terms(part, share, k, old) | {"adv": self.taught(teacher, lots)[0] - now[0]}
+
+    def taught(self, part: list[Trajectory], share: list[list[int]]) -> Array:
+        """Returns what `score` does, by the teacher's weights."""
+        if self.cfg.teacher_weights == "step":
+            return self.score(part, share)
+        policy, self.model = self.model, self.reference
+        try:
+            with lora.off(self.reference):
+                return self.score(part, share)
+        finally:
+            self.model = policy
 
 
 def absorb(

@@ -51,6 +51,7 @@ COMMON = (
     " --lr 3e-4 --micro_tokens 4096 --max_response 32 --max_prompt 160 --N_P 7 --K_p 5 --K_e 5 --T_e 46 --D_B 24"
     " --rounds 1 --buffer 600 --max_instruction 200 --save_every 100 --token_rows 0 --recompute 0 --compare 2"
 )
+ABSORB = "--teacher_weights step --teacher {0}/I_star.txt"  # as registered; LOG.md has what a teacher that stays does
 ALONE = "--T 50"  # a phase of evolution alone: as many evolutions as online has, and five steps to rank the last
 
 
@@ -78,13 +79,13 @@ ARMS = {
     "fst": Arm("FST", (("extras/fst.py", ""),)),
     "absorb": Arm(
         "the instruction evolves, then the policy absorbs it; read untold",
-        (("inspo.py", f"--lr 0 {ALONE}"), ("extras/absorb.py", "--teacher {0}/I_star.txt")),
+        (("inspo.py", f"--lr 0 {ALONE}"), ("extras/absorb.py", ABSORB)),
     ),
     "both": Arm(
         "online for 45 steps, then 15 of absorbing; read untold",
         (
             ("inspo.py", "--T 45 --T_e 41"),
-            ("extras/absorb.py", "--T 15 --model {0}/policy --teacher {0}/I_star.txt"),
+            ("extras/absorb.py", f"--T 15 --model {{0}}/policy {ABSORB}"),
         ),
     ),
 }

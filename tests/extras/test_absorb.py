@@ -21,8 +21,8 @@ QUESTION = Question("q", "what is the country of the birthplace of the director 
 def learner(world, tmp_path_factory):
     teacher = tmp_path_factory.mktemp("absorb") / "teacher.txt"
     teacher.write_text("Search one entity at a time. Answer with the exact name only.")
-    cfg = AbsorbConfig(**PRESETS["world"] | {"teacher": str(teacher), "beta": 0.0, "mode": "absorb"})
-    return AbsorbLearner(copy.deepcopy(world[0]).double(), None, cfg)
+    cfg = AbsorbConfig(**PRESETS["world"] | {"teacher": str(teacher), "mode": "absorb"})
+    return AbsorbLearner(*(copy.deepcopy(world[0]).double() for _ in range(2)), replace(cfg, beta=1e-12))
 
 
 def begun(tokenizer) -> list[int]:
@@ -91,6 +91,25 @@ def test_who_is_told_already_learns_nothing(learner, world):
     assert np.abs(learner.terms(part, [list(range(9))], 0, None)["adv"]).max() < 1e-9
 
 
+@pytest.mark.parametrize("weights", ["start", "step"])
+def test_the_teacher_stays_unless_it_has_this_step_s_weights(learner, world, weights):
+    """After the policy has moved: log pi_ref(y | told) - log pi(y), or log pi(y | told) - log pi(y)."""
+    _, tokenizer = world
+    cfg = replace(learner.cfg, teacher_weights=weights)
+    moved = AbsorbLearner(copy.deepcopy(learner.model), copy.deepcopy(learner.reference), cfg)
+    with torch.no_grad():
+        for p in moved.model.parameters():
+            p.add_(0.01 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())).double())
+    part = one_token(learner, tokenizer, "Search the whole question once.")[:9]
+    share = [list(range(9))]
+    teacher = {"start": learner, "step": moved}[weights]
+    told = teacher.score([teacher.told(tau) for tau in part], share)[0]
+    adv = moved.terms(part, share, 0, None)["adv"]
+    assert adv == pytest.approx(told - moved.score(part, share)[0], abs=1e-9)
+    assert moved.model is not moved.reference and np.abs(adv).max() > 0.01
+
+
 def test_faults_are_one_line():
     assert "--teacher is missing" in AbsorbConfig().check()
+    assert "--beta 0 keeps no first policy" in AbsorbConfig(beta=0.0).check()
     assert "no such file" in replace(AbsorbConfig(), teacher="nowhere.txt").check()
