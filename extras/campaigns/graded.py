@@ -2,6 +2,7 @@
 
     make graded                                                  # what results/graded_plan.md registers; resumable
     python -m extras.campaigns.graded --drifts 0 1 --arms paired fst absorb both       # its second part
+    python -m extras.campaigns.graded --drifts 0 1 --arms fst-own --worlds 200 201 202 203 204 205   # not in the plan
     python -m extras.campaigns.graded --worlds 1 2 --name graded_pilot_runs    # a pilot: worlds below 200
     python -m extras.campaigns.graded --report                                 # writes page and figure, runs nothing
 
@@ -44,6 +45,7 @@ DRIFTS = (0.0, 0.5, 1.0)
 FIRST, WORLDS = 200, 12  # the worlds that the plan registers: 200 and the next ones, never seen in tuning
 ALL = ("online", "before", "after", "unverified", "blind")
 SECOND = ("paired", "fst", "absorb", "both")  # the plan's second part, in the same worlds without d = 0.5
+MORE = ("fst-own",)  # looked at after the plan's runs had been seen
 PLANNED = (len(ALL) * len(DRIFTS) + len(SECOND) * 2) * WORLDS  # runs
 MARGIN = 0.05  # of non-inferiority and equivalence: what one clause is worth
 COMMON = (
@@ -76,7 +78,11 @@ ARMS = {
     "unverified": Arm("online, candidates join unverified", (("inspo.py", "--D_B 0"),)),
     "blind": Arm("online, the optimizer reads no failure", model="blind"),
     "paired": Arm("online, paired ranking", (("extras/selection.py", "--rank paired"),)),
-    "fst": Arm("FST", (("extras/fst.py", ""),)),
+    "fst": Arm("FST, with online's sizes: one revision an evolution", (("extras/fst.py", ""),)),
+    "fst-own": Arm(
+        "FST, with its own sizes: four revisions an evolution",
+        (("extras/fst.py", "--N_P 4 --K_e 6 --T_e 1000000 --rounds 4"),),
+    ),
     "absorb": Arm(
         "the instruction evolves, then the policy absorbs it; read untold",
         (("inspo.py", f"--lr 0 {ALONE}"), ("extras/absorb.py", ABSORB)),
@@ -288,14 +294,19 @@ def tests(rows: Sequence[Row], measure: str = "equal rollouts") -> list[Test]:
     return out
 
 
-def second(rows: Sequence[Row]) -> list[Test]:
+def planned(rows: Sequence[Row]) -> list[Row]:
+    """Returns the rows of arms that the plan registers."""
+    return [row for row in rows if row["arm"] in (*ALL, *SECOND)]
+
+
+def second(rows: Sequence[Row], rivals: Sequence[str] = SECOND) -> list[Test]:
     """Returns the two-sided tests of the plan's second part: online's gain at equal rollouts, the mean over d."""
     return [
         against(
             rival, ARMS[rival].what, [float(np.mean(x)) for x in by_drift(rows, rival, (0.0, 1.0))],
             alternative="two-sided",
         )
-        for rival in SECOND
+        for rival in rivals
     ]  # fmt: skip
 
 
@@ -318,8 +329,9 @@ def page(rows: Sequence[Row], name: str = "graded") -> str:
     worlds = sorted({row["world"] for row in rows})
     text = [
         "# The graded world: online, before, after, by drift", "",
-        f"`make graded`, rows in {name}.jsonl, registered in [graded_plan.md](graded_plan.md): {len(rows)} of {PLANNED}"
-        f" runs are in, of {many(len(worlds), 'world')}. Commit {', '.join(sorted({r['commit'] for r in rows}))};"
+        f"`make graded`, rows in {name}.jsonl, registered in [graded_plan.md](graded_plan.md): {len(planned(rows))}"
+        f" of {PLANNED} runs are in, of {many(len(worlds), 'world')}."
+        f" Commit {', '.join(sorted({r['commit'] for r in rows}))};"
         f" machine {'; '.join(sorted({r['machine'] for r in rows}))}. Means over worlds, 95 % by Student's t.", "",
         "Held-out reward, greedy, at the end, under the run's own I_star:", "",
         f"| arm | {' | '.join(f'd = {d:g}' for d in DRIFTS)} | rollouts | CPU seconds |",
@@ -368,14 +380,16 @@ def page(rows: Sequence[Row], name: str = "graded") -> str:
             "",
             f"That online and before are equal at d = 0 to within {MARGIN}: p {p_of(equal)} (two one-sided tests).",
         ]
-    if any(row["arm"] in SECOND for row in rows):
-        text += ["", "The second part: online's gain at equal rollouts, mean of d = 0 and 1, two-sided, Holm's p:", ""]
-        text += ["| over | mean | worlds | p | Holm's p |", "|---" * 5 + "|"]
-        others = second(rows)
-        for test, adjusted in zip(others, holm([test.p for test in others]), strict=True):
-            text.append(
-                f"| {test.name}: {test.says} | {test.shown} | {test.n} | {p_of(test.p)} | {p_of(adjusted)} |"
-            )
+    for rivals, says in (
+        (SECOND, "The second part: online's gain at equal rollouts, mean of d = 0 and 1, two-sided, Holm's p:"),
+        (MORE, "Not in the plan, run after the above had been seen; read in the same way:"),
+    ):
+        if any(row["arm"] in rivals for row in rows):
+            text += ["", says, "", "| over | mean | worlds | p | Holm's p |", "|---" * 5 + "|"]
+            others = second(rows, rivals)
+            for test, adjusted in zip(others, holm([test.p for test in others]), strict=True):
+                cells = [f"{test.name}: {test.says}", test.shown, str(test.n), p_of(test.p), p_of(adjusted)]
+                text.append(f"| {' | '.join(cells)} |")
     text += ["", "Clauses of I_star, by what they are in the world:", ""]
     roles = ("late", "early", "both", "either", "harmful", "stunting", "wrong rule", "neutral", "idle")
     text += [f"| arm | d | {' | '.join(roles)} |", "|---" * (len(roles) + 2) + "|"]

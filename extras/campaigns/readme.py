@@ -75,9 +75,9 @@ def by_drift(rows: Sequence[Row]) -> str:
     return (
         "[A graded world](docs/graded.md), whose [plan](results/graded_plan.md) was committed before it ran, asks"
         " whether evolving along pays where the worth of a clause drifts with the policy's skill, by d from 0 to 1"
-        f" ({len(rows)} of {graded.PLANNED} runs are in). At d = {listed(f'{d:g}' for d in graded.DRIFTS)} evolving"
-        f" along gains {told['before']} over evolving first, where a perfect chooser gains"
-        f" {listed(f'{graded.built_in(d):.2f}' for d in graded.DRIFTS)} by construction, and {told['after']} over"
+        f" ({len(graded.planned(rows))} of {graded.PLANNED} runs are in). At d ="
+        f" {listed(f'{d:g}' for d in graded.DRIFTS)} evolving along gains {told['before']} over evolving first, where a"
+        f" perfect chooser gains {listed(f'{graded.built_in(d):.2f}' for d in graded.DRIFTS)} by construction, and {told['after']} over"
         f" evolving after, which took {took['after'] / took['online']:.1f} times the rollouts."
     )
 
