@@ -72,13 +72,14 @@ def by_drift(rows: Sequence[Row]) -> str:
         for rival, measure in (("before", "equal rollouts"), ("after", "at its end"))
     }
     took = {arm: np.mean([row["rollouts"] for row in rows if row["arm"] == arm]) for arm in ("online", "after")}
+    chooser = listed(f"{graded.built_in(d):.2f}" for d in graded.DRIFTS)
     return (
         "[A graded world](docs/graded.md), whose [plan](results/graded_plan.md) was committed before it ran, asks"
         " whether evolving along pays where the worth of a clause drifts with the policy's skill, by d from 0 to 1"
         f" ({len(graded.planned(rows))} of {graded.PLANNED} runs are in). At d ="
         f" {listed(f'{d:g}' for d in graded.DRIFTS)} evolving along gains {told['before']} over evolving first, where a"
-        f" perfect chooser gains {listed(f'{graded.built_in(d):.2f}' for d in graded.DRIFTS)} by construction, and {told['after']} over"
-        f" evolving after, which took {took['after'] / took['online']:.1f} times the rollouts."
+        f" perfect chooser gains {chooser} by construction, and {told['after']} over evolving after, which took"
+        f" {took['after'] / took['online']:.1f} times the rollouts."
     )
 
 
