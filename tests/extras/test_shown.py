@@ -45,6 +45,7 @@ ELSEWHERE = {
     "extras/hotpot.py": "tests/extras/test_hotpot.py", "extras.campaigns.graded": "tests/extras/test_graded.py",
     "extras.campaigns.graded_pilot": "tests/extras/test_graded.py", "extras/absorb.py": "tests/extras/test_graded.py",
     "extras.graded.warm_start": "tests/extras/test_graded.py",
+    "extras.campaigns.wording": "tests/extras/test_wording.py",
     "extras.real.model": "tests/extras/test_real.py", "extras.real": "tests/extras/test_real_run.py",
     "extras.real.campaign": "tests/extras/test_real_campaign.py",
     "labs": "tests/labs/test_labs.py", "marimo": "tests/labs/test_labs.py",
