@@ -1,15 +1,18 @@
 """Absorbing an instruction: the gradient is that of the reverse KL; who is told already learns nothing."""
 
 import copy
+import pickle
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from test_inspo import finish
 
 from config import PRESETS
 from extras.absorb import AbsorbConfig, AbsorbLearner
+from models.model import load_policy
 from rollout import prompt_ids
 from tasks import Question, Trajectory, load_task
 
@@ -107,6 +110,30 @@ def test_the_teacher_stays_unless_it_has_this_step_s_weights(learner, world, wei
     adv = moved.terms(part, share, 0, None)["adv"]
     assert adv == pytest.approx(told - moved.score(part, share)[0], abs=1e-9)
     assert moved.model is not moved.reference and np.abs(adv).max() > 0.01
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("weights", ["start", "step"])
+def test_two_ranks_absorb_what_one_process_does(learner, world, tmp_path, weights):
+    from test_ranks import CFG, LIMIT, torchrun, weights_of
+
+    _, tokenizer = world
+    path, part = str(ROOT / "world" / "files" / "policy"), one_token(learner, tokenizer, "Search the question.")[:24]
+    cfg = AbsorbConfig(**vars(CFG) | {"model": path, "teacher": learner.cfg.teacher, "mode": "absorb"})
+    cfg, parts = replace(cfg, teacher_weights=weights), [part[:12], part[12:]]
+    (tmp_path / "b.pkl").write_bytes(pickle.dumps((cfg, parts)))
+    whole = load_policy(path, "cpu")[0]
+    alone = AbsorbLearner(whole, copy.deepcopy(whole), cfg)
+    metrics = [alone.update(t, parts) for t in (1, 2)]
+    guest = ["tests/extras/ranks_guest.py", "extras.absorb:AbsorbLearner"]
+    process = torchrun(2, *guest, path, tmp_path / "b.pkl", tmp_path / "out")
+    code, _, stderr = finish(process, LIMIT)
+    assert code == 0, stderr
+    found = torch.load(tmp_path / "out" / "result.pt")
+    for mine, theirs in zip(found["metrics"], metrics, strict=True):  # the second has the weights of the first
+        assert mine == pytest.approx(theirs, rel=5e-5, abs=1e-6)
+    off = torch.cat([(w - found["weights"][name]).abs().flatten() for name, w in weights_of(whole).items()])
+    assert (off > 1e-5).float().mean() < 2e-3  # Adam divides rounding by rounding where a gradient is almost 0
 
 
 def test_faults_are_one_line():
