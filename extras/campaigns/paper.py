@@ -293,7 +293,8 @@ def page(rows: Rows, pictures: list[str], published: Row, second_hand: Rows | No
         f"Written by `make paper` from rows.jsonl: {many(len(every), 'row')}, {many(round(minutes), 'minute')} of one "
         "thread. The world is [built so that it takes both](../world/README.md): these figures show the mechanism and "
         f"are no evidence for the claims on real models. Seconds are {whose}. Whether evolving along pays is asked "
-        "in [another world](graded.md).",
+        "in [another world](graded.md); whether a population makes a policy robust to wording, "
+        "[in this one](wording.md).",
         "",
         "## Claims",
         "",

@@ -101,7 +101,8 @@ def page(rows: list[Row]) -> str:
     text = [
         "# Does a population make a policy robust to wording?", "",
         f"`make wording`, registered in [wording_plan.md](wording_plan.md), from wording.jsonl: {len(rows)} of"
-        f" {SEEDS * len(ARMS)} runs are in. Commit {', '.join(sorted({row['commit'] for row in rows}))}, on"
+        f" {SEEDS * len(ARMS)} runs are in{', and until all are this is a look' * (len(rows) < SEEDS * len(ARMS))}."
+        f" Commit {', '.join(sorted({row['commit'] for row in rows}))}, on"
         f" {'; '.join(sorted({row['machine'] for row in rows}))}.", "",
         f"Exact match of the trained policy, greedy, on {QUESTIONS} held-out questions under each instruction of a"
         " kind; means over instructions and seeds, 95 % over seeds by Student's t. *New wordings*: words that the warm"
