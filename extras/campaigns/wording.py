@@ -19,7 +19,7 @@ import numpy as np
 
 from config import HERE, PRESETS
 from evaluation.statistics import between_seeds, holm, over_seeds
-from extras.campaigns.arms import Row, begun, collect, cpu_seconds, launch, origin
+from extras.campaigns.arms import Campaign, Row, begun, collect, cpu_seconds, launch, origin
 from extras.campaigns.player import player
 from journal.directory import read_jsonl
 from page.read import many
@@ -145,8 +145,8 @@ def main(argv: list[str] | None = None) -> None:
     with one_line("extras.campaigns.wording"):
         if not args.report:
             winners = [row["I_star"] for row in read_jsonl(HERE / "results" / "default.jsonl") if row["arm"] == "inspo"]
-            there = {(row["arm"], row["seed"]) for row in read_jsonl(path)}
-            left = [(arm, seed) for seed in args.seeds for arm in args.arms if (arm, seed) not in there]
+            rows = Campaign(args.runs, path, extra=args.extra)
+            left = [(arm, seed) for seed in args.seeds for arm in args.arms if not rows.find(arm, seed)]
             args.results.mkdir(parents=True, exist_ok=True)
             runs = args.runs.resolve()
             failed = collect(

@@ -1,5 +1,6 @@
 """The campaign on wordings: what the instructions it plays say and what they do not, and its page."""
 
+import json
 import random
 
 import numpy as np
@@ -51,6 +52,16 @@ def test_the_page_compares_what_seeds_have_under_new_wordings():
     assert f"| {more:+.3f} [" in line and f"| {by_hand.pvalue:.3f} |" in line and "10 of 15 runs" in text
     cost = 0.9 - np.mean(new["one"])
     assert f"| {cost:+.3f} [" in next(line for line in text.splitlines() if line.startswith("| one: "))
+
+
+def test_rows_of_other_flags_are_refused(tmp_path):
+    whole = json.dumps(row("inspo", 200, 0.9, 0.5) | {"flags": "--lr 1e-3"}) + "\n"
+    (tmp_path / "wording.jsonl").write_text(whole)
+    argv = ["--arms", "inspo", "--seeds", "200", "--runs", str(tmp_path / "runs"), "--results", str(tmp_path)]
+    with pytest.raises(SystemExit, match="has inspo, seed 200, with the flags --lr 1e-3, not no flags"):
+        wording.main(argv)
+    wording.main([*argv, "--extra", "--lr 1e-3"])  # nothing is left to run
+    assert (tmp_path / "wording.jsonl").read_text() == whole and not (tmp_path / "runs").exists()
 
 
 @pytest.mark.slow
