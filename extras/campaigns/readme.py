@@ -2,18 +2,18 @@
 
     python -m extras.campaigns.readme
 
-`make paper`, `make graded` and `make default` do so at their end, where their rows are those of results/.
+`make paper`, `graded`, `wording` and `default` do so at their end, where their rows are those of results/.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from config import HERE
 from evaluation.statistics import over_seeds
-from extras.campaigns import graded
+from extras.campaigns import graded, wording
 from extras.campaigns.arms import ARMS, Row
 from extras.campaigns.claims import ABSENT, CLAIMS, GIVEN, MEASURED, UNTOLD, Rows, verdict
 from extras.campaigns.paper import canary_line, closing, read
@@ -21,14 +21,15 @@ from extras.campaigns.seeds import share, two_valued
 from journal.directory import read_jsonl
 from page.read import many
 from plumbing.faults import Fault, one_line
+from world.clauses import BEST, CLAUSES
 
 BEGIN, END = "<!-- evidence: extras/campaigns/readme.py writes this -->\n\n", "\n<!-- /evidence -->\n"
 
 
-def evidence(default: Rows, rows: Rows, second_hand: Rows, drifting: Sequence[Row]) -> str:
+def evidence(default: Rows, rows: Rows, second_hand: Rows, drifting: Sequence[Row], worded: Sequence[Row]) -> str:
     """Returns the README's part: the default and its controls, how the world came to be, what the campaigns can say.
 
-    `drifting`: the rows of the graded world.
+    `drifting`: the rows of the graded world; `worded`: of the campaign on wordings.
     """
     inspo = default["inspo"]
     start, steps = inspo[0]["evals"][0][1], inspo[0]["evals"][-1][0]
@@ -60,6 +61,7 @@ def evidence(default: Rows, rows: Rows, second_hand: Rows, drifting: Sequence[Ro
         f" {many(len(CLAIMS), 'claim')} {kinds}. {canary_line(rows)} An optimizer that guesses got there in"
         f" {guessing} runs.",
         by_drift(drifting),
+        in_other_words(worded),
     ]
     return "\n\n".join(wrap(part) for part in text) + "\n"
 
@@ -80,6 +82,27 @@ def by_drift(rows: Sequence[Row]) -> str:
         f" {listed(f'{d:g}' for d in graded.DRIFTS)} evolving along gains {told['before']} over evolving first, where a"
         f" perfect chooser gains {chooser} by construction, and {told['after']} over evolving after, which took"
         f" {took['after'] / took['online']:.1f} times the rollouts."
+    )
+
+
+def in_other_words(rows: Sequence[Row]) -> str:
+    """Returns what the campaign on wordings says of training under a population of them."""
+
+    def both(em: Callable[[str], Sequence[float]]) -> str:
+        return " and ".join(f"{np.mean(em(arm)):.2f}" for arm in ("one", "many"))
+
+    taught = both(lambda arm: [wording.mean(row, "good, taught wordings") for row in rows if row["arm"] == arm])
+    new = both(lambda arm: wording.under_new(rows, arm))
+    lost = wording.unread(rows)
+    read = both(lambda arm: wording.under_new(rows, arm, without=lost))
+    found = wording.more_than_one(rows)["many"]
+    told = "they differ" if found.p < 0.05 else f"not told apart, where {found.visible:.2f} would have been seen"
+    return (
+        "Does a population make a policy robust to wording? [A campaign](results/wording.md) trains policies under one"
+        " good instruction and under a population of its wordings. Told the same in words that neither has met, they"
+        f" have {new} ({found.interval:+.2f}): {told}. This world leaves little to see: no policy understands"
+        f" {len(lost)} of the {sum(len(CLAUSES[clause].unseen) for clause in BEST)} new sentences; under the others"
+        f" they have {read}, in taught words {taught}."
     )
 
 
@@ -107,7 +130,7 @@ def written(readme: str, part: str) -> str:
 def of_results(folder: Path = HERE / "results") -> str:
     """Returns the part that the committed rows give."""
     rows = [read(folder / f"{name}.jsonl") for name in ("default", "rows", "second_hand")]
-    return evidence(*rows, read_jsonl(folder / "graded.jsonl"))
+    return evidence(*rows, *(read_jsonl(folder / f"{name}.jsonl") for name in ("graded", "wording")))
 
 
 def main() -> None:

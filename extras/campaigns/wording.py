@@ -12,13 +12,13 @@ import argparse
 import itertools
 import json
 import random
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from config import HERE, PRESETS
-from evaluation.statistics import between_seeds, holm, over_seeds
+from evaluation.statistics import Difference, between_seeds, holm, over_seeds
 from extras.campaigns.arms import Campaign, Row, begun, collect, cpu_seconds, launch, origin
 from extras.campaigns.player import player
 from journal.directory import read_jsonl
@@ -93,11 +93,38 @@ def run(arm: str, seed: int, runs: Path, extra: str, winners: list[str]) -> Row:
     }  # fmt: skip
 
 
-def page(rows: list[Row]) -> str:
+def mean(row: Row, kind: str) -> float:
+    """Returns exact match of a row's policy, the mean over the instructions of a kind."""
+    return float(np.mean(row["em"][kind]))
+
+
+def under_new(rows: Sequence[Row], arm: str, having: str = "", without: Collection[str] = ()) -> list[float]:
+    """Returns exact match of an arm's policies under the good instruction in new wordings, by seed.
+
+    `having`, `without`: sentences that these instructions have, and have not; [] if there are none.
+    """
+    texts = kinds([])["good, new wordings"]
+    k = [i for i, text in enumerate(texts) if having in text and not any(sentence in text for sentence in without)]
+    mine = [row for row in rows if row["arm"] == arm] if k else []
+    return [float(np.mean([row["em"]["good, new wordings"][i] for i in k])) for row in mine]
+
+
+def more_than_one(rows: Sequence[Row]) -> dict[str, Difference]:
+    """Returns what an arm's policies have more under new wordings than those of `one`, by arm."""
+    one = under_new(rows, "one")
+    return {arm: between_seeds(new, one) for arm in ("many", "inspo") if one and (new := under_new(rows, arm))}
+
+
+def unread(rows: Sequence[Row]) -> list[str]:
+    """Returns the new sentences under which no policy has answered any question."""
+    sentences = [sentence for clause in sorted(BEST) for sentence in CLAUSES[clause].unseen]
+    return [sentence for sentence in sentences if not any(any(under_new(rows, arm, sentence)) for arm in ARMS)]
+
+
+def page(rows: Sequence[Row]) -> str:
     """Returns wording.md."""
     of = {arm: [row for row in rows if row["arm"] == arm] for arm in ARMS}
     names = list(rows[0]["em"])
-    mean = lambda row, kind: float(np.mean(row["em"][kind]))  # noqa: E731
     text = [
         "# Does a population make a policy robust to wording?", "",
         f"`make wording`, registered in [wording_plan.md](wording_plan.md), from wording.jsonl: {len(rows)} of"
@@ -118,16 +145,25 @@ def page(rows: list[Row]) -> str:
             cells += [f"{over_seeds(costs):+}"]
             cells += [f"{np.mean([row[name] for row in mine]):.1f}" for name in ("instructions", "met")]
             text.append(f"| {arm}: {ARMS[arm][0]} | {' | '.join(cells)} |")
-    new = {arm: [mean(row, "good, new wordings") for row in mine] for arm, mine in of.items()}
-    told = {arm: between_seeds(new[arm], new["one"]) for arm in ("many", "inspo") if new[arm] and new["one"]}
-    if told:
+    if told := more_than_one(rows):
         text += ["", "Under new wordings, more than `one`, by Welch's two-sided test over seeds, Holm's p over both:",
                  "", "| | by seed | of one | more, 95 % | p | Holm's p | would have shown |",
                  "|---" * 7 + "|"]  # fmt: skip
         for arm, p in zip(told, holm([found.p for found in told.values()]), strict=True):
-            shown = [", ".join(f"{x:.2f}" for x in new[name]) for name in (arm, "one")]
+            shown = [", ".join(f"{x:.2f}" for x in under_new(rows, name)) for name in (arm, "one")]
             numbers = [f"{x:.3f}" if np.isfinite(x) else "" for x in (told[arm].p, p, told[arm].visible)]
             text.append(f"| {arm} | {' | '.join(shown)} | {told[arm].interval:+} | {' | '.join(numbers)} |")
+    there, lost = [arm for arm in ARMS if of[arm]], unread(rows)
+    text += ["", f"What the plan did not ask: no policy understands {len(lost)} of the"
+             f" {sum(len(CLAUSES[c].unseen) for c in BEST)} new sentences{': ' * bool(lost)}{' '.join(lost)}"
+             f"{'' if lost else '.'} Where none of those stands, by sentence:", "",
+             f"| | {' | '.join(there)} |", "|---" * (1 + len(there)) + "|"]  # fmt: skip
+    taught = [np.mean([mean(row, "good, taught wordings") for row in of[arm]]) for arm in there]
+    text.append(f"| (taught wordings) | {' | '.join(f'{x:.2f}' for x in taught)} |")
+    for sentence in (sentence for clause in sorted(BEST) for sentence in CLAUSES[clause].unseen):
+        em = [under_new(rows, arm, sentence, lost) for arm in there]
+        if all(em):
+            text.append(f"| {sentence} | {' | '.join(f'{np.mean(x):.2f}' for x in em)} |")
     return "\n".join([*text, ""])
 
 
@@ -157,6 +193,10 @@ def main(argv: list[str] | None = None) -> None:
         if rows := read_jsonl(path):
             path.with_suffix(".md").write_text(page(rows))
             print(f"{path.with_suffix('.md')} has the page, of {many(len(rows), 'run')}")
+            if args.results == HERE / "results":
+                from extras.campaigns import readme
+
+                readme.main()
         if failed:
             raise Fault(f"{len(failed)} runs failed, the first: {failed[0]}")
 

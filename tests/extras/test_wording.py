@@ -37,8 +37,10 @@ def test_losers_lack_what_winners_have():
         assert set(read(text)) == BEST - {"cont"} | {"early"}
 
 
-def row(arm: str, seed: int, taught: float, new: float) -> dict:
-    em = {"its own": [taught], "good, taught wordings": [taught, taught], "good, new wordings": [new - 0.1, new + 0.1]}
+def row(arm: str, seed: int, taught: float, new: float, deaf: str = "") -> dict:
+    """A policy with `new` under new wordings, and 0 under those with the sentence that it is deaf to."""
+    under = [0.0 if deaf and deaf in text else new for text in wording.kinds([])["good, new wordings"]]
+    em = {"its own": [taught], "good, taught wordings": [taught, taught], "good, new wordings": under}
     return {"arm": arm, "seed": seed, "commit": "abc", "machine": "m", "instructions": 7, "met": 2, "em": em}
 
 
@@ -52,6 +54,19 @@ def test_the_page_compares_what_seeds_have_under_new_wordings():
     assert f"| {more:+.3f} [" in line and f"| {by_hand.pvalue:.3f} |" in line and "10 of 15 runs" in text
     cost = 0.9 - np.mean(new["one"])
     assert f"| {cost:+.3f} [" in next(line for line in text.splitlines() if line.startswith("| one: "))
+
+
+def test_a_sentence_that_nobody_understands_is_named_and_the_others_read_without_it():
+    deaf, other = CLAUSES["entity"].unseen[1], CLAUSES["exact"].unseen[0]
+    rows = [row("one", k, 0.9, 0.8, deaf) for k in range(3)]
+    assert wording.unread(rows) == [deaf]
+    assert wording.under_new(rows, "one") == pytest.approx([0.4] * 3)
+    assert wording.under_new(rows, "one", other) == pytest.approx([0.4] * 3)
+    assert wording.under_new(rows, "one", other, [deaf]) == pytest.approx([0.8] * 3)
+    assert wording.under_new(rows, "one", deaf, [deaf]) == []
+    assert wording.unread([*rows, row("many", 0, 0.9, 0.8)]) == []  # one that understands it is enough
+    page = wording.page(rows)
+    assert f"{deaf}" in page and f"| {other} | 0.80 |" in page and f"| {deaf} |" not in page
 
 
 def test_rows_of_other_flags_are_refused(tmp_path):
