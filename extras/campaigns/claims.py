@@ -108,6 +108,7 @@ CLAIMS = [
     Claim(
         "Fig. 2d", "INSPO's responses, with what the searches return, get longer than Search-R1's",
         "inspo", ("static",), found, unit="tokens", curve="context_tokens", instead=(sampled, "sampled tokens"),
+        given=f"{CLOSED}; and what a second search returns is context",
     ),
     Claim("Fig. 3", "online evolution beats optimising the instruction before RL", "inspo", ("before",)),
     Claim("Fig. 3", "online evolution beats optimising the instruction after RL", "inspo", ("after",)),

@@ -72,7 +72,7 @@ def page(rows: Rows) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(SEEDS)))
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     parser.add_argument("--every", type=int, default=20, help="steps between held-out evaluations")
     parser.add_argument("--jobs", type=int, default=2, help="runs at the same time, a thread each")
     parser.add_argument("--extra", default="", help="flags of inspo.py for every run, in one string")

@@ -5,7 +5,8 @@
 
 A finished run leaves a row in results/rows.jsonl and is not run again: stop the campaign whenever you like and repeat
 the command. The same commit and seed give the same row on the same machine. Seeds 0 to 4 are reported, tuning takes 100
-and up; but the world itself was changed after seeds 0 to 4 of an earlier one had been seen (`provenance`).
+and up; but the world itself was changed after seeds 0 to 4 of an earlier one had been seen (`provenance`), so inspo and
+static play 5 to 9, too.
 """
 
 import argparse
@@ -20,14 +21,15 @@ import numpy as np
 from config import HERE, PRESETS
 from evaluation.statistics import between_seeds, holm, interval, over_seeds
 from extras.campaigns.arms import ARMS, Campaign, Row, clock, origin
-from extras.campaigns.claims import CLAIMS, GIVEN, UNTRAINED, Rows, verdict
+from extras.campaigns.claims import CLAIMS, CLOSED, GIVEN, UNTRAINED, Claim, Rows, Verdict, verdict
 from extras.campaigns.seeds import fisher, share, two_valued
 from journal.directory import read_jsonl
 from page.read import many
 from plumbing.faults import Fault, one_line
 from tasks.questions import load_questions
 
-SEEDS = 5
+SEEDS, FRESH = range(5), range(5, 10)  # FRESH: not seen when the world was closed to the static arm
+FRESH_ARMS = ("inspo", "static")  # that play these, too
 TABLE_1 = {  # method -> where its row comes from
     "direct": "direct", "sft": "sft", "grpo": "grpo", "ircot": "ircot", "rag": "rag", "sft_reject": "sft_reject",
     "search_o1": "search_o1", "search_r1": "static", "inspo": "inspo",
@@ -94,6 +96,24 @@ def read(path: Path) -> Rows:
     for row in sorted(read_jsonl(path), key=lambda row: row["seed"]):
         rows.setdefault(row["arm"], []).append(row)
     return rows
+
+
+def parts(rows: Rows) -> tuple[Rows, Rows]:
+    """Returns the rows that the campaign tests, and those of FRESH seeds, which it reads alone."""
+    fresh = {arm: [row for row in rows.get(arm, ()) if row["seed"] in FRESH] for arm in FRESH_ARMS}
+    tested = {arm: [row for row in mine if row not in fresh.get(arm, ())] for arm, mine in rows.items()}
+    return tested, fresh if all(fresh.values()) else {}
+
+
+def told(claim: Claim, rows: Rows) -> Verdict:
+    """Returns what the rows say of a claim: the tested ones, or those of FRESH seeds if only they keep its curve."""
+    tested, fresh = parts(rows)
+    arms = (claim.a, *claim.b) if claim.instead else ()
+    kept = all(claim.curve in row["curves"] for arm in arms for row in tested.get(arm, ()))
+    if kept or not fresh:
+        return verdict(claim, tested)
+    found = verdict(claim, fresh)
+    return found._replace(why=f"on seeds {FRESH[0]} to {FRESH[-1]}, whose rows alone keep {claim.curve}: {found.why}")
 
 
 def line_of(arm: str, mine: Sequence[Row]) -> str:
@@ -215,18 +235,28 @@ def transfer_table(rows: Rows) -> list[str]:
 
 def closing(second_hand: Rows, rows: Rows) -> str:
     """Returns what the world gave before and after it was closed to the static arm."""
-    em = lambda arm, which: [row["em"] for row in which.get(arm, ()) if row.get("world", "closed") == "open"]  # noqa: E731
-    before = [em(arm, second_hand) for arm in ("inspo", "static")]
-    after = [[row["em"] for row in rows.get(arm, ())] for arm in ("inspo", "static")]
-    if not all((*before, *after)):
+    before = {arm: [row for row in mine if row.get("world") == "open"] for arm, mine in second_hand.items()}
+    em = [[[row["em"] for row in part.get(arm, ())] for arm in FRESH_ARMS] for part in (before, *parts(rows))]
+    if not all((*em[0], *em[1])):
         return ""
-    seen = ", ".join(f"{x:.2f}" for x in before[1])
-    gain = [float(np.mean(a) - np.mean(b)) for a, b in (before, after)]
+    gain = [f"{np.mean(inspo) - np.mean(static):+.2f}" for inspo, static in em if inspo and static]
     return (
-        f"The world was closed to the static arm after its first seeds had been seen: it had {seen} on seeds 0 to"
-        f" {len(before[1]) - 1}, the seeds reported here. INSPO's gain over it was {gain[0]:+.2f} before that and is"
-        f" {gain[1]:+.2f} in the rows of the campaign."
+        "The world was closed to the static arm after its first seeds had been seen: it had"
+        f" {', '.join(f'{x:.2f}' for x in em[0][1])} on seeds {SEEDS[0]} to {SEEDS[-1]}. INSPO's gain over it was"
+        f" {gain[0]} before that and is {gain[1]} in the campaign's rows of these seeds"
+        + (f", {gain[2]} on seeds {FRESH[0]} to {FRESH[-1]}, which nobody had seen." if len(gain) > 2 else ".")
     )
+
+
+def replication(fresh: Rows) -> list[str]:
+    """Returns what the FRESH seeds alone say of the claims that inspo and static decide."""
+    pair = Claim("Table 1", "INSPO has a higher EM than Search-R1", "inspo", ("static",), given=CLOSED)
+    lines = ["| | the paper says | on these seeds | because |", "|---|---|---|---|"]
+    for claim in (pair, *(claim for claim in CLAIMS if {claim.a, *claim.b} <= {*FRESH_ARMS})):
+        found = verdict(claim, fresh)
+        lines.append(f"| {claim.where} | {claim.says} | {found} | {found.why} |")
+    em = {arm: ", ".join(f"{row['em']:.2f}" for row in fresh[arm]) for arm in FRESH_ARMS}
+    return [f"EM: {'; '.join(f'{arm} {told}' for arm, told in em.items())}.", "", *lines, "", canary_line(fresh)]
 
 
 def canary_line(rows: Rows) -> str:
@@ -283,6 +313,7 @@ def provenance(rows: Rows, second_hand: Rows) -> list[str]:
 
 def page(rows: Rows, pictures: list[str], published: Row, second_hand: Rows | None = None) -> str:
     """Returns results/paper.md."""
+    tested, fresh = parts(rows)
     every = [row for mine in rows.values() for row in mine]
     minutes = sum(row.get("minutes", 0) for row in every)
     unit, _ = clock([row for arm in ARMS for row in rows.get(arm, ())])
@@ -299,36 +330,39 @@ def page(rows: Rows, pictures: list[str], published: Row, second_hand: Rows | No
         "## Claims",
         "",
     ]
-    said = [verdict(claim, rows) for claim in CLAIMS]
+    said = [told(claim, rows) for claim in CLAIMS]
+    planned = len(ARMS) * len(SEEDS) + len(FRESH_ARMS) * len(FRESH)
     runs = sum(len(rows.get(arm, [])) for arm in ARMS)
-    if runs < SEEDS * len(ARMS):
-        out += [f"The campaign is not complete: {runs} of {SEEDS * len(ARMS)} runs are in.", ""]
+    if runs < planned:
+        out += [f"The campaign is not complete: {runs} of {planned} runs are in.", ""]
     out += [tally(rows), ""]
     out += ["| | the paper says | in the world | because |", "|---|---|---|---|"]
     for claim, found in zip(CLAIMS, said, strict=True):
         out.append(f"| {claim.where} | {claim.says} | {found} | {found.why} |")
-    if rows.get("inspo"):
-        cost = float(np.mean([row["overhead"] for row in rows["inspo"]]))
+    if tested.get("inspo"):
+        cost = float(np.mean([row["overhead"] for row in tested["inspo"]]))
         why = f"{100 * cost:.1f} % here, which follows from the sizes"
         out.append(f"| App. C | verification is 1.4 to 7 % of the inferences | {GIVEN} | {why} |")
-    if line := canary_line(rows):
+    if line := canary_line(tested):
         out += ["", line]
+    if fresh:
+        out += ["", f"## Seeds {FRESH[0]} to {FRESH[-1]}, not seen when the world was closed", "", *replication(fresh)]
     out += ["", "## Where the rows are from", "", *provenance(rows, second_hand or {})]
-    out += ["", "## Table 1", "", *table_1(rows, published)]
-    if any(rows.get(arm) for arm in ARMS):
-        out += ["", "## Every arm", "", *arms_table(rows), ""]
+    out += ["", "## Table 1", "", *table_1(tested, published)]
+    if any(tested.get(arm) for arm in ARMS):
+        out += ["", "## Every arm", "", *arms_table(tested), ""]
         out.append(
             "(*got there*: runs above EM 0.5, with Clopper and Pearson's 95 % interval; none ends near it. Where some "
             "did and others did not, a mean says nothing of either, and p is Fisher's; else differences and p by "
             "Welch's t test over seeds; *visible*: the true difference that it finds at 5 % in 80 % of the cases; "
             "verification as a share of the training rollouts.)"
         )
-        if rows.get("inspo"):
+        if tested.get("inspo"):
             out += ["", "## At equal cost", "", "| equal | budget | EM |", "|---|---|---|"]
             for name, column in (("steps", 0), ("rollouts, verification counted", 3), (f"{unit}seconds", 4)):
-                out.append(f"| {name} | {' | '.join(at_equal(rows, column))} |")
-    if rows.get("transfer"):
-        out += ["", "## Is I_star portable?", "", *transfer_table(rows)]
+                out.append(f"| {name} | {' | '.join(at_equal(tested, column))} |")
+    if tested.get("transfer"):
+        out += ["", "## Is I_star portable?", "", *transfer_table(tested)]
     out += ["", *[f"![{name}]({name})" for name in pictures], ""]
     out += ["## Real models, as published", "", *published_table(published)]
     return "\n".join(out) + "\n"
@@ -336,14 +370,14 @@ def page(rows: Rows, pictures: list[str], published: Row, second_hand: Rows | No
 
 def tally(rows: Rows) -> str:
     """Returns how many of the claims are of which kind."""
-    count = Counter(f"{verdict(claim, rows)}" for claim in CLAIMS)
+    count = Counter(f"{told(claim, rows)}" for claim in CLAIMS)
     return f"{len(CLAIMS)} claims. {'; '.join(f'{what}: {n}' for what, n in count.most_common()).capitalize()}."
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arms", nargs="+", default=[*ARMS, *UNTRAINED, "transfer"])
-    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(SEEDS)))
+    parser.add_argument("--seeds", type=int, nargs="+", help="0 to 4, and of inspo and static 5 to 9, if not given")
     parser.add_argument("--every", type=int, default=20, help="steps between held-out evaluations")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time, a thread each")
     parser.add_argument("--extra", default="", help="flags of inspo.py for every run, in one string")
@@ -355,7 +389,10 @@ def main(argv: list[str] | None = None) -> None:
         parser.error(f"--arms {unknown[0]}: choose from {', '.join(known)}")
     campaign = Campaign(args.runs, args.results / "rows.jsonl", args.every, args.extra)
     with one_line("extras.campaigns.paper"):
-        failed = complete(campaign, [arm for arm in (*ARMS, "transfer") if arm in args.arms], args.seeds, args.jobs)
+        arms = [arm for arm in (*ARMS, "transfer") if arm in args.arms]
+        failed = complete(campaign, arms, args.seeds or [*SEEDS], args.jobs)
+        if not args.seeds:
+            failed += complete(campaign, [arm for arm in FRESH_ARMS if arm in arms], [*FRESH], args.jobs)
         for method in UNTRAINED:
             if method in args.arms:
                 untrained(campaign, method)
@@ -364,7 +401,7 @@ def main(argv: list[str] | None = None) -> None:
         rows = read(campaign.rows)
         published = json.loads((HERE / "results" / "paper.json").read_text())
         others = read(HERE / "results" / "second_hand.jsonl")
-        text = page(rows, draw(rows, args.results), published, others)
+        text = page(rows, draw(parts(rows)[0], args.results), published, others)
         (args.results / "paper.md").write_text(text)
         for arm in args.arms:
             if rows.get(arm) and arm != "transfer":

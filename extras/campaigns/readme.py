@@ -15,8 +15,8 @@ from config import HERE
 from evaluation.statistics import over_seeds
 from extras.campaigns import graded, wording
 from extras.campaigns.arms import ARMS, Row
-from extras.campaigns.claims import ABSENT, CLAIMS, GIVEN, MEASURED, UNTOLD, Rows, verdict
-from extras.campaigns.paper import canary_line, closing, read
+from extras.campaigns.claims import ABSENT, CLAIMS, GIVEN, MEASURED, UNTOLD, Rows
+from extras.campaigns.paper import canary_line, closing, parts, read, told
 from extras.campaigns.seeds import share, two_valued
 from journal.directory import read_jsonl
 from page.read import many
@@ -47,7 +47,7 @@ def evidence(default: Rows, rows: Rows, second_hand: Rows, drifting: Sequence[Ro
     }
     policy, instruction = (f"{min(x):.2f} to {max(x):.2f}" for x in alone.values())
     world = closing(second_hand, rows)
-    count = Counter(verdict(claim, rows).kind for claim in CLAIMS)
+    count = Counter(told(claim, rows).kind for claim in CLAIMS)
     kinds = ", ".join(
         f"{count[kind]} {'' if kind == UNTOLD else 'are '}{kind}"
         for kind in (MEASURED, GIVEN, UNTOLD, ABSENT) if count[kind]
@@ -58,7 +58,7 @@ def evidence(default: Rows, rows: Rows, second_hand: Rows, drifting: Sequence[Ro
         f"Neither gets there alone: INSPO's trained policies have {policy} under the first instruction, its"
         f" instructions {instruction} under the first policy ([runs](results/default.md)). {world}",
         f"[A campaign](results/paper.md) plays the paper's tables and figures in this world: of"
-        f" {many(len(CLAIMS), 'claim')} {kinds}. {canary_line(rows)} An optimizer that guesses got there in"
+        f" {many(len(CLAIMS), 'claim')} {kinds}. {canary_line(parts(rows)[0])} An optimizer that guesses got there in"
         f" {guessing} runs.",
         by_drift(drifting),
         in_other_words(worded),

@@ -266,7 +266,31 @@ def test_what_a_row_does_not_keep_is_not_told_and_new_rows_keep_it():
         for k, row in enumerate(rows[arm]):
             row["curves"]["context_tokens"] = [50] * 10 + [50 + more + k] * 10
     told = verdict(claim, rows)
-    assert told.result == "reproduces" and "41.000 against 21.000 of static" in told.why
+    assert told.kind == GIVEN and "(41.000 against 21.000 of static: +20.000 tokens" in told.why
+    less = rows | {"inspo": rows["static"], "static": rows["inspo"]}
+    assert verdict(claim, less)[:2] == (MEASURED, "the opposite holds")
+
+
+def test_fresh_seeds_are_read_alone_and_decide_only_what_no_other_row_keeps():
+    new = {}
+    for arm, em, more in (("inspo", 0.6, 40), ("static", 0.3, 20)):
+        new[arm] = [fabricated(arm, k, em + k / 100) for k in range(5, 10)]
+        for k, row in enumerate(new[arm]):
+            row["curves"]["context_tokens"] = [50] * 10 + [50 + more + k] * 10
+    rows = ROWS | {arm: [*ROWS[arm], *new[arm]] for arm in new}
+    assert paper.parts(rows) == ({**ROWS}, new) and paper.parts(ROWS) == ({**ROWS}, {})
+    for claim in CLAIMS:
+        if claim.where != "Fig. 2d":
+            assert paper.told(claim, rows) == verdict(claim, ROWS)
+    lengths = next(claim for claim in CLAIMS if claim.where == "Fig. 2d")
+    assert paper.told(lengths, ROWS).kind == UNTOLD and "+20.000 tokens" in paper.told(lengths, rows).why
+    published = json.loads((HERE / "results" / "paper.json").read_text())
+    with_them, without = (paper.page(some, [], published) for some in (rows, ROWS))
+    own = "\n## Seeds 5 to 9"
+    assert own not in without and "EM: inspo 0.65, 0.66, 0.67, 0.68, 0.69; static 0.35," in with_them
+    assert "0.670 against 0.370 of static: +0.300 EM" in with_them.partition(own)[2].partition("\n## ")[0]
+    for section in ("\n## Table 1", "\n## Every arm", "\n## At equal cost"):
+        assert len({text.partition(section)[2].partition("\n## ")[0] for text in (with_them, without)}) == 1
 
 
 def test_roughness_is_the_spread_of_the_steps():
@@ -325,7 +349,10 @@ def test_the_page_says_where_its_rows_are_from():
     }
     text = "\n".join(paper.provenance(rows, others))
     assert "s1: 16 rows; s2: 5 rows" in text and "of 20 of 21 rows" in text
-    assert "0.40, 0.60" in text and "+0.40 before" in text and "+0.76 in the rows" in text
+    assert "0.40, 0.60" in text and "+0.40 before" in text and "+0.76 in" in text and "seeds 5" not in text
+    new = {arm: [*rows[arm], fabricated(arm, 7, em)] for arm, em in (("inspo", 0.9), ("static", 0.3))}
+    text = "\n".join(paper.provenance(rows | new, others))
+    assert "+0.76 in" in text and "+0.60 on seeds 5 to 9" in text
     n = sum(row["em"] > 0.5 for row in ROWS["after"])
     assert f"after 0.300 (with the rows here {n} of 6 [" in text
     rows["inspo"][0] |= {"commit_lost": "why"}
@@ -374,16 +401,17 @@ def test_the_readme_says_what_the_committed_rows_say():
     part = text.partition(readme.BEGIN)[2].partition(readme.END)[0]
     rows = read_jsonl(HERE / "results" / "rows.jsonl")
     em = lambda arm, where: [row["em"] for row in where if row["arm"] == arm]  # noqa: E731
-    now = np.mean(em("inspo", rows)) - np.mean(em("static", rows))
+    seen, new = ([row for row in rows if row["seed"] in seeds] for seeds in (range(5), range(5, 10)))
+    now, fresh = (np.mean(em("inspo", some)) - np.mean(em("static", some)) for some in (seen, new))
     told = read_jsonl(HERE / "results" / "second_hand.jsonl")
     was = [row for row in told if row["world"] == "open"]
     before = np.mean(em("inspo", was)) - np.mean(em("static", was))
     words = " ".join(part.split())
-    assert f"{before:+.2f} before" in words and f"{now:+.2f} in the rows" in words
+    assert f"{before:+.2f} before that and is {now:+.2f} in" in words and f"{fresh:+.2f} on seeds 5 to 9" in words
     assert (round(before, 2), round(now, 2)) == (0.38, 0.72)
     guessing = em("guessing", rows) + em("guessing", told)
     assert f"{sum(x > 0.5 for x in guessing)} of {len(guessing)} [" in words and len(guessing) == 7
-    canary = [[row["held_out"]["trained policy, canary"] for row in rows if row["arm"] == arm]
+    canary = [[row["held_out"]["trained policy, canary"] for row in seen if row["arm"] == arm]
               for arm in ("inspo", "static")]  # fmt: skip
     assert all(f"{np.mean(x):.3f}" in words for x in canary)
     assert f"p {stats.ttest_ind(*canary, equal_var=False).pvalue:.2f}" in words
