@@ -256,7 +256,7 @@ def replication(fresh: Rows) -> list[str]:
         found = verdict(claim, fresh)
         lines.append(f"| {claim.where} | {claim.says} | {found} | {found.why} |")
     em = {arm: ", ".join(f"{row['em']:.2f}" for row in fresh[arm]) for arm in FRESH_ARMS}
-    return [f"EM: {'; '.join(f'{arm} {told}' for arm, told in em.items())}.", "", *lines, "", canary_line(fresh)]
+    return [f"EM: {'; '.join(f'{arm} {by_seed}' for arm, by_seed in em.items())}.", "", *lines, "", canary_line(fresh)]
 
 
 def canary_line(rows: Rows) -> str:

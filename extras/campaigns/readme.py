@@ -96,11 +96,11 @@ def in_other_words(rows: Sequence[Row]) -> str:
     lost = wording.unread(rows)
     read = both(lambda arm: wording.under_new(rows, arm, without=lost))
     found = wording.more_than_one(rows)["many"]
-    told = "they differ" if found.p < 0.05 else f"not told apart, where {found.visible:.2f} would have been seen"
+    seen = "they differ" if found.p < 0.05 else f"not told apart, where {found.visible:.2f} would have been seen"
     return (
         "Does a population make a policy robust to wording? [A campaign](results/wording.md) trains policies under one"
         " good instruction and under a population of its wordings. Told the same in words that neither has met, they"
-        f" have {new} ({found.interval:+.2f}): {told}. This world leaves little to see: no policy understands"
+        f" have {new} ({found.interval:+.2f}): {seen}. This world leaves little to see: no policy understands"
         f" {len(lost)} of the {sum(len(CLAUSES[clause].unseen) for clause in BEST)} new sentences; under the others"
         f" they have {read}, in taught words {taught}."
     )

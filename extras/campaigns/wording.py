@@ -181,8 +181,8 @@ def main(argv: list[str] | None = None) -> None:
     with one_line("extras.campaigns.wording"):
         if not args.report:
             winners = [row["I_star"] for row in read_jsonl(HERE / "results" / "default.jsonl") if row["arm"] == "inspo"]
-            rows = Campaign(args.runs, path, extra=args.extra)
-            left = [(arm, seed) for seed in args.seeds for arm in args.arms if not rows.find(arm, seed)]
+            campaign = Campaign(args.runs, path, extra=args.extra)
+            left = [(arm, seed) for seed in args.seeds for arm in args.arms if not campaign.find(arm, seed)]
             args.results.mkdir(parents=True, exist_ok=True)
             runs = args.runs.resolve()
             failed = collect(
