@@ -2,7 +2,7 @@
 
     make graded                                                  # what results/graded_plan.md registers; resumable
     python -m extras.campaigns.graded --drifts 0 1 --arms paired fst absorb both       # its second part
-    python -m extras.campaigns.graded --drifts 0 1 --arms fst-own --worlds 200 201 202 203 204 205   # not in the plan
+    python -m extras.campaigns.graded --drifts 0 1 --arms fst-own absorb-stay both-stay --worlds 200 201 202 203 204 205
     python -m extras.campaigns.graded --worlds 1 2 --name graded_pilot_runs    # a pilot: worlds below 200
     python -m extras.campaigns.graded --report                                 # writes page and figure, runs nothing
 
@@ -45,7 +45,7 @@ DRIFTS = (0.0, 0.5, 1.0)
 FIRST, WORLDS = 200, 12  # the worlds that the plan registers: 200 and the next ones, never seen in tuning
 ALL = ("online", "before", "after", "unverified", "blind")
 SECOND = ("paired", "fst", "absorb", "both")  # the plan's second part, in the same worlds without d = 0.5
-MORE = ("fst-own",)  # looked at after the plan's runs had been seen
+MORE = ("fst-own", "absorb-stay", "both-stay")  # not in the plan: made after its runs had been seen
 PLANNED = (len(ALL) * len(DRIFTS) + len(SECOND) * 2) * WORLDS  # runs
 MARGIN = 0.05  # of non-inferiority and equivalence: what one clause is worth
 COMMON = (
@@ -53,7 +53,9 @@ COMMON = (
     " --lr 3e-4 --micro_tokens 4096 --max_response 32 --max_prompt 160 --N_P 7 --K_p 5 --K_e 5 --T_e 46 --D_B 24"
     " --rounds 1 --buffer 600 --max_instruction 200 --save_every 100 --token_rows 0 --recompute 0 --compare 2"
 )
-ABSORB = "--teacher_weights step --teacher {0}/I_star.txt"  # as registered; LOG.md has what a teacher that stays does
+STAY = "--teacher {0}/I_star.txt"  # who is told are the weights that absorbing starts from
+ABSORB = f"--teacher_weights step {STAY}"  # as registered: the teacher moves with the policy
+ONLINE = "--T 45 --T_e 41"  # what is left of it where 15 steps of absorbing follow
 ALONE = "--T 50"  # a phase of evolution alone: as many evolutions as online has, and five steps to rank the last
 
 
@@ -87,12 +89,17 @@ ARMS = {
         "the instruction evolves, then the policy absorbs it; read untold",
         (("inspo.py", f"--lr 0 {ALONE}"), ("extras/absorb.py", ABSORB)),
     ),
+    "absorb-stay": Arm(
+        "the same, by a teacher that stays as it was",
+        (("inspo.py", f"--lr 0 {ALONE}"), ("extras/absorb.py", STAY)),
+    ),
     "both": Arm(
         "online for 45 steps, then 15 of absorbing; read untold",
-        (
-            ("inspo.py", "--T 45 --T_e 41"),
-            ("extras/absorb.py", f"--T 15 --model {{0}}/policy {ABSORB}"),
-        ),
+        (("inspo.py", ONLINE), ("extras/absorb.py", f"--T 15 --model {{0}}/policy {ABSORB}")),
+    ),
+    "both-stay": Arm(
+        "the same, by a teacher that stays as it was",
+        (("inspo.py", ONLINE), ("extras/absorb.py", f"--T 15 --model {{0}}/policy {STAY}")),
     ),
 }
 
