@@ -510,7 +510,7 @@ def main(argv: list[str] | None = None) -> None:
                 except Fault as fault:
                     print(fault, flush=True)
                     return str(fault)
-                print(f"{job[0]:11}world {job[1]}  d {job[2]:g}  reward {row['reward']:.3f}  skill {row['skill']:.2f}  "
+                print(f"{job[0]:12}world {job[1]}  d {job[2]:g}  reward {row['reward']:.3f}  skill {row['skill']:.2f}  "
                       f"{row['rollouts']} rollouts  {row['cpu_seconds']:.0f} CPU s", flush=True)  # fmt: skip
                 return ""
 
