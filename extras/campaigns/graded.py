@@ -90,7 +90,7 @@ ARMS = {
         (("inspo.py", f"--lr 0 {ALONE}"), ("extras/absorb.py", ABSORB)),
     ),
     "absorb-stay": Arm(
-        "the same, by a teacher that stays as it was",
+        "absorb, by a teacher that stays as it was",
         (("inspo.py", f"--lr 0 {ALONE}"), ("extras/absorb.py", STAY)),
     ),
     "both": Arm(
@@ -98,7 +98,7 @@ ARMS = {
         (("inspo.py", ONLINE), ("extras/absorb.py", f"--T 15 --model {{0}}/policy {ABSORB}")),
     ),
     "both-stay": Arm(
-        "the same, by a teacher that stays as it was",
+        "both, by a teacher that stays as it was",
         (("inspo.py", ONLINE), ("extras/absorb.py", f"--T 15 --model {{0}}/policy {STAY}")),
     ),
 }
