@@ -65,7 +65,6 @@ CLOSED = (
     " world was closed to it"
 )
 REWORDS = "without failures the scripted optimizer rewords what it is given: no candidate of this arm has a new clause"
-
 ODDS = (
     "the scripted optimizer sets the odds: the clause that decides this world comes as often as failures name it,"
     " without failures by luck, with probability 0.025 a candidate"

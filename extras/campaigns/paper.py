@@ -99,10 +99,17 @@ def read(path: Path) -> Rows:
 
 
 def parts(rows: Rows) -> tuple[Rows, Rows]:
-    """Returns the rows that the campaign tests, and those of FRESH seeds, which it reads alone."""
-    fresh = {arm: [row for row in rows.get(arm, ()) if row["seed"] in FRESH] for arm in FRESH_ARMS}
-    tested = {arm: [row for row in mine if row not in fresh.get(arm, ())] for arm, mine in rows.items()}
-    return tested, fresh if all(fresh.values()) else {}
+    """Returns the rows that the campaign tests, and those of FRESH seeds, which it reads alone: {} if there are none.
+
+    Where a campaign has no other seeds, it tests these.
+    """
+    seen, fresh = (
+        {arm: [row for row in rows.get(arm, ()) if (row["seed"] in FRESH) == new] for arm in FRESH_ARMS}
+        for new in (False, True)
+    )
+    if not all(seen.values()):
+        return rows, {}
+    return {**rows, **seen}, fresh if all(fresh.values()) else {}
 
 
 def told(claim: Claim, rows: Rows) -> Verdict:

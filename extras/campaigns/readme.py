@@ -21,7 +21,6 @@ from extras.campaigns.seeds import share, two_valued
 from journal.directory import read_jsonl
 from page.read import many
 from plumbing.faults import Fault, one_line
-from world.clauses import BEST, CLAUSES
 
 BEGIN, END = "<!-- evidence: extras/campaigns/readme.py writes this -->\n\n", "\n<!-- /evidence -->\n"
 
@@ -101,7 +100,7 @@ def in_other_words(rows: Sequence[Row]) -> str:
         "Does a population make a policy robust to wording? [A campaign](results/wording.md) trains policies under one"
         " good instruction and under a population of its wordings. Told the same in words that neither has met, they"
         f" have {new} ({found.interval:+.2f}): {seen}. This world leaves little to see: no policy understands"
-        f" {len(lost)} of the {sum(len(CLAUSES[clause].unseen) for clause in BEST)} new sentences; under the others"
+        f" {len(lost)} of the {len(wording.NEW)} new sentences; under the others"
         f" they have {read}, in taught words {taught}."
     )
 

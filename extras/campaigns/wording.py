@@ -33,6 +33,7 @@ ARMS = {
     "inspo": ("the first instruction, which evolves", ""),
 }
 FIRST, SEEDS = 200, 5  # the plan's seeds are 200 and the next ones
+NEW = [sentence for clause in sorted(BEST) for sentence in CLAUSES[clause].unseen]  # of the good clauses, not taught
 QUESTIONS, TEXTS = 50, 16  # held-out questions under each instruction; instructions of a kind, if not all there are
 
 
@@ -67,7 +68,7 @@ def new_wordings(rng: random.Random) -> list[str]:
 
 def met(texts: Collection[str]) -> int:
     """Returns how many of the new wordings of the good clauses stand in these instructions."""
-    return sum(any(wording in text for text in texts) for clause in BEST for wording in CLAUSES[clause].unseen)
+    return sum(any(wording in text for text in texts) for wording in NEW)
 
 
 def run(arm: str, seed: int, runs: Path, extra: str, winners: list[str]) -> Row:
@@ -117,8 +118,7 @@ def more_than_one(rows: Sequence[Row]) -> dict[str, Difference]:
 
 def unread(rows: Sequence[Row]) -> list[str]:
     """Returns the new sentences under which no policy has answered any question."""
-    sentences = [sentence for clause in sorted(BEST) for sentence in CLAUSES[clause].unseen]
-    return [sentence for sentence in sentences if not any(any(under_new(rows, arm, sentence)) for arm in ARMS)]
+    return [sentence for sentence in NEW if not any(any(under_new(rows, arm, sentence)) for arm in ARMS)]
 
 
 def page(rows: Sequence[Row]) -> str:
@@ -134,7 +134,7 @@ def page(rows: Sequence[Row]) -> str:
         f"Exact match of the trained policy, greedy, on {QUESTIONS} held-out questions under each instruction of a"
         " kind; means over instructions and seeds, 95 % over seeds by Student's t. *New wordings*: words that the warm"
         f" start has not taught, of which a run has met as many as the last column says, of"
-        f" {sum(len(CLAUSES[c].unseen) for c in BEST)}.", "",
+        f" {len(NEW)}.", "",
         f"| trained under | {' | '.join(names)} | taught less new | instructions | new wordings met |",
         "|---" * (len(names) + 4) + "|",
     ]  # fmt: skip
@@ -155,12 +155,12 @@ def page(rows: Sequence[Row]) -> str:
             text.append(f"| {arm} | {' | '.join(shown)} | {told[arm].interval:+} | {' | '.join(numbers)} |")
     there, lost = [arm for arm in ARMS if of[arm]], unread(rows)
     text += ["", f"What the plan did not ask: no policy understands {len(lost)} of the"
-             f" {sum(len(CLAUSES[c].unseen) for c in BEST)} new sentences{': ' * bool(lost)}{' '.join(lost)}"
+             f" {len(NEW)} new sentences{': ' * bool(lost)}{' '.join(lost)}"
              f"{'' if lost else '.'} Where none of those stands, by sentence:", "",
              f"| | {' | '.join(there)} |", "|---" * (1 + len(there)) + "|"]  # fmt: skip
     taught = [np.mean([mean(row, "good, taught wordings") for row in of[arm]]) for arm in there]
     text.append(f"| (taught wordings) | {' | '.join(f'{x:.2f}' for x in taught)} |")
-    for sentence in (sentence for clause in sorted(BEST) for sentence in CLAUSES[clause].unseen):
+    for sentence in NEW:
         em = [under_new(rows, arm, sentence, lost) for arm in there]
         if all(em):
             text.append(f"| {sentence} | {' | '.join(f'{np.mean(x):.2f}' for x in em)} |")

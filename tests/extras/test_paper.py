@@ -279,6 +279,9 @@ def test_fresh_seeds_are_read_alone_and_decide_only_what_no_other_row_keeps():
             row["curves"]["context_tokens"] = [50] * 10 + [50 + more + k] * 10
     rows = ROWS | {arm: [*ROWS[arm], *new[arm]] for arm in new}
     assert paper.parts(rows) == ({**ROWS}, new) and paper.parts(ROWS) == ({**ROWS}, {})
+    assert paper.parts(ROWS | {"inspo": rows["inspo"]}) == ({**ROWS}, {})  # until static has them, too
+    assert paper.parts(new) == (new, {})  # a campaign of other seeds tests what it has
+    assert paper.told(next(claim for claim in CLAIMS if claim.where == "Fig. 2a"), new).kind != ABSENT
     for claim in CLAIMS:
         if claim.where != "Fig. 2d":
             assert paper.told(claim, rows) == verdict(claim, ROWS)
