@@ -14,10 +14,6 @@ pip   = $(if $(UV),$(UV) pip install --quiet --python $(1)/bin/python,\
         $(1)/bin/python -m pip install --quiet --disable-pip-version-check)
 torch = $(TORCH) $(if $(1),$(if $(UV),--torch-backend $(1),\
         $(if $(filter cpu,$(1)),--retries 1 --extra-index-url https://download.pytorch.org/whl/cpu)))
-# `train` has two threads, of which the update makes use: a sixth less time than one on two idle cores. Campaigns run two
-# jobs of one thread each.
-# Threads that wait for each other spin only for a moment (LOG.md): as fast alone, twice as fast beside other programs.
-export GOMP_SPINCOUNT ?= 1000
 
 .DEFAULT_GOAL := help
 .PHONY: $(shell sed -n 's/^\([a-z-]*\):.*\#\#.*/\1/p' $(MAKEFILE_LIST))
@@ -49,14 +45,14 @@ setup: .venv/done     ## .venv with all that is needed
 	touch .venv-trl/done
 
 train: setup          ## the embedded default: a whole INSPO run on a small world, minutes on two cores
-	OMP_NUM_THREADS=2 $(PY) inspo.py $(ARGS)
+	$(PY) inspo.py $(ARGS)
 
 real: setup           ## a real language model on real facts: fetched, cold-started, trained, measured (resumable)
 	$(call pip,.venv) -c locks/cpu.txt -r requirements-real.txt
-	OMP_NUM_THREADS=$(or $(OMP_NUM_THREADS),2) $(PY) -m extras.real $(ARGS)
+	$(PY) -m extras.real $(ARGS)
 
 static: setup         ## the baseline on the same world: one fixed instruction
-	OMP_NUM_THREADS=2 $(PY) inspo.py --mode static $(ARGS)
+	$(PY) inspo.py --mode static $(ARGS)
 
 report: setup         ## the page of the newest run (ARGS=--serve follows a run)
 	$(PY) report.py $(or $(RUN),$$(ls -td runs/*/ | head -1)) $(ARGS)

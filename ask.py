@@ -7,7 +7,6 @@ python ask.py --run runs/NAME ID         # one of the held-out questions, which 
 
 from plumbing import stop  # isort: skip  (first: from here on a Ctrl-C is one line)
 import argparse
-import dataclasses
 import textwrap
 from pathlib import Path
 
@@ -15,8 +14,15 @@ from evaluation.agents import METHODS, Agent, agent, instruction_of, subject
 from plumbing.faults import Fault, one_line
 from plumbing.outside import clean, printable
 from plumbing.status import status
+from plumbing.threads import use_idle_cores
 from tasks import Question, Task, Trajectory, load_task, measure, reward
 from tasks.search_qa import SearchQA
+
+
+FLAGS = {  # of inspo.py that may differ from the run's
+    "task": "module:Class", "tools": "what it can call", "reward": "module:function", "format": "how calls are written",
+    "retriever": "URL of a search server",
+}  # fmt: skip
 
 
 def newest_run() -> Path:
@@ -86,13 +92,15 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("question", nargs="?", help="without one, questions are read from the keyboard")
     parser.add_argument("--run", default="", help="a finished run, or a checkpoint; default: the newest in runs/")
-    parser.add_argument("--retriever", default="", help="URL of a search server; default: as in training")
+    for name in FLAGS:
+        parser.add_argument(f"--{name}", help=f"{FLAGS[name]}; default: as in training")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     if args.temperature < 0 or args.seed < 0:
         parser.error("--temperature and --seed must not be negative")
     with one_line("ask.py"), stop.listening():
+        use_idle_cores()
         ask(args)
 
 
@@ -102,8 +110,7 @@ def ask(args: argparse.Namespace) -> None:
     with subject(run) as chosen:
         if not chosen.I_star:
             raise Fault(f"{run} holds no finished run (no I_star.txt)")
-        own = {"retriever": args.retriever} if args.retriever else {}
-        task = load_task(dataclasses.replace(chosen.cfg, engine="torch", **own))
+        task = load_task(chosen.configured(args, FLAGS, engine="torch"))
         instruction, known = instruction_of(chosen, task, METHODS["inspo"]), held_out(task)
         if args.question:
             q = question_of(task, args.question, known)

@@ -18,10 +18,9 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 
 from plumbing.faults import Fault
 from plumbing.outside import JOINERS, decoded, printable
+from plumbing.threads import choose_spin, choose_threads
+from plumbing.trust import check_origin
 
-# Threads that wait for each other spin only for a moment (LOG.md): as fast alone, twice as fast beside other programs.
-# libgomp reads this when torch is imported.
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 HERE = Path(__file__).parent
 WORLD = HERE / "world" / "files"
 FACTS = HERE / "facts"
@@ -216,6 +215,10 @@ class EngineKnobs:
         "", "in which the policy is computed; weights and sums stay float32. Empty: bfloat16 where it is faster",
         of=("", "float32", "bfloat16"), more=True,
     )  # fmt: skip
+    threads: int = knob(
+        0, "CPU threads, at most: a run takes one per core that is idle when it starts, and keeps that number when"
+        " resumed; 0: no limit", least=0, more=True,
+    )  # fmt: skip
     engine: str = knob(
         "auto", "auto: vllm on a GPU if it is installed, else torch; or vllm, or torch", of=("auto", "vllm", "torch")
     )
@@ -338,7 +341,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         test=str(WORLD / "test.jsonl"), corpus=str(WORLD / "corpus.jsonl"), instruction=str(WORLD / "instruction.txt"),
         optimizer_model="scripted", T=80, batch=24, mini=24, micro_tokens=1024, lr=1e-3, max_response=48,
         max_observation=100, max_prompt=480, K_p=5, K_e=10, T_e=40, D_B=48, rounds=1, buffer=960, max_instruction=120,
-        eval_every=0, save_every=10, recompute=0, vllm_memory=0.05,
+        eval_every=0, save_every=10, recompute=0, vllm_memory=0.05, threads=2,
     ),
     # A chat model and real facts for a machine without a GPU: extras/real fetches it, or the hub gives it.
     "smollm2-135m": dict(
@@ -390,15 +393,20 @@ def parse(argv: list[str] | None = None, kind: type[C] = Config, **changes: Any)
     if flags.get("lora_rank", 0) > 0:
         preset["lr"] = LORA_LR.get(named, float(f"{10 * preset.get('lr', kind.lr):.6g}"))
     try:
-        resumed = flags.get("resume") and flags.get("out")
-        theirs = dataclasses.asdict(read_config(Path(flags["out"]), kind, resume=True)) if resumed else preset
-        cfg = kind(**theirs | flags)
+        settings = preset
+        if flags.get("resume") and flags.get("out"):
+            settings = dataclasses.asdict(read_config(run := Path(flags["out"]), kind, resume=True))
+            check_origin(run, settings, given=flags)
+        cfg = kind(**settings | flags)
         if evolves(cfg) and not cfg.optimizer_model and not os.environ.get("OPENAI_BASE_URL"):
             cfg = dataclasses.replace(cfg, optimizer_model=OPTIMIZER)
     except Fault as e:
         parser.error(str(e))
     if fault := validate(cfg):
         parser.error(fault)
+    if not cfg.resume:
+        cfg = dataclasses.replace(cfg, threads=choose_threads(cfg.threads))
+    choose_spin(cfg.threads)  # torch is not imported yet
     return cfg
 
 

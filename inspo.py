@@ -221,6 +221,8 @@ def train(
             status("reading the questions")
             together(lambda: check_questions(task), task.check, lambda: endpoint(cfg))
         status("importing torch")
+        import torch
+
         from engines.choose import device_of, dtype_of
         from grpo import Learner
         from journal.directory import RunDirectory
@@ -233,6 +235,7 @@ def train(
         learner = learner or Learner
         if cfg.dry_run:
             return print_memory(cfg)
+        torch.set_num_threads(cfg.threads)
         device = device_of(cfg)
         ranks = Ranks(device, cfg.patience, dtype_of(cfg, device) if leads else "")
         with ranks.fail_at_once(), contextlib.ExitStack() as stack:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,11 +15,14 @@ from engines import Engine
 from plumbing.faults import CheckpointFault, Fault
 from plumbing.outside import without_secrets
 from plumbing.servers import Servers
+from plumbing.trust import check_origin
 from rollout import rollout
 from tasks import Job, Question, Task, Trajectory
 
 # Flags of inspo.py that matter here; a run's own values are the defaults. The second half changes no result.
-PLAYED = ("task", "reward", "format", "test", "topk", "max_turns", "max_response", "max_observation", "max_prompt")
+PLAYED = (
+    "task", "reward", "tools", "format", "test", "topk", "max_turns", "max_response", "max_observation", "max_prompt",
+)  # fmt: skip
 SERVED = ("retriever", "corpus", "search_retries", "max_rows", "engine", "device", "vllm_memory")
 
 
@@ -31,11 +34,14 @@ class Subject:
     weights: str  # directory, hub id or URL
     cfg: Config
     I_star: str = ""
+    run: Path | None = None  # whose config.json it is
 
-    def configured(self, given: object, names: Iterable[str], **knobs: Any) -> Config:
+    def configured(self, given: object, names: Collection[str], **knobs: Any) -> Config:
         """Returns the configuration with the flags of these names that were given, and with `knobs`; Fault if it cannot
         be."""
         flags = {name: value for name in names if (value := getattr(given, name)) is not None}
+        if self.run:
+            check_origin(self.run, {name: getattr(self.cfg, name) for name in names}, flags)
         cfg = dataclasses.replace(self.cfg, **flags | knobs)
         if fault := out_of_range(cfg, flags) or RolloutKnobs.check(cfg) or TaskKnobs.check(cfg):
             raise Fault(fault)
@@ -62,14 +68,14 @@ def subject(what: str) -> Iterator[Subject]:
         cfg = read_config(run)
         with tempfile.TemporaryDirectory() as folder:
             to = _export(run, cfg.model, step_of(path), Path(folder) / path.name)
-            yield Subject(f"{run.name}-{path.name}", str(to), cfg, _I_star(to))
+            yield Subject(f"{run.name}-{path.name}", str(to), cfg, _I_star(to), run)
     elif (path / "checkpoints").is_dir():
         cfg = read_config(path)
         if not _I_star(path):
             saved = RunDirectory(path).checkpoints()
             other = f"take {saved[-1]}" if saved else "there is no checkpoint yet"
             raise Fault(f"{path} has no I_star.txt, so it has not finished: resume it, or {other}")
-        yield Subject(path.resolve().name, str(path / "policy"), cfg, _I_star(path))
+        yield Subject(path.resolve().name, str(path / "policy"), cfg, _I_star(path), path)
     else:
         yield Subject(path.resolve().name, what, Config(model=what), _I_star(path))
 

@@ -22,6 +22,7 @@ from evaluation.agents import METHODS, PLAYED, SERVED, Method
 from evaluation.benchmarks import SIZES
 from plumbing import stop
 from plumbing.faults import one_line
+from plumbing.threads import use_idle_cores
 
 
 def main(
@@ -68,6 +69,7 @@ def main(
 
             print(compare(args.compare))
         else:
+            use_idle_cores()
             from evaluation.measure import evaluate
 
             evaluate(args, methods)

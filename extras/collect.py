@@ -27,12 +27,14 @@ from evaluation.agents import Method, agent, instruction_of, subject
 from extras.cold_start import conversation, stored, until_it_ends
 from plumbing.faults import Fault, Outage, one_line
 from plumbing.outside import as_data, control
+from plumbing.trust import check_origin
 from tasks import Question, Task, load_task, reward, rng_of, subset
 from tasks.questions import json_lines
 
 CHUNK = 64  # questions that are played together; one that was stopped repeats at most so many
 KNOBS = ("task", "reward", "train", "corpus", "retriever", "topk", "tools", "max_turns", "max_response",
          "max_observation", "max_prompt", "engine", "device", "max_rows")  # fmt: skip
+NAMING = ("task", "reward", "tools", "retriever")  # what a run of somebody else's may not choose
 Row = dict[str, Any]
 
 
@@ -95,11 +97,12 @@ def possible(row: Row, task: Task) -> bool:
     return turns[-1].result is not None or not turns[-1].tool
 
 
-def read(run: Path, demos: Demos) -> None:
-    """Adds a run's training rollouts, the latest first. Raises Fault."""
+def read(run: Path, given: dict[str, Any], demos: Demos) -> None:
+    """Adds a run's training rollouts, the latest first; `given` replaces knobs of its own. Raises Fault."""
     from journal.directory import read_jsonl
 
-    task = load_task(read_config(run))
+    check_origin(run, vars(cfg := read_config(run)), given)
+    task = load_task(dataclasses.replace(cfg, **given))
     questions = {q.id: q for q in task.questions("train")}
     texts = {I["id"]: I["text"] for event in read_jsonl(run / "population.jsonl") for I in event["P"]}
     files = sorted((run / "trajectories").glob("step-*.jsonl.gz"), reverse=True)
@@ -159,10 +162,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         demos = Demos(args.out, args.least)
         before = len(demos.rows)
         if (Path(args.what) / "trajectories").is_dir():
-            unused = [name for name in vars(args) if name not in ("what", "out", "least")]
+            unused = [name for name in vars(args) if name not in ("what", "out", "least", *NAMING)]
             if given := [name for name in unused if getattr(args, name) != parser.get_default(name)]:
                 raise Fault(f"--{given[0]}: {args.what} is a run, whose rollouts are read, not played; leave it out")
-            read(Path(args.what), demos)
+            read(Path(args.what), {name: value for name in NAMING if (value := getattr(args, name))}, demos)
         else:
             play(args, demos)
         why = [f"{n:,} trajectories {reason}" for reason, n in demos.left_out.items()]

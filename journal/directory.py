@@ -25,6 +25,7 @@ from page.read import number
 from plumbing import stop
 from plumbing.faults import DiskFault, EngineFault, Fault, Outage
 from plumbing.outside import decoded
+from plumbing.trust import remember
 from plumbing.versions import commit
 from training import checkpoint
 
@@ -32,6 +33,7 @@ from training import checkpoint
 FREE = {"out", "resume", "device", "tracker", "retriever", "keep", "save_every", "search_retries", "optimizer_retries"}
 FREE |= {"engine", "vllm", "vllm_memory", "recompute", "offload_reference", "patience", "gpus", "card", "gpu_mem"}
 FREE |= {"micro_tokens", "max_rows", "fused_layers", "token_rows", "token_limit", "compare", "profile", "async_save"}
+FREE |= {"threads"}  # but with another number sums may be rounded differently
 
 
 class RunDirectory:
@@ -97,6 +99,7 @@ class RunDirectory:
                 run.id = secrets.token_hex(4)
                 about = dict(zip(ABOUT, (cfg.PROGRAM, commit() or ABOUT["commit"], run.id), strict=True))
                 run.write("config.json", json.dumps(mine | about, indent=1))
+            remember(run.path)
             for folder in ("checkpoints", "trajectories"):
                 (run.path / folder).mkdir(exist_ok=True)
             for left in (run.path / "checkpoints").glob(".*.tmp"):  # of a process that was killed

@@ -25,6 +25,14 @@ def load(path):
     return load_policy(path, "cpu", STOP)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def state(tmp_path_factory):
+    """Runs that the tests start are not remembered in the home directory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def tiny_path(tmp_path_factory):
     from tiny_model import make_tiny_model

@@ -66,7 +66,8 @@ def test_the_paper_s_presets_have_the_values_of_appendix_b(preset, monkeypatch):
 def test_a_preset_wins_over_the_default_and_a_flag_over_the_preset():
     assert parse([]) == parse(["--model", "world"])
     for f in FIELDS:
-        assert getattr(parse([]), f.name) == PRESETS["world"].get(f.name, f.default), f.name
+        if f.name != "threads":  # at most the preset's number: test_threads.py
+            assert getattr(parse([]), f.name) == PRESETS["world"].get(f.name, f.default), f.name
     for lr in ("1e-5", "0", "5e-7"):  # also where the flag is the default
         assert parse(["--lr", lr]).lr == float(lr)
     assert parse(["--model", "some/hub-id", "--mode", "static"]).lr == Config.lr  # of no preset

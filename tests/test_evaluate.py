@@ -367,7 +367,7 @@ def test_asking_plays_the_run_s_task_and_scores_what_it_knows(finished, retrieve
     (game / "config.json").write_text(json.dumps(config | {"task": f"{__name__}:Rolling"}))
     typed = iter(["anything", "test-1", ""])
     monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
-    said, fault = run("--run", game, main=ask.main)
+    said, fault = run("--run", game, "--task", f"{__name__}:Rolling", main=ask.main)
     assert not fault and "is more than its text: give the id of one, such as test-1" in said
     assert said.rstrip().endswith("the end\n  scored  reached 1, missing 0") and " of 1\n" in said
 

@@ -261,14 +261,13 @@ import inspo
 for flags in (["--help"], ["--tracker", "wandb"], ["--out", "/nowhere", "--resume"], ["--out", sys.argv[1]]):
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
         inspo.main(flags)
-print({"torch", "scipy.stats"} & set(sys.modules), os.environ["GOMP_SPINCOUNT"])
+print({"torch", "scipy.stats"} & set(sys.modules))
 """
 
 
-def test_bad_flags_do_not_wait_for_torch_and_threads_spin_briefly(tmp_path):
+def test_bad_flags_do_not_wait_for_torch(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    env = {k: v for k, v in os.environ.items() if k != "GOMP_SPINCOUNT"}
     command = [sys.executable, "-c", HURRIED, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env)
-    assert done.stdout == "set() 1000\n"  # libgomp reads it when torch is imported
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "set()\n"
     assert done.stderr.count("inspo.py: ") == 3 and "holds a run already" in done.stderr

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from config import PRESETS, SMOLLM, Config
+from plumbing.threads import use_idle_cores
 
 NAME = "smollm2-135m"
 
@@ -20,6 +21,7 @@ class Pace(NamedTuple):
 
 def pace() -> Pace:
     """Returns what is measured in half a minute."""
+    use_idle_cores()
     import torch
 
     from engines.choose import device_of, dtype_of

@@ -1,0 +1,40 @@
+"""How many CPU threads torch computes with: as many as cores are idle when a run starts (measured in LOG.md)."""
+
+import functools
+import os
+
+import psutil
+
+
+@functools.cache
+def count_idle_cores() -> int:
+    """Physical cores open to this process that were less than half busy for a quarter of a second; at least 1."""
+    busy: list[float] = psutil.cpu_percent(0.25, percpu=True)
+    mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(busy))
+    idle = sum(busy[core] < 50 for core in mine)
+    return max(1, min(idle, psutil.cpu_count(logical=False) or idle))
+
+
+def choose_threads(most: int = 0) -> int:
+    """OMP_NUM_THREADS, where it is set; otherwise one thread per idle core, at most `most` (0: no limit)."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    if given.isdigit() and int(given):
+        return int(given)
+    idle = count_idle_cores()
+    return min(idle, most or idle)
+
+
+def choose_spin(threads: int) -> None:
+    """Sets how long libgomp's threads spin while they wait for each other. Call it before torch is imported.
+
+    On idle cores a long wait makes two threads a third faster; where other programs want the cores it costs them and
+    this one dearly.
+    """
+    if threads > 1:
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000" if count_idle_cores() >= threads else "1000")
+
+
+def use_idle_cores() -> None:
+    """Both choices, for a program that is not a run and imports torch later."""
+    os.environ["OMP_NUM_THREADS"] = str(threads := choose_threads())
+    choose_spin(threads)

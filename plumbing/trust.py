@@ -1,0 +1,75 @@
+"""What a run's config.json may start: only what this user has started here before, or names again on the command line.
+
+A run directory may come from anybody. Its weights are safetensors and its logs are text, but `--task`, `--tools`,
+`--reward` and `--format` name modules and commands, and `--retriever` and `--vllm` name servers that would be sent
+prompts or weights. Runs started by this user are remembered by the digest of their config.json, which has a random id.
+"""
+
+import hashlib
+import os
+import shlex
+from collections.abc import Container, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from plumbing.faults import Fault
+from plumbing.outside import printable
+
+ROOT = Path(__file__).parent.parent
+ROOMS = ("tasks", "extras")  # where the project keeps what those knobs name
+KNOBS = ("task", "tools", "reward", "format", "retriever", "vllm")
+
+
+def is_ours(knob: str, value: str) -> bool:
+    """Whether a value is a plain word, such as `search`, or a task or format that the project ships (module:Class)."""
+    if ":" not in value:
+        return True
+    rooms = value.partition(":")[0].split(".")
+    shipped = rooms[0] in ROOMS and ROOT.joinpath(*rooms).with_suffix(".py").is_file()
+    return knob in ("task", "format") and shipped
+
+
+def check_origin(run: Path, settings: Mapping[str, Any], given: Container[str]) -> None:
+    """Raises Fault if the settings in a run's config.json name code or servers that this user has not chosen.
+
+    `settings`: those that the program uses. `given`: names of the flags on the command line, which replace them.
+    """
+    foreign = {
+        name: value
+        for name in KNOBS
+        if name not in given
+        and (value := str(settings.get(name, "")))
+        and not all(is_ours(name, part) for part in value.split(","))
+    }
+    if foreign and not _remembers(run):
+        flags = printable(" ".join(f"--{name} {shlex.quote(value)}" for name, value in foreign.items()))
+        raise Fault(
+            f"{run} was not started by you on this machine, and its config.json names code or servers that are not the"
+            f" project's; if you trust them, give them again: {flags}"
+        )
+
+
+def remember(run: Path) -> None:
+    """Notes that this user has started the run; without a writable home directory nothing is remembered."""
+    if not _remembers(run):
+        with suppress(OSError):
+            _ledger().parent.mkdir(parents=True, exist_ok=True)
+            with open(_ledger(), "a") as file:
+                file.write(f"{_digest(run)}\n")
+
+
+def _remembers(run: Path) -> bool:
+    try:
+        return _digest(run) in _ledger().read_text().split()
+    except OSError:
+        return False
+
+
+def _digest(run: Path) -> str:
+    return hashlib.sha256((run / "config.json").read_bytes()).hexdigest()
+
+
+def _ledger() -> Path:
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "inspo" / "started"

@@ -1,0 +1,108 @@
+"""A run directory from somebody else starts nothing: no command, no module, no connection."""
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from config import ABOUT, parse
+from plumbing.faults import Fault
+from plumbing.trust import check_origin, is_ours, remember
+
+ROOT = Path(__file__).parent.parent
+PROGRAMS = {  # name -> its command line for a run; every program that reads a config.json to play or to train
+    "inspo": ["inspo.py", "--resume", "--out", "RUN"],
+    "ask": ["ask.py", "a question?", "--run", "RUN"],
+    "evaluate": ["evaluate.py", "RUN", "--n", "1"],
+    "table1": ["extras/table1.py", "RUN", "--n", "1"],
+    "collect": ["extras/collect.py", "RUN", "--out", "demos.jsonl"],
+}
+HOSTILE = {  # knob -> a value that would leave a trace, in a run directory that lies in the working directory
+    "task": "helper:Task",
+    "tools": "search,mcp:touch ran",
+    "reward": "runs.stranger.helper:score",
+    "retriever": "http://127.0.0.1:9",
+}
+
+
+@pytest.fixture
+def stranger(tmp_path, monkeypatch):
+    """A working directory with a module in it, and a run that was not started here."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    run = tmp_path / "runs/stranger"
+    for folder in ("checkpoints", "trajectories"):
+        (run / folder).mkdir(parents=True)
+    for folder in (tmp_path, run):
+        (folder / "helper.py").write_text("import pathlib; pathlib.Path('ran').touch()\n")
+    (run / "I_star.txt").write_text("Answer.\n")
+    (run / "config.json").write_text(json.dumps(asdict(parse([])) | ABOUT))
+    return run
+
+
+def change(run, **knobs):
+    path = run / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | knobs))
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("knob", HOSTILE)
+def test_what_a_stranger_s_config_names_is_refused(stranger, tmp_path, program, knob):
+    change(stranger, **{knob: HOSTILE[knob]})
+    script, *flags = (x.replace("RUN", str(stranger)) for x in PROGRAMS[program])
+    done = subprocess.run([sys.executable, ROOT / script, *flags], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode != 0 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert f"--{knob}" in done.stderr and HOSTILE[knob] in done.stderr
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_flag_that_is_given_again_is_followed(stranger, tmp_path):
+    change(stranger, task="helper:Task", retriever="http://127.0.0.1:9")
+    flags = ["inspo.py", "--resume", "--out", stranger, "--task", "helper:Task", "--retriever", "http://127.0.0.1:9"]
+    script, *flags = map(str, flags)
+    done = subprocess.run([sys.executable, ROOT / script, *flags], cwd=tmp_path, capture_output=True, text=True)
+    assert (tmp_path / "ran").exists()  # and then the module turns out to hold no task
+    assert "not started by you" not in done.stderr
+
+
+def test_a_run_that_was_started_here_needs_no_flag_until_its_config_is_changed(stranger):
+    change(stranger, tools="search,mcp:touch ran")
+    settings = json.loads((stranger / "config.json").read_text())
+    with pytest.raises(Fault):
+        check_origin(stranger, settings, given=())
+    remember(stranger)
+    check_origin(stranger, settings, given=())
+    change(stranger, tools="search,mcp:touch other")
+    with pytest.raises(Fault):
+        check_origin(stranger, json.loads((stranger / "config.json").read_text()), given=())
+
+
+def test_without_a_writable_home_a_run_can_be_started_and_is_not_remembered(stranger, tmp_path):
+    change(stranger, task="helper:Task")
+    (tmp_path / "state").write_text("a file, where a folder is needed")
+    remember(stranger)
+    with pytest.raises(Fault):
+        check_origin(stranger, json.loads((stranger / "config.json").read_text()), given=())
+
+
+@pytest.mark.parametrize(
+    ("knob", "value", "ours"),
+    [
+        ("task", "tasks.search_qa:SearchQA", True),
+        ("task", "extras.tasks.judged:Judged", True),
+        ("task", "runs.stranger.helper:Task", False),
+        ("task", "tasks.no_such_module:Task", False),
+        ("task", "os:system", False),
+        ("tools", "search", True),
+        ("tools", "os:system", False),
+        ("tools", "tasks:imported", False),
+        ("tools", "mcp:true", False),
+        ("vllm", "colocate", True),
+        ("vllm", "https://example.org", False),
+        ("retriever", "http://127.0.0.1:8000", False),
+    ],
+)
+def test_what_is_the_project_s_own(knob, value, ours):
+    assert is_ours(knob, value) == ours
