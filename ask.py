@@ -18,7 +18,6 @@ from plumbing.threads import use_idle_cores
 from tasks import Question, Task, Trajectory, load_task, measure, reward
 from tasks.search_qa import SearchQA
 
-
 FLAGS = {  # of inspo.py that may differ from the run's
     "task": "module:Class", "tools": "what it can call", "reward": "module:function", "format": "how calls are written",
     "retriever": "URL of a search server",
