@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, TypeVar
 
-from plumbing.faults import Fault
+from plumbing.faults import Fault, tell_torchrun
 from plumbing.outside import JOINERS, decoded, printable
 from plumbing.threads import choose_spin, choose_threads
 from plumbing.trust import check_origin
@@ -373,7 +373,8 @@ class Parser(argparse.ArgumentParser):
         if os.environ.get("RANK", "0") != "0":  # under torchrun one process speaks for all,
             time.sleep(30)  # and has to get its word in: torchrun ends the others as soon as one has failed
             self.exit(2)
-        self.exit(2, f"{self.prog}: {message} ({self.prog} --help lists the flags)\n")
+        tell_torchrun(text := f"{self.prog}: {message} ({self.prog} --help lists the flags)")
+        self.exit(2, f"{text}\n")
 
 
 def parse(argv: list[str] | None = None, kind: type[C] = Config, **changes: Any) -> C:  # type: ignore[assignment]

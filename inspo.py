@@ -217,9 +217,6 @@ def train(
         first = read_instruction("instruction", cfg.instruction) if cfg.instruction else task.instruction
         first = task.format.first(first, task)
         leads = os.environ.get("RANK", "0") == "0"
-        if leads and not cfg.dry_run:
-            status("reading the questions")
-            together(lambda: check_questions(task), task.check, lambda: endpoint(cfg))
         status("importing torch")
         import torch
 
@@ -228,7 +225,7 @@ def train(
         from journal.directory import RunDirectory
         from journal.log import Log
         from journal.screen import Screen
-        from training.checks import check, print_memory
+        from training.checks import check, check_device, print_memory
         from training.policy import Policy, worker_loop
         from training.ranks import Ranks
 
@@ -236,6 +233,9 @@ def train(
         if cfg.dry_run:
             return print_memory(cfg)
         torch.set_num_threads(cfg.threads)
+        if leads:
+            status("reading the questions")
+            together(lambda: check_device(cfg), lambda: check_questions(task), task.check, lambda: endpoint(cfg))
         device = device_of(cfg)
         ranks = Ranks(device, cfg.patience, dtype_of(cfg, device) if leads else "")
         with ranks.fail_at_once(), contextlib.ExitStack() as stack:

@@ -206,11 +206,10 @@ class TorchEngine:
         cache.rows = torch.arange(len(ids), device=self.device)[:, None]
         cache.positions, cache.width = positions, int(positions.max()) + 1
         visible = torch.arange(cache.width, device=self.device) <= positions[:, :, None]  # (B, T, width)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-            hidden: torch.Tensor = self.model.base_model(
-                input_ids=ids, position_ids=positions, attention_mask=visible[:, None],
-                past_key_values=cache, use_cache=True,
-            ).last_hidden_state  # fmt: skip
+        hidden: torch.Tensor = self.model.base_model(
+            input_ids=ids, position_ids=positions, attention_mask=visible[:, None],
+            past_key_values=cache, use_cache=True,
+        ).last_hidden_state  # fmt: skip
         return hidden
 
     def _sample(self, h: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:

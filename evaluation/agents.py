@@ -184,6 +184,8 @@ def _engine(model: str, cfg: Config, stop: tuple[str, ...], served: str) -> tupl
             raise Fault(f"--format {cfg.format}: a chat endpoint renders its own template; give the model's directory")
         words = Words()
         return ChatEngine(model, served, words, stop, api_key=os.environ.get("OPENAI_API_KEY", "")), words
+    import torch
+
     from engines.choose import choose_engine, device_of
     from engines.torch_engine import TorchEngine
     from models.model import load_model, load_tokenizer, weights
@@ -196,13 +198,15 @@ def _engine(model: str, cfg: Config, stop: tuple[str, ...], served: str) -> tupl
     rows = loaded.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
         raise Fault(f"{model}: its tokenizer has {len(tokenizer)} tokens and its model {rows}: use the model's own")
+    # Merged adapters need float32.
+    dtype = "bfloat16" if device == "cuda" and not cfg.lora_rank else "float32"
     if choose_engine(cfg, device)[0] == "torch":
-        return TorchEngine(loaded.to(device), tokenizer, stop, cfg.max_rows), tokenizer
+        return TorchEngine(loaded.to(device, getattr(torch, dtype)), tokenizer, stop, cfg.max_rows), tokenizer
     from engines.vllm_engine import VllmEngine
 
     engine = VllmEngine(
         model, tokenizer, stop, max_len=cfg.max_prompt + cfg.max_response, memory=cfg.vllm_memory, seed=cfg.seed,
-        dtype="bfloat16" if device == "cuda" and not cfg.lora_rank else "float32",  # merged adapters need float32
+        dtype=dtype,
     )  # fmt: skip
     engine.load(weights(loaded))
     return engine, tokenizer

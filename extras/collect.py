@@ -101,7 +101,8 @@ def read(run: Path, given: dict[str, Any], demos: Demos) -> None:
     """Adds a run's training rollouts, the latest first; `given` replaces knobs of its own. Raises Fault."""
     from journal.directory import read_jsonl
 
-    check_origin(run, vars(cfg := read_config(run)), given)
+    cfg: Config = read_config(run)
+    check_origin(run, vars(cfg), given)
     task = load_task(dataclasses.replace(cfg, **given))
     questions = {q.id: q for q in task.questions("train")}
     texts = {I["id"]: I["text"] for event in read_jsonl(run / "population.jsonl") for I in event["P"]}

@@ -1,9 +1,12 @@
 """Faults that a person can mend. Libraries raise them; each program's `main` prints them as one line."""
 
 import contextlib
+import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, TextIO, cast
 
 from plumbing.outside import printable
@@ -91,6 +94,14 @@ class Outlived:
         return getattr(self.stream, name)
 
 
+def tell_torchrun(text: str) -> None:
+    """Has torchrun, which prints 30 lines of its own when a process fails, end them with this text."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        about = {"timestamp": str(int(time.time())), "py_callstack": text}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": about}}))
+
+
 @contextlib.contextmanager
 def one_line(program: str = "") -> Iterator[None]:
     """Exit with code 1 and the fault's line on standard error, after `program: ` where one is named.
@@ -101,7 +112,8 @@ def one_line(program: str = "") -> Iterator[None]:
     try:
         yield
     except Fault as e:
-        sys.exit(printable(f"{program}: {e}" if program else str(e)))
+        tell_torchrun(text := printable(f"{program}: {e}" if program else str(e)))
+        sys.exit(text)
     finally:
         status("")
         sys.stdout.flush()

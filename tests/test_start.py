@@ -2,8 +2,12 @@
 
 import contextlib
 import json
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -24,7 +28,7 @@ from tasks import Question
 from tasks.search import Search, try_search
 from tasks.search_qa import SEARCH_R1, SearchQA
 from training import checks
-from training.checks import check, check_copy, check_disk, disk
+from training.checks import check, check_copy, check_device, check_disk, disk
 from training.ranks import Ranks
 from world.optimizer import reply_to
 
@@ -32,6 +36,7 @@ QWEN = Qwen2Config(  # 0.5B's
     hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,
     vocab_size=151936, tie_word_embeddings=True,
 )  # fmt: skip
+ROOT = Path(__file__).parent.parent
 QUESTIONS = [Question(str(k), f"Who is number {k}?", (f"Person {k}",), "x") for k in range(5)]
 
 
@@ -152,11 +157,33 @@ def test_an_instruction_that_leaves_no_room_for_a_turn_ends_the_run_at_its_start
 def test_a_large_model_is_not_trained_on_a_cpu_that_nobody_asked_for():
     """Where torch finds no CUDA; --device cpu goes on, to the next thing that is missing."""
     cfg = replace(parse([]), model="Qwen/Qwen2.5-0.5B")
-    task, ranks = SearchQA(cfg), Ranks("cpu", 1)
     with pytest.raises(Fault, match="^--model Qwen/Qwen2.5-0.5B: .*CUDA.*--device cpu"):
-        check(cfg, ranks, task, "")
+        check_device(cfg)
+    check_device(replace(cfg, device="cpu"))
+    check_device(parse([]))
     with pytest.raises(Fault, match="no causal LM can be loaded"):
-        check(replace(cfg, device="cpu"), ranks, task, "")
+        check(replace(cfg, device="cpu"), Ranks("cpu", 1), SearchQA(cfg), "")
+
+
+def test_lora_on_a_gpu_is_refused_unless_all_of_it_is_float32(monkeypatch):
+    monkeypatch.setattr(checks, "device_of", lambda cfg: "cuda")
+    for flags in (["--engine", "auto"], ["--engine", "torch"], ["--engine", "vllm", "--dtype", "float32"]):
+        with pytest.raises(Fault, match="--lora_rank 4"):
+            check_device(parse(["--lora_rank", "4", *flags]))
+    check_device(parse(["--lora_rank", "4", "--engine", "torch", "--dtype", "float32"]))
+    check_device(parse([]))
+
+
+def test_under_torchrun_the_list_of_what_is_missing_comes_last_and_has_the_gpu(tmp_path):
+    """The paper's command on a machine without a hub, passages, a key or a GPU."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ROOT / "inspo.py"]
+    env = {k: v for k, v in os.environ.items() if not k.startswith("OPENAI")} | {"HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([*command, "--model", "qwen2.5-3b"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode != 0 and "Traceback" not in done.stderr.split("Root Cause")[1]
+    *_, last = done.stderr.split("traceback : ")
+    for missing in ("--model", "--train", "--test", "search", "optimizer"):
+        assert missing in last, last
+    assert "CUDA" in last and last.startswith("5 things")
 
 
 @pytest.mark.parametrize("cuda, driver", [("12.8", "525"), ("13.0", "580")])

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from plumbing import stop
-from plumbing.faults import Fault
+from plumbing.faults import Fault, tell_torchrun
 from plumbing.outside import printable
 from plumbing.stop import Stopped
 
@@ -106,7 +106,8 @@ class Ranks:
             if self.size == 1:
                 raise
             if isinstance(e, Fault) or (isinstance(e, Stopped) and not self.rank):
-                print(printable(str(e)), file=sys.stderr)
+                tell_torchrun(text := printable(str(e)))
+                print(text, file=sys.stderr)
             elif not (self.rank and stop.requested()):  # torchrun ends the others by a signal: their faults are no news
                 traceback.print_exc()
             sys.stdout.flush()

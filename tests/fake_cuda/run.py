@@ -36,8 +36,10 @@ from torch.utils._pytree import tree_leaves  # noqa: E402
 
 import config  # noqa: E402
 import training.policy as policy  # noqa: E402
+from engines.torch_engine import RowCache, TorchEngine  # noqa: E402
 from grpo import Learner  # noqa: E402
 from kernels import rows_triton  # noqa: E402
+from models.model import skeleton  # noqa: E402
 from tasks import Question, Trajectory  # noqa: E402
 from tasks.formats import Tags  # noqa: E402
 from training.fit import shapes, with_room  # noqa: E402
@@ -232,12 +234,27 @@ def dtypes(tensors):
     return sorted({str(x.dtype).removeprefix("torch.") for x in tensors})
 
 
+def sample(cfg):
+    """Computes one token of two rows in the torch engine, whose weights are as a run of --dtype has them."""
+    engine = TorchEngine.__new__(TorchEngine)
+    model = outside(skeleton)(shapes(cfg.model), getattr(torch, cfg.dtype))
+    engine.model, engine.device = model.to_empty(device="cuda"), torch.device("cuda")
+    zeros = torch.zeros(2, 1, dtype=torch.long, device="cuda")
+    return engine._forward(RowCache(), zeros, zeros)
+
+
 FAKE, TRACKER = FakeTensorMode(allow_non_fake_inputs=True), Tracker()
 
 
 def main():
     ranks = int(sys.argv[2])
     cfg = config.parse([*sys.argv[3:], "--dry_run"])
+    if cfg.engine == "torch":
+        pretend(ranks)
+        with FAKE, TRACKER, torch.no_grad():
+            hidden = sample(cfg)
+        print(json.dumps({"hidden": str(hidden.dtype), "products": TRACKER.products}))
+        return
     cfg, fit = with_room(cfg, shapes(cfg.model), "vllm", ranks, CARDS[cfg.card].memory)
     full = 2 * ranks * (cfg.micro_tokens // PAIR)  # trajectories in one full micro-batch of every rank
     cfg = replace(cfg, G=2, mini=full)  # two of these in a mini-batch
