@@ -17,6 +17,8 @@ from models.model import load_policy
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))  # one in each of two parallel workers
 # A script's background job ignores Ctrl-C, and so would the programs that the tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# A suite that is killed tears its fixtures down, as after a Ctrl-C: they end the servers that they started.
+signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def load(path):

@@ -91,10 +91,40 @@ def test_a_run_needs_no_guest(without_the_wings):
     assert "I_star" in out and (without_the_wings / "runs" / "alone" / "report.html").exists()
 
 
-@pytest.mark.slow
-def test_the_core_s_tests_pass_without_guests(without_the_wings):
-    chosen = "not slow and not ranks and not fake", "--deselect", "tests/test_house.py"
-    run(without_the_wings, "-m", "pytest", "-q", "-x", "-n", "2", "--dist", "loadfile", "-m", *chosen, seconds=1800)
+def test_the_core_s_tests_import_no_guest(without_the_wings):
+    """That they pass is what `make test` says; it need not be said twice."""
+    run(without_the_wings, "-m", "pytest", "--collect-only", "-q", "--ignore-glob=*/test_vllm*")
+
+
+# ---- a suite that is killed
+
+KILLED = """
+import subprocess, sys, pytest
+
+@pytest.fixture
+def server():
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True) as process:
+        try:
+            print("serving", process.pid, flush=True)
+            yield process
+        finally:
+            process.kill()
+
+def test_that_waits(server):
+    server.wait()
+"""
+
+
+def test_a_suite_that_is_killed_ends_the_servers_that_it_started(tmp_path):
+    (tmp_path / "test_killed.py").write_text(KILLED)
+    command = [sys.executable, "-m", "pytest", "-s", "-p", "conftest", "-c", os.devnull, str(tmp_path)]
+    env = ENV | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    suite = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+    server = next(int(line.split()[-1]) for line in suite.stdout if "serving" in line)
+    suite.terminate()
+    suite.communicate(timeout=60)
+    with pytest.raises(ProcessLookupError):
+        os.kill(server, 0)
 
 
 # ---- marks of the paper

@@ -51,18 +51,20 @@ def starting(tiny_path):
     ]  # fmt: skip
     env = ENV | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     started = []
-    for _ in range(2):
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
-        own = [*command, "--port", str(port)]
-        process = subprocess.Popen(own, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, start_new_session=True)
-        started.append((f"http://127.0.0.1:{port}", process))
-    yield started
-    for _, process in started:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    try:
+        for _ in range(2):
+            with socket.socket() as s:
+                s.bind(("127.0.0.1", 0))
+                port = s.getsockname()[1]
+            own = [*command, "--port", str(port)]
+            process = subprocess.Popen(own, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, start_new_session=True)
+            started.append((f"http://127.0.0.1:{port}", process))
+        yield started
+    finally:
+        for _, process in started:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
 
 def turns(engine, contexts, max_new, temperature, seed=0):
