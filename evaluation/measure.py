@@ -240,6 +240,8 @@ def complete(
     """
     done, metrics = resume(files, setting, {title: len(some) for title, some in questions.items()})
     total, played, path = samples * sum(map(len, questions.values())), len(done), files.path / "results.jsonl"
+    if done:
+        print(f"{played} of {total} rows are from an earlier call; remove {files.path} to play them again", flush=True)
 
     def keep(task: Task, names: list[str], rows: list[Row]) -> None:
         nonlocal played
