@@ -21,7 +21,6 @@ from evaluation.identity import identity
 from evaluation.statistics import Interval, interval, macro
 from journal.directory import RunDirectory, read_jsonl, writing
 from journal.summary import label
-from page.read import finite
 from plumbing import stop
 from plumbing.faults import Fault, Outage
 from plumbing.outside import decoded, without_secrets
@@ -224,7 +223,8 @@ def evaluate(args: argparse.Namespace, methods: Mapping[str, Method]) -> Row:
             files.lock()
             metrics = complete(files, setting, player, method, questions, args.samples)
             summary = summary_of(files, setting, metrics, [tool.plural for tool in tools_of(task)], notes)
-            files.write("summary.json", json.dumps(finite(summary), indent=1, allow_nan=False))
+            finite = json.loads(json.dumps(summary), parse_constant=lambda _: None)  # JSON has no infinity
+            files.write("summary.json", json.dumps(finite, indent=1))
             files.write("table.md", text := table(summary))
         print(f"\n{chosen.name}, {name}:\n\n{text}\n{out}: summary.json, table.md, results.jsonl")
         return summary
