@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,70 +23,70 @@ from journal.summary import label
 from plumbing.faults import Fault
 from plumbing.outside import decoded
 
+Row = dict[str, Any]
 Means = dict[str, dict[str, float]]  # set of questions -> question -> the task's first metric, mean over its samples
+TOLD_APART = ("what", "method", "instruction", "model", "seed", "n", "data", "questions")  # by what is compared
 
 
 class Arm(NamedTuple):
     """What is compared: one evaluation, or one for each seed of a method."""
 
     name: str
-    metric: str
+    summaries: list[Row]
     seeds: list[Means]
-    samples: int
 
     def mean(self, data: str) -> dict[str, float]:
-        """Returns each question's mean over the seeds."""
+        """Averages each question over the seeds."""
         return {q: float(np.mean([seed[data][q] for seed in self.seeds])) for q in self.seeds[0][data]}
 
     def of_seeds(self, data: Sequence[str]) -> list[float]:
-        """Returns each seed's mean, averaged over the sets."""
+        """Averages each seed over its questions, then over the sets."""
         return [float(np.mean([np.mean(list(seed[d].values())) for d in data])) for seed in self.seeds]
 
 
 def read(directories: str) -> Arm:
-    """Returns the arm of some evaluations, separated by commas; Fault where one is missing or unlike the others."""
-    paths, seeds, samples = [Path(name) for name in directories.split(",")], list[Means](), 1
-    metric = metric_of(paths[0])
-    for path in paths:
-        rows = read_jsonl(path / "results.jsonl")
-        if not rows:
-            raise Fault(f"--compare {path}: no results.jsonl with a question in it; evaluate.py writes one")
-        same_metric(paths[0], metric, path, metric_of(path))
-        values: dict[str, dict[str, list[float]]] = {}
-        try:
-            for row in rows:
-                values.setdefault(row["data"], {}).setdefault(row["id"], []).append(float(row[metric]))
-        except (LookupError, TypeError, ValueError):
-            raise Fault(f"--compare {path}: its results.jsonl is no evaluation's, or damaged") from None
-        samples = max(len(x) for of_data in values.values() for x in of_data.values())
-        seeds.append({d: {q: sum(x) / len(x) for q, x in of_data.items()} for d, of_data in values.items()})
-        same_questions(paths[0], seeds[0], path, seeds[-1])
-    names = [path.name for path in paths]
-    return Arm(names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more", metric, seeds, samples)
+    """Reads the evaluations of one arm, separated by commas."""
+    paths = [Path(name) for name in directories.split(",")]
+    summaries, seeds = zip(*map(evaluation, paths), strict=True)
+    more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+    return Arm(paths[0].name + more, list(summaries), list(seeds))
 
 
-def metric_of(path: Path) -> str:
-    """Returns the first metric of an evaluation."""
+def evaluation(path: Path) -> tuple[Row, Means]:
+    """Reads summary.json and results.jsonl; Fault if they do not hold a finished evaluation."""
+    values: dict[str, dict[str, list[float]]] = {}
     try:
-        return str(decoded((path / "summary.json").read_text())["metrics"][0])
-    except (OSError, ValueError, LookupError, TypeError):
-        return "em"  # an evaluation by an earlier version, or by another program
+        summary: Row = decoded((path / "summary.json").read_text())
+        for row in read_jsonl(path / "results.jsonl"):
+            samples = values.setdefault(row["data"], {}).setdefault(row["id"], [])
+            samples.append(float(row[summary["metrics"][0]]))
+        finished = {data: part["questions"] for data, part in summary["benchmarks"].items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        finished = {}
+    if not finished or finished != {data: len(of_data) for data, of_data in values.items()}:
+        raise Fault(f"--compare {path}: no finished evaluation is in it; evaluate.py writes one")
+    means = {data: {q: sum(x) / len(x) for q, x in of_data.items()} for data, of_data in values.items()}
+    return summary | {"path": path}, means
 
 
-def same_metric(path: Path, metric: str, other: Path, theirs: str) -> None:
-    """Raises Fault unless two evaluations have one first metric."""
-    if metric != theirs:
-        raise Fault(f"--compare: {path} measures {metric} and {other} {theirs}: compare evaluations of one task")
+def check_comparable(one: Row, other: Row) -> None:
+    """Raises Fault unless two evaluations measure one thing on the same questions with the same gold answers."""
+    paths, settings = f"{one['path']} and {other['path']}", (one["setting"], other["setting"])
+    if one["metrics"][0] != other["metrics"][0] or settings[0]["task"] != settings[1]["task"]:
+        measured = [f"{x['metrics'][0]} of {x['setting']['task']}" for x in (one, other)]
+        raise Fault(f"--compare: {paths} measure {' and '.join(measured)}: compare evaluations of one task")
+    questions = [setting["questions"] for setting in settings]  # set -> digest of its questions and gold answers
+    unlike = [data for data in {**questions[0], **questions[1]} if questions[0].get(data) != questions[1].get(data)]
+    if unlike:
+        raise Fault(
+            f"--compare: {paths} differ in the questions of {unlike[0]}, or in their gold answers: evaluate both with "
+            "the same --data, --n and --seed"
+        )
 
 
-def same_questions(path: Path, means: Means, other: Path, theirs: Means) -> None:
-    """Raises Fault unless two evaluations asked the same questions."""
-    for data in sorted({*means, *theirs}):
-        if missing := sorted(set(means.get(data, {})) ^ set(theirs.get(data, {}))):
-            raise Fault(
-                f"--compare: {path} and {other} were not asked the same questions ({len(missing)} differ, as {data} "
-                f"{missing[0]}); evaluate both with the same --data, --n and --seed"
-            )
+def differing(settings: Sequence[Row]) -> list[str]:
+    """Names the settings in which evaluations differ, but for those that may."""
+    return [key for key in settings[0] if key not in TOLD_APART and any(s[key] != settings[0][key] for s in settings)]
 
 
 def compare(directories: Sequence[str]) -> str:
@@ -94,13 +94,14 @@ def compare(directories: Sequence[str]) -> str:
     first, *others = map(read, directories)
     if not others:
         raise Fault("--compare: give two evaluations or more")
-    head = ["", "benchmark", "questions", label(first.metric), "difference over questions, 95 %", "p"]
+    summaries = [summary for arm in (first, *others) for summary in arm.summaries]
+    for summary in summaries:
+        check_comparable(summaries[0], summary)
+    head = ["", "benchmark", "questions", label(summaries[0]["metrics"][0]), "difference over questions, 95 %", "p"]
     head += ["only this right, only that", "difference over seeds, 95 %", "p", "visible: questions, seeds"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     headline: list[float] = []
     for arm in others:
-        same_metric(Path(first.name), first.metric, Path(arm.name), arm.metric)
-        same_questions(Path(first.name), first.seeds[0], Path(arm.name), arm.seeds[0])
         found: dict[str, Difference] = {}
         for data in first.seeds[0]:
             a, b = arm.mean(data), first.mean(data)
@@ -119,6 +120,8 @@ def compare(directories: Sequence[str]) -> str:
         adjusted = zip(others, holm(headline), strict=True)
         told = ", ".join(f"{arm.name} {_p(p) or 'no test'}" for arm, p in adjusted)
         out.append(f"Holm's p over the {len(others)} comparisons: {told}")
+    if unlike := differing([summary["setting"] for summary in summaries]):
+        out.append(f"Not all of these were made with the same {', '.join(unlike)}: summary.json has the values.")
     out.append(
         "Intervals over questions hold for these policies, those over seeds for other training runs. A test at 5 %\n"
         "finds a true difference called visible in 80 % of the cases; a smaller one cannot be told here. Where every\n"

@@ -21,7 +21,6 @@ from evaluation.identity import identity
 from evaluation.statistics import Interval, interval, macro
 from journal.directory import RunDirectory, read_jsonl, writing
 from journal.summary import label
-from page.read import finite
 from plumbing import stop
 from plumbing.faults import Fault, Outage
 from plumbing.outside import decoded, without_secrets
@@ -224,7 +223,8 @@ def evaluate(args: argparse.Namespace, methods: Mapping[str, Method]) -> Row:
             files.lock()
             metrics = complete(files, setting, player, method, questions, args.samples)
             summary = summary_of(files, setting, metrics, [tool.plural for tool in tools_of(task)], notes)
-            files.write("summary.json", json.dumps(finite(summary), indent=1, allow_nan=False))
+            finite = json.loads(json.dumps(summary), parse_constant=lambda _: None)  # JSON has no infinity
+            files.write("summary.json", json.dumps(finite, indent=1))
             files.write("table.md", text := table(summary))
         print(f"\n{chosen.name}, {name}:\n\n{text}\n{out}: summary.json, table.md, results.jsonl")
         return summary
@@ -240,6 +240,8 @@ def complete(
     """
     done, metrics = resume(files, setting, {title: len(some) for title, some in questions.items()})
     total, played, path = samples * sum(map(len, questions.values())), len(done), files.path / "results.jsonl"
+    if done:
+        print(f"{played} of {total} rows are from an earlier call; remove {files.path} to play them again", flush=True)
 
     def keep(task: Task, names: list[str], rows: list[Row]) -> None:
         nonlocal played

@@ -21,7 +21,6 @@ from typing import IO, Any
 import torch
 
 from config import ABOUT, Config, holds_a_run, preset_of, read_config
-from page.read import number
 from plumbing import stop
 from plumbing.faults import DiskFault, EngineFault, Fault, Outage
 from plumbing.outside import decoded
@@ -268,9 +267,8 @@ class RunDirectory:
 
     def seconds(self) -> float:
         """Returns how long the processes of this run have taken together, as far as they wrote it down."""
-        found = [row.get("time/total") for row in self.rows("metrics")]
-        found.append(_object(self.path / "summary.json").get("seconds"))
-        return max(filter(None, map(number, found)), default=0.0)
+        found = [row.get("time/total", 0.0) for row in self.rows("metrics")]
+        return float(max([*found, _object(self.path / "summary.json").get("seconds", 0.0)]))
 
     def rewind(
         self, damage: Callable[[Path], list[str]], note: Callable[[str], None]

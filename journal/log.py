@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import json
 import statistics
 import time
@@ -17,12 +18,10 @@ from config import Config, evolves, preset_of, read_instruction
 from journal.directory import RunDirectory
 from journal.pace import Trace, pace
 from journal.screen import Screen
-from journal.summary import added_sentences, ending, label, lineage, step_metrics
+from journal.silence import Silence
+from journal.summary import added_sentences, conclusion, ending, label, lineage, many, step_metrics
 from journal.tokens import piece_reader, token_data
 from journal.track import tracker
-from page import html
-from page.read import many
-from page.silence import Silence
 from plumbing import stop
 from plumbing.faults import DiskFault, Fault, Outage
 from plumbing.outside import printable
@@ -415,12 +414,14 @@ class Log:
             self.policy.reset()
             name = "first policy, I_star"
             rows[name] = self.evaluate(I_star.id, I_star.text, cfg.T, self.test, name)
+        means = {name: row[self.metrics[0]] for name, row in rows.items()}
         summary = {  # other programs may rely on these keys
             "mode": cfg.mode, "seed": cfg.seed, "steps": cfg.T, "metric": self.metrics[0], "metrics": self.metrics,
             "tools": [tool.plural for tool in self.task.tools], "start": self.start, "end": end, "spread": self.spread,
             "seconds": round(self.spent + time.perf_counter() - self.began, 1), "questions": len(self.test),
             "held_out": rows, "overhead_inference": round(self.ledger.overhead_inference(), 4),
             "ledger": asdict(self.ledger), "generations": lineage(self.P, I_star), "I_star": I_star.text,
+            "conclusion": conclusion(means, len(self.test), self.metrics[0], self.spread),
             "evolved": self.ledger.evolutions > self.ledger.evolutions_in_vain, "versions": self.versions,
         }  # fmt: skip
         run.write("summary.json", json.dumps(summary, indent=1))
@@ -436,6 +437,7 @@ class Log:
             what = f"{many(n, 'evolution')} left the population as it was" if n else "No evolution took place"
             print(f"{what}: this is no result of --mode {cfg.mode} (evolved: false in summary.json).")
         try:
-            print(f"see it: {html.write([run.path], run.path / 'report.html')}")
-        except Fault as e:  # the run is complete without its page
-            print(f"{e} (python report.py {run.path})")
+            write = importlib.import_module("report").write
+            print(f"see it: {write([run.path], run.path / 'report.html')}")
+        except (Fault, ImportError) as e:  # the run is complete without its page
+            print(f"no page: {e} (python report.py {run.path} writes it)")

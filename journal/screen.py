@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -14,7 +15,6 @@ from rich.table import Table
 from rich.text import Text
 
 from journal.summary import added_sentences
-from page.read import number
 from plumbing.outside import printable
 from population import Instruction, Population
 
@@ -129,7 +129,7 @@ class Screen:
         table = Table.grid(padding=(0, 2))
         cells: list[Text] = []
         for name, label in self.curve_names.items():
-            if values := [x for row in self.rows if (x := number(row.get(name))) is not None]:
+            if values := [x for row in self.rows if math.isfinite(x := row.get(name, math.nan))]:
                 curve = Text(sparkline(values, max(8, width)), "cyan")
                 cells += [Text(label), curve, Text(f"{values[-1]:.3g}", justify="right")]
         for k in range(0, len(cells), 6 if wide else 3):

@@ -1,17 +1,18 @@
 """What a step and a run come to: the metrics of a step, the table at the end."""
 
+import math
 import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from page.read import WIDE, many
-from page.verdict import conclusion
 from population import Instruction, Population, mean_rewards
 from tasks import Task, Trajectory, by_source, measure
 
 Row = dict[str, Any]
+WIDE = 8  # sources of questions at most that have a column of their own
+SIGNS = 6  # questions that must change, all one way, before a sign test at 5 % tells it from chance
 
 
 def step_metrics(taus: Sequence[Trajectory], P: Population, G: int, task: Task) -> Row:
@@ -66,6 +67,40 @@ def lineage(P: Population, I: Instruction) -> list[int]:
     return line
 
 
+def conclusion(means: dict[str, float], n: int, metric: str = "em", spread: dict[str, float] | None = None) -> str:
+    """Returns whose gain it is in one sentence: the policy's, the instruction's, or only the pair's.
+
+    `means`: row of the final table -> mean of the metric over `n` questions; `spread`: its standard deviation over
+    them, without which a question scores 0 or 1. A gain below two standard errors, or of too few questions, counts as
+    none.
+    """
+    first, policy = "first policy, first instruction", "trained policy, first instruction"
+    end = "trained policy, I_star" if "trained policy, I_star" in means else policy
+
+    def variance(row: str) -> float:
+        return (spread or {}).get(row, math.sqrt(max(0.0, means[row] * (1 - means[row])))) ** 2
+
+    gain, noise = means[end] - means[first], 2 * math.sqrt((variance(end) + variance(first)) / n)
+    gained = f"{'EM' if metric == 'em' else metric} {gain:+.2f}"
+    if noise and abs(gain) <= noise:
+        return f"{gained}: nothing gained that {n} questions could show (two standard errors are {noise:.2f})."
+    right_or_wrong = all(math.isclose(variance(x), means[x] * (1 - means[x]), abs_tol=1e-9) for x in (first, end))
+    if n < SIGNS or (right_or_wrong and round(abs(gain) * n) < SIGNS):
+        asked = many(n, "question")
+        return f"{gained}: nothing gained that {asked} could show (a sign test takes {SIGNS} that change)."
+    if end == policy:
+        return f"{gained} under the first instruction."
+    if gain < 0:
+        return f"{gained}: the run has done harm."
+    by_policy, by_instruction = means[policy] - means[first], means["first policy, I_star"] - means[first]
+    text = f"{gained}; the policy alone has {by_policy:+.2f}, the instruction alone {by_instruction:+.2f}: "
+    if by_policy + by_instruction <= 0.6 * gain:
+        return text + "the pair is worth more than its parts."
+    if by_instruction >= 0.8 * gain:
+        return text + "a search over instructions would have been enough."
+    return text + ("training would have been enough." if by_policy >= 0.8 * gain else "the parts add up.")
+
+
 def ending(summary: Row, path: Path) -> str:
     """Returns the last screen of a run: metrics by source, the winning instruction, its cost, where the files are."""
     rows: dict[str, Row] = summary["held_out"]
@@ -83,8 +118,7 @@ def ending(summary: Row, path: Path) -> str:
         lines.append(f"{name:{name_width}}{''.join(cells)}")
     if len(sources) > WIDE:
         lines.append(f"({label(metric)} of each of {len(sources)} sources is in summary.json)")
-    means = {name: row[metric] for name, row in rows.items()}
-    lines += ["", conclusion(means, summary["questions"], metric, summary["spread"])]
+    lines += ["", summary["conclusion"]]
     cost = summary["ledger"]
     lines += ["", f"I_star ({' -> '.join(f'#{j}' for j in summary['generations'])}):", summary["I_star"], ""]
     if cost["optimizer_calls"]:
@@ -104,3 +138,8 @@ def ending(summary: Row, path: Path) -> str:
 def label(metric: str) -> str:
     """Returns a metric's name as it is shown."""
     return "EM" if metric == "em" else "F1" if metric == "f1" else metric
+
+
+def many(n: int, noun: str) -> str:
+    """Returns a count with its noun."""
+    return f"{n:,} {noun}{'' if n == 1 else 's'}"

@@ -2,50 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 
+from journal.silence import ALL_ALIKE, NO_ANSWER, PATIENCE, Silence
 from page.family import lineage, undecided_of
-from page.read import Row, Run, many, number
-from page.silence import ALL_ALIKE, NO_ANSWER, PATIENCE, Silence
+from page.read import Row, Run, number
 
 RUNNING = 600.0  # seconds without a line after which an unfinished run counts as stopped
-SIGNS = 6  # questions that must change, all one way, before a sign test at 5 % tells it from chance
-
-
-def conclusion(means: dict[str, float], n: int, metric: str = "em", spread: dict[str, float] | None = None) -> str:
-    """Returns whose gain it is in one sentence: the policy's, the instruction's, or only the pair's.
-
-    `means`: row of the final table -> mean of the metric over `n` questions; `spread`: its standard deviation over
-    them, without which a question scores 0 or 1. A gain below two standard errors, or of too few questions, counts as
-    none.
-    """
-    first, policy = "first policy, first instruction", "trained policy, first instruction"
-    end = "trained policy, I_star" if "trained policy, I_star" in means else policy
-
-    def variance(row: str) -> float:
-        return (spread or {}).get(row, math.sqrt(max(0.0, means[row] * (1 - means[row])))) ** 2
-
-    gain, noise = means[end] - means[first], 2 * math.sqrt((variance(end) + variance(first)) / n)
-    gained = f"{'EM' if metric == 'em' else metric} {gain:+.2f}"
-    if noise and abs(gain) <= noise:
-        return f"{gained}: nothing gained that {n} questions could show (two standard errors are {noise:.2f})."
-    right_or_wrong = all(math.isclose(variance(x), means[x] * (1 - means[x]), abs_tol=1e-9) for x in (first, end))
-    if n < SIGNS or (right_or_wrong and round(abs(gain) * n) < SIGNS):
-        asked = many(n, "question")
-        return f"{gained}: nothing gained that {asked} could show (a sign test takes {SIGNS} that change)."
-    if end == policy:
-        return f"{gained} under the first instruction."
-    if gain < 0:
-        return f"{gained}: the run has done harm."
-    by_policy, by_instruction = means[policy] - means[first], means["first policy, I_star"] - means[first]
-    text = f"{gained}; the policy alone has {by_policy:+.2f}, the instruction alone {by_instruction:+.2f}: "
-    if by_policy + by_instruction <= 0.6 * gain:
-        return text + "the pair is worth more than its parts."
-    if by_instruction >= 0.8 * gain:
-        return text + "a search over instructions would have been enough."
-    return text + ("training would have been enough." if by_policy >= 0.8 * gain else "the parts add up.")
 
 
 def verdict(run: Run, tree: Row) -> Row:
@@ -67,14 +31,9 @@ def learned(run: Run) -> Row:
     table, questions = run.held_out, number(run.summary.get("questions"))
     rewards = column(run, "reward")
     few = max(1, min(5, len(rewards) // 2))
-    out: Row = {"table": table, "questions": questions, "sentence": "", "few": few}
+    sentence = str(run.summary.get("conclusion", ""))
+    out: Row = {"table": table, "questions": questions, "sentence": sentence, "few": few}
     out["rewards"] = [mean(rewards[:few]), mean(rewards[-few:])] if rewards else None
-    corners = {f"{policy} policy, first instruction" for policy in ("first", "trained")}
-    corners |= {"first policy, I_star"} if "trained policy, I_star" in table else set()
-    if corners <= set(table) and questions:
-        means, spread = {name: row[run.metric] for name, row in table.items()}, run.summary.get("spread")
-        known = {name: x for name, x in spread.items() if number(x) is not None} if isinstance(spread, dict) else {}
-        out["sentence"] = conclusion(means, int(questions), run.metric, known)
     return out
 
 

@@ -126,6 +126,7 @@ def test_an_evaluation_that_was_cut_off_ends_as_any_other(whole, retriever, tmp_
     )  # fmt: skip
     assert not fault and (out / "results.jsonl").read_text() == "".join(lines)
     assert played == {3: [4, 4, 2], 6: [4, 2], 10: []}[cut]
+    assert again.partition(" rows are from")[0] == {3: again, 6: "4 of 10", 10: "10 of 10"}[cut]
     table = said[said.index("|") : said.index(str(whole[0]))]
     assert table in again and (out / "table.md").read_text() == (whole[0] / "table.md").read_text()
 
@@ -454,7 +455,7 @@ def test_each_fault_is_one_line_that_says_what_to_do(tmp_path, finished, monkeyp
         (["world", "--topk", 0], "--topk 0: must be at least 1"),
         (["world", "--task", "nothing"], "--task nothing: give it as module:Class"),
         ([tmp_path / "nothing", "--data", "world", "--corpus", WORLD / "corpus.jsonl"], "nothing: "),
-        (["--compare", tmp_path / "x", tmp_path / "y"], "x: no results.jsonl with a question in it"),
+        (["--compare", tmp_path / "x", tmp_path / "y"], "x: no finished evaluation is in it"),
     ):
         out, fault = run(*flags, *([] if flags[0] == "--compare" else ["--out", tmp_path / "o", "--n", 2]))
         assert words in fault and fault.startswith("evaluate.py: ") and fault.count("\n") == 0, fault
@@ -526,6 +527,7 @@ def test_rows_of_what_has_been_replaced_are_not_shown_as_those_of_its_successor(
     rows, table = (tmp_path / "o" / "results.jsonl").read_bytes(), (tmp_path / "o" / "table.md").read_text()
     said, fault = run(*flags)  # the same again: nothing is played
     assert not fault and table in said and "search: " not in said
+    assert said.startswith(f"2 of 2 rows are from an earlier call; remove {tmp_path / 'o'} to play them again\n")
     change(mine, server)
     said, fault = run(*flags)
     assert fault == f"evaluate.py: {tmp_path / 'o'} was started with {words}: choose another --out" and not said
@@ -662,13 +664,20 @@ def test_words_come_back_whole_and_answers_that_are_no_chat_end_the_evaluation(s
 # ---- comparing
 
 
-def evaluation(path: Path, **em_by_data):
+def evaluation(path: Path, metric="em", **by_data):
     rows = [
-        {"data": name, "id": f"{name}-{k}", "em": float(x), "chunk": 0, "sample": 0}
-        for name, values in em_by_data.items()
+        {"data": name, "id": f"{name}-{k}", metric: float(x), "chunk": 0, "sample": 0}
+        for name, values in by_data.items()
         for k, x in enumerate(values)
     ]
-    return str(write_jsonl(path / "results.jsonl", rows).parent)
+    sizes = {name: len(values) for name, values in by_data.items()}
+    summary = {
+        "setting": {"task": "tasks.search_qa:SearchQA", "questions": sizes}, "metrics": [metric],
+        "benchmarks": {name: {"questions": n} for name, n in sizes.items()},
+    }  # fmt: skip
+    write_jsonl(path / "results.jsonl", rows)
+    (path / "summary.json").write_text(json.dumps(summary))
+    return str(path)
 
 
 def test_compare_two_greedy_runs(tmp_path):
@@ -706,22 +715,48 @@ def test_compare_seeds_as_a_level_of_their_own_with_holm_over_the_arms(tmp_path)
     assert "Holm's p over the 2 comparisons: good0 and 2 more" in text and "same0 and 2 more 1.000" in text
 
 
-def test_compare_refuses_different_questions_and_different_metrics(tmp_path):
+def test_compare_refuses_other_questions_metrics_and_what_has_not_finished(tmp_path):
     a, b = evaluation(tmp_path / "a", nq=[1, 0, 1]), evaluation(tmp_path / "b", nq=[1, 0])
-    with pytest.raises(Fault, match=r"not asked the same questions \(1 differ, as nq nq-2\)"):
+    with pytest.raises(Fault, match="a and .*b differ in the questions of nq, or in their gold answers"):
         compare([a, b])
-    (tmp_path / "b" / "summary.json").write_text('{"metrics": ["sample", "em"]}')
+    with pytest.raises(Fault, match="b and .*c differ in the questions of popqa"):
+        compare([b, evaluation(tmp_path / "c", nq=[1, 0], popqa=[1])])
+    evaluation(tmp_path / "b", "miles", nq=[1, 0, 1])
     for arms in ([a, b], [f"{a},{b}", a]):
-        with pytest.raises(Fault, match="a measures em and .*b sample: compare evaluations of one task"):
+        with pytest.raises(Fault, match="a and .*b measure em of .* and miles of .*: compare evaluations of one task"):
             compare(arms)
+    for name in ("results.jsonl", "summary.json"):
+        evaluation(tmp_path / "b", nq=[1, 0, 1])
+        (tmp_path / "b" / name).write_text((tmp_path / "b" / name).read_text()[:90])
+        with pytest.raises(Fault, match="b: no finished evaluation is in it"):
+            compare([a, b])
 
 
 def test_compare_by_another_metric_that_is_no_right_or_wrong(tmp_path):
-    for name, values in (("a", (0.5, 2.0, 7.0)), ("b", (1.5, 1.0, 9.0))):
-        rows = [{"data": "test", "id": str(k), "miles": x} for k, x in enumerate(values)]
-        write_jsonl(tmp_path / name / "results.jsonl", rows)
-        (tmp_path / name / "summary.json").write_text('{"metrics": ["miles"]}')
-    head, _, row = compare([str(tmp_path / "a"), str(tmp_path / "b")]).splitlines()[2:5]
+    a = evaluation(tmp_path / "a", "miles", test=[0.5, 2, 7])
+    arms = [a, evaluation(tmp_path / "b", "miles", test=[1.5, 1, 9])]
+    head, _, row = compare(arms).splitlines()[2:5]
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert head.split("|")[4].strip() == "miles" and cells[3] == "3.833, 3.167"
     assert cells[4].startswith("+0.667 [") and cells[6] == ""  # McNemar's test is for right and wrong
+
+
+def test_evaluations_of_other_questions_or_golds_under_the_same_ids_are_not_compared(retriever, tmp_path):
+    """Rows without an id are called data-1, data-2, ... in every file."""
+    rows = [json.loads(line) for line in (WORLD / "test.jsonl").read_text().splitlines()[:4]]
+    rows = [{"question": row["question"], "golden_answers": row["golden_answers"]} for row in rows]
+    other_golds = [rows[0], rows[1] | {"golden_answers": ["x"]}]
+    sets = {"one": rows[:2], "same": rows[:2], "other": rows[2:], "golds": other_golds}
+    for name, some in sets.items():
+        path = write_jsonl(tmp_path / name / "q.jsonl", some)
+        more = ["--max_turns", 2] if name == "same" else []
+        assert not run("world", "--data", path, "--retriever", retriever, "--out", tmp_path / f"{name}-out", *more)[1]
+    one, *others = (str(tmp_path / f"{name}-out") for name in sets)
+    ids = [[row["id"] for row in read_jsonl(Path(out) / "results.jsonl")] for out in (one, *others)]
+    assert ids == [["data-1", "data-2"]] * 4
+    text, fault = run("--compare", one, others[0])
+    assert not fault and "Not all of these were made with the same max_turns: " in text
+    for out in others[1:]:
+        text, fault = run("--compare", one, out)
+        assert fault.startswith("evaluate.py: --compare: ") and "questions of q, or in their gold answers" in fault
+        assert not text and fault.count("\n") == 0

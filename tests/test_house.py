@@ -86,9 +86,18 @@ def run(copy: Path, *argv: str, seconds: float = 600) -> str:
     return done.stdout
 
 
-def test_a_run_needs_no_guest(without_the_wings):
-    out = run(without_the_wings, "inspo.py", "--T", "2", "--eval_n", "6", "--out", "runs/alone")
-    assert "I_star" in out and (without_the_wings / "runs" / "alone" / "report.html").exists()
+@pytest.mark.parametrize("page", [True, False])
+def test_a_run_needs_no_guest_and_no_page(without_the_wings, page):
+    here, away = without_the_wings / "page", without_the_wings / "elsewhere"
+    here.rename(here if page else away)
+    out = run(without_the_wings, "inspo.py", "--T", "2", "--eval_n", "6", "--out", f"runs/alone-{page}")
+    (here if page else away).rename(here)
+    assert "I_star" in out and (without_the_wings / "runs" / f"alone-{page}" / "report.html").exists() == page
+    assert ("no page: No module named 'page' (python report.py runs/alone-False writes it)" in out) != page
+
+
+def test_nothing_that_a_run_imports_knows_its_page():
+    assert {name for name, others in arrows().items() if "page" in others} <= {"report.py", "extras"}
 
 
 def test_the_core_s_tests_import_no_guest(without_the_wings):

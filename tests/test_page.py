@@ -72,7 +72,7 @@ def game(path: Path) -> Path:
     summary["ledger"]["tool_calls"] = summary["ledger"].pop("searches")
     summary["held_out"] = {name: renamed(row) for name, row in summary["held_out"].items()}
     summary |= {"metric": "won", "metrics": ["won", "fuel"], "tools": ["moves"]}
-    write(path, "summary.json", summary | {"spread": dict.fromkeys(summary["held_out"], 0.01)})
+    write(path, "summary.json", summary | {"conclusion": "won +0.08; the policy alone has +0.08"})
     config = json.loads((path / "config.json").read_text())
     write(path, "config.json", config | {"mode": "tournament", "unheard_of": [1]})
     rows = read_lines(path / "reflections.jsonl")
@@ -456,7 +456,7 @@ def test_a_run_of_another_task_is_shown_by_its_own_metric(tmp_path):
     summary = json.loads((path / "summary.json").read_text())
     assert (found["metric"], found["metrics"], found["tools"]) == ("won", ["won", "fuel"], ["moves"])
     assert found["learned"]["table"] == summary["held_out"] and found["missing"] == found["warnings"] == []
-    assert found["learned"]["sentence"].startswith("won +0.08; the policy alone has +0.08")  # that spread can tell
+    assert found["learned"]["sentence"] == "won +0.08; the policy alone has +0.08"
     assert "EM" not in json.dumps(found["learned"]) and "em" not in found["curves"]["series"]
     series = found["curves"]["series"]
     assert series["test/won"][-1] == summary["held_out"]["trained policy, I_star"]["won"]
@@ -483,7 +483,7 @@ def test_a_metric_of_many_sources_is_drawn_and_printed_of_all_together(n, told):
     summary = {
         "held_out": {f"{policy} policy, first instruction": means for policy in ("first", "trained")},
         "metric": "em", "metrics": ["em", "f1"],
-        "tools": ["searches"], "questions": 9, "spread": None, "generations": [0], "I_star": "I", "steps": 1,
+        "tools": ["searches"], "conclusion": "EM +0.00", "generations": [0], "I_star": "I", "steps": 1,
         "seconds": 1.0, "ledger": {"optimizer_calls": 0},
     }  # fmt: skip
     text = ending(summary, Path("run"))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from page.verdict import conclusion
+from journal.summary import conclusion
 
 ROWS = ["first policy, first instruction", "trained policy, first instruction", "first policy, I_star"]
 ROWS += ["trained policy, I_star"]

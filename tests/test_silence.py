@@ -12,8 +12,8 @@ import inspo
 from config import PRESETS, read_instruction
 from grpo import Learner
 from journal.log import Ledger, Log
+from journal.silence import Silence
 from models.model import load_model
-from page.silence import Silence
 from plumbing.faults import Fault
 from reflect import parse
 from tasks.questions import load_questions
