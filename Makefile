@@ -118,43 +118,14 @@ fuzz: setup           ## hostile servers and files: 10^5 answers of each server,
 mutants: setup        ## mutation tests of the algorithm: is every small fault in it noticed? (2 minutes)
 	$(PY) bench/mutants.py $(ARGS)
 
-default: setup        ## the embedded default, inspo, static and frozen, 5 seeds: results/default.md (hours; resumable)
-	$(PY) -m extras.campaigns.default $(ARGS)
+default: setup        ## the embedded default, inspo, static and frozen, 5 seeds: results/README.md (hours; resumable)
+	$(PY) -m extras.campaign default $(ARGS)
 
 controls: setup       ## one seed of the same, into runs/controls: whose gain is it?
-	$(PY) -m extras.campaigns.default --seeds 0 --runs runs/controls --results runs/controls $(ARGS)
-
-paper: setup          ## all evidence in results/: the paper's claims, then `wording` and `graded` (hours; resumable)
-	$(PY) -m extras.campaigns.paper --jobs 2 $(ARGS)
-	$(if $(ARGS),,$(MAKE) wording graded)
-
-graded: setup         ## online against before and after, by drift, as results/graded_plan.md registers it (hours; resumable)
-	$(PY) -m extras.campaigns.graded $(ARGS)
-	$(PY) -m extras.campaigns.graded --drifts 0 1 --arms paired fst absorb both $(ARGS)
-
-wording: setup        ## does a population make a policy robust to wording? results/wording_plan.md (an hour; resumable)
-	$(PY) -m extras.campaigns.wording $(ARGS)
-
-graded-warm-start: setup  ## rebuild extras/graded/files from nothing
-	$(PY) -m extras.graded.warm_start $(ARGS)
+	$(PY) -m extras.campaign default --seeds 0 --runs runs/controls --results runs/controls $(ARGS)
 
 evaluate: setup       ## measure the newest run, or ARGS="WHAT --data ..." (Table 1's methods: extras/table1.py)
 	$(PY) evaluate.py $(or $(ARGS),$(shell ls -td runs/*/policy | head -1 | xargs dirname))
-
-bench-objectives: setup  ## every objective on the world, 3 seeds: results/objectives.md (3 hours; it resumes)
-	$(PY) -m extras.campaigns.objectives $(ARGS)
-
-bench-instructions: setup  ## every combination of clauses under the first policy and under a trained one
-	$(PY) -m extras.campaigns.instructions $(or $(POLICY),runs/default/inspo-seed1/policy) $(ARGS)
-
-bench-selection: setup ## which rule of choosing instructions wins, 5 seeds: results/selection.md (3 hours; it resumes)
-	$(PY) -m extras.campaigns.rivals $(ARGS)
-
-bench-errors: setup   ## how often prunings and the gate err, by rule, batch size and |D_B|
-	$(PY) -m extras.campaigns.errors $(ARGS)
-
-bench-world: setup    ## the first policy by instruction; how often verification errs
-	$(PY) -m extras.campaigns.world $(ARGS)
 
 bench-step: setup     ## rollouts, update and start-up time of the embedded default, on one thread
 	OMP_NUM_THREADS=1 $(PY) bench/step.py $(ARGS)
@@ -176,6 +147,3 @@ bench-trl: .venv-trl/done  ## a step beside TRL's GRPOTrainer: single turns (ARG
 
 warm-start: setup     ## rebuild world/files from nothing
 	$(PY) -m extras.world.warm_start $(ARGS)
-
-one-step: setup       ## rewrite docs/one_step.md from a real run
-	$(PY) extras/one_step.py $(ARGS)

@@ -44,8 +44,8 @@ class RunKnobs:
     model: str = knob("world", "a preset (world, smollm2-135m, qwen2.5-0.5b to -7b), Hugging Face id or local folder")
     instruction: str = knob("", "file with the first instruction; empty: the task's own (Search-R1's, App. F)")
     optimizer_model: str = knob(
-        "", "model name at OPENAI_BASE_URL; empty: gpt-5, at OpenAI; scripted: the world's own; guessing,"
-        " fair: its controls"
+        "", "model name at OPENAI_BASE_URL; empty: gpt-5, at OpenAI; scripted: the world's own; guessing:"
+        " its control"
     )
     out: str = knob("", "directory of the run; empty: runs/<time>-<model>-<mode>")
     resume: bool = knob(
@@ -534,7 +534,7 @@ def evolves(cfg: RunKnobs) -> bool:
 
 def scripted(cfg: RunKnobs) -> bool:
     """Returns whether the run starts an optimizer of the world's instead of calling OPENAI_BASE_URL."""
-    return cfg.optimizer_model in ("scripted", "guessing", "fair")
+    return cfg.optimizer_model in ("scripted", "guessing")
 
 
 def warnings(cfg: Config) -> list[str]:

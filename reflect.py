@@ -390,7 +390,7 @@ def connect(
         return None
     paid = paid_calls(rows)
     if scripted(cfg):
-        control = {"guessing": ["--guess"], "fair": ["--fair"]}.get(cfg.optimizer_model, [])
+        control = ["--guess"] if cfg.optimizer_model == "guessing" else []
 
         def own() -> str:
             return serve("-m", "world.optimizer", "--seed", str(cfg.seed), *control) + "/v1"

@@ -1,12 +1,11 @@
 """The scripted optimizer on instructions of other tasks: their tags survive."""
 
-import random
 import re
 
 import pytest
 
-from reflect import history_prompt, paraphrase_prompt, parse, reflection_prompt
-from world.clauses import CLAUSES, FRAMES, START, read, write
+from reflect import paraphrase_prompt, parse, reflection_prompt
+from world.clauses import FRAMES, START, read
 from world.optimizer import reply_to
 
 GAME = "Find the number. Guess by <guess> number </guess>; you read <hint> </hint>. Then <answer> it </answer>."
@@ -61,50 +60,3 @@ def test_questions_that_are_not_the_world_s_are_diagnosed_by_their_right_answers
                 found[clause] += 1
     most, second = sorted(found.values())[-1:-3:-1]
     assert found[SYMPTOMS[acted]] == most > 3 * second
-
-
-# ---- fair proposers
-
-
-SCORES = [([], 2), (["whole"], 5), (["exact"], 30), (["exact", "whole"], 60), (["entity"], 40), (["memory"], 0)]
-
-
-def told(prompt, seeds=60, fair=True):
-    """Returns the clauses of every candidate that replies to a prompt have."""
-    return [set(read(text)) for seed in range(seeds) for text in parse(reply_to(prompt, seed, fair=fair))]
-
-
-def test_any_fair_proposer_brings_new_clauses_and_the_scripted_one_only_where_it_sees_failures():
-    history = history_prompt([(START, 0.05), (f"{FRAMES[0]} Be careful.", 0.02)], 6)
-    mirror = [(f"Question: {QUESTION}\n{MIRROR}<answer> Kazakhstan </answer>", ("tenge",))]
-    for prompt, blind in ((paraphrase_prompt(START, 6), True), (history, True),
-                          (reflection_prompt(START, mirror, 6, 4000), False)):  # fmt: skip
-        new = [clauses - {"whole"} for clauses in told(prompt)]
-        assert set().union(*new) == {*CLAUSES} - {"whole"}  # every other clause is possible
-        assert any(not x for x in new)  # and mere wording is
-        assert blind == all(not clauses - {"whole"} for clauses in told(prompt, fair=False))
-
-
-def test_what_a_fair_proposer_reads_is_what_it_brings_more_of():
-    mirror = [(f"Question: {QUESTION}\n{MIRROR}<answer> Kazakhstan </answer>", ("tenge",))]
-    share = lambda prompt: sum("entity" in x for x in told(prompt)) / len(told(prompt))  # noqa: E731
-    assert share(reflection_prompt(START, mirror, 6, 4000)) > 0.4 > 4 * share(paraphrase_prompt(START, 6))
-
-
-def test_a_fair_history_revises_its_best_instruction_by_what_scored_higher():
-    """By hand: with `entity` 40, without it 19.4; with `exact` 45, without it 11.75; `whole` 32.5 against 18."""
-    rng = random.Random(0)
-    scored = sorted(((write(rng, clauses), score / 100) for clauses, score in SCORES), key=lambda pair: pair[1])
-    candidates = told(history_prompt(scored, 6))
-    kept = sum("exact" in x or "verbose" in x for x in candidates)  # the best has it; harm may replace it
-    assert kept == len(candidates)
-    counts = {clause: sum(clause in x for x in candidates) for clause in CLAUSES}
-    assert counts["entity"] > 0.4 * len(candidates) and counts["entity"] > 5 * counts["plan"]
-    worst = told(history_prompt([(text, 1 - score) for text, score in scored][::-1], 6))
-    assert sum("exact" in x for x in worst) < 0.3 * len(worst)  # the scores decide, not the place in the list
-
-
-def test_fair_replies_are_well_formed_as_often_as_the_scripted_one_s():
-    for prompt in (paraphrase_prompt(START, 6), reflection_prompt(START, FAILURE, 6, 4000)):
-        many, fewer = (sum(len(parse(reply_to(prompt, s, fair=fair))) for s in range(100)) for fair in (True, False))
-        assert abs(many - fewer) < 0.1 * fewer

@@ -246,15 +246,14 @@ def test_a_scripted_optimizer_that_was_killed_comes_back(tmp_path):
         assert again.reply == first.reply and not again.paid_before
 
 
-@pytest.mark.parametrize("model", ["scripted", "guessing", "fair"])
+@pytest.mark.parametrize("model", ["scripted", "guessing"])
 def test_an_optimizer_of_the_world_s_is_the_one_that_was_named(tmp_path, model):
     prompt = reflection_prompt(SEARCH_R1, [("Question: who?\n<answer> x </answer>", ("y",))], 6, 1000)
     with Servers(tmp_path / "log") as serve:
         call = connect(parse(["--seed", "3", "--optimizer_model", model]), serve, []).ask(prompt, "t3")
-    replies = {"scripted": reply_to(prompt, 3), "guessing": reply_to(prompt, 3, guess=True),
-               "fair": reply_to(prompt, 3, fair=True)}  # fmt: skip
+    replies = {"scripted": reply_to(prompt, 3), "guessing": reply_to(prompt, 3, guess=True)}
     assert call.reply == replies[model]
-    assert replies["guessing"] not in (replies["scripted"], replies["fair"])
+    assert replies["guessing"] != replies["scripted"]
 
 
 def test_no_password_in_a_url_is_shown():

@@ -12,7 +12,6 @@ import argparse
 import hashlib
 import random
 import re
-from collections.abc import Callable
 
 from plumbing.faults import one_line
 from plumbing.servers import listen, serve
@@ -94,47 +93,20 @@ def revise(rng: random.Random, clauses: list[str], add: list[str], frame: str = 
     return write(rng, kept + add, rng.randint(0, 1), "any" if rng.random() < 0.3 else "taught", frame)
 
 
-def tried(prompt: str) -> list[tuple[str, float]]:
-    """Returns the history that a prompt shows: (instruction, score)."""
-    pairs = re.findall(r"<ins_(\d+)>((?:(?!<ins_).)*?)</ins_\1>\s*<score_\1>\s*([-\d.]+)\s*</score_\1>", prompt, re.S)
-    return [(text.strip(), float(score)) for _, text, score in pairs]
-
-
-def better_with(scored: list[tuple[str, float]]) -> dict[str, str]:
-    """Returns {clause: reason to add it}: those with which instructions scored higher than without, on average."""
-    found = {}
-    for clause in CLAUSES:
-        sides: dict[bool, list[float]] = {True: [], False: []}
-        for text, score in scored:
-            sides[clause in read(text)].append(score)
-        if all(sides.values()) and (gain := _mean(sides[True]) - _mean(sides[False])) > 0:
-            found[clause] = f"Prompts like '{CLAUSES[clause].taught[0]}' score higher by {gain:.0f}."
-    return found
-
-
-def _mean(x: list[float]) -> float:
-    return sum(x) / len(x)
-
-
-def reply_to(prompt: str, seed: int, guess: bool = False, fair: bool = False) -> str:
+def reply_to(prompt: str, seed: int, guess: bool = False) -> str:
     """Returns the reply to a prompt (reflect.py); it depends on the arguments alone.
 
     It reads text, whatever the prompt: the instruction in <ins_0>, another one to cross it with in <other>, failures as
     examples, and how many candidates are asked for.
 
-    `guess`: a control that proposes clauses at random and never looks at the failures. `fair`: any prompt may bring new
-    clauses, by one rule; proposers differ in what they can read alone: failures, a history of scores (whose best
-    instruction is revised) or nothing.
+    `guess`: a control that proposes clauses at random and never looks at the failures.
     """
     rng = random.Random(f"{seed} {hashlib.sha256(prompt.encode()).hexdigest()}")
     parent = re.search(r"<ins_0>(.*?)</ins_0>", prompt, re.S)
-    history = tried(prompt) if fair else []
     asked = re.findall(r"(?:to|into) <ins_(\d+)>", prompt)
     if not parent or not asked:
         return "I can only improve a prompt that is given in <ins_0> </ins_0>."
     instruction, n = parent.group(1).strip(), int(asked[-1])
-    if history:
-        instruction = max(history, key=lambda pair: pair[1])[0]
     clauses = read(instruction)
     # Whatever the task is, its own tags are kept: where there are any, they stand in place of the world's frame.
     frame = foreign(instruction)
@@ -146,9 +118,8 @@ def reply_to(prompt: str, seed: int, guess: bool = False, fair: bool = False) ->
         text = ["The first one lacks what the other says beyond it."]
         lacks = [c for c in read(other.group(1)) if c not in clauses]
         candidates = [revise(rng, clauses, lacks, frame) for _ in range(n)]
-    elif failures or fair:
-        reasons = {c: why for c, why in better_with(history).items() if c not in clauses}
-        votes = list(reasons)
+    elif failures:
+        reasons, votes = dict[str, str](), list[str]()
         for response, golds in [] if guess else failures:
             ours = OF_THE_WORLD.search(response.partition("?")[0])
             symptoms = diagnose(response) if ours else diagnose_by_gold(response, golds)
@@ -160,8 +131,8 @@ def reply_to(prompt: str, seed: int, guess: bool = False, fair: bool = False) ->
         for _ in range(n):
             if guess:
                 add = [rng.choice(list(CLAUSES))]
-            elif (luck := rng.random()) < 0.55 and (votes or fair):  # to the point, or nothing but other words
-                add = [rng.choice(votes)] if votes else []
+            elif (luck := rng.random()) < 0.55 and votes:  # to the point
+                add = [rng.choice(votes)]
             elif luck < 0.80:  # a guess
                 add = [rng.choice(list(CLAUSES))]
             else:  # harm
@@ -183,12 +154,8 @@ def reply_to(prompt: str, seed: int, guess: bool = False, fair: bool = False) ->
     return "\n\n".join(["\n".join(text), *blocks])
 
 
-def make_app(seed: int, guess: bool = False, fair: bool = False):
-    return chat_app("the world's scripted optimizer", lambda prompt, model: reply_to(prompt, seed, guess, fair))
-
-
-def chat_app(title: str, reply_of: Callable[[str, str], str]):
-    """Returns an OpenAI-compatible chat endpoint whose reply is made of the last message and the model's name."""
+def make_app(seed: int, guess: bool = False):
+    """Returns an OpenAI-compatible chat endpoint that replies to the last message."""
     from fastapi import FastAPI
     from pydantic import BaseModel
 
@@ -200,7 +167,7 @@ def chat_app(title: str, reply_of: Callable[[str, str], str]):
         model: str
         messages: list[Message]
 
-    app = FastAPI(title=title)
+    app = FastAPI(title="the world's scripted optimizer")
 
     @app.get("/health")
     def health() -> dict:
@@ -209,7 +176,7 @@ def chat_app(title: str, reply_of: Callable[[str, str], str]):
     @app.post("/v1/chat/completions")
     def complete(request: Request) -> dict:
         prompt = request.messages[-1].content if request.messages else ""
-        reply = reply_of(prompt, request.model)
+        reply = reply_to(prompt, seed, guess)
         usage = {"prompt_tokens": len(prompt) // 4, "completion_tokens": len(reply) // 4}
         message = {"role": "assistant", "content": reply}
         return {
@@ -228,11 +195,10 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8001)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--guess", action="store_true", help="propose at random, without reading the failures")
-    parser.add_argument("--fair", action="store_true", help="any prompt may bring new clauses, not failures alone")
     parser.add_argument("--child", action="store_true", help="exit when standard input ends")
     args = parser.parse_args()
     with one_line():
-        serve(make_app(args.seed, args.guess, args.fair), listen(args.host, args.port), args.child)
+        serve(make_app(args.seed, args.guess), listen(args.host, args.port), args.child)
 
 
 if __name__ == "__main__":

@@ -26,28 +26,19 @@ PAGES = sorted(
 )  # fmt: skip
 OTHERS = {"hf", "pip", "curl", "export", "cat", "tar", "vllm", "for", "done", "git", "uv"}  # not ours to run
 RUN = "--T 2 --K_p 1 --K_e 1 --T_e 2 --D_B 4 --rounds 1 --batch 4 --mini 4 --G 2 --eval_n 8 --save_every 2"
-CAMPAIGN = f"--extra '{RUN}' --jobs 2 --seeds 0"
 SMALL = {  # program -> the flags with which it is run small here; or where else that is done, or why nowhere
     "inspo.py": RUN, "extras/selection.py": RUN, "extras/espl.py": RUN + " --buffer 8", "extras/fst.py": RUN,
     "extras/objectives.py": RUN, "extras/table1.py train": RUN.replace("--G 2", "--G 5"),
     "extras/cold_start.py": RUN, "extras/collect.py": "--least 0", "extras.real.demos": "--n 20",
     "extras/table1.py": "--n 4", "evaluate.py": "--n 4", "evaluate.py --compare": "", "ask.py": "", "export.py": "",
-    "report.py": "", "extras.campaigns.world": "--questions 4 --rows runs/gate.jsonl",
-    "extras.campaigns.instructions": "--questions 1",
-    "extras.campaigns.errors": "--questions 4 --repeat 2 --trials 2", "bench/step.py": "--repeat 1",
-    "extras.campaigns.default": CAMPAIGN, "extras.campaigns.paper": f"{CAMPAIGN} --arms static inspo",
-    "extras.campaigns.rivals": f"--extra '{RUN} --D_B 2' --jobs 2 --seeds 0 --arms paper --batches 24",
-    "extras.campaigns.objectives": f"--sizes '{RUN}' --objectives grpo gspo --modes static --seeds 0 --jobs 2",
+    "report.py": "", "bench/step.py": "--repeat 1", "extras/drift.py": "--runs 2",
+    "extras.campaign default": f"--extra '{RUN}' --seeds 0",
 }  # fmt: skip
 ELSEWHERE = {
     "retrieval_server.py": "tests/test_retrieval_*.py", "world.optimizer": "tests/test_optimizer.py",
-    "extras.world.warm_start": "tests/extras/test_warm_start.py", "extras/one_step.py": "tests/extras/test_one_step.py",
-    "extras/hotpot.py": "tests/extras/test_hotpot.py", "extras.campaigns.graded": "tests/extras/test_graded.py",
-    "extras.campaigns.graded_pilot": "tests/extras/test_graded.py", "extras/absorb.py": "tests/extras/test_graded.py",
-    "extras.graded.warm_start": "tests/extras/test_graded.py",
-    "extras.campaigns.wording": "tests/extras/test_wording.py",
+    "extras.world.warm_start": "tests/extras/test_warm_start.py", "extras/hotpot.py": "tests/extras/test_hotpot.py",
     "extras.real.model": "tests/extras/test_real.py", "extras.real": "tests/extras/test_real_run.py",
-    "extras.real.campaign": "tests/extras/test_real_campaign.py",
+    "extras.campaign": "tests/extras/test_campaign.py", "extras.campaign real": "tests/extras/test_campaign.py",
     "labs": "tests/labs/test_labs.py", "marimo": "tests/labs/test_labs.py",
     "pytest": "itself", "ruff": "make lint", "mypy": "make lint", "pip": "make resolve",
     "bench/chaos.py": "tests/test_chaos.py", "bench/mutants.py": "it runs these tests", "bench/retrieval.py": "minutes",

@@ -1,0 +1,214 @@
+"""Whose gain is it? INSPO beside its controls, several seeds each: rows, a table, a figure.
+
+    make default                                   # the embedded world: 15 runs of about 4 minutes on one thread
+    make controls                                  # one seed of it, into runs/controls
+    python -m extras.campaign real                 # the real model: 12 runs of 20 to 40 minutes, after `make real`
+
+A finished run leaves a row in rows/NAME.jsonl of --results and is not repeated; a stopped one is resumed. Runs that are
+reported have seeds that nothing was tuned on; results/README.md says what they show.
+"""
+
+import argparse
+import json
+import os
+import platform
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from config import HERE
+from evaluation.statistics import adjusted, between_seeds, over_seeds
+from journal.directory import read_jsonl
+from plumbing.faults import Fault, one_line
+from plumbing.outside import decoded
+from world.clauses import BEST, write
+
+Row = dict[str, Any]
+
+
+class Campaign(NamedTuple):
+    arms: dict[str, tuple[str, str]]  # name -> what it is, the flags that make it so
+    seeds: Sequence[int]
+    flags: str  # of every run; {canary}: a file with one good instruction, under which every policy is scored
+    threads: int  # of a run; two threads are kept busy
+    figure: str
+
+
+TOGETHER, FROZEN = ("instruction and policy evolve together", ""), ("evolution, the policy frozen", "--lr 0")
+CAMPAIGNS = {
+    "default": Campaign(
+        {"inspo": TOGETHER, "static": ("one instruction, the policy trains", "--mode static"), "frozen": FROZEN},
+        range(5), "--eval_every 20 --canary {canary}", 1, "learning.png",
+    ),
+    "real": Campaign(
+        {
+            "inspo": TOGETHER,
+            # as many trajectories as inspo has with those of verification
+            "static": ("one instruction, the policy trains", "--mode static --T 19"),
+            "frozen": FROZEN,
+            "guessing": ("the optimizer proposes at random", "--optimizer_model guessing"),
+        },
+        (1, 2, 3), "--preset smollm2-135m --model runs/real/cold/policy", 2, "real.png",
+    ),
+}  # fmt: skip
+COLORS = {"inspo": "C0", "static": "C3", "frozen": "C2", "guessing": "C7"}
+
+
+def play(campaign: Campaign, arm: str, seed: int, extra: str, runs: Path) -> Row:
+    """Runs an arm with a seed, or resumes it, and returns its row; `extra` flags are added to the campaign's."""
+    out, canary, flags = runs / f"{arm}-seed{seed}", runs / "canary.txt", flags_of(campaign, arm, extra)
+    runs.mkdir(parents=True, exist_ok=True)
+    canary.write_text(write(random.Random(0), sorted(BEST)) + "\n")
+    argv = ["inspo.py", *campaign.flags.format(canary=canary).split(), *flags.split(), "--seed", str(seed)]
+    argv += ["--out", str(out), *(["--resume"] if (out / "config.json").exists() else [])]
+    if not (out / "summary.json").exists():
+        env = os.environ | {"OMP_NUM_THREADS": str(campaign.threads)}
+        with open(f"{out}.log", "a") as log:
+            code = subprocess.call([sys.executable, *argv], cwd=HERE, env=env, stdout=log, stderr=log)
+        if code:
+            raise Fault(f"{arm}, seed {seed}: inspo.py ended with {code}; see {out}.log")
+    return {"arm": arm, "seed": seed, "flags": flags, **row_of(out)}
+
+
+def flags_of(campaign: Campaign, arm: str, extra: str) -> str:
+    return f"{extra} {campaign.arms[arm][1]}".strip()
+
+
+def row_of(out: Path) -> Row:
+    """Returns what a finished run leaves: enough for table and figure.
+
+    `evals`: [step, EM under the best instruction, EM under the canary or null].
+    """
+    summary = decoded((out / "summary.json").read_text())
+    steps = [row for row in read_jsonl(out / "metrics.jsonl") if row["t"]]
+    held = {name: round(means["em"], 4) for name, means in summary["held_out"].items()}
+    evals = [[row["t"], row["test/em"], row.get("canary/em")] for row in steps if "test/em" in row]
+    return {
+        "commit": summary["versions"]["inspo"], "machine": machine(), "date": time.strftime("%Y-%m-%d"),
+        "minutes": round(summary["seconds"] / 60, 1), "questions": summary["questions"], "em": summary["end"]["em"],
+        "searches": round(summary["end"]["searches"], 3), "I_star": summary["I_star"], "held_out": held,
+        "trajectories": summary["ledger"]["training_rollouts"] + summary["ledger"]["verification_rollouts"],
+        "evals": [[0, summary["start"]["em"], None], *evals,
+                  [summary["steps"], summary["end"]["em"], held.get("trained policy, canary")]],
+        "curves": {name: [round(row[name], 3) for row in steps] for name in ("reward", "searches")},
+    }  # fmt: skip
+
+
+def machine() -> str:
+    """Returns the processor and how many cores this process may use."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    name = next((line.partition(":")[2].strip() for line in lines if "model name" in line), platform.machine())
+    return f"{os.cpu_count()} cores of {name}"
+
+
+def table(campaign: Campaign, rows: Sequence[Row]) -> str:
+    """Returns a line for each arm; intervals are over seeds, by Student's t, differences by Welch's.
+
+    "would have shown": the true difference that the test finds at 5 % in 80 % of the cases.
+    """
+    em = {arm: x for arm in campaign.arms if (x := [row["em"] for row in rows if row["arm"] == arm])}
+    less = {arm: between_seeds(em["inspo"], x) for arm, x in em.items() if arm != "inspo" and "inspo" in em}
+    p = adjusted(less)
+    lines = ["| | EM, by seed | mean, 95 % | inspo less this, 95 % | p (Holm) | would have shown | searches |"]
+    lines.append("|---" * 7 + "|")
+    for arm, x in em.items():
+        cells = [f"{arm}: {campaign.arms[arm][0]}", ", ".join(f"{y:.2f}" for y in x), f"{over_seeds(x):.2f}"]
+        cells += [f"{less[arm].interval:+.2f}" if arm in less else "", f"{p[arm]:.2g}" if arm in p else ""]
+        cells.append(f"{less[arm].visible:.2f}" if arm in p else "")
+        cells.append(f"{np.mean([row['searches'] for row in rows if row['arm'] == arm]):.1f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def smooth(y: Sequence[float], n: int = 5) -> list[tuple[int, float]]:
+    """Returns (step, mean of the last `n` values)."""
+    return [(k, float(np.mean(y[max(0, k - n) : k]))) for k in range(1, len(y) + 1)]
+
+
+def evaluated(row: Row, column: int) -> list[tuple[int, float]]:
+    """Returns (step, EM) of a run's evaluations: column 1 under its best instruction, 2 under the canary."""
+    return [(e[0], e[column]) for e in row["evals"] if e[column] is not None]
+
+
+def draw(campaign: Campaign, rows: Sequence[Row], path: Path) -> None:
+    """Draws every run as a thin line, the mean of an arm as a thick one; EM only if it was measured on the way."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    panels = {
+        "reward of a step's rollouts\n(temperature 1, mean of 5 steps)": lambda row: smooth(row["curves"]["reward"]),
+        "searches a question\n(mean of 5 steps)": lambda row: smooth(row["curves"]["searches"]),
+    }
+    if any(len(row.get("evals", ())) > 2 for row in rows):
+        panels |= {
+            "held-out exact match, greedy,\nunder the run's best instruction": lambda row: evaluated(row, 1),
+            "the same policies under one good\ninstruction, never the run's own": lambda row: evaluated(row, 2),
+        }
+    fig, axes = plt.subplots(1, len(panels), figsize=(3.3 * len(panels), 3.3))
+    for ax, (title, points) in zip(axes, panels.items(), strict=True):
+        for arm, (what, _) in campaign.arms.items():
+            runs = [points(row) for row in rows if row["arm"] == arm]
+            for run in runs:
+                ax.plot(*zip(*run, strict=True), color=COLORS[arm], lw=1, alpha=0.35)
+            if runs:
+                mean = np.mean(runs, axis=0)
+                ax.plot(mean[:, 0], mean[:, 1], color=COLORS[arm], lw=2.2, label=f"{arm}: {what}")
+        ax.set_title(title, fontsize=9, loc="left")
+        ax.set(xlabel="step t", ylim=(0, 1 if "searches" not in title else None))
+        ax.spines[["top", "right"]].set_visible(False)
+    fig.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncol=2, frameon=False, fontsize=8)
+    fig.tight_layout(rect=(0, 0.12, 1, 1))
+    fig.savefig(path, dpi=130)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        "extras.campaign", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("name", choices=CAMPAIGNS)
+    parser.add_argument("--arms", nargs="+", help="default: all")
+    parser.add_argument("--seeds", type=int, nargs="+", help="default: the reported ones")
+    parser.add_argument("--extra", default="", help="flags of inspo.py for every run, in one string")
+    parser.add_argument("--runs", type=Path, help="where the runs' directories go; default: runs/NAME")
+    parser.add_argument("--results", type=Path, default=HERE / "results", help="where rows and figure go")
+    args = parser.parse_args(argv)
+    campaign, path = CAMPAIGNS[args.name], args.results / "rows" / f"{args.name}.jsonl"
+    runs, failed = (args.runs or HERE / "runs" / args.name).absolute(), list[Fault]()
+    with one_line("extras.campaign"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        done = {(row["arm"], row["seed"]): row for row in read_jsonl(path)}
+        todo = [(arm, seed) for seed in args.seeds or campaign.seeds for arm in args.arms or campaign.arms]
+        for arm, seed in done.keys() & set(todo):
+            if done[arm, seed]["flags"] != flags_of(campaign, arm, args.extra):
+                raise Fault(f"{path} has {arm}, seed {seed}, with other flags: choose another --results")
+        with ThreadPoolExecutor(2 // campaign.threads) as pool:
+            started = [pool.submit(play, campaign, *job, args.extra, runs) for job in todo if job not in done]
+            for future in as_completed(started):
+                try:
+                    row = future.result()
+                except Fault as e:
+                    failed.append(e)
+                    print(e, flush=True)
+                    continue
+                with open(path, "a") as file:
+                    file.write(json.dumps(row) + "\n")
+                print(f"{row['arm']}, seed {row['seed']}: EM {row['em']:.2f}", flush=True)
+        if rows := sorted(read_jsonl(path), key=lambda row: row["seed"]):
+            draw(campaign, rows, args.results / campaign.figure)
+            print(f"\n{table(campaign, rows)}\n\n{path}, {args.results / campaign.figure}")
+        if failed:
+            raise Fault(f"{len(failed)} runs failed, the first: {failed[0]}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""The campaigns: their arms are real configurations, rows are read off real runs, tables follow from rows."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from scipy import stats
+
+import evaluate
+from config import HERE, parse
+from extras import campaign
+from extras.campaign import CAMPAIGNS, table
+from journal.directory import read_jsonl
+from plumbing.faults import Fault
+
+SIZES = "--T 4 --batch 2 --mini 2 --G 2 --K_p 1 --K_e 2 --T_e 4 --D_B 4 --eval_n 4 --rounds 1 --save_every 4"
+SIZES += " --eval_every 2"
+
+
+def config(name, arm, extra=""):
+    return parse(f"{CAMPAIGNS[name].flags.format(canary=__file__)} {extra} {CAMPAIGNS[name].arms[arm][1]}".split())
+
+
+@pytest.mark.parametrize("name", CAMPAIGNS)
+def test_every_arm_is_a_configuration_and_its_own_flags_win(name):
+    arms = {arm: config(name, arm, "--lr 0.5 --T 4") for arm in CAMPAIGNS[name].arms}
+    assert {arm for arm, cfg in arms.items() if cfg.mode == "static"} == {"static"}
+    assert {arm: cfg.lr for arm, cfg in arms.items()} == {arm: 0 if arm == "frozen" else 0.5 for arm in arms}
+    assert arms["inspo"].T == 4 and set(arms) >= {"inspo", "static", "frozen"}
+
+
+def test_static_takes_as_many_trajectories_as_inspo_with_its_verifications_on_the_real_model():
+    inspo, static = config("real", "inspo"), config("real", "static")
+    evolutions = sum(t % inspo.K_e == 0 for t in range(1, inspo.T_e))
+    verified = evolutions * inspo.rounds * (1 + inspo.N_P - inspo.N_parent) * inspo.D_B
+    assert abs((inspo.T - static.T) * static.batch * static.G + verified) < static.batch * static.G
+    assert config("real", "guessing").optimizer_model == "guessing"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The default's campaign with tiny runs, twice: its directory and what it printed each time."""
+    folder = tmp_path_factory.mktemp("campaign")
+    command = [sys.executable, "-m", "extras.campaign", "default", "--seeds", "0", "--extra", SIZES]
+    command += ["--runs", str(folder / "runs"), "--results", str(folder)]
+    done = [subprocess.run(command, cwd=HERE, capture_output=True, text=True, timeout=400) for _ in range(2)]
+    assert not any(x.returncode for x in done), done[0].stderr
+    return folder, [x.stdout for x in done]
+
+
+@pytest.mark.slow
+def test_a_finished_run_leaves_a_row_and_is_not_run_again(folder):
+    folder, (said, again) = folder
+    rows = read_jsonl(folder / "rows" / "default.jsonl")
+    assert sorted(row["arm"] for row in rows) == ["frozen", "inspo", "static"]  # not six: the second time ran nothing
+    assert said.endswith(again) and again.strip().startswith("| | EM, by seed |")
+    for row in rows:
+        summary = json.loads((folder / "runs" / f"{row['arm']}-seed0" / "summary.json").read_text())
+        assert (row["em"], row["searches"]) == (summary["end"]["em"], summary["end"]["searches"])
+        assert row["commit"] == summary["versions"]["inspo"] and row["I_star"] == summary["I_star"]
+        assert row["trajectories"] == sum(summary["ledger"][f"{x}_rollouts"] for x in ("training", "verification"))
+        assert [e[0] for e in row["evals"]] == [0, 2, 4] and len(row["curves"]["reward"]) == 4
+        assert row["evals"][-1][2] == row["held_out"]["trained policy, canary"]
+    assert (folder / "learning.png").stat().st_size > 20000
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_measured_as_the_run_is_and_one_of_another_model_is_refused(folder, tiny_path, tmp_path):
+    run = folder[0] / "runs" / "inspo-seed0"
+    said = []
+    for what, out in ((run, "run"), (run / "checkpoints" / "step-000004", "checkpoint")):
+        evaluate.main([str(what), "--n", "6", "--out", str(tmp_path / out)])
+        said.append(read_jsonl(tmp_path / out / "results.jsonl"))
+    assert said[0] == said[1] and len(said[0]) == 6
+    other = tmp_path / "other"
+    shutil.copytree(run, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"model": tiny_path}))
+    with pytest.raises(SystemExit, match="the checkpoint of step 4 does not fit .*: it is of another model"):
+        evaluate.main([str(other / "checkpoints" / "step-000004"), "--n", "6", "--out", str(tmp_path / "o")])
+
+
+def test_a_failed_run_is_named_resumed_and_does_not_keep_others_from_their_rows(tmp_path, monkeypatch, capsys):
+    asked = []
+
+    def call(argv, **kw):
+        asked.append(argv[1:])
+        out = Path(argv[argv.index("--out") + 1])
+        out.mkdir(exist_ok=True)
+        (out / "config.json").touch()
+        return int("static" in out.name)
+
+    monkeypatch.setattr(campaign.subprocess, "call", call)
+    monkeypatch.setattr(campaign, "row_of", lambda out: {"em": 0.5, "searches": 1.0, "curves": {"reward": [0, 1],
+                                                         "searches": [1, 1]}})  # fmt: skip
+    args = ["real", "--seeds", "1", "--arms", "inspo", "static", "--runs", str(tmp_path / "runs"),
+            "--results", str(tmp_path)]  # fmt: skip
+    for resumed in (False, True):
+        with pytest.raises(SystemExit, match=r"1 runs failed, the first: static, seed 1: .* ended with 1; see .*\.log"):
+            campaign.main(args)
+        assert ("--resume" in asked[-1]) == resumed and "static" in asked[-1]
+    assert [row["arm"] for row in read_jsonl(tmp_path / "rows" / "real.jsonl")] == ["inspo"] and len(asked) == 3
+    with pytest.raises(SystemExit, match="has inspo, seed 1, with other flags: choose another --results"):
+        campaign.main([*args, "--extra", "--lr 1"])
+
+
+def test_the_table_compares_inspo_with_each_arm():
+    em = {"inspo": (0.9, 0.8, 0.85), "static": (0.3, 0.5, 0.6), "guessing": (0.9, 0.7, 0.8)}
+    rows = [{"arm": arm, "seed": k, "em": x, "searches": 1.5} for arm, xs in em.items() for k, x in enumerate(xs)]
+    _, _, inspo, static, guessing = table(CAMPAIGNS["real"], rows).splitlines()
+    test = stats.ttest_ind(em["inspo"], em["static"], equal_var=False)
+    low, high = test.confidence_interval(0.95)
+    assert "| 0.90, 0.80, 0.85 | 0.85 [0.73, 0.97] |  |  |  | 1.5 |" in inspo  # t 4.303, se .0289
+    assert f"| {0.85 - 1.4 / 3:+.2f} [{low:+.2f}, {high:+.2f}] | {2 * test.pvalue:.2g} |" in static
+    assert f"{stats.ttest_ind(em['inspo'], em['guessing'], equal_var=False).pvalue:.2g}" in guessing
+    [only] = table(CAMPAIGNS["real"], rows[3:4]).splitlines()[2:]
+    assert "| 0.30 | 0.30 |  |  |  |" in only
+
+
+def test_every_run_is_a_line_of_the_figure_and_every_arm_a_thick_one(tmp_path, monkeypatch):
+    import matplotlib.axes
+
+    axes, drawn = matplotlib.axes.Axes, []
+    plot = axes.plot
+    monkeypatch.setattr(axes, "plot", lambda ax, x, y, **kw: drawn.append(list(y)) or plot(ax, x, y, **kw))
+    rows = [{"arm": arm, "curves": {"reward": [0.1, x], "searches": [1.0, 2.0]}} for arm, x in
+            (("inspo", 0.3), ("inspo", 0.5), ("static", 0.2))]  # fmt: skip
+    campaign.draw(CAMPAIGNS["real"], rows, tmp_path / "real.png")
+    assert len(drawn) == 2 * (3 + 2) and drawn[2] == pytest.approx([0.1, 0.25])  # of 5 steps, or as many as there are
+    assert (tmp_path / "real.png").stat().st_size > 5000
+
+
+def test_a_run_that_fails_is_a_fault(tmp_path, monkeypatch):
+    monkeypatch.setattr(campaign.subprocess, "call", lambda *_, **__: 3)
+    with pytest.raises(Fault, match="frozen, seed 2: inspo.py ended with 3"):
+        campaign.play(CAMPAIGNS["default"], "frozen", 2, "", tmp_path / "runs")
