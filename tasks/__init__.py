@@ -26,13 +26,17 @@ from config import Config
 from plumbing.faults import Fault, together
 from plumbing.stop import may_stop
 from tasks.formats import Tags
-from tasks.functions import SchemaTool, TypedFunction, equipped
-from tasks.hermes import Hermes
 from tasks.tools import Tool, unusable
 
 T = TypeVar("T")
 Message = dict[str, str]  # {"role": "system" or "user", "content": ...}
-FORMATS: dict[str, type[Tags]] = {"tags": Tags, "hermes": Hermes}
+FORMATS = {"tags": "tasks.formats:Tags", "hermes": "extras.plugs.hermes:Hermes"}  # --format
+# What else is imported by name alone, by the runs that ask for it: module:function.
+PLUGS = {
+    "function": "tasks.functions:tools_of",  # --tools module:function
+    "mcp": "extras.plugs.mcp:tools_of",  # --tools mcp:...
+    "environment": "extras.plugs.environment:task_of",  # --task module:Class, a class as TRL has them
+}
 
 
 @dataclass(frozen=True)
@@ -83,10 +87,10 @@ class Trajectory:
     logps: list[float] = field(default_factory=list)  # the engine's log-probabilities; 0 where mask is 0
     acted: list[int] = field(default_factory=list)  # how many tokens each turn sampled
     turns: list[Turn] = field(default_factory=list)
-    stop: str = ""  # why it ended: "answer", "over" (a tool ended it), "turns" (none left), "length" (context full)
+    stop: str = ""  # why it ended: "answer", "over" (the task ended it), "turns" (none left), "length" (context full)
     response: str = ""  # everything after the prompt
     prediction: str | None = None
-    state: Any = None  # what the task keeps of the episode, plain data
+    state: Any = None  # the episode's, for the task alone; in the end plain data
     reward: float = 0.0  # r(tau)
     failed: bool = False  # as the task defines it
     advantage: float = 0.0  # A-hat
@@ -146,7 +150,8 @@ class Task(ABC):
     @property
     def format(self) -> type[Tags]:
         """How calls, answers and results are written (--format)."""
-        return FORMATS[self.cfg.format]
+        where = f"--format {self.cfg.format}"
+        return imported(where, FORMATS.get(self.cfg.format, self.cfg.format), "Class")[2]
 
     def check(self) -> None:
         """Raises Fault if something that `start` will need is missing; on rank 0, before anything is loaded."""
@@ -174,12 +179,11 @@ class Task(ABC):
         content = f"{instruction}\n\nQuestion: {question.text}\n"  # CHOICE-31
         return [{"role": "user", "content": content}]
 
-    def reset(self, question: Question) -> Sequence[Tool]:
-        """Returns the tools of a new episode, of the tags of `tools`; by default those, which have no state."""
-        return self.tools
+    def reset(self, question: Question) -> Any:
+        """Returns the state with which an episode begins: `tau.state`, which tools may read and change."""
 
-    def ended(self, tau: Trajectory, tools: Sequence[Tool]) -> None:
-        """Looks at the tools of an episode that has ended; what `reward` needs of their state goes to tau.state."""
+    def finish(self, tau: Trajectory) -> None:
+        """Ends an episode: `tau.state` must be plain data from here on, since it is sent between processes."""
 
     @abstractmethod
     def reward(self, taus: Sequence[Trajectory]) -> list[float]:
@@ -209,13 +213,10 @@ def load_task(cfg: Config) -> Task:
     where = f"--task {cfg.task}"
     module, name, kind = imported(where, cfg.task, "Class, for example mygame:Game for class Game in mygame.py")
     if isinstance(kind, type) and not issubclass(kind, Task) and callable(getattr(kind, "reset", None)):
-        from tasks.environment import played  # here: it extends Task
-
-        kind = played(kind)
+        kind = imported(where, PLUGS["environment"], "")[2](kind)
     if not (isinstance(kind, type) and issubclass(kind, Task)):
         raise Fault(f"{where}: {name} is no class in {module} that extends tasks.Task")
     if functions := [spec for spec in cfg.tools.split(",") if ":" in spec]:
-        kind = equipped(kind, functions_of(functions))
         own = ",".join(spec for spec in cfg.tools.split(",") if spec not in functions)
         cfg = replace(cfg, tools=own or "none")
     if cfg.reward:
@@ -227,6 +228,8 @@ def load_task(cfg: Config) -> Task:
         raise Fault(f"{where}: {name} has no list of tools; set `tools`, to () for a task of one turn")
     if wrong := [tool for tool in task.tools if not isinstance(tool, Tool)]:
         raise Fault(f"{where}: {wrong[0]!r} among its tools is no tasks.tools.Tool")
+    if functions:
+        task.tools = [*task.tools, *functions_of(functions)]
     if fault := unusable(task.tools, COLUMNS):
         raise Fault(f"{where}: {fault}")
     return task
@@ -246,27 +249,13 @@ def imported(where: str, spec: str, example: str) -> tuple[str, str, Any]:
         raise Fault(f"{where}: {module} cannot be imported ({e}); run in the directory that it is in") from None
 
 
-def functions_of(specs: Sequence[str]) -> list[SchemaTool]:
-    """Returns the functions and servers that --tools names, as tools; Fault if one is none, or two have one name."""
-    found: dict[str, SchemaTool] = {}
+def functions_of(specs: Sequence[str]) -> list[Tool]:
+    """Returns the functions and servers that --tools names, as tools; Fault if one is none."""
+    found: list[Tool] = []
     for spec in specs:
-        where = f"--tools {spec}"
-        if spec.startswith("mcp:"):
-            from tasks.mcp import tools_of  # here: its package is not everyone's
-
-            some: Sequence[SchemaTool] = tools_of(spec.removeprefix("mcp:").strip(), where)
-        else:
-            module, name, function = imported(
-                where, spec, "function, for example weather:forecast for one in weather.py"
-            )
-            if not callable(function) or isinstance(function, type):
-                raise Fault(f"{where}: {name} is no function in {module}")
-            some = [TypedFunction(function, where)]
-        for tool in some:
-            if tool.tag in found:
-                raise Fault(f"{where}: another tool is called {tool.tag}; rename one of them")
-            found[tool.tag] = tool
-    return list(found.values())
+        plug = PLUGS["mcp" if spec.startswith("mcp:") else "function"]
+        found += imported(f"--tools {spec}", plug, "")[2](spec.removeprefix("mcp:").strip(), f"--tools {spec}")
+    return found
 
 
 def rewarded(kind: type[Task], spec: str) -> type[Task]:

@@ -21,7 +21,7 @@ from reflect import candidates
 from rollout import rollout
 from tasks import Job, Question, Task, load_task
 from tasks.functions import TypedFunction
-from tasks.hermes import schema_of
+from extras.plugs.hermes import schema_of
 from tasks.search_qa import SearchQA
 from tasks.tools import Calculator, Function
 
