@@ -20,7 +20,7 @@ from typing import Any
 
 from plumbing.faults import Fault
 from plumbing.outside import clean
-from tasks import imported
+from tasks import load
 from tasks.tools import WORDS, Tool
 
 MAX_RESULT = 100_000  # characters of a result that are read and kept
@@ -133,10 +133,7 @@ class TypedFunction(SchemaTool):
 
 def tools_of(spec: str, where: str) -> list[TypedFunction]:
     """Returns the function that --tools names; raises Fault, which begins with `where`."""
-    module, name, function = imported(where, spec, "function, for example weather:forecast for one in weather.py")
-    if not callable(function) or isinstance(function, type):
-        raise Fault(f"{where}: {name} is no function in {module}")
-    return [TypedFunction(function, where)]
+    return [TypedFunction(load(where, spec, "function"), where)]
 
 
 def schema_of(function: Callable[..., Any], where: str) -> dict[str, Any]:

@@ -46,7 +46,9 @@ class Search(Tool):
 
     def __init__(self, url: str, topk: int, timeout: float = 30, retries: int = 6, backoff: float = 0.5):
         self.topk = topk
-        self._client_of = partial(Client, timeout=timeout, retries=retries, backoff=backoff, expects="a Search-R1 answer")
+        self._client_of = partial(
+            Client, timeout=timeout, retries=retries, backoff=backoff, expects="a Search-R1 answer"
+        )
         self.connect(url)
         self._queue: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._under_way: dict[str, Future[list[str]]] = {}

@@ -18,22 +18,20 @@ SEARCH_R1 = (
     "search as many times as your want. If you find no further external knowledge needed, you can directly provide "
     "the answer inside <answer> and </answer>, without detailed illustrations. For example, <answer> Beijing </answer>."
 )
-IN_TEMPLATE = SEARCH_R1.replace("call a search engine by <search> query </search>", "call the search tool").replace(
-    " between <information> and </information>", ""
-)  # for a format with calls of its own
 
 
 class SearchQA(Task):
     """Reads --train, --valid and --test, and searches --corpus or --retriever."""
 
+    instruction: str = SEARCH_R1  # what the paper starts from (App. F)
+
     def __init__(self, cfg: Config):
         super().__init__(cfg)
-        self.instruction = SEARCH_R1 if cfg.format == "tags" else IN_TEMPLATE
         self.search = Search("", cfg.topk, retries=cfg.search_retries)
         known: dict[str, Tool] = {"search": self.search, "calculator": Calculator()}
         names = [] if cfg.tools == "none" else cfg.tools.split(",")
         if not set(names) <= set(known) or (names and "search" not in names):
-            raise Fault(f"--tools {cfg.tools}: choose search, search with calculator, or none; others are module:function")
+            raise Fault(f"--tools {cfg.tools}: choose search, search with calculator, none, or module:function")
         self.tools = [known[name] for name in names]
 
     def connect(self, address: str, revive: Callable[[], str] = lambda: "") -> None:

@@ -99,7 +99,7 @@ def unusable(tools: Sequence[Tool], columns: Collection[str] = ()) -> str:
             "result_tag": TAG.fullmatch(tool.result_tag) and not tags[tool.result_tag],
         }
         for word in (word for word in WORDS if not right[word]):
-            rule = "tags are letters, digits, - and _, no tag or plural is another's, no plural a column of metrics.jsonl"
+            rule = "tags are letters, digits, - and _, and no tag or plural is another's or the name of a column"
             return f"its tool <{tool.tag}> has the {word} {getattr(tool, word)!r}; {rule}"
     return ""
 

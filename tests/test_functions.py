@@ -339,7 +339,7 @@ class Kind:
         ("my_tools:Kind", "Kind is no function in my_tools"),
         ("my_tools:nothing", "nothing is no function in my_tools"),
         ("my_toolz:search", "--tools my_toolz:search: my_toolz cannot be imported"),
-        ("my_tools:", "--tools my_tools:: give it as module:function"),
+        ("my_tools:", "--tools my_tools:: give it as module:name, for a function"),
         ("search,my_tools:search", "has the tag 'search'; tags are"),
         ("my_tools:search,my_tools:search", "has the tag 'search'; tags are"),
         ("my_tools:answer", "has the tag 'answer'; tags are"),

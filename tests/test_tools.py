@@ -58,7 +58,7 @@ def test_search_qa_has_the_tools_that_are_named_in_their_order(names, tags):
 @pytest.mark.parametrize(
     "names, says",
     [
-        ("search,browser", "--tools search,browser: choose search, search with calculator, or none"),
+        ("search,browser", "--tools search,browser: choose search, search with calculator, none, or module:function"),
         ("search,,calculator", "--tools search,,calculator: choose"),
         ("calculator", "--tools calculator: choose"),
         ("none,search", "--tools none,search: choose"),

@@ -39,9 +39,7 @@ class EnvironmentTask(Task):
     """
 
     environment: ClassVar[type[Any]]
-    instruction: str = (
-        "Do what is asked with the tools that you have. When it is done, write <answer> done </answer>."
-    )
+    instruction: str = "Do what is asked with the tools that you have. When it is done, write <answer> done </answer>."
 
     def __init__(self, cfg: Config):
         super().__init__(cfg)
