@@ -78,8 +78,8 @@ class TaskKnobs:
         "what the agent can call, with commas: search, calculator, module:function, mcp:URL-or-command; none: no tools",
     )
     format: str = knob(
-        "tags", "how calls are written: tags, the paper's; hermes: JSON, in the model's chat template (docs/tasks.md)",
-        of=("tags", "hermes"), more=True,
+        "tags", "how calls are written: tags, the paper's; hermes: JSON, in the model's chat template; or module:Class",
+        more=True,
     )  # fmt: skip
     evolve: str = knob(
         "instruction", "what evolves: instruction; tools: their descriptions with it (--format hermes)",
@@ -492,8 +492,8 @@ def read_instruction(knob: str, path: str) -> str:
     """
     try:
         text = Path(path).read_text("utf-8-sig")
-    except ValueError:
-        raise Fault(f"--{knob} {path}: not UTF-8; write it as UTF-8") from None
+    except (OSError, ValueError) as e:
+        raise Fault(f"--{knob} {path}: cannot be read as UTF-8 ({e})") from None
     text = "".join("\n" if c in LINE_ENDS else c for c in text.replace("\r\n", "\n"))
     text = "".join(c for c in text if unicodedata.category(c) != "Cf" or c in JOINERS).strip()
     if not text:

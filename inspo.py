@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from plumbing import stop  # isort: skip  (first: from here on a Ctrl-C is one line)
-from config import Config, parse, read_instruction, warnings
+from config import Config, parse, warnings
 from plumbing.faults import Fault, OptimizerDown, one_line, together
 from plumbing.servers import Servers
 from plumbing.status import status
@@ -33,7 +33,7 @@ from reflect import (
     paraphrase_prompt,
     reflection_prompt,
 )
-from tasks import Job, Question, Task, check_questions, draw, load_task, reward, rng_of
+from tasks import Job, Question, Task, check_questions, draw, first_instruction, load_task, reward, rng_of
 
 if TYPE_CHECKING:  # torch takes seconds to import; --help does not wait for it
     from grpo import Learner
@@ -214,8 +214,7 @@ def train(
     """Starts what a run needs and trains with `algorithm` on rank 0; other ranks do what its policy asks of them."""
     with one_line(), stop.listening():
         task = load_task(cfg)
-        first = read_instruction("instruction", cfg.instruction) if cfg.instruction else task.instruction
-        first = task.format.first(first, task)
+        first = first_instruction(task)
         leads = os.environ.get("RANK", "0") == "0"
         status("importing torch")
         import torch

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
+from functools import cache
 from typing import TYPE_CHECKING
 
 from config import RolloutKnobs
 from engines import Engine
 from tasks import Job, Question, Task, Trajectory, Turn
-from tasks.formats import Said
-from tasks.tools import Tool
+from tasks.formats import Said, Tags
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -31,6 +31,55 @@ def spread(n: int, k: int) -> list[int]:
 def prompt_ids(tokenizer: Tokenizer, task: Task, instruction: str, question: Question) -> list[int]:
     """Returns the ids of the task's prompt in the chat template."""
     return task.format(tokenizer, task).prompt(instruction, question)
+
+
+class Episode:
+    """A trajectory while it is played: the policy acts, a tool may be called, and the policy reads the result."""
+
+    said: Said  # in the last turn
+    call: Future[list[str]] | None = None  # to wait for, before the next turn
+
+    def __init__(self, task: Task, form: Tags, job: Job, prompt: list[int], cfg: RolloutKnobs):
+        self.form, self.cfg = form, cfg
+        self.max_turns = cfg.max_turns if task.tools else 0  # without tools only the turn to answer
+        self.tau = Trajectory(job.instruction, job.question, job.group, [], len(prompt), state=task.reset(job.question))
+        self.read(prompt)
+
+    @property
+    def ended(self) -> bool:
+        return bool(self.tau.stop) and not self.call
+
+    def act(self, ids: list[int], logps: list[float]) -> None:
+        """Adds a sampled turn: an answer ends the episode, a call is made, anything else gets a message."""
+        tau, said = self.tau, self.form.read(ids)
+        tau.act(ids, logps)
+        turn, tool = Turn(said.text), said.tool
+        tau.turns.append(turn)
+        tau.prediction, self.said = said.answer, said
+        if said.answer is not None:
+            tau.stop = "answer"
+            return
+        if tool:
+            turn.tool, turn.argument = tool.tag, said.argument
+        if len(tau.turns) > self.max_turns:  # CHOICE-1 CHOICE-21
+            tau.stop = "turns"
+        elif tool:
+            self.call = tool.of(tau).submit(said.argument)
+        else:
+            self.read(self.form.invalid(said))
+
+    def receive(self) -> None:
+        """Adds the result of the call. Raises ToolDown."""
+        assert self.call
+        result = self.tau.turns[-1].result = self.call.result()
+        self.call = None
+        self.read(self.form.result(self.said, result, self.cfg.max_observation))
+
+    def read(self, ids: list[int]) -> None:
+        """Adds what the policy reads before its next turn, for which it may leave no room."""
+        self.tau.observe(ids)
+        if len(self.tau.ids) > self.cfg.max_prompt:  # CHOICE-20
+            self.tau.stop = self.tau.stop or "length"
 
 
 def rollout(
@@ -79,83 +128,39 @@ def play(
 
     `deal` is asked again and again: it is told how many rows are in play and returns the places of jobs to start.
     """
-    max_turns = cfg.max_turns if task.tools else 0  # without tools there is the turn to answer alone
     form = task.format(tokenizer, task)  # how calls, answers and results are written
-    prompts: dict[tuple[str, Question], list[int]] = {}
-    tools: dict[int, Sequence[Tool]] = {}  # of each row's episode
-    said: dict[int, Said] = {}  # in each row's last turn
-    taus: dict[int, Trajectory] = {}
+    prompt = cache(form.prompt)
+    episodes: dict[int, Episode] = {}
+    playing: dict[int, Episode] = {}  # those that have not ended
+    generating: set[int] = set()
+
+    def settle(k: int) -> None:
+        if episodes[k].ended:
+            del playing[k]
+            progress(len(episodes) - len(playing))
 
     engine.begin(seed)
-    ready: list[int] = []  # rows whose next turn can start
-    generating = ended = 0  # rows in the engine; trajectories that have ended
-    waiting: dict[int, Future[list[str]] | None] = {}  # row -> its tool's result; None after an invalid turn
-    while True:
-        for k in deal(len(ready) + generating + len(waiting)):
+    while (dealt := deal(len(playing))) or playing:
+        for k in dealt:
             job = jobs[k]
-            if (job.text, job.question) not in prompts:
-                prompts[job.text, job.question] = form.prompt(job.text, job.question)
-            taus[k] = Trajectory(job.instruction, job.question, job.group, [], 0)
-            taus[k].observe(prompts[job.text, job.question])
-            taus[k].prompt_tokens = len(taus[k].ids)
-            tools[k] = task.reset(job.question)
-            ready.append(k)
-        if not (ready or generating or waiting):
-            break
-        for k in ready:
-            if len(taus[k].ids) > cfg.max_prompt:  # CHOICE-20
-                taus[k].stop = "length"
-                ended += 1
-        contexts = {k: taus[k].ids for k in ready if not taus[k].stop}
-        generating += len(contexts)
+            episodes[k] = playing[k] = Episode(task, form, job, prompt(job.text, job.question), cfg)
+            settle(k)
+        contexts = {k: e.tau.ids for k, e in playing.items() if not (k in generating or e.call)}
+        generating |= contexts.keys()
         # A row calls its tool the moment its turn ends, while other rows still generate.
         for k, ids, logps in engine.generate(contexts, cfg.max_response, temperature):
-            generating -= 1
-            tau = taus[k]
-            tau.act(ids, logps)
-            said[k] = form.read(ids, tools[k])
-            turn, tool = Turn(said[k].text), said[k].tool
-            tau.turns.append(turn)
-            tau.prediction = said[k].answer
-            if tau.prediction is not None:
-                tau.stop = "answer"
-            elif tool:
-                turn.tool, turn.argument = tool.tag, said[k].argument
-            if not tau.stop and len(tau.turns) > max_turns:  # CHOICE-1 CHOICE-21
-                tau.stop = "turns"
-            if tau.stop:
-                ended += 1
-                progress(ended)
-            else:
-                waiting[k] = tool.submit(turn.argument) if tool else None
+            generating.remove(k)
+            episodes[k].act(ids, logps)
+            settle(k)
+        calls = [e.call for e in playing.values() if e.call]
+        # With all results back the next batch is independent of timing. Any other engine waits only if it has no row.
+        if engine.lockstep or len(calls) == len(playing):
+            wait(calls, return_when=ALL_COMPLETED if engine.lockstep else FIRST_COMPLETED)
+        for k in [k for k, e in playing.items() if e.call and e.call.done()]:
+            episodes[k].receive()
+            settle(k)
 
-        ready = []
-        for k in _returned(waiting, everyone=engine.lockstep, idle=not generating):
-            tau, tool, result = taus[k], said[k].tool, waiting.pop(k)
-            if tool is None or result is None:
-                tau.observe(form.invalid(said[k]))
-            else:
-                tau.turns[-1].result = found = result.result()
-                tau.observe(form.result(said[k], found, cfg.max_observation))
-                if tool.over:
-                    tau.stop = "over"
-                    ended += 1
-                    progress(ended)
-                    continue
-            ready.append(k)
-
-    for k, tau in taus.items():
-        tau.response = form.response(tau.ids[tau.prompt_tokens :])
-        task.ended(tau, tools[k])
-    return taus
-
-
-def _returned(waiting: dict[int, Future[list[str]] | None], everyone: bool, idle: bool) -> list[int]:
-    """Returns the rows whose result is back, in the order of the jobs.
-
-    `everyone` waits for all of them, which makes the next batch independent of timing; an idle engine waits for one.
-    """
-    calls = [result for result in waiting.values() if result]
-    if everyone or (idle and len(calls) == len(waiting)):
-        wait(calls, return_when=ALL_COMPLETED if everyone else FIRST_COMPLETED)
-    return sorted(k for k, result in waiting.items() if result is None or result.done())
+    for e in episodes.values():
+        e.tau.response = form.response(e.tau.ids[e.tau.prompt_tokens :])
+        task.finish(e.tau)
+    return {k: e.tau for k, e in episodes.items()}

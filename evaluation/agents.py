@@ -17,7 +17,7 @@ from plumbing.outside import without_secrets
 from plumbing.servers import Servers
 from plumbing.trust import check_origin
 from rollout import rollout
-from tasks import Job, Question, Task, Trajectory
+from tasks import Job, Question, Task, Trajectory, first_instruction
 
 # Flags of inspo.py that matter here; a run's own values are the defaults. The second half changes no result.
 PLAYED = (
@@ -145,14 +145,11 @@ def method_of(chosen: Subject, methods: Mapping[str, Method]) -> str:
 
 def instruction_of(chosen: Subject, task: Task, method: Method, file: str = "") -> str:
     """Returns the instruction to play under: that in `file`, I_star, or the first one of the run or the task."""
-    file = file or ("" if method.I_star else task.cfg.instruction)
     if file:
-        if not Path(file).is_file():
-            raise Fault(f"--instruction {file}: no such file; give another")
         return read_instruction("instruction", file)
     if method.I_star and not chosen.I_star:
         raise Fault(f"{chosen.name} has no I_star.txt to play under; give an instruction with --instruction")
-    return chosen.I_star if method.I_star else task.instruction
+    return chosen.I_star if method.I_star else first_instruction(task)
 
 
 @contextlib.contextmanager

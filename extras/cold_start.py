@@ -92,8 +92,7 @@ def conversation(row: Any, task: Task) -> tuple[list[Message], list[Turn]]:
             if not last or last.result is not None:
                 raise ValueError(f"message {n} is a tool's, but no assistant message before it calls one; add the call")
             if not last.tool:
-                calls = " or ".join(task.format.call(tool) for tool in task.tools)
-                remedy = f"write {calls} there" if tools else "the task has no tools (--tools)"
+                remedy = f"call {' or '.join(tools)} there" if tools else "the task has no tools (--tools)"
                 raise ValueError(f"message {n} is a tool's, but message {n - 1} calls none; {remedy}")
             last.result = [untagged(content, *task.format.results([tools[last.tool]]))]
         elif turns:

@@ -83,7 +83,9 @@ def row_of(task: Task, instruction: str, q: Question, played: Row) -> Row:
             tool = tools[turn["tool"]]
             pattern = control(words, (*form.results([tool]), *tags))
             shown = tool.show([as_data(text, pattern) for text in turn["result"]])
-            messages.append({"role": "tool", "content": form.shown(tool, shown)})
+            if form.stop(task):  # calls and results are in tags
+                shown = f"<{tool.result_tag}>{shown}</{tool.result_tag}>"
+            messages.append({"role": "tool", "content": shown})
     about = {"id": q.id, "instruction": instruction, "data_source": q.source, "reward": played["reward"]}
     return about | {"messages": messages}
 

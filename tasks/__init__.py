@@ -15,24 +15,28 @@ import sys
 import zlib
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
-from config import Config
+from config import PRESETS, Config, read_instruction
 from plumbing.faults import Fault, together
 from plumbing.stop import may_stop
 from tasks.formats import Tags
-from tasks.functions import SchemaTool, TypedFunction, equipped
-from tasks.hermes import Hermes
 from tasks.tools import Tool, unusable
 
 T = TypeVar("T")
 Message = dict[str, str]  # {"role": "system" or "user", "content": ...}
-FORMATS: dict[str, type[Tags]] = {"tags": Tags, "hermes": Hermes}
+FORMATS = {"tags": "tasks.formats:Tags", "hermes": "extras.plugs.hermes:Hermes"}  # --format
+# What else is imported by name alone, by the runs that ask for it: module:function.
+PLUGS = {
+    "function": "tasks.functions:tools_of",  # --tools module:function
+    "mcp": "extras.plugs.mcp:tools_of",  # --tools mcp:...
+    "environment": "extras.plugs.environment:task_of",  # --task module:Class, a class as TRL has them
+}
 
 
 @dataclass(frozen=True)
@@ -83,10 +87,10 @@ class Trajectory:
     logps: list[float] = field(default_factory=list)  # the engine's log-probabilities; 0 where mask is 0
     acted: list[int] = field(default_factory=list)  # how many tokens each turn sampled
     turns: list[Turn] = field(default_factory=list)
-    stop: str = ""  # why it ended: "answer", "over" (a tool ended it), "turns" (none left), "length" (context full)
+    stop: str = ""  # why it ended: "answer", "over" (the task ended it), "turns" (none left), "length" (context full)
     response: str = ""  # everything after the prompt
     prediction: str | None = None
-    state: Any = None  # what the task keeps of the episode, plain data
+    state: Any = None  # the episode's, for the task alone; in the end plain data
     reward: float = 0.0  # r(tau)
     failed: bool = False  # as the task defines it
     advantage: float = 0.0  # A-hat
@@ -136,7 +140,7 @@ class Task(ABC):
     Every rank makes one from the configuration. Rank 0 alone reads questions, starts servers, rewards and measures.
     """
 
-    tools: Sequence[Tool]  # what the policy can call: tags, stop strings and messages derive from them; () for none
+    tools: Sequence[Tool] = ()  # what the policy can call: tags, stop strings and messages derive from them
     instruction: str = "Answer inside <answer> and </answer>."  # without --instruction
     best_reward: ClassVar[float] = 1.0  # the highest that there is: below it a trajectory has failed
 
@@ -146,7 +150,8 @@ class Task(ABC):
     @property
     def format(self) -> type[Tags]:
         """How calls, answers and results are written (--format)."""
-        return FORMATS[self.cfg.format]
+        found: type[Tags] = load(f"--format {self.cfg.format}", FORMATS.get(self.cfg.format, self.cfg.format), "class")
+        return found
 
     def check(self) -> None:
         """Raises Fault if something that `start` will need is missing; on rank 0, before anything is loaded."""
@@ -174,12 +179,11 @@ class Task(ABC):
         content = f"{instruction}\n\nQuestion: {question.text}\n"  # CHOICE-31
         return [{"role": "user", "content": content}]
 
-    def reset(self, question: Question) -> Sequence[Tool]:
-        """Returns the tools of a new episode, of the tags of `tools`; by default those, which have no state."""
-        return self.tools
+    def reset(self, question: Question) -> Any:
+        """Returns the state with which an episode begins: `tau.state`, which tools may read and change."""
 
-    def ended(self, tau: Trajectory, tools: Sequence[Tool]) -> None:
-        """Looks at the tools of an episode that has ended; what `reward` needs of their state goes to tau.state."""
+    def finish(self, tau: Trajectory) -> None:
+        """Ends an episode: `tau.state` must be plain data from here on, since it is sent between processes."""
 
     @abstractmethod
     def reward(self, taus: Sequence[Trajectory]) -> list[float]:
@@ -205,90 +209,69 @@ class Task(ABC):
 
 
 def load_task(cfg: Config) -> Task:
-    """Returns the task that --task names; a Fault says what is wrong with it."""
+    """Returns the task that --task, --tools and --reward name. Raises Fault, or what the task's own code raises."""
     where = f"--task {cfg.task}"
-    module, name, kind = imported(where, cfg.task, "Class, for example mygame:Game for class Game in mygame.py")
-    if isinstance(kind, type) and not issubclass(kind, Task) and callable(getattr(kind, "reset", None)):
-        from tasks.environment import played  # here: it extends Task
-
-        kind = played(kind)
-    if not (isinstance(kind, type) and issubclass(kind, Task)):
-        raise Fault(f"{where}: {name} is no class in {module} that extends tasks.Task")
-    if functions := [spec for spec in cfg.tools.split(",") if ":" in spec]:
-        kind = equipped(kind, functions_of(functions))
-        own = ",".join(spec for spec in cfg.tools.split(",") if spec not in functions)
-        cfg = replace(cfg, tools=own or "none")
+    kind = load(where, cfg.task, "class")
+    if not issubclass(kind, Task):
+        if not hasattr(kind, "reset"):
+            raise Fault(f"{where}: it extends neither tasks.Task nor has a reset(), as TRL's environments have")
+        kind = load(where, PLUGS["environment"], "function")(kind)
     if cfg.reward:
-        kind = rewarded(kind, cfg.reward)
-    if missing := sorted(getattr(kind, "__abstractmethods__", ())):
-        raise Fault(f"{where}: {name} has no {' and no '.join(missing)}; define {'it' if len(missing) < 2 else 'them'}")
+        kind = with_reward(kind, cfg.reward)
+    specs = [spec for spec in cfg.tools.split(",") if ":" in spec]
+    if specs:  # the task gets those that have no module
+        cfg = replace(cfg, tools=",".join(spec for spec in cfg.tools.split(",") if ":" not in spec) or "none")
     task: Task = kind(cfg)
-    if not isinstance(getattr(task, "tools", None), Sequence):
-        raise Fault(f"{where}: {name} has no list of tools; set `tools`, to () for a task of one turn")
-    if wrong := [tool for tool in task.tools if not isinstance(tool, Tool)]:
-        raise Fault(f"{where}: {wrong[0]!r} among its tools is no tasks.tools.Tool")
+    for spec in specs:
+        tools_of = load("--tools", PLUGS["mcp" if spec.startswith("mcp:") else "function"], "function")
+        task.tools = [*task.tools, *tools_of(spec.removeprefix("mcp:").strip(), f"--tools {spec}")]
     if fault := unusable(task.tools, COLUMNS):
         raise Fault(f"{where}: {fault}")
     return task
 
 
-def imported(where: str, spec: str, example: str) -> tuple[str, str, Any]:
-    """Returns module, name and object of "module:name", or None for an object that the module lacks; Fault if there is
-    no such module. The working directory is searched last."""
+def load(where: str, spec: str, kind: str) -> Any:
+    """Returns the "class" or "function" of "module:name"; the working directory is searched last. Raises Fault."""
     module, _, name = spec.partition(":")
     if not module or module.startswith(".") or not name:
-        raise Fault(f"{where}: give it as module:{example}")
+        raise Fault(f"{where}: give it as module:name, for a {kind} in module.py")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        return module, name, getattr(importlib.import_module(module), name, None)
+        found = getattr(importlib.import_module(module), name, None)
     except ImportError as e:
         raise Fault(f"{where}: {module} cannot be imported ({e}); run in the directory that it is in") from None
+    if not callable(found) or isinstance(found, type) != (kind == "class"):
+        raise Fault(f"{where}: {name} is no {kind} in {module}")
+    return found
 
 
-def functions_of(specs: Sequence[str]) -> list[SchemaTool]:
-    """Returns the functions and servers that --tools names, as tools; Fault if one is none, or two have one name."""
-    found: dict[str, SchemaTool] = {}
-    for spec in specs:
-        where = f"--tools {spec}"
-        if spec.startswith("mcp:"):
-            from tasks.mcp import tools_of  # here: its package is not everyone's
-
-            some: Sequence[SchemaTool] = tools_of(spec.removeprefix("mcp:").strip(), where)
-        else:
-            module, name, function = imported(
-                where, spec, "function, for example weather:forecast for one in weather.py"
-            )
-            if not callable(function) or isinstance(function, type):
-                raise Fault(f"{where}: {name} is no function in {module}")
-            some = [TypedFunction(function, where)]
-        for tool in some:
-            if tool.tag in found:
-                raise Fault(f"{where}: another tool is called {tool.tag}; rename one of them")
-            found[tool.tag] = tool
-    return list(found.values())
-
-
-def rewarded(kind: type[Task], spec: str) -> type[Task]:
+def with_reward(kind: type[Task], spec: str) -> type[Task]:
     """Returns the task with the reward of --reward: a function, async or not, that returns a number for each of the
     trajectories it gets. Its attribute `best_reward`, if it has one, replaces the task's."""
-    where = f"--reward {spec}"
-    module, name, score = imported(where, spec, "function, for example grades:brief for brief(taus) in grades.py")
-    if not callable(score) or isinstance(score, type):
-        raise Fault(f"{where}: {name} is no function in {module}")
+    score = load(f"--reward {spec}", spec, "function")
 
     def reward(self: Task, taus: Sequence[Trajectory]) -> list[float]:
-        found = score(taus)
-        if inspect.isawaitable(found):
-            found = asyncio.run(_waited(found))
-        return found.tolist() if hasattr(found, "tolist") else found  # type: ignore[no-any-return]
+        rewards = score(taus)
+        if inspect.iscoroutine(rewards):
+            rewards = asyncio.run(rewards)
+        return list(rewards)
 
     own = {"reward": reward, "best_reward": getattr(score, "best_reward", kind.best_reward)}
     return type(kind.__name__, (kind,), own | {"__module__": kind.__module__})
 
 
-async def _waited(found: Awaitable[Any]) -> Any:
-    return await found
+def first_instruction(task: Task) -> str:
+    """Returns the instruction with which a run begins: that of --instruction, else the task's. Raises Fault.
+
+    A task with an instruction of its own keeps it where --instruction is only a preset's.
+    """
+    text, file = task.instruction, task.cfg.instruction
+    author = next(kind for kind in type(task).__mro__ if "instruction" in vars(kind)).__module__.partition(".")[0]
+    own = author != "tasks" or "instruction" in vars(task)
+    if file and not (own and file in [preset.get("instruction") for preset in PRESETS.values()]):
+        text = read_instruction("instruction", file)
+    return task.format.first(text, task)
 
 
 def check_questions(task: Task) -> None:
@@ -297,13 +280,11 @@ def check_questions(task: Task) -> None:
 
 
 def _check_split(task: Task, split: str) -> None:
-    questions = task.questions(split)
-    if not questions and split != "valid":
+    ids = Counter(q.id for q in task.questions(split))
+    if not ids and split != "valid":
         raise Fault(f"--task {task.cfg.task}: there are no questions to {split} on; return at least one")
-    id, n = Counter(q.id for q in questions).most_common(1)[0] if questions else ("", 0)
-    if n > 1:
-        purpose = {"valid": "validate"}.get(split, split)
-        raise Fault(f"--task {task.cfg.task}: {n} questions to {purpose} on have the id {id!r}; make it unique")
+    if twice := [id for id, n in ids.items() if n > 1]:
+        raise Fault(f"--task {task.cfg.task}: several {split} questions have the id {twice[0]!r}; make it unique")
 
 
 def reward(task: Task, taus: Sequence[Trajectory]) -> None:
@@ -311,11 +292,10 @@ def reward(task: Task, taus: Sequence[Trajectory]) -> None:
     with may_stop():  # a judge may take minutes
         rewards = task.reward(taus)
     where = f"--reward {task.cfg.reward}: the reward" if task.cfg.reward else f"--task {task.cfg.task}: its reward"
-    if not isinstance(rewards, Sequence) or len(rewards) != len(taus):
-        n = len(rewards) if isinstance(rewards, Sequence) else type(rewards).__name__
-        raise Fault(f"{where} returned {n} for {len(taus)} trajectories; return a list with a number for each")
+    if len(rewards) != len(taus):
+        raise Fault(f"{where} returned {len(rewards)} for {len(taus)} trajectories; return a number for each")
     for tau, r in zip(taus, rewards, strict=True):
-        if isinstance(r, str) or not _finite(r):
+        if not _finite(r):
             raise Fault(f"{where} of question {tau.question.id} is {r!r}; return a finite number")
         tau.reward = float(r)
         tau.failed = bool(task.failed(tau))
@@ -332,23 +312,19 @@ COLUMNS = set(
 def measure(task: Task, taus: Sequence[Trajectory]) -> list[dict[str, float]]:
     """Returns the metrics of rewarded trajectories; Fault if their names differ or one is no number."""
     rows = [task.metrics(tau) for tau in taus]
+    taken = COLUMNS | {tool.plural for tool in task.tools}
     for tau, row in zip(taus, rows, strict=True):
         where = f"--task {task.cfg.task}: its metrics of question {tau.question.id}"
-        if not row or not isinstance(row, Mapping):
-            raise Fault(f"{where} are {row!r}; return a dict of at least one number by its name")
-        if list(row) != list(rows[0]):
-            raise Fault(f"{where} are {', '.join(row)}, those of {taus[0].question.id} {', '.join(rows[0])}; return the"
-                        " same names, in one order, for all")  # fmt: skip
-        if taken := [name for name in row if name in COLUMNS or any(name == tool.plural for tool in task.tools)]:
-            raise Fault(f"{where}: {taken[0]} is measured of every run; give it another name")
-        if wrong := [name for name, x in row.items() if isinstance(x, str) or not _finite(x)]:
-            raise Fault(f"{where}: {wrong[0]} is {row[wrong[0]]!r}; return finite numbers")
+        if not row or list(row) != list(rows[0]) or not all(map(_finite, row.values())):
+            raise Fault(f"{where} are {row}, the first {rows[0]}; return finite numbers of the same names for all")
+        if not taken.isdisjoint(row):
+            raise Fault(f"{where}: {min(taken & row.keys())} is measured of every run; give it another name")
     return [{name: float(x) for name, x in row.items()} for row in rows]
 
 
-def _finite(x: object) -> bool:
+def _finite(x: Any) -> bool:
     try:
-        return math.isfinite(float(x))  # type: ignore[arg-type]
+        return math.isfinite(x)
     except (TypeError, ValueError, OverflowError):
         return False
 

@@ -1,6 +1,6 @@
 """How calls, answers and results are written, between texts that a task knows and ids that the policy reads and writes.
 
-`Tags` is the paper's (§2.1, App. F). tasks/hermes.py has the other one that `--format` names, with the same methods.
+`Tags` is the paper's (§2.1, App. F). Another one that `--format` names is a subclass (extras/plugs/hermes.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from plumbing.chat import in_template
 from plumbing.outside import as_data, control, in_texts
-from tasks.functions import SchemaTool
 from tasks.tools import ANSWER, Tool, find_call, invalid_action, last_answer, stop_strings, tags_of
 
 if TYPE_CHECKING:
@@ -57,16 +56,6 @@ def lost(candidate: str, parent: str, names: Sequence[str]) -> str:
     """Returns which tag of these names a candidate instruction lacks and its parent has, as a reason; "" if none."""
     tags = [f"<{slash}{name}>" for name in names for slash in ("", "/")]
     return next((f"lost {tag}" for tag in tags if tag in parent and tag not in candidate), "")
-
-
-def explained(instruction: str, tools: Sequence[Tool]) -> str:
-    """Returns an instruction followed by how to call those of these tools that have a schema."""
-    known = [tool for tool in tools if isinstance(tool, SchemaTool)]
-    if not known:
-        return instruction
-    tags = sorted({f"<{tool.result_tag}> and </{tool.result_tag}>" for tool in known})
-    usage = "\n".join(tool.usage() for tool in known)
-    return f"{instruction}\n\nTools, whose results come between {' or '.join(tags)}:\n{usage}"
 
 
 @dataclass(frozen=True)
@@ -118,7 +107,11 @@ class Tags:
         How the task's functions are called follows the instruction and is no part of it: whatever the optimizer
         revises, the policy knows its tools.
         """
-        return task.prompt(explained(instruction, task.tools), question)
+        usage = {tool.usage(): f"<{tool.result_tag}> and </{tool.result_tag}>" for tool in task.tools if tool.usage()}
+        if usage:
+            tags = " or ".join(sorted(set(usage.values())))
+            instruction = "\n".join([f"{instruction}\n\nTools, whose results come between {tags}:", *usage])
+        return task.prompt(instruction, question)
 
     @classmethod
     def options(cls, task: Task, instruction: str) -> Mapping[str, Any]:
@@ -130,16 +123,6 @@ class Tags:
         """Returns what the text of a turn says to these tools; an answer counts before a call. `ended`: as turns do."""
         tool, argument = find_call(text, tools) or (None, "")
         return Said(text, last_answer(text), tool, argument, ended)
-
-    @classmethod
-    def call(cls, tool: Tool) -> str:
-        """Returns how a tool is called, for people to read."""
-        return f"<{tool.tag}> {tool.argument} </{tool.tag}>"
-
-    @classmethod
-    def shown(cls, tool: Tool, result: str) -> str:
-        """Returns a result as the content of a tool's message."""
-        return f"<{tool.result_tag}>{result}</{tool.result_tag}>"
 
     # ---- with the policy's tokenizer
 
@@ -156,9 +139,9 @@ class Tags:
         messages = self.messages(self.task, instruction, replace(question, text=text))
         return conversation_ids(self.tokenizer, messages, **self.options(self.task, instruction))
 
-    def read(self, ids: Sequence[int], tools: Sequence[Tool]) -> Said:
-        """Returns what a sampled turn says to these tools."""
-        return self.parse(self.tokenizer.decode(ids, skip_special_tokens=False), tools)
+    def read(self, ids: Sequence[int]) -> Said:
+        """Returns what a sampled turn says."""
+        return self.parse(self.tokenizer.decode(ids, skip_special_tokens=False), self.task.tools)
 
     def result(self, said: Said, result: list[str], limit: int) -> list[int]:
         """Returns the ids between a call and the next turn: the result, as `limit` tokens at most."""

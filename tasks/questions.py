@@ -13,7 +13,7 @@ from typing import Any
 
 from plumbing.faults import Fault
 from plumbing.hub import fetched
-from plumbing.outside import decoded
+from plumbing.outside import clean, decoded
 from plumbing.parquet import parquet_rows
 from tasks import Question
 
@@ -31,32 +31,23 @@ def load_questions(path: str | Path, skip: Callable[[str], None] | None = None) 
     """
     path = fetched(str(path))
     read = {".jsonl": json_lines, ".parquet": _read_parquet}.get(path.suffix)
-    if read is None:
-        raise Fault(f"{path}: unknown suffix {path.suffix!r}; give a .jsonl or a .parquet file")
-    if not path.is_file():
-        raise Fault(f"{path}: no such file; check the path")
-    questions: list[Question] = []
-    lines: dict[tuple[str, str], int] = {}  # (source, id) -> where it stands
+    if read is None or not path.is_file():
+        raise Fault(f"{path}: no such .jsonl or .parquet file; check the path")
+    questions: dict[tuple[str, str], Question] = {}
     for line, row in read(path):
         try:
             q = _question(row, line)
-            if first := lines.get((q.source, q.id)):
-                raise ValueError(f"id {q.id!r} is already that of {path}:{first}; make the ids unique")
+            if (q.source, q.id) in questions:
+                raise ValueError(f"another question of {q.source} has the id {q.id!r}; make the ids unique")
+            questions[q.source, q.id] = q
         except ValueError as fault:
             if skip is None:
                 raise Fault(f"{path}:{line}: {fault}") from None
             skip(f"{path}:{line}: {fault}")
-            continue
-        lines[q.source, q.id] = line
-        questions.append(q)
     if not questions:
         raise Fault(f"{path}: no question in it; give a file with at least one row")
-    shared = Counter(q.id for q in questions)
-    questions = [replace(q, id=f"{q.source}-{q.id}") if shared[q.id] > 1 else q for q in questions]
-    id, n = Counter(q.id for q in questions).most_common(1)[0]
-    if n > 1:
-        raise Fault(f"{path}: {n} questions have the id {id!r}, with their source before it; make the ids unique")
-    return questions
+    shared = Counter(q.id for q in questions.values())
+    return [replace(q, id=f"{q.source}-{q.id}") if shared[q.id] > 1 else q for q in questions.values()]
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, object]]:
@@ -72,10 +63,8 @@ def json_lines(path: Path) -> Iterator[tuple[int, object]]:
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[int, object]]:
-    try:
-        import pyarrow as pa
-    except ImportError:
-        raise Fault(f"{path}: pyarrow is not installed; pip install pyarrow, or give a .jsonl") from None
+    import pyarrow as pa  # here: few files are parquet
+
     try:
         yield from enumerate(parquet_rows(path, COLUMNS), 1)
     except (OSError, pa.ArrowException) as e:
@@ -95,19 +84,14 @@ def _question(row: object, line: int) -> Question:
     if not isinstance(text, str) or not text.strip():
         raise ValueError("no question; fill `question`, or `prompt` with a user message")
     target = _get(row, "reward_model", "ground_truth", "target", default=())
-    golds = _get(row, "golden_answers", default=target)
-    golds = _answers(golds)
+    golds = _answers(_get(row, "golden_answers", default=target))
     if wrong := [g for g in golds if not isinstance(g, str)]:
         raise ValueError(f"gold answer {wrong[0]!r:.80} is not text; write it as a string")
-    golds = tuple(g.strip() for g in golds if g.strip())
+    golds = [g.strip() for g in golds if g.strip()]
     if not golds:
         raise ValueError("no gold answer; fill `golden_answers` or `reward_model.ground_truth.target`")
-    text = text.strip()
-    try:
-        "".join([id, source, text, *golds]).encode()
-    except UnicodeEncodeError:  # JSON can spell half a character; no tokenizer accepts it
-        raise ValueError("half of a surrogate pair; write the whole character") from None
-    return Question(id, text if text.endswith("?") else text + "?", golds, source, _hops(row, source))
+    id, source, text, *golds = clean([id, source, text.strip(), *golds])
+    return Question(id, text if text.endswith("?") else text + "?", tuple(golds), source, _hops(row, source))
 
 
 def _answers(golds: object) -> list[Any]:
@@ -125,13 +109,9 @@ def _listed(golds: object) -> list[Any]:
 
 
 def _hops(row: object, source: str) -> int:
-    """Returns how many facts a question needs, from FlashRAG's metadata or from the name of its source; 0: unknown.
-
-    Raises ValueError.
-    """
-    if steps := _get(row, "metadata", "question_decomposition"):  # MuSiQue
-        if not isinstance(steps, list):
-            raise ValueError(f"metadata.question_decomposition is {steps!r}; make it a list, or leave it out")
+    """Returns how many facts a question needs, from FlashRAG's metadata or from the name of its source; 0: unknown."""
+    steps = _get(row, "metadata", "question_decomposition")  # MuSiQue
+    if isinstance(steps, list) and steps:
         return len(steps)
     if kind := _get(row, "metadata", "type"):  # 2WikiMultihopQA; HotpotQA's "bridge" and "comparison" take two
         return 4 if kind == "bridge_comparison" else 2

@@ -1,5 +1,7 @@
 """The search tool: a client of Search-R1's POST /retrieve, and how a run finds out whether its server is any good."""
 
+from __future__ import annotations
+
 import os
 import queue
 import re
@@ -42,24 +44,20 @@ class Search(Tool):
     tag, noun, argument, plural, result_tag = "search", "a search", "query", "searches", "information"
     description = "Searches a collection of passages and returns those that match the query best."
 
-    def __init__(
-        self,
-        url: str,
-        topk: int,
-        timeout: float = 30,
-        retries: int = 6,
-        backoff: float = 0.5,
-        revive: Callable[[], str] = lambda: "",
-    ):
+    def __init__(self, url: str, topk: int, timeout: float = 30, retries: int = 6, backoff: float = 0.5):
         self.topk = topk
-        self._client = Client(
-            url.split(","), timeout=timeout, retries=retries, backoff=backoff, expects="a Search-R1 answer",
-            revive=revive,
-        )  # fmt: skip
+        self._client_of = partial(
+            Client, timeout=timeout, retries=retries, backoff=backoff, expects="a Search-R1 answer"
+        )
+        self.connect(url)
         self._queue: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._under_way: dict[str, Future[list[str]]] = {}
         self._lock = threading.Lock()
         threading.Thread(target=self._send_batches, daemon=True).start()
+
+    def connect(self, url: str, revive: Callable[[], str] = lambda: "") -> None:
+        """Searches at other servers from now on."""
+        self._client = self._client_of(url.split(","), revive=revive)
 
     @property
     def urls(self) -> list[str]:
@@ -70,7 +68,7 @@ class Search(Tool):
     def faults(self) -> int:
         return self._client.faults
 
-    def submit(self, argument: str) -> "Future[list[str]]":
+    def submit(self, argument: str) -> Future[list[str]]:
         """Returns a Future of the passages' `contents`, best first."""
         query = argument[:4096]  # the server accepts no longer ones
         with self._lock:
@@ -92,19 +90,18 @@ class Search(Tool):
             batch = [self._queue.get()]
             while not self._queue.empty() and len(batch) < 256:
                 batch.append(self._queue.get())
-            results: list[list[str]] = []
-            fault: Exception | None = None
+            results: Sequence[list[str] | Exception]
             try:
                 results = self._retrieve(batch)
             except Exception as e:  # raised by the futures, in the caller's thread
-                fault = e
+                results = [e] * len(batch)
             with self._lock:
                 futures = [self._under_way.pop(query) for query in batch]
-            for k, future in enumerate(futures):
-                if fault:
-                    future.set_exception(fault)
+            for future, result in zip(futures, results, strict=True):
+                if isinstance(result, Exception):
+                    future.set_exception(result)
                 else:
-                    future.set_result(results[k])
+                    future.set_result(result)
 
     def _retrieve(self, queries: list[str]) -> list[list[str]]:
         body = {"queries": queries, "topk": self.topk, "return_scores": True}

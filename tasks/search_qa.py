@@ -18,31 +18,25 @@ SEARCH_R1 = (
     "search as many times as your want. If you find no further external knowledge needed, you can directly provide "
     "the answer inside <answer> and </answer>, without detailed illustrations. For example, <answer> Beijing </answer>."
 )
-IN_TEMPLATE = SEARCH_R1.replace("call a search engine by <search> query </search>", "call the search tool").replace(
-    " between <information> and </information>", ""
-)
-FIRST = {"tags": SEARCH_R1, "hermes": IN_TEMPLATE}
 
 
 class SearchQA(Task):
     """Reads --train, --valid and --test, and searches --corpus or --retriever."""
 
+    instruction: str = SEARCH_R1  # what the paper starts from (App. F)
+
     def __init__(self, cfg: Config):
         super().__init__(cfg)
-        self.instruction = FIRST[cfg.format]  # with tags what the paper starts from (App. F)
-        self.connect("")
+        self.search = Search("", cfg.topk, retries=cfg.search_retries)
+        known: dict[str, Tool] = {"search": self.search, "calculator": Calculator()}
+        names = [] if cfg.tools == "none" else cfg.tools.split(",")
+        if not set(names) <= set(known) or (names and "search" not in names):
+            raise Fault(f"--tools {cfg.tools}: choose search, search with calculator, none, or module:function")
+        self.tools = [known[name] for name in names]
 
     def connect(self, address: str, revive: Callable[[], str] = lambda: "") -> None:
-        """Makes the tools that --tools names; `address`: the URLs to search at, with commas."""
-        self.search = Search(address, self.cfg.topk, retries=self.cfg.search_retries, revive=revive)
-        known: dict[str, Tool] = {"search": self.search, "calculator": Calculator()}
-        names = [] if self.cfg.tools == "none" else self.cfg.tools.split(",")
-        where = f"--tools {self.cfg.tools}"
-        if unknown := [name for name in names if name not in known]:
-            raise Fault(f"{where}: there is no {unknown[0] or 'empty name'}; choose from {', '.join(known)}")
-        if names and "search" not in names:
-            raise Fault(f"{where}: search must be among them, or none alone")
-        self.tools = [known[name] for name in names]
+        """Searches at these URLs, separated by commas."""
+        self.search.connect(address, revive)
 
     def address(self) -> str:
         return ",".join(self.search.urls)

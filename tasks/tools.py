@@ -7,14 +7,20 @@ of the task.
 
 import re
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
+from typing import TYPE_CHECKING
 
 import simpleeval
+
+if TYPE_CHECKING:
+    from tasks import Trajectory
 
 simpleeval.MAX_POWER = 1000  # largest base and exponent, so that no calculation takes long
 ANSWER = "answer"  # the tag that ends a trajectory
 WORDS = ("tag", "noun", "argument", "plural", "result_tag")
+TAG = re.compile(r"[^\W\d][\w-]*")
 LAST_ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)  # innermost, complete
 
 
@@ -27,16 +33,23 @@ class Tool(ABC):
     plural: str  # searches: its metric
     result_tag: str  # information
     description: str = ""  # what it does, where a format describes it (--format hermes); "": made of its noun
-    over: bool = False  # whether the episode has ended: after this result the policy has no further turn
 
     @property
     def faults(self) -> int:
         """Requests that have failed so far."""
         return 0
 
+    def of(self, tau: "Trajectory") -> "Tool":
+        """Returns the tool as an episode has it, for one that reads or changes `tau.state`."""
+        return self
+
     @abstractmethod
     def submit(self, argument: str) -> "Future[list[str]]":
         """Returns a Future of the result, a list of texts. It raises ToolDown if there is no result."""
+
+    def usage(self) -> str:
+        """Returns how to call it, for every prompt; "": an instruction says it."""
+        return ""
 
     def show(self, result: list[str]) -> str:
         """Returns the text of a result as the policy reads it, without its tag."""
@@ -73,26 +86,21 @@ class Calculator(Function):
 
 
 def unusable(tools: Sequence[Tool], columns: Collection[str] = ()) -> str:
-    """Returns what is wrong with the tools of a task; "" if nothing is. `columns`: names that no metric can have."""
+    """Returns what is wrong with the words of a task's tools; "" if nothing is. `columns`: names that no metric can
+    have. Raises AttributeError where a tool lacks a word."""
+    tags = Counter(["think", ANSWER, *(tool.tag for tool in tools)])
+    plurals = Counter([*columns, *(tool.plural for tool in tools)])
     for tool in tools:
-        name = type(tool).__name__
-        for word in WORDS:
-            said = getattr(tool, word, None)
-            if not isinstance(said, str) or not said.strip():
-                return f"its tool {name} has no {word}; give it the words {', '.join(WORDS)}"
-            if word.endswith("tag") and not re.fullmatch(r"[^\W\d][\w-]*", said):
-                return f"its tool {name} has the {word} {said!r}; a tag is letters, digits, - and _"
-        if tool.plural in columns:
-            return f"its tool {name} has the plural {tool.plural!r}, which is measured of every run; take another word"
-    tags = ["think", ANSWER, *(tool.tag for tool in tools)]
-    for k, tool in enumerate(tools):
-        shared = {
-            "tag": tool.tag in tags[: k + 2],
-            "result_tag": tool.result_tag in tags,
-            "plural": tool.plural in [other.plural for other in tools[:k]],
+        right = {
+            "tag": TAG.fullmatch(tool.tag) and tags[tool.tag] == 1,
+            "noun": tool.noun.strip(),
+            "argument": tool.argument.strip(),
+            "plural": tool.plural.strip() and plurals[tool.plural] == 1,
+            "result_tag": TAG.fullmatch(tool.result_tag) and not tags[tool.result_tag],
         }
-        for word in (word for word in shared if shared[word]):
-            return f"its tool {type(tool).__name__} has the {word} {getattr(tool, word)!r} of another; give it its own"
+        for word in (word for word in WORDS if not right[word]):
+            rule = "tags are letters, digits, - and _, and no tag or plural is another's or the name of a column"
+            return f"its tool <{tool.tag}> has the {word} {getattr(tool, word)!r}; {rule}"
     return ""
 
 

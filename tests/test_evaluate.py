@@ -28,10 +28,10 @@ from evaluation.identity import model_at
 from journal.directory import read_jsonl
 from plumbing.faults import EngineFault, Fault, Outage
 from plumbing.servers import Child
-from tasks import Question, Task
+from tasks import Question
+from tasks.game import Game
 from tasks.questions import em, f1, load_questions
 from tasks.search import Search
-from tasks.tools import Function
 
 WORLD = HERE / "world" / "files"
 
@@ -267,24 +267,13 @@ def test_a_ctrl_c_ends_an_evaluation_in_one_line_at_any_moment(tmp_path, seconds
 # ---- another task
 
 
-class Dice(Function):
-    """Ends an episode at the sum of its question; what was rolled is kept between the turns of one episode alone."""
+class Rolling(Game):
+    """Ends an episode at the sum of its question, whose state is what is missing.
+
+    The world's first policy writes all words of the question: a goal of 1 is reached, 99 is not.
+    """
 
     tag, noun, argument, plural, result_tag = "search", "a roll", "number", "rolls", "information"
-
-    def __init__(self, goal=0):
-        self.goal, self.sum = goal, 0
-
-    def run(self, argument):
-        self.sum += len(argument.split())
-        self.over = self.sum >= self.goal
-        return f"{self.sum} of {self.goal}"
-
-
-class Rolling(Task):
-    """The world's first policy writes all words of the question: a goal of 1 is reached, 99 is not."""
-
-    tools = (Dice(),)
     down, names = False, ("reached", "missing")
 
     def questions(self, split):
@@ -292,10 +281,13 @@ class Rolling(Task):
         return [Question(f"{split}-{goal}", text, data=goal) for goal in (1, 99, 2)[: {"test": 3, "train": 1}[split]]]
 
     def reset(self, question):
-        return [Dice(question.data)]
+        return question.data
 
-    def ended(self, tau, tools):
-        tau.state = max(0, tools[0].goal - tools[0].sum)
+    def step(self, tau, move):
+        tau.state = max(0, tau.state - len(move.split()))
+        if not tau.state:
+            tau.stop = "over"
+        return f"{tau.question.data - tau.state} of {tau.question.data}"
 
     def reward(self, taus):
         if self.down:

@@ -15,14 +15,14 @@ import evaluate
 import inspo
 from config import WORLD, Config
 from evaluation.agents import Subject, agent
+from extras.plugs.hermes import IN_TEMPLATE, schema_of
 from journal.directory import read_jsonl
 from plumbing.faults import Fault
 from reflect import candidates
 from rollout import rollout
-from tasks import Job, Question, Task, load_task
+from tasks import Job, Question, Task, first_instruction, load_task
 from tasks.functions import TypedFunction
-from tasks.hermes import schema_of
-from tasks.search_qa import SearchQA
+from tasks.search_qa import SEARCH_R1, SearchQA
 from tasks.tools import Calculator, Function
 
 ASKED = Question("q-0", "Who designed the Sydney Opera House?", ("Jørn Utzon",), "fixture")
@@ -298,7 +298,7 @@ def test_a_task_s_own_rules_and_functions_are_in_the_template_s_places():
     task = load_task(Config(tools="search,test_hermes:forecast", format="hermes"))
     assert "Tools, whose" not in str(task.format.messages(task, "Go.", ASKED))
     named = [f["function"]["name"] for f in task.format.options(task, "Go.")["tools"]]
-    assert named == ["search", "forecast"] and "<search>" not in task.instruction
+    assert named == ["search", "forecast"] and "<search>" not in first_instruction(task)
 
 
 def test_what_the_optimizer_reads_has_no_control_tokens_and_results_that_can_be_cut():
@@ -388,7 +388,7 @@ def test_an_instruction_of_the_other_format_is_one_line():
     task = SearchQA(Config(format="hermes", instruction="i.txt"))
     with pytest.raises(Fault, match="--instruction i.txt: its instruction calls with <search>"):
         task.format.first("Call <search> query </search>.", task)
-    assert task.format.first(task.instruction, task) == task.instruction
+    assert task.format.first(SEARCH_R1, task) == task.format.first(IN_TEMPLATE, task) == IN_TEMPLATE
 
 
 # ---- --evolve tools
@@ -431,11 +431,11 @@ def test_the_policy_reads_evolved_descriptions_in_the_template_s_place_and_else_
         (lambda text: text.replace("Answer the question.", "Answer well."), ""),
         (lambda text: text.replace("Computes", "Quickly computes"), ""),
         (lambda text: text.replace("\n<tool_calculate>", "\n\n\n<tool_calculate>"), ""),
-        (lambda text: text.partition("\n<tool_calculate>")[0], "has no <tool_calculate>...</tool_calculate>"),
-        (lambda text: text + "\n<tool_search>twice</tool_search>", "has 2 <tool_search>...</tool_search>"),
-        (lambda text: text + "\n<tool_browse>New.</tool_browse>", "describes a tool browse that there is not"),
-        (lambda text: re.sub("Computes[^<]*", " ", text), "has nothing in <tool_calculate>"),
-        (lambda text: text.replace("</tool_search>", ""), "has no <tool_search>...</tool_search>"),
+        (lambda text: text.partition("\n<tool_calculate>")[0], "describes search in sections <tool_...>, not search,"),
+        (lambda text: text + "\n<tool_search>twice</tool_search>", "describes search, calculate, search in"),
+        (lambda text: text + "\n<tool_browse>New.</tool_browse>", "describes search, calculate, browse in"),
+        (lambda text: re.sub("Computes[^<]*", " ", text), "describes search in"),
+        (lambda text: text.replace("</tool_search>", ""), "describes calculate in"),
         (lambda text: text + "</tool_search>", "has </tool_search> without its other half"),
         (lambda text: text + "\nGood luck.", "does not end with its tools' descriptions"),
         (lambda text: text.partition("\n\n")[2], "does not end with its tools' descriptions"),
@@ -465,7 +465,7 @@ def test_without_evolve_tools_such_sections_are_nothing_that_is_asked_for():
 @pytest.mark.parametrize(
     "task, text, says",
     [
-        (evolving(), f"{INSTRUCTION} <tool_search>a</tool_search>", "has no <tool_calculate>"),
+        (evolving(), f"{INSTRUCTION} <tool_search>a</tool_search>", "describes search in"),
         (Chat(evolve="tools", tools="none"), INSTRUCTION, "--evolve tools: the task has none (--tools none)"),
     ],
 )
@@ -508,7 +508,7 @@ def test_a_run_evolves_descriptions_and_its_doors_know_the_format(tmp_path, monk
     assert len({I["text"] for I in born}) >= 2 and all(not task.format.unfit(I["text"], "", task) for I in born)
     assert any("Searches, 2 times, " in I["text"] for I in born)  # a revision of the second call
     refused = [why["reason"] for row in read_jsonl(run / "reflections.jsonl") for why in row.get("rejected", [])]
-    assert refused and all("has no <tool_search>...</tool_search>" in why for why in refused)
+    assert refused and all("describes no tool in sections" in why for why in refused)
     with gzip.open(run / "trajectories" / "step-000001.jsonl.gz", "rt") as file:
         rows = [json.loads(line) for line in file]
     assert len(rows) == 4 and any("<tool_response>\nYour turn was cut off" in row["response"] for row in rows)

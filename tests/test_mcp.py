@@ -19,7 +19,7 @@ from tasks.tools import stop_strings
 
 pytest.importorskip("mcp", reason="the MCP SDK is not installed here: pip install -r requirements-mcp.txt")
 
-from tasks.mcp import tools_of  # noqa: E402
+from extras.plugs.mcp import tools_of  # noqa: E402
 
 SERVER = Path(__file__).parent / "mcp_server.py"
 COMMAND = f"{sys.executable} {SERVER}"
@@ -134,7 +134,7 @@ def test_a_server_that_stays_away_stops_the_run_and_is_named(http):
     "target, says",
     [
         (f"{COMMAND} --lie type", "schema of its tool add"), (f"{COMMAND} --lie keyword", "schema of its tool add"),
-        (f"{COMMAND} --lie name", "1st"), (f"{COMMAND} --lie silent", "add has no description"),
+        (f"{COMMAND} --lie silent", "add has no description"),
         (f"{COMMAND} --lie none", "it has no licence"), ("/no/such/program", "/no/such/program"),
         ("http://127.0.0.1:9/mcp", "http://127.0.0.1:9"), ("", "no URL"),
     ],
@@ -151,8 +151,10 @@ def test_a_task_has_the_server_s_tools_beside_its_own():
     assert "</add>" in stop_strings(task.tools)
     [message] = task.format.messages(task, "Answer.", Question("q", "What is it?"))
     assert "<add> " in message["content"] and "Adds two numbers." in message["content"]
-    with pytest.raises(Fault, match="another tool is called add"):
+    with pytest.raises(Fault, match="its tool <add> has the tag 'add'; "):
         load_task(Config(tools=f"mcp:{COMMAND},mcp:{COMMAND} "))
+    with pytest.raises(Fault, match="its tool <1st> has the tag '1st'; tags are"):
+        load_task(Config(tools=f"mcp:{COMMAND} --lie name"))
 
 
 def teardown_module():

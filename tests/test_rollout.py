@@ -17,9 +17,10 @@ from plumbing.servers import Child
 from rollout import prompt_ids, rollout
 from tasks import Job, Question, Task, Turn
 from tasks.formats import observation_ids
+from tasks.game import Game
 from tasks.search import Search
 from tasks.search_qa import SEARCH_R1
-from tasks.tools import Calculator, Function, Tool, invalid_action
+from tasks.tools import Calculator, Tool, invalid_action
 
 ROOT = Path(__file__).parents[1]
 ASKED = Question("q-0", "Who designed the Sydney Opera House?", ("Jørn Utzon",), "fixture")
@@ -482,7 +483,7 @@ def test_progress_counts_every_trajectory_that_ends(tokenizer):
     some = [*jobs(3), Job(0, "long " * 400, ASKED, 3), *jobs(1)]
     cfg = Config(max_prompt=300)
     rollout(engine, tokenizer, Plain(Found("A\nb")), some, cfg, temperature=1, seed=0, progress=seen.append)
-    assert seen == [1, 2, 4, 5]  # the one whose prompt is too long ends without a turn, beside the third
+    assert seen == [1, 2, 3, 4, 5]  # the one whose prompt is too long ends without a turn, before the third
 
 
 # ---- what a task decides
@@ -522,32 +523,31 @@ def test_a_task_may_have_a_system_message_whose_control_tokens_are_data_as_well(
     assert sum(i in special for i in prompt) == 5  # those of the template
 
 
-class Counter(Function):
-    """Counts the calls of its own episode; at the third the episode is over."""
+class Counting(Game):
+    """Counts the calls of an episode, beside a search; at the third the episode is over."""
 
     tag, noun, argument, plural, result_tag = "count", "a count", "word", "counts", "number"
+    questions, reward = Plain.questions, Plain.reward
 
-    def __init__(self, start=0):
-        self.value = start
-
-    def run(self, word):
-        self.value += 1
-        self.over = self.value == 3
-        return f"{word} {self.value}"
-
-
-class Counting(Plain):
-    """A task whose tool has a state in every episode, and which keeps it."""
+    def __init__(self):
+        super().__init__(Config())
+        self.tools = [Found("A\nb"), *self.tools]
 
     def reset(self, question):
-        return [Found("A\nb"), Counter(question.data or 0)]
+        return question.data or 0
 
-    def ended(self, tau, tools):
-        tau.state = {"counted": tools[1].value, "stop": tau.stop, "said": len(tau.response)}
+    def step(self, tau, move):
+        tau.state += 1
+        if tau.state == 3:
+            tau.stop = "over"
+        return f"{move} {tau.state}"
+
+    def finish(self, tau):
+        tau.state = {"counted": tau.state, "stop": tau.stop, "said": len(tau.response)}
 
 
-def test_every_episode_has_tools_of_its_own_whose_state_the_task_keeps(tokenizer):
-    task, call, answer = Counting([Found(), Counter()]), "<count>a</count>", "<answer>x</answer>"
+def test_every_episode_has_a_state_of_its_own_which_the_task_keeps(tokenizer):
+    task, call, answer = Counting(), "<count>a</count>", "<answer>x</answer>"
     further = Question("q-1", "Who?", data=1)
     script = [[call, call, answer], [call, "hm", answer], ["<search>b</search>", answer]]
     asked = [Job(0, "Answer.", ASKED, 0), Job(0, "Answer.", further, 1), Job(0, "Answer.", ASKED, 2)]
@@ -557,17 +557,14 @@ def test_every_episode_has_tools_of_its_own_whose_state_the_task_keeps(tokenizer
     assert "<number>a 1</number>" in taus[0].response and [tau.served("count") for tau in taus] == [2, 1, 0]
     want = [{"counted": n, "stop": "answer", "said": len(tau.response)} for n, tau in zip((2, 2, 0), taus, strict=True)]
     assert [tau.state for tau in taus] == want
-    assert task.tools[1].value == 0 and pickle.loads(pickle.dumps(taus[0])).state == taus[0].state
+    assert pickle.loads(pickle.dumps(taus[0])).state == taus[0].state
 
 
-def test_an_episode_that_its_tool_ends_has_no_further_turn(tokenizer):
+def test_an_episode_that_a_move_ends_has_no_further_turn(tokenizer):
     call, answer = "<count>a</count>", "<answer>x</answer>"
     engine = Script(tokenizer, [call] * 3 + ["never"], [call, answer])
     seen = []
-    taus = rollout(
-        engine, tokenizer, Counting([Found(), Counter()]), jobs(2), Config(), temperature=1, seed=0,
-        progress=seen.append,
-    )  # fmt: skip
+    taus = rollout(engine, tokenizer, Counting(), jobs(2), Config(), temperature=1, seed=0, progress=seen.append)
     assert [(tau.stop, len(tau.turns), tau.prediction) for tau in taus] == [("over", 3, None), ("answer", 2, "x")]
     assert taus[0].response.endswith("\n\n<number>a 3</number>\n\n") and taus[0].state["counted"] == 3
     assert taus[0].invalid == 0 and taus[0].mask[-1] == 0 and seen == [1, 2]

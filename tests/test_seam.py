@@ -7,7 +7,7 @@ import zlib
 import numpy as np
 import pytest
 
-from config import Config
+from config import PRESETS, Config, parse, read_instruction
 from plumbing.faults import Fault
 from tasks import (
     Question,
@@ -16,13 +16,14 @@ from tasks import (
     by_source,
     check_questions,
     draw,
+    first_instruction,
     load_task,
     measure,
     reward,
     rng_of,
     subset,
 )
-from tasks.search_qa import SearchQA
+from tasks.search_qa import SEARCH_R1, SearchQA
 from tasks.tools import Calculator
 
 GAME = """
@@ -50,11 +51,11 @@ class Toolless(Task):
 class OneTool(Game):
     tools = Calculator()
 
-class Wrong(Game):
-    tools = (Calculator,)
-
 class Twice(Game):
     tools = (Calculator(), Calculator())
+
+class Instructed(Game):
+    instruction = "Play."
 
 class Stranger:
     pass
@@ -100,22 +101,17 @@ def test_a_task_s_module_may_lie_in_the_working_directory(tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     "name, says",
     [
-        ("my_game", "give it as module:Class"),
-        ("my_game:", "give it as module:Class"),
-        (":Game", "give it as module:Class"),
-        (".my_game:Game", "give it as module:Class"),
+        ("my_game", "give it as module:name"),
+        ("my_game:", "give it as module:name"),
+        (":Game", "give it as module:name"),
+        (".my_game:Game", "give it as module:name"),
         ("my_game:Game:x", "Game:x is no class in my_game"),
         ("my_gane:Game", "my_gane cannot be imported (No module named 'my_gane')"),
         ("needs:Game", "needs cannot be imported (No module named 'a_package_that_is_not_installed')"),
         ("my_game:Chess", "Chess is no class in my_game"),
-        ("my_game:Stranger", "Stranger is no class in my_game that extends tasks.Task"),
+        ("my_game:Stranger", "it extends neither tasks.Task nor has a reset()"),
         ("my_game:function", "function is no class in my_game"),
-        ("my_game:Half", "Half has no reward; define it"),
-        ("my_game:Neither", "Neither has no questions and no reward; define them"),
-        ("my_game:Toolless", "Toolless has no list of tools; set `tools`, to ()"),
-        ("my_game:OneTool", "OneTool has no list of tools; set `tools`"),
-        ("my_game:Twice", "its tool Calculator has the tag 'calculate' of another; give it its own"),
-        ("my_game:Wrong", "<class 'tasks.tools.Calculator'> among its tools is no tasks.tools.Tool"),
+        ("my_game:Twice", "its tool <calculate> has the tag 'calculate'; tags are"),
     ],
 )
 def test_what_is_no_task_is_refused_by_name(game, name, says):
@@ -123,10 +119,22 @@ def test_what_is_no_task_is_refused_by_name(game, name, says):
 
 
 @pytest.mark.parametrize(
+    "name, says", [("Half", "reward"), ("Neither", "questions.*reward"), ("OneTool", "'Calculator' object")]
+)
+def test_python_says_what_a_task_lacks(game, name, says):
+    with pytest.raises(TypeError, match=says):
+        load_task(Config(task=f"my_game:{name}"))
+
+
+def test_a_task_that_names_no_tools_has_none(game):
+    assert list(load_task(Config(task="my_game:Toolless")).tools) == []
+
+
+@pytest.mark.parametrize(
     "split, ids, says",
     [("train", [], "no questions to train on"), ("test", [], "no questions to test on"),
-     ("valid", ["a", "b", "a"], "2 questions to validate on have the id 'a'"),
-     ("test", ["a", "b", "a"], "2 questions to test on have the id 'a'")],
+     ("valid", ["a", "b", "a"], "several valid questions have the id 'a'"),
+     ("test", ["a", "b", "a"], "several test questions have the id 'a'")],
 )  # fmt: skip
 def test_a_task_without_questions_or_with_an_id_twice_is_refused(split, ids, says):
     class Asking(Returning):
@@ -136,6 +144,20 @@ def test_a_task_without_questions_or_with_an_id_twice_is_refused(split, ids, say
     assert says in refused(check_questions, Asking())
     split, ids = "valid", []
     check_questions(Asking())  # without validation questions a run has no best checkpoint, and needs none
+
+
+# ---- its instruction
+
+
+def test_a_task_s_own_instruction_beats_a_preset_s_and_not_a_flag_s(game, tmp_path):
+    preset = read_instruction("instruction", PRESETS["world"]["instruction"])
+    (tmp_path / "mine.txt").write_text("Win.")
+    flags = ["--task", "my_game:Instructed", "--instruction", str(tmp_path / "mine.txt")]
+    assert first_instruction(load_task(parse(flags[:2]))) == "Play."
+    assert first_instruction(load_task(parse(flags))) == "Win."
+    assert first_instruction(load_task(parse(["--task", "my_game:Game"]))) == preset  # it says nothing of its own
+    assert first_instruction(load_task(parse([]))) == preset
+    assert first_instruction(load_task(Config())) == SEARCH_R1
 
 
 # ---- a reward without a task
@@ -197,7 +219,7 @@ def test_a_function_is_all_the_reward_that_a_task_needs(grades):
 @pytest.mark.parametrize(
     "name, says",
     [
-        ("my_grades", "give it as module:function"),
+        ("my_grades", "give it as module:name, for a function"),
         ("my_gradus:brief", "my_gradus cannot be imported"),
         ("my_grades:long", "long is no function in my_grades"),
         ("my_grades:ten", "ten is no function in my_grades"),
@@ -265,11 +287,8 @@ def test_a_failure_is_what_the_task_says_of_a_rewarded_trajectory():
 @pytest.mark.parametrize(
     "rewards, says",
     [
-        ([1.0, 0.0], "its reward returned 2 for 3 trajectories; return a list with a number for each"),
+        ([1.0, 0.0], "its reward returned 2 for 3 trajectories; return a number for each"),
         ([0.0] * 4, "its reward returned 4 for 3"),
-        (None, "its reward returned NoneType for 3"),
-        (0.5, "its reward returned float for 3"),
-        ((r for r in [0.0] * 3), "its reward returned generator for 3"),
         ([0.0, math.nan, 0.0], "its reward of question 1 is nan; return a finite number"),
         ([0.0, 0.0, -math.inf], "its reward of question 2 is -inf; return"),
         ([None, 0.0, 0.0], "its reward of question 0 is None; return"),
@@ -281,6 +300,12 @@ def test_a_failure_is_what_the_task_says_of_a_rewarded_trajectory():
 )
 def test_what_is_no_reward_for_each_is_refused_by_name(rewards, says):
     assert refused(reward, Returning(rewards), taus()).startswith(f"--task mine:Returning: {says}")
+
+
+@pytest.mark.parametrize("rewards", [None, 0.5, (r for r in [0.0] * 3)])
+def test_python_refuses_rewards_that_are_no_list(rewards):
+    with pytest.raises(TypeError, match="has no len"):
+        reward(Returning(rewards), taus())
 
 
 def test_metrics_are_floats_under_the_names_that_the_task_gives():
@@ -296,16 +321,14 @@ def test_metrics_are_floats_under_the_names_that_the_task_gives():
 @pytest.mark.parametrize(
     "rows, says",
     [
-        ([{"wins": 1.0}, {"wins": 0.0, "moves": 3.0}], "question 1 are wins, moves, those of 0 wins; return the same"),
-        ([{"wins": 1.0, "moves": 1.0}, {"wins": 0.0}], "question 1 are wins, those of 0 wins, moves; return the same"),
-        ([{"a": 1.0, "b": 1.0}, {"b": 1.0, "a": 1.0}], "question 1 are b, a, those of 0 a, b; return the same"),
-        ([{"wins": 1.0}, {}], "question 1 are {}; return a dict of at least one number"),
-        ([None, None], "question 0 are None; return a dict"),
-        ([0.5, 0.5], "question 0 are 0.5; return a dict"),
-        ([[0.5], [0.5]], "question 0 are [0.5]; return a dict"),
-        ([{"wins": 1.0}, {"wins": math.nan}], "question 1: wins is nan; return finite numbers"),
-        ([{"wins": 1.0}, {"wins": None}], "question 1: wins is None; return"),
-        ([{"wins": "yes"}, {"wins": "no"}], "question 0: wins is 'yes'; return"),
+        ([{"wins": 1.0}, {"wins": 0.0, "moves": 3.0}], "question 1 are {'wins': 0.0, 'moves': 3.0}, the first {'wins'"),
+        ([{"wins": 1.0, "moves": 1.0}, {"wins": 0.0}], "question 1 are {'wins': 0.0}, the first {'wins': 1.0, 'moves'"),
+        ([{"a": 1.0, "b": 1.0}, {"b": 1.0, "a": 1.0}], "question 1 are {'b': 1.0, 'a': 1.0}, the first {'a'"),
+        ([{"wins": 1.0}, {}], "question 1 are {}, the first {'wins': 1.0}; return finite numbers of the same names"),
+        ([None, None], "question 0 are None, the first None; return finite numbers"),
+        ([{"wins": 1.0}, {"wins": math.nan}], "question 1 are {'wins': nan}, the first"),
+        ([{"wins": 1.0}, {"wins": None}], "question 1 are {'wins': None}, the first"),
+        ([{"wins": "yes"}, {"wins": "no"}], "question 0 are {'wins': 'yes'}, the first"),
         ([{"loss": 1.0}, {"loss": 0.0}], "question 0: loss is measured of every run; give it another name"),
         ([{"calculations": 1.0}, {"calculations": 0.0}], "question 0: calculations is measured of every run; give"),
     ],

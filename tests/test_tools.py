@@ -58,10 +58,10 @@ def test_search_qa_has_the_tools_that_are_named_in_their_order(names, tags):
 @pytest.mark.parametrize(
     "names, says",
     [
-        ("search,browser", "--tools search,browser: there is no browser; choose from search, calculator"),
-        ("search,,calculator", "there is no empty name"),
-        ("calculator", "--tools calculator: search must be among them"),
-        ("none,search", "--tools none,search: there is no none"),
+        ("search,browser", "--tools search,browser: choose search, search with calculator, none, or module:function"),
+        ("search,,calculator", "--tools search,,calculator: choose"),
+        ("calculator", "--tools calculator: choose"),
+        ("none,search", "--tools none,search: choose"),
     ],
 )
 def test_a_tool_that_does_not_exist_is_one_line(names, says):
@@ -81,33 +81,41 @@ def test_a_tool_of_ones_own_is_five_words_and_a_function():
     assert "neither a look at the clock nor an answer. Write <clock> city </clock> or <ans" in invalid_action([clock])
     tool, argument = find_call("<clock>\nRome </clock>", [SEARCH, clock])
     assert tool is clock and tool.show(tool.submit(argument).result()) == "12:00"
-    assert (tool.faults, tool.over) == (0, False)
+    assert tool.faults == 0 and tool.of(None) is tool
     assert tool.submit("Atlantis").result() == ["not a look at the clock (KeyError)"]
 
 
 @pytest.mark.parametrize(
     "changed, says",
     [
-        *(({word: value}, f"Dial has no {word}") for word in WORDS for value in (None, "", " ", 3)),
-        ({"tag": "a b"}, "Dial has the tag 'a b'"), ({"tag": "<dial>"}, "Dial has the tag '<dial>'"),
-        ({"result_tag": "tone."}, "Dial has the result_tag 'tone.'"),
+        *(({word: value}, f"> has the {word} {value!r}") for word in WORDS for value in ("", " ")),
+        ({"tag": "a b"}, "has the tag 'a b'"), ({"tag": "<dial>"}, "has the tag '<dial>'"),
+        ({"result_tag": "tone."}, "has the result_tag 'tone.'"),
         ({"tag": "calculate"}, "has the tag 'calculate'"), ({"tag": "answer"}, "has the tag 'answer'"),
         ({"tag": "think"}, "has the tag 'think'"), ({"result_tag": "answer"}, "has the result_tag 'answer'"),
         ({"result_tag": "dial"}, "has the result_tag 'dial'"), ({"tag": "result"}, "has the result_tag 'result'"),
         ({"plural": "calculations"}, "has the plural 'calculations'"), ({"plural": "loss"}, "has the plural 'loss'"),
     ],
 )  # fmt: skip
-def test_a_tool_without_a_word_or_with_another_s_is_one_line(changed, says):
+def test_a_tool_with_a_word_that_is_blank_or_another_s_is_one_line(changed, says):
     class Dial(Function):
         def run(self, number):
             return number
 
     words = dict(zip(WORDS, ("dial", "a call", "number", "calls", "tone"), strict=True))
     for word, said in (words | changed).items():
-        if said is not None:
-            setattr(Dial, word, said)
+        setattr(Dial, word, said)
     line = unusable([Calculator(), Dial()], ["loss"])
     assert says in line and "\n" not in line and "; " in line
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_a_tool_without_a_word_does_not_come_as_far_as_a_rollout(word):
+    words = dict(zip(WORDS, ("dial", "a call", "number", "calls", "tone"), strict=True))
+    Dial = type("Dial", (Function,), words | {"run": lambda self, number: number})
+    delattr(Dial, word)
+    with pytest.raises(AttributeError, match=f"'Dial' object has no attribute '{word}'"):
+        unusable([Dial()])
 
 
 def test_tools_may_share_the_tag_of_their_results():
@@ -418,7 +426,8 @@ def test_a_malformed_answer_is_search_down(retriever, body):
 def test_before_a_retry_the_server_is_revived_and_its_new_url_used(retriever):
     new = retriever()
     urls = ["", new.url + "/"]  # the first attempt to revive it changes nothing
-    search = Search("http://127.0.0.1:9", topk=3, revive=lambda: urls.pop(0))
+    search = Search("", topk=3)
+    search.connect("http://127.0.0.1:9", revive=lambda: urls.pop(0))
     assert search.submit("who").result(10) == ['"who"\nText.']
     assert not urls and search.urls == [new.url] and search.faults == 2
 
@@ -427,6 +436,7 @@ def test_a_server_that_cannot_be_revived_is_search_down():
     def revive():
         raise Fault("retrieval_server.py stopped while starting: no memory")  # as plumbing.servers.Child does
 
-    search = Search("http://127.0.0.1:9", topk=3, revive=revive)
+    search = Search("", topk=3)
+    search.connect("http://127.0.0.1:9", revive)
     with pytest.raises(ToolDown, match="no memory"):
         search.submit("who").result(10)

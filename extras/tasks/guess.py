@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from functools import cache
 from typing import ClassVar
 
-from tasks import Question, Task, Trajectory, rng_of
-from tasks.tools import Function, Tool
+from tasks import Question, Trajectory, rng_of
+from tasks.game import Game
 
 NUMBERS = 15  # that a question leaves open
 LOWEST = range(1, 51)  # the first of them
@@ -18,26 +18,10 @@ HELD_OUT = {"test": slice(0, 100), "valid": slice(100, 150), "train": slice(150,
 WORST = 10  # however far off, or never guessed at all
 
 
-class Guesses(Function):
-    """One episode: the hidden number, and how near the guesses have come."""
+class Guess(Game):
+    """r(tau) is 10 for the hidden number, otherwise minus the distance of the nearest guess, which is the state."""
 
     tag, noun, argument, plural, result_tag = "guess", "a guess", "number", "guesses", "reply"
-
-    def __init__(self, hidden: int = 0):
-        self.hidden, self.missed_by = hidden, WORST
-
-    def run(self, argument: str) -> str:
-        """Returns how the hidden number compares; ends the episode when it is found. ValueError: not a number."""
-        number = int(argument)
-        self.missed_by = min(self.missed_by, abs(self.hidden - number))
-        self.over = number == self.hidden
-        return "right" if self.over else "higher" if number < self.hidden else "lower"
-
-
-class Guess(Task):
-    """r(tau) is 10 for the hidden number, otherwise minus the distance of the nearest guess."""
-
-    tools = (Guesses(),)  # for its tags; `reset` makes one for every episode
     best_reward: ClassVar[float] = 10.0
     instruction: str = (
         "Find the hidden number. Write a guess inside <guess> and </guess>, for example <guess> 8 </guess>. Between "
@@ -55,13 +39,16 @@ class Guess(Task):
             for low, hidden in (pairs[k] for k in order)
         ]
 
-    def reset(self, question: Question) -> Sequence[Tool]:
-        return [Guesses(question.data)]
+    def reset(self, question: Question) -> int:
+        return WORST
 
-    def ended(self, tau: Trajectory, tools: Sequence[Tool]) -> None:
-        (game,) = tools
-        assert isinstance(game, Guesses)
-        tau.state = game.missed_by
+    def step(self, tau: Trajectory, move: str) -> str:
+        above = tau.question.data - int(move)
+        tau.state = min(tau.state, abs(above))
+        if above:
+            return "higher" if above > 0 else "lower"
+        tau.stop = "over"
+        return "right"
 
     def reward(self, taus: Sequence[Trajectory]) -> list[float]:
         return [-float(tau.state) if tau.state else self.best_reward for tau in taus]

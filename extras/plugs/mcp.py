@@ -12,15 +12,16 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
-import re
 import shlex
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from plumbing.faults import Fault, ToolDown
 from plumbing.outside import printable, without_secrets
-from tasks.functions import SchemaTool, loop
+from tasks.functions import SchemaTool
 
 PATIENCE = 60.0  # seconds for a server to start and to tell its tools
 PROBE = 10.0  # seconds for one that has failed to tell them again
@@ -37,25 +38,33 @@ def tools_of(target: str, where: str) -> Sequence[ServerTool]:
     except ImportError as e:
         raise Fault(f"{where}: the SDK is missing ({e}): pip install -r requirements-mcp.txt") from None
     server = Server(target, where)
-    found = []
     for tool in server.start():
-        parameters = tool.input_schema
+        parameters, name = tool.input_schema, tool.name
         try:
             validator_for(parameters).check_schema(parameters)
             if parameters.get("type") != "object":
                 raise SchemaError("its type is not object")
         except (SchemaError, AttributeError) as e:
-            raise Fault(f"{where}: the schema of its tool {tool.name} is none ({_first(e)})") from None
+            raise Fault(f"{where}: the schema of its tool {name} is none ({_first(e)})") from None
         if not (tool.description or "").strip():
-            raise Fault(f"{where}: its tool {tool.name} has no description, so the policy cannot know what it does")
-        if not re.match(r"[^\W\d]", tool.name):
-            raise Fault(f"{where}: the name of its tool {tool.name!r} does not begin with a letter, as a tag does")
-        schema = {"name": tool.name, "description": tool.description, "parameters": parameters}
-        found.append(ServerTool(schema, server, validator_for(parameters)(parameters)))
-    if not found:
+            raise Fault(f"{where}: its tool {name} has no description, so the policy cannot know what it does")
+        schema = {"name": name, "description": tool.description, "parameters": parameters}
+        server.tools.append(ServerTool(schema, server, validator_for(parameters)(parameters)))
+    if not server.tools:
         raise Fault(f"{where}: the server has no tools")
-    server.first = found[0]
-    return found
+    return server.tools
+
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """Returns the event loop of this process's connections, which runs in a thread of its own."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return loop
+
+
+def _begun(work: Coroutine[Any, Any, Any]) -> Future[Any]:
+    return asyncio.run_coroutine_threadsafe(work, _loop())
 
 
 class ServerTool(SchemaTool):
@@ -65,19 +74,20 @@ class ServerTool(SchemaTool):
         super().__init__(schema)
         self.server, self.validator = server, validator
 
-    def read(self, argument: str) -> dict[str, Any]:
-        found = {self.bare: argument} if self.bare else json.loads(argument or "{}")
-        for error in self.validator.iter_errors(found):
+    def read(self, arguments: str) -> dict[str, Any]:
+        given = json.loads(arguments)
+        for error in self.validator.iter_errors(given):
             raise ValueError(": ".join([*map(str, error.absolute_path), error.message[:200]]))
-        return found  # type: ignore[no-any-return]  # its schema is an object's
+        return given  # type: ignore[no-any-return]  # its schema is an object's
 
     async def call(self, arguments: dict[str, Any]) -> str:
-        return await self.server.call(self.name, arguments)
+        text: str = await asyncio.wrap_future(_begun(self.server.call(self.name, arguments)))
+        return text
 
     @property
     def faults(self) -> int:
         """Restarts of the server, counted once for all its tools."""
-        return self.server.restarts if self is self.server.first else 0
+        return self.server.restarts if self is self.server.tools[0] else 0
 
 
 class Server:
@@ -85,7 +95,7 @@ class Server:
 
     def __init__(self, target: str, where: str):
         self.target, self.where, self.restarts = target, where, 0
-        self.first: ServerTool | None = None
+        self.tools: list[ServerTool] = []
         self.client: Any = None
         self.lost = asyncio.Event()  # set when the connection is given up
         self.opening = asyncio.Lock()
@@ -103,7 +113,7 @@ class Server:
                     return found
 
         try:
-            return asyncio.run_coroutine_threadsafe(asyncio.wait_for(tools(), PATIENCE), loop()).result()
+            return _begun(asyncio.wait_for(tools(), PATIENCE)).result()  # type: ignore[no-any-return]
         except Exception as e:
             why = f"it did not answer in {PATIENCE:g} s" if isinstance(e, asyncio.TimeoutError) else _first(e)
             raise Fault(f"{self.where}: no MCP server answers there ({why})") from None

@@ -20,6 +20,7 @@ from plumbing.faults import Fault
 from plumbing.outside import as_data, clean, control, decoded
 from tasks.formats import TOKEN_CHARACTERS, Said, Tags, encode, lost
 from tasks.functions import SchemaTool
+from tasks.search_qa import SEARCH_R1
 from tasks.tools import ANSWER, Tool, last_answer
 
 if TYPE_CHECKING:
@@ -31,6 +32,9 @@ CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.S)
 SECTION = re.compile(r"<tool_([\w-]+)>((?:(?!</?tool_[\w-]+>).)*)</tool_\1>", re.S)
 MARK = re.compile(r"</?tool_[\w-]+>")
 OURS = ("tool_call", "tool_response")  # such tags are no section
+IN_TEMPLATE = SEARCH_R1.replace("call a search engine by <search> query </search>", "call the search tool").replace(
+    " between <information> and </information>", ""
+)
 REMEDY = "take --format tags, or a model whose template calls tools so (Qwen 2.5 and 3, Hermes)"
 RESULT = 'a "result"\n<b> é'  # of the dummy conversation: with what a template could escape
 
@@ -54,7 +58,9 @@ class Hermes(Tags):
 
     @classmethod
     def first(cls, instruction: str, task: Task) -> str:
-        """With --evolve tools the tools' own descriptions follow the instruction, unless it has some."""
+        """Says the paper's instruction without tags. With --evolve tools the tools' descriptions follow."""
+        if instruction == SEARCH_R1:
+            instruction = IN_TEMPLATE
         where = f"--instruction {task.cfg.instruction}" if task.cfg.instruction else f"--task {task.cfg.task}"
         for tool in task.tools:
             if f"<{tool.tag}>" in instruction:
@@ -68,7 +74,7 @@ class Hermes(Tags):
             said = [f"<tool_{tool.tag}>{schema_of(tool)['description']}</tool_{tool.tag}>" for tool in task.tools]
             instruction = "\n".join([f"{instruction}\n", *said])
         if reason := malformed(instruction, task.tools):
-            raise Fault(f"{where}: its instruction {reason}; mend it, or leave out --evolve tools")
+            raise Fault(f"{where}: its instruction {reason}; fix it, or leave out --evolve tools")
         return instruction
 
     @classmethod
@@ -116,16 +122,6 @@ class Hermes(Tags):
         note = f"Your turn {why}. Call a tool, or write the answer inside <{ANSWER}> and </{ANSWER}>."
         return Said(text, answer, ended=ended, note="" if answer is not None else note)
 
-    @classmethod
-    def call(cls, tool: Tool) -> str:
-        schema = schema_of(tool)
-        arguments = ", ".join(f'"{name}": ...' for name in schema["parameters"].get("properties", {}))
-        return f'<tool_call>{{"name": "{schema["name"]}", "arguments": {{{arguments}}}}}</tool_call>'
-
-    @classmethod
-    def shown(cls, tool: Tool, result: str) -> str:
-        return result
-
     # ---- with the policy's tokenizer
 
     def __init__(self, tokenizer: Tokenizer, task: Task):
@@ -140,10 +136,10 @@ class Hermes(Tags):
         for function in self.options(task, "")["tools"] or ():
             check_printed(tokenizer, function)
 
-    def read(self, ids: Sequence[int], tools: Sequence[Tool]) -> Said:
+    def read(self, ids: Sequence[int]) -> Said:
         ended = bool(ids) and ids[-1] == self.tokenizer.eos_token_id
         text = self.tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=False)
-        return self.parse(text, tools, ended)
+        return self.parse(text, self.task.tools, ended)
 
     def result(self, said: Said, result: list[str], limit: int) -> list[int]:
         assert said.tool
@@ -225,15 +221,10 @@ def without_sections(instruction: str) -> str:
 
 
 def malformed(instruction: str, tools: Sequence[Tool]) -> str:
-    """Returns why an instruction is none that ends with a section for each tool; "" if it is."""
-    found, tags = sections(instruction), [tool.tag for tool in tools]
-    for tag in tags:
-        if (n := sum(tag == other for other, _ in found)) != 1:
-            return f"has {n or 'no'} <tool_{tag}>...</tool_{tag}>, and 1 is needed"
-    if unknown := [tag for tag, _ in found if tag not in tags]:
-        return f"describes a tool {unknown[0]} that there is not"
-    if empty := [tag for tag, text in found if not text.strip()]:
-        return f"has nothing in <tool_{empty[0]}>"
+    """Returns why an instruction does not end with one section per tool; "" if it does."""
+    tags, described = [tool.tag for tool in tools], [tag for tag, text in sections(instruction) if text.strip()]
+    if sorted(described) != sorted(tags):
+        return f"describes {', '.join(described) or 'no tool'} in sections <tool_...>, not {', '.join(tags)}"
     rest = without_sections(instruction)
     if stray := [mark for mark in MARK.findall(rest) if mark.strip("</>") not in OURS]:
         return f"has {stray[0]} without its other half"
@@ -263,26 +254,26 @@ def frame(tokenizer: Tokenizer) -> tuple[str, str]:
     acted: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [call]}
     called = [acted, {"role": "tool", "content": RESULT}]
     prompt, one, two = (rendered(tokenizer, [*asked, *called * n], tools=[function]) for n in range(3))
-    changes = "changes what it wrote before when a conversation goes on"
-    if not one.startswith(prompt):
-        raise Fault(f"{where} {changes}; {REMEDY}")
+    changes = f"changes what it wrote before when a conversation goes on; {REMEDY}"
     turn, ends, rest = one.removeprefix(prompt).partition(eos)
+    begin, _, end = rest.partition(RESULT)
     try:
         written = [json.loads(text) for text in CALL.findall(turn)]
     except ValueError:
         written = []
-    if written != [call["function"]]:
-        shown = " ".join(turn.partition("a key")[0].split())[-80:]
-        raise Fault(f"{where} writes a call as {shown!r}, not as JSON in <tool_call>; {REMEDY}")
-    if not ends or RESULT in turn:
-        other = turn.partition("</tool_call>")[2].partition("\n")[0].strip()
-        remedy = "take the chat version of the model (-Instruct), or mend eos_token in its tokenizer_config.json"
-        raise Fault(f"{where} ends a turn with {other!r}, and the tokenizer's EOS is {eos}; {remedy}")
-    if rest.count(RESULT) != 1:
-        raise Fault(f"{where} drops or changes a tool's message; {REMEDY}")
-    if two != f"{one}{turn}{eos}{rest}":
-        raise Fault(f"{where} {changes}; {REMEDY}")
-    begin, _, end = rest.partition(RESULT)
+    shown, other = turn.partition("a key")[0], turn.partition("</tool_call>")[2].partition("\n")[0].strip()
+    chat = "take the chat version of the model (-Instruct), or fix eos_token in its tokenizer_config.json"
+    checks = [
+        (one.startswith(prompt), changes),
+        (written == [call["function"]],
+         f"writes a call as {' '.join(shown.split())[-80:]!r}, not as JSON in <tool_call>; {REMEDY}"),
+        (ends and RESULT not in turn, f"ends a turn with {other!r}, and the tokenizer's EOS is {eos}; {chat}"),
+        (rest.count(RESULT) == 1, f"drops or changes a tool's message; {REMEDY}"),
+        (two == f"{one}{turn}{eos}{rest}", changes),
+    ]  # fmt: skip
+    for right, why in checks:
+        if not right:
+            raise Fault(f"{where} {why}")
     return begin, end
 
 

@@ -6,6 +6,7 @@ public methods, typed and documented, are the tools; `get_reward()`, or else the
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Sequence
 from functools import cache
@@ -17,9 +18,17 @@ from plumbing.faults import Fault
 from tasks import Message, Question, Task, Trajectory
 from tasks.functions import TypedFunction
 from tasks.questions import json_lines
-from tasks.tools import Tool
 
 NO_TOOLS = ("reset", "get_reward")  # public methods that the policy cannot call
+
+
+class Method(TypedFunction):
+    """A method of an environment, and in an episode that of its own object."""
+
+    def of(self, tau: Trajectory) -> Method:
+        bound = copy.copy(self)
+        bound.function = getattr(tau.state, self.name)
+        return bound
 
 
 class EnvironmentTask(Task):
@@ -30,9 +39,7 @@ class EnvironmentTask(Task):
     """
 
     environment: ClassVar[type[Any]]
-    instruction: str = (
-        "Do what is asked with the tools that you have. When it is done, write <answer> done </answer>."
-    )
+    instruction: str = "Do what is asked with the tools that you have. When it is done, write <answer> done </answer>."
 
     def __init__(self, cfg: Config):
         super().__init__(cfg)
@@ -41,8 +48,7 @@ class EnvironmentTask(Task):
         named = [(name, method) for name, method in methods if not name.startswith("_") and name not in NO_TOOLS]
         if not named:
             raise Fault(f"{where}: it has no method to call; a tool is a public, typed, documented method")
-        self.methods = [TypedFunction(method, f"{where}: its method {name}") for name, method in named]
-        self.tools = self.methods
+        self.tools = [Method(method, f"{where}: its method {name}") for name, method in named]
         self.opening: dict[Question, str] = {}  # what `reset` returned
 
     @cache  # noqa: B019 (a run has one task)
@@ -63,22 +69,25 @@ class EnvironmentTask(Task):
     def prompt(self, instruction: str, question: Question) -> list[Message]:
         """Returns one message: the instruction, the row's text and that of `reset`."""
         if question not in self.opening:
-            self.opening[question] = self._begun(question)[1]
+            self.reset(question)
         parts = (instruction, question.text, self.opening[question])
         content = "\n\n".join(filter(None, parts))
         return [{"role": "user", "content": f"{content}\n"}]
 
-    def reset(self, question: Question) -> Sequence[Tool]:
-        episode, opening = self._begun(question)
+    def reset(self, question: Question) -> Any:
+        """Returns a new environment, in which the question's row has begun. Raises Fault if it cannot be played."""
+        episode, where = self.environment(), f"--task {self.cfg.task}: reset()"
+        try:
+            inspect.signature(episode.reset).bind(**question.data)
+        except TypeError as e:
+            raise Fault(f"{where} does not take the row of question {question.id} ({e})") from None
+        opening = str(episode.reset(**question.data) or "")
         if opening != self.opening.setdefault(question, opening):
-            raise Fault(
-                f"--task {self.cfg.task}: reset() returned two texts for question {question.id}; let it depend on its"
-                " arguments alone"
-            )
-        return [method.of(episode) for method in self.methods]
+            raise Fault(f"{where} returned two texts for question {question.id}; it must depend on the row alone")
+        return episode
 
-    def ended(self, tau: Trajectory, tools: Sequence[Tool]) -> None:
-        episode = tools[0].function.__self__  # type: ignore[attr-defined]  # they are the methods of one object
+    def finish(self, tau: Trajectory) -> None:
+        episode = tau.state
         score = episode.get_reward() if hasattr(episode, "get_reward") else getattr(episode, "reward", None)
         tau.state = None if score is None else float(score)
 
@@ -88,16 +97,6 @@ class EnvironmentTask(Task):
             raise Fault(f"--task {self.cfg.task}: no reward; define get_reward(), set self.reward, or give --reward")
         return [tau.state for tau in taus]
 
-    def _begun(self, question: Question) -> tuple[Any, str]:
-        """Returns a new episode, and the text with which it begins. Raises Fault if `reset` does not take the row."""
-        episode = self.environment()
-        try:
-            inspect.signature(episode.reset).bind(**question.data)
-        except TypeError as e:
-            where = f"--task {self.cfg.task}: reset()"
-            raise Fault(f"{where} does not take the row of question {question.id} ({e})") from None
-        return episode, str(episode.reset(**question.data) or "")
-
 
 def _asked(row: Any) -> str:
     """Returns the text of a row: its `prompt`, whose messages are joined, or its `question`; "" if it has none."""
@@ -105,7 +104,7 @@ def _asked(row: Any) -> str:
     return said if isinstance(said, str) else "\n\n".join(str(message["content"]) for message in said)
 
 
-def played(kind: type[Any]) -> type[EnvironmentTask]:
+def task_of(kind: type[Any]) -> type[EnvironmentTask]:
     """Returns the task of an environment; its `instruction` and `best_reward`, if it has them, replace the task's."""
     own = {name: getattr(kind, name) for name in ("instruction", "best_reward") if hasattr(kind, name)}
     return type(kind.__name__, (EnvironmentTask,), own | {"environment": kind, "__module__": kind.__module__})
