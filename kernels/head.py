@@ -5,45 +5,29 @@ chunk of rows at a time, and the pass that reads the loss off a chunk also write
 all, the minimum, and nothing is computed twice.
 """
 
-import math
+from functools import partial
 
 import torch
 
-KINDS = ("clip", "cispo", "sapo", "dppo", "quadratic", "reinforce")
+from kernels.rows_torch import penalize
 
 
 def grpo_head(
-    hidden,
-    weight,
-    targets,
-    *,
-    adv,
-    w,
-    old_logp=None,
-    ref_logp=None,
-    temperature=1.0,
-    eps_low=0.2,
-    eps_high=0.2,
-    delta=math.inf,
-    beta=0.0,
-    entropy_coef=0.0,
-    kind="clip",
-    grad_weight=None,
-    chunk=4096,
-):
+    hidden, weight, targets, *, adv, w, old_logp=None, ref_logp=None, temperature=1.0, eps_low=0.2, eps_high=0.2,
+    beta=0.0, surrogate=None, grad_weight=None, chunk=4096, **columns,
+):  # fmt: skip
     """Returns the GRPO loss of N action tokens, its gradient already computed (Eq. 2, with the rho of Eq. 3).
 
-    With x = hidden @ weight.T / T, p = softmax(x), logp = log p[y] and rho = exp(logp - old), the loss is
+    With x = hidden @ weight.T / T, p = softmax(x), logp = log p[y], rho = exp(logp - old), H = -sum_j p[j] log p[j]:
 
-        L = -sum_n w * (S - beta * KL + entropy_coef * H),
-        S = min(rho * adv, clip(rho, 1 - eps_low, 1 + eps_high) * adv),    H = -sum_j p[j] log p[j]
+        L = -sum_n w * (S - beta * KL),    S = min(rho * adv, clip(rho, 1 - eps_low, 1 + eps_high) * adv)
 
     The gradient needs no second look at the logits:
       1. S and KL depend on x only through logp:          dlogp/dx[j] = 1[j = y] - p[j]
       2. drho/dlogp = rho, so where min takes rho * adv:  dS/dlogp = rho * adv, and 0 where the clip holds
       3. KL = exp(d) - d - 1 with d = ref - logp (k3):    dKL/dlogp = 1 - exp(d)
       4. so one number per token suffices:                c = w * (dS/dlogp - beta * dKL/dlogp)
-      5. the entropy adds a second:                       dH/dx[j] = -p[j] * (log p[j] + H),  a = w * entropy_coef
+      5. another S may depend on H, which adds a second:  dH/dx[j] = -p[j] * (log p[j] + H),  a = w * dS/dH
       6. together, with the 1/T of x:                     dL/dz[j] = (p[j] * (c + a * (log p[j] + H)) - c 1[j = y]) / T
       7. and from the dz (n, V) of a chunk:               dX = dz @ weight,  dW = dz.T @ hidden
 
@@ -56,25 +40,18 @@ def grpo_head(
         w = 0.
     old_logp: None is the on-policy step, rho = 1 with the gradient of rho. ref_logp: None means no KL. Their
         differences to logp are clamped to +-80, so that all numbers stay finite.
-    delta: also caps the first rho of the min, which bounds S where adv < 0. Choose it above 1 + eps_high.
-    kind: "clip" is the above. The others have another S and no delta, and eps_low and eps_high bound other things:
-        "cispo"      min(rho, 1 + eps_high) * adv * logp, all but logp constant: every token keeps a gradient
-        "sapo"       4 / tau * sigmoid(tau * (rho - 1)) * adv, with tau = eps_high where adv > 0, else eps_low
-        "dppo"       rho * adv; 0 where adv > 0 and p - p_old > eps_high, or adv < 0 and p_old - p > eps_low
-        "quadratic"  rho * adv - lambda * (rho - 1)^2, with lambda = eps_high where rho > 1, else eps_low; rho <= e^40
-        "reinforce"  adv * logp: put a detached weight into adv
+    surrogate: another S, in torch: see `_two_passes`. columns: what else it reads, scalars or (N,).
     grad_weight: (V, H), float32 or wider; backward adds dW to it and leaves weight.grad alone.
     chunk: rows at a time; takes the memory of one float32 matrix (chunk, V) on a GPU, of two elsewhere. Small chunks
         are slow: each reads weight and dW again.
 
-    Returns L, a scalar, and a dict of detached (N,) tensors: logp, entropy (nats), kl, clipped (bool).
-    `clipped` tells where S is cut off, by clip, cispo and dppo. Raises ValueError for an unknown kind, and for beta
-    without ref_logp.
+    Returns L, a scalar, and a dict of detached (N,) tensors: logp, entropy (nats), kl, clipped (bool: where adv is not
+    0 and yet S is flat). Raises ValueError for beta without ref_logp, TypeError for columns that nothing reads.
     """
-    if kind not in KINDS:
-        raise ValueError(f"kind must be one of {', '.join(KINDS)}, not {kind!r}")
     if beta and ref_logp is None:
         raise ValueError(f"beta = {beta} needs ref_logp")
+    if columns and surrogate is None:
+        raise TypeError(f"no surrogate reads {', '.join(columns)}")
     need_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     need_dX = need_grad and hidden.requires_grad
     need_dW = need_grad and (weight.requires_grad or grad_weight is not None)
@@ -82,18 +59,19 @@ def grpo_head(
     # Under autocast the products would be bf16, and logp off by up to 0.1, half of eps.
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
         N, like = len(hidden), {"dtype": _wide(hidden.dtype), "device": hidden.device}
-        tokens = dict(adv=adv, w=w, old=old_logp, ref=ref_logp, eps_low=eps_low, eps_high=eps_high)
+        tokens = dict(adv=adv, w=w, old=old_logp, ref=ref_logp, eps_low=eps_low, eps_high=eps_high) | columns
         tokens = {k: _each(v, N, like) for k, v in tokens.items() if v is not None}
-        constants = dict(temperature=temperature, delta=delta, beta=beta, entropy_coef=entropy_coef, kind=kind)
-        loss_rows, W = _rows(hidden.device).loss_rows, weight.to(_factor(hidden))
+        passes, W = _rows(hidden.device), weight.to(_factor(hidden))
+        loss_rows = partial(_two_passes, passes, surrogate) if surrogate else passes.loss_rows
         dX = torch.empty(hidden.shape, **like) if need_dX else None  # (N, H)
         dW = None  # (V, H)
         J, logp, entropy, kl = torch.empty(4, N, **like)
         clipped = torch.empty(N, dtype=torch.bool, device=hidden.device)
         for rows, x, z in _chunks(hidden, W, chunk):
             J[rows], logp[rows], entropy[rows], kl[rows], clipped[rows], dz = loss_rows(
-                z, targets[rows], W.dtype if need_grad else None, **{k: v[rows] for k, v in tokens.items()}, **constants
-            )
+                z, targets[rows], W.dtype if need_grad else None, temperature=temperature, beta=beta,
+                **{k: v[rows] for k, v in tokens.items()},
+            )  # Eq.2  # fmt: skip
             if need_dX:
                 dX[rows] = _product_over_vocabulary(dz, W)
             if need_dW:
@@ -105,6 +83,28 @@ def grpo_head(
     if need_grad:
         loss = _Attach.apply(loss, hidden, weight, dX, dW, grad_weight)
     return loss, {"logp": logp, "entropy": entropy, "kl": kl, "clipped": clipped}
+
+
+def _two_passes(passes, surrogate, z, targets, grad_dtype, *, w, temperature, beta, old=None, ref=None, **tokens):
+    """Returns what `loss_rows` does for any S: a pass for log-probs and entropies, S by autograd, a pass for dL/dz.
+
+    surrogate(logp=, entropy=, rho=, old=, adv=, eps_low=, ...) -> S (n,) of n tokens, whose other arguments have no
+    gradient. A chunk may begin or end anywhere: what couples tokens comes as a column. rho is within e^+-40, so that
+    its square is finite.
+    """
+    logp, entropy = (x.requires_grad_() for x in passes.logp_rows(z, targets, temperature))
+    old = logp.detach() if old is None else old
+    with torch.enable_grad():
+        rho = torch.exp((logp - old).clamp(-40, 40))
+        S = surrogate(logp=logp, entropy=entropy, rho=rho, old=old, w=w, **tokens)
+        dS, dH = torch.autograd.grad(S.sum(), (logp, entropy), materialize_grads=True)
+    logp, entropy = logp.detach(), entropy.detach()
+    J, kl, c = penalize(S.detach(), dS, logp, ref, w, beta)
+    clipped = (dS == 0) & (tokens["adv"] != 0)
+    dz = None
+    if grad_dtype is not None:
+        dz = passes.grad_rows(z, targets, logp, entropy, c, w * dH, temperature, grad_dtype)
+    return J, logp, entropy, kl, clipped, dz
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Compiles every variant of the row kernel for sm_80 and sm_90, without a GPU; prints registers and memory accesses.
+"""Compiles every variant of the row kernels for sm_80 and sm_90, without a GPU; prints registers and memory accesses.
 
 A script, because a process in which Triton's interpreter is on cannot compile. The output is JSON.
 """
@@ -14,39 +14,35 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kernels import rows_triton as rows
-from kernels.head import KINDS
-
-
-class Constant(str):
-    """A value of a constant that is text, and no type."""
-
 
 cuobjdump = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin/cuobjdump")
-names = rows.rows_kernel.arg_names
-usual = dict.fromkeys(names, "*fp32") | {"Y": "*i64", "DZ": "*bf16", "CLIPPED": "*u1", "V": "i32", "dz_stride": "i32"}
-usual |= dict.fromkeys(("inv_t", "delta", "beta", "entropy_coef"), "fp32")
-usual |= {"KIND": Constant("clip"), "WITH_KL": True, "BLOCK": rows.BLOCK}
-settings = {
-    "loss and bf16 gradient": {},
-    "loss and fp32 gradient": {"DZ": "*fp32"},
-    "bf16 logits": {"Z": "*bf16"},
-    **{kind: {"KIND": Constant(kind)} for kind in KINDS[1:]},
-    "on-policy, no KL": {"OLD": None, "REF": None, "WITH_KL": False},
-    "V = 1187": {"BLOCK": 2048},  # not a multiple of 16
-    "loss alone": {"DZ": None},
-    "log-probs": dict.fromkeys(("DZ", "ADV", "W", "OLD", "REF", "EPS_LOW", "EPS_HIGH", "J", "KL", "CLIPPED")),
+TYPES = {"Y": "*i64", "DZ": "*bf16", "CLIPPED": "*u1", "V": "i32", "dz_stride": "i32", "inv_t": "fp32", "beta": "fp32"}
+TYPES |= {"WITH_KL": True, "BLOCK": rows.BLOCK}
+SETTINGS = {
+    "loss and bf16 gradient": (rows.loss_kernel, {}),
+    "loss and fp32 gradient": (rows.loss_kernel, {"DZ": "*fp32"}),
+    "bf16 logits": (rows.loss_kernel, {"Z": "*bf16"}),
+    "on-policy, no KL": (rows.loss_kernel, {"OLD": None, "REF": None, "WITH_KL": False}),
+    "V = 1187": (rows.loss_kernel, {"BLOCK": 2048}),  # not a multiple of 16
+    "loss alone": (rows.loss_kernel, {"DZ": None}),
+    "log-probs": (rows.logp_kernel, {}),
+    "log-probs of bf16 logits": (rows.logp_kernel, {"Z": "*bf16"}),
+    "bf16 gradient": (rows.grad_kernel, {}),
+    "fp32 gradient": (rows.grad_kernel, {"DZ": "*fp32"}),
+    "bf16 gradient of bf16 logits": (rows.grad_kernel, {"Z": "*bf16"}),
 }
 found = []
 for capability in (80, 90):
-    for setting, changed in settings.items():
-        kinds = usual | changed  # a type, or the value of a constant
+    for setting, (kernel, changed) in SETTINGS.items():
+        names = kernel.arg_names
+        kinds = dict.fromkeys(names, "*fp32") | TYPES | changed  # a type, or the value of a constant
         signature = {name: kinds[name] if type(kinds[name]) is str else "constexpr" for name in names}
         constants = {(k,): kinds[name] for k, name in enumerate(names) if signature[name] == "constexpr"}
         # As the launcher specializes: matrices, and a V such as Qwen's, are multiples of 16.
         aligned = ("Z", "Y", "DZ", "V", "dz_stride") if setting != "V = 1187" else ("Z", "Y", "DZ")
         attrs = {(k,): [["tt.divisibility", 16]] for k, name in enumerate(names) if name in aligned}
         attrs = {key: value for key, value in attrs.items() if key not in constants}
-        source = ASTSource(fn=rows.rows_kernel, signature=signature, constexprs=constants, attrs=attrs)
+        source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
         target = GPUTarget("cuda", capability, 32)
         compiled = triton.compile(source, target=target, options={"num_warps": rows.WARPS})
         with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
@@ -60,6 +56,8 @@ for capability in (80, 90):
             {
                 "capability": capability,
                 "setting": setting,
+                "writes": (writes := "DZ" in names and kinds["DZ"] is not None),
+                "passes": 1 + (writes and kernel is rows.loss_kernel),
                 "registers": int(registers),
                 "stack": int(stack),
                 "local": len(re.findall(r"(ld|st)\.local", ptx)),

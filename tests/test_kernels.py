@@ -1,7 +1,7 @@
 """The GRPO head against a literal Eq. 2: float64, autograd, the whole logits matrix in memory.
 
-Every test runs with rows_torch on the CPU and with the Triton kernel: on a GPU if there is one, otherwise in Triton's
-interpreter.
+So are other surrogates, each a few lines of torch between two passes. Every test runs with rows_torch on the CPU and
+with the Triton kernels: on a GPU if there is one, otherwise in Triton's interpreter.
 """
 
 import json
@@ -52,11 +52,53 @@ def there_and_back(function):
     return call
 
 
+def clip(rho, adv, eps_low, eps_high, **_):
+    return torch.minimum(rho * adv, rho.clamp(1 - eps_low, 1 + eps_high) * adv)
+
+
+def dual_clip(rho, adv, eps_low, eps_high, delta, **_):
+    return torch.minimum(torch.minimum(rho, delta) * adv, rho.clamp(1 - eps_low, 1 + eps_high) * adv)
+
+
+def cispo(rho, logp, adv, eps_high, **_):
+    return torch.minimum(rho, 1 + eps_high).detach() * adv * logp
+
+
+def sapo(rho, adv, eps_low, eps_high, **_):
+    tau = torch.where(adv > 0, eps_high, eps_low)
+    return 4 / tau * torch.sigmoid(tau * (rho - 1)) * adv
+
+
+def dppo(rho, logp, old, adv, eps_low, eps_high, **_):
+    moved = logp.exp() - old.exp()
+    return torch.where(((adv > 0) & (moved > eps_high)) | ((adv < 0) & (-moved > eps_low)), 0, rho * adv)
+
+
+def quadratic(rho, adv, eps_low, eps_high, **_):
+    return rho * adv - torch.where(rho > 1, eps_high, eps_low) * (rho - 1) ** 2
+
+
+def reinforce(logp, adv, **_):
+    return adv * logp
+
+
+def entropy_bonus(entropy, entropy_coef, **tokens):
+    return clip(**tokens) + entropy_coef * entropy
+
+
+SURROGATES = {f.__name__: f for f in (clip, dual_clip, cispo, sapo, dppo, quadratic, reinforce, entropy_bonus)}
+
+
+def head(*args, kind=None, **kw):
+    """grpo_head with the surrogate of this name; None: Eq. 2 in one launch."""
+    return grpo_head(*args, surrogate=SURROGATES.get(kind), **kw)
+
+
 def eq2(
     hidden, weight, targets, *, adv, w, old_logp=None, ref_logp=None, temperature=1.0, eps_low=0.2, eps_high=0.2,
-    delta=math.inf, beta=0.0, entropy_coef=0.0, kind="clip",
+    beta=0.0, kind=None, delta=math.inf, entropy_coef=0.0,
 ):  # fmt: skip
-    """Returns grpo_head's loss and extras in float64, for autograd to differentiate."""
+    """Returns the loss and the extras of `head` in float64, for autograd to differentiate."""
 
     def f64(v):
         return None if v is None else torch.as_tensor(v).double()
@@ -66,15 +108,14 @@ def eq2(
     logp = logp_all[torch.arange(len(targets)), targets]
     low, high = 1 - f64(eps_low), 1 + f64(eps_high)
     rho = torch.exp(logp - (logp.detach() if old is None else old))
-    if kind == "clip":
+    if kind in (None, "clip", "dual_clip", "entropy_bonus"):
         first = torch.where(adv < 0, rho.clamp(max=delta), rho)
         surrogate = torch.min(first * adv, torch.minimum(torch.maximum(rho, low), high) * adv)
         clipped = ((adv > 0) & (rho > high)) | ((adv < 0) & ((rho < low) | (rho > delta)))
     elif kind == "cispo":
         surrogate = torch.minimum(rho, high).detach() * adv * logp
-        clipped = rho > high
+        clipped = torch.zeros(len(adv), dtype=torch.bool)
     else:
-        rho = torch.exp(logp - (logp.detach() if old is None else old))
         surrogate, clipped = other(kind, logp, old, rho, adv, f64(eps_low), f64(eps_high))
     kl = torch.zeros_like(logp) if ref is None else torch.exp(ref - logp) - (ref - logp) - 1
     entropy = -(logp_all.exp() * logp_all).sum(1)
@@ -105,7 +146,7 @@ def other(kind, logp, old, rho, adv, low, high):
 
 
 def differentiate(function, hidden, weight, targets, **kw):
-    """Returns {loss, dX, dW, logp, entropy, kl, clipped} of grpo_head or eq2."""
+    """Returns {loss, dX, dW, logp, entropy, kl, clipped} of head, grpo_head or eq2."""
     hidden, weight = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
     loss, extras = function(hidden, weight, targets, **kw)
     dX, dW = torch.autograd.grad(loss, (hidden, weight))
@@ -122,8 +163,8 @@ def same(got, want, atol=1e-5, rtol=1e-5):
 
 
 def check(hidden, weight, targets, chunk=4096, **kw):
-    """Asserts that grpo_head equals eq2, logp to 1e-5 and gradients to 1e-5 of their norm; returns its results."""
-    got = differentiate(grpo_head, hidden, weight, targets, chunk=chunk, **kw)
+    """Asserts that head equals eq2, logp to 1e-5 and gradients to 1e-5 of their norm; returns its results."""
+    got = differentiate(head, hidden, weight, targets, chunk=chunk, **kw)
     want = differentiate(eq2, hidden.double(), weight.double(), targets, **kw)
     for k in ("logp", "entropy", "kl", "clipped"):
         assert got[k].shape == targets.shape and not got[k].requires_grad
@@ -168,9 +209,13 @@ SETTINGS = {
     "two eps": {"eps_low": 0.1, "eps_high": 0.28},
     "eps per token": {"eps_low": EPS, "eps_high": EPS.flip(0)},
     "one eps per token": {"eps_low": EPS},
-    "delta": {"delta": 1.5, "beta": 0.04},
+    "on-policy": {"old_logp": None},
+    "clip in two passes": {"kind": "clip", "beta": 0.04},
+    "on-policy clip in two passes": {"kind": "clip", "old_logp": None},
+    "dual clip": {"kind": "dual_clip", "delta": 1.5, "beta": 0.04},
     "cispo": {"kind": "cispo"},
     "cispo, all": {"kind": "cispo", "eps_high": EPS, "temperature": 1.3, "beta": 0.04},
+    "on-policy cispo": {"kind": "cispo", "old_logp": None},
     "sapo": {"kind": "sapo", "eps_low": 1.05, "eps_high": 1.0},
     "sapo, all": {"kind": "sapo", "eps_low": 4 * EPS, "eps_high": 5 * EPS.flip(0), "temperature": 1.3, "beta": 0.04},
     "on-policy sapo": {"kind": "sapo", "eps_low": 1.05, "eps_high": 1.0, "old_logp": None},
@@ -181,11 +226,9 @@ SETTINGS = {
     "quadratic, all": {"kind": "quadratic", "eps_low": EPS, "eps_high": EPS.flip(0), "temperature": 0.7, "beta": 0.04},
     "on-policy quadratic": {"kind": "quadratic", "eps_low": 0.04, "eps_high": 0.04, "old_logp": None},
     "reinforce": {"kind": "reinforce"},
-    "reinforce, all": {"kind": "reinforce", "temperature": 0.7, "beta": 0.04, "entropy_coef": 0.01},
-    "entropy": {"entropy_coef": 0.01, "beta": 0.04},
-    "entropy, warm": {"entropy_coef": -0.3, "temperature": 1.7, "old_logp": None},
-    "on-policy": {"old_logp": None},
-    "on-policy cispo": {"kind": "cispo", "old_logp": None},
+    "reinforce, all": {"kind": "reinforce", "temperature": 0.7, "beta": 0.04},
+    "entropy": {"kind": "entropy_bonus", "entropy_coef": 0.01, "beta": 0.04},
+    "entropy, warm": {"kind": "entropy_bonus", "entropy_coef": -0.3, "temperature": 1.7, "old_logp": None},
 }
 
 
@@ -195,7 +238,7 @@ def test_settings(setting, chunk):
     args, kw = batch()
     kw |= setting
     got = check(*args, chunk=chunk, **kw)
-    cuts = kw.get("kind", "clip") in ("clip", "cispo", "dppo")
+    cuts = kw.get("kind") not in ("cispo", "sapo", "quadratic", "reinforce")
     assert got["clipped"].any() == (cuts and kw["old_logp"] is not None)
 
 
@@ -208,8 +251,9 @@ def test_shapes(N, H, V):
     check(*args, beta=0.04, **kw)
 
 
+@pytest.mark.parametrize("kind", [None, "clip", "entropy_bonus"])
 @pytest.mark.parametrize("logits", ["negative", "+-60", "-60 but one"])
-def test_logits(logits):
+def test_logits(logits, kind):
     """With hidden = identity, weight.T is the matrix of logits."""
     g = torch.Generator().manual_seed(1)
     z = 60 * (2 * torch.rand(13, 1187, generator=g) - 1)
@@ -220,7 +264,7 @@ def test_logits(logits):
     targets = torch.randint(1187, (13,), generator=g)
     targets[:4] = z.argmax(1)[:4]
     args = torch.eye(13), z.T.contiguous(), targets
-    kw = per_token(*args, g)
+    kw = per_token(*args, g) | {"kind": kind} | ({"entropy_coef": 0.01} if kind == "entropy_bonus" else {})
     check(*args, beta=0.04, **kw)
 
 
@@ -231,18 +275,19 @@ def test_both_sides_of_the_clip():
     (hidden, weight, targets), _ = batch(N=24)
     old = token_logprobs(hidden, weight, targets)[0] - rho.repeat(3).log()
     adv = torch.tensor(list(free)).repeat_interleave(8)
-    got = check(hidden, weight, targets, adv=adv, w=torch.ones(24), old_logp=old, delta=2.0)
+    got = check(hidden, weight, targets, adv=adv, w=torch.ones(24), old_logp=old, kind="dual_clip", delta=2.0)
     assert torch.equal(~got["clipped"], torch.cat(list(free.values())))
     assert torch.equal(got["dX"].abs().sum(1) > 0, ~got["clipped"] & (adv != 0))  # elsewhere exactly zero
 
 
+@pytest.mark.parametrize("kind", [None, "clip"])
 @pytest.mark.parametrize("eps", [0.2, 0.0])
-def test_a_tie_keeps_the_whole_gradient(eps):
+def test_a_tie_keeps_the_whole_gradient(eps, kind):
     """On-policy, rho = 1: both terms of min are equal and the gradient is adv * dlogp, even with eps = 0."""
     args, kw = batch()
-    kw |= {"eps_low": eps, "eps_high": eps}
-    implied = differentiate(grpo_head, *args, **kw | {"old_logp": None})
-    given = differentiate(grpo_head, *args, **kw | {"old_logp": token_logprobs(*args)[0]})
+    kw |= {"eps_low": eps, "eps_high": eps, "kind": kind}
+    implied = differentiate(head, *args, **kw | {"old_logp": None})
+    given = differentiate(head, *args, **kw | {"old_logp": token_logprobs(*args)[0]})
     equal = same if torch.cuda.is_available() else torch.equal  # on a GPU another compilation makes the log-probs
     assert all(equal(implied[k], given[k]) for k in implied)
     assert not implied["clipped"].any()
@@ -257,42 +302,45 @@ def test_delta_bounds_a_negative_advantage():
     args, kw = batch()
     kw |= {"adv": -torch.ones(13), "w": torch.ones(13), "old_logp": kw["old_logp"] - 40}  # rho about e^40
     assert differentiate(grpo_head, *args, **kw)["loss"] > 1e15
-    bounded = check(*args, delta=4.0, **kw)
+    bounded = check(*args, kind="dual_clip", delta=4.0, **kw)
     assert same(bounded["loss"], torch.tensor(13 * 4.0)) and not bounded["dX"].any()
 
 
-@pytest.mark.parametrize("kind", kernels.head.KINDS)
+@pytest.mark.parametrize("kind", [None, *SURROGATES])
 @pytest.mark.parametrize("adv", [0.0, 1.0, -1.0])
 def test_far_from_old_and_reference_all_stays_finite(adv, kind):
-    """Log-ratios are clamped to +-80, where exp still fits float32; with w = 0 all is 0."""
+    """Log-ratios are clamped to +-80, or for surrogates, which may square rho, +-40; with w = 0 all is 0."""
     args, kw = batch(N=6)
+    kw |= {"kind": kind} | {"dual_clip": {"delta": 3.0}, "entropy_bonus": {"entropy_coef": 0.1}}.get(kind, {})
     logp = token_logprobs(*args)[0]
     far = torch.tensor([math.inf, 1000, 200, -200, -1000, -math.inf])
     for w in (torch.ones(6), torch.zeros(6)):
         kw |= {"adv": torch.full((6,), adv), "w": w, "old_logp": logp + far, "ref_logp": logp + far.roll(1)}
-        got = differentiate(grpo_head, *args, **kw, beta=0.04, kind=kind)
+        got = differentiate(head, *args, **kw, beta=0.04)
         assert all(v.isfinite().all() for v in got.values())
         assert w.any() or not (got["loss"] or got["dX"].any() or got["dW"].any())
 
 
-def test_nan_propagates(rows):
+@pytest.mark.parametrize("kind", [None, "clip"])
+def test_nan_propagates(kind):
     (hidden, weight, targets), kw = batch(N=5)
     hidden[2] = math.nan
-    got = differentiate(grpo_head, hidden, weight, targets, beta=0.04, **kw)
+    got = differentiate(head, hidden, weight, targets, beta=0.04, kind=kind, **kw)
     assert got["loss"].isnan() and got["dX"][2].isnan().all() and got["dX"][3].isfinite().all()
     assert got["logp"].isnan().tolist() == [False, False, True, False, False]
 
 
+@pytest.mark.parametrize("kind", [None, "clip"])
 @pytest.mark.parametrize("target", [-100, 1187])
-def test_a_target_that_is_no_token_is_an_error_or_nan(rows, target):
+def test_a_target_that_is_no_token_is_an_error_or_nan(rows, target, kind):
     """The kernel returns NaN: checking for an error would make the host wait for the GPU."""
     (hidden, weight, targets), kw = batch(N=5)
     targets[3] = target
     if rows is rows_torch:
         with pytest.raises((IndexError, RuntimeError)):
-            grpo_head(hidden, weight, targets, **kw)
+            head(hidden, weight, targets, kind=kind, **kw)
     else:
-        loss, extras = grpo_head(hidden, weight, targets, **kw)
+        loss, extras = head(hidden, weight, targets, kind=kind, **kw)
         assert loss.isnan() and extras["logp"].isnan().tolist() == [False, False, False, True, False]
 
 
@@ -316,7 +364,8 @@ def test_w_holds_the_averages_of_eq2():
     assert same(loss, torch.tensor(-J))
 
 
-def test_gradcheck(rows):
+@pytest.mark.parametrize("more", [{}, {"kind": "entropy_bonus", "entropy_coef": 0.2}], ids=["fused", "two passes"])
+def test_gradcheck(rows, more):
     if rows is not rows_torch:
         pytest.skip("the kernel computes in float32")
     (hidden, weight, targets), kw = batch(N=7, H=3, V=11, dtype=torch.float64)
@@ -324,7 +373,7 @@ def test_gradcheck(rows):
         tensor.requires_grad_()
 
     def loss(hidden, weight):
-        return grpo_head(hidden, weight, targets, temperature=0.8, beta=0.3, delta=1.5, chunk=3, **kw)[0]
+        return head(hidden, weight, targets, temperature=0.8, beta=0.3, chunk=3, **kw, **more)[0]
 
     assert loss(hidden, weight).dtype == torch.float64
     assert torch.autograd.gradcheck(loss, (hidden, weight))
@@ -333,15 +382,45 @@ def test_gradcheck(rows):
 # ---- chunks
 
 
+@pytest.mark.parametrize("kind", [None, "clip"])
 @pytest.mark.parametrize("chunk", [1, 5, 12, 13, 14])
-def test_chunk_does_not_matter(chunk):
+def test_chunk_does_not_matter(chunk, kind):
     args, kw = batch()
-    kw |= {"beta": 0.04}
-    whole, cut = (differentiate(grpo_head, *args, chunk=c, **kw) for c in (4096, chunk))
+    kw |= {"beta": 0.04, "kind": kind}
+    whole, cut = (differentiate(head, *args, chunk=c, **kw) for c in (4096, chunk))
     assert error(cut["dX"], whole["dX"]) < 2e-6 and error(cut["dW"], whole["dW"]) < 2e-6
     assert all(same(cut[k], whole[k], atol=1e-6) for k in ("loss", "logp", "entropy", "kl", "clipped"))
     for a, b in zip(token_logprobs(*args), token_logprobs(*args, chunk=chunk), strict=True):
         assert same(b, a, atol=1e-6)
+
+
+def test_one_ratio_for_a_sequence_that_straddles_chunks():
+    """GSPO: min(s A, clip(s) A) with s = exp(mean log rho). Its mean comes as a column, from a pass before."""
+    (hidden, weight, targets), kw = batch()
+    lengths = torch.tensor([6, 3, 4])
+    of = torch.arange(3).repeat_interleave(lengths)
+    kw |= {"adv": torch.tensor([1.0, -2.0, 0.5])[of], "ref_logp": None, "eps_low": 0.1, "eps_high": 0.1}
+
+    def means(x):
+        return torch.zeros(3, dtype=x.dtype).index_add(0, of, x)[of] / lengths[of]
+
+    def gspo(logp, log_s, adv, eps_low, eps_high, **_):
+        s = torch.exp(log_s + logp - logp.detach())
+        return torch.minimum(s * adv, s.clamp(1 - eps_low, 1 + eps_high) * adv)
+
+    def exact(hidden, weight, targets, *, adv, w, old_logp, **_):
+        logp = torch.log_softmax(hidden @ weight.T, 1)[torch.arange(13), targets]
+        s = means(logp - old_logp.double()).exp()
+        return -(w * torch.minimum(s * adv, s.clamp(0.9, 1.1) * adv)).sum(), {}
+
+    kw["w"] = (0.1 * torch.tensor([1.0, 2.0, 3.0]))[of]  # one for a sequence, as in GSPO
+    log_s = means(token_logprobs(hidden, weight, targets)[0] - kw["old_logp"])
+    assert ((log_s.exp() - 1).abs() > 0.1).any() and ((log_s.exp() - 1).abs() < 0.1).any()
+    want = differentiate(exact, hidden.double(), weight.double(), targets, **kw)
+    for chunk in (4096, 4, 1):  # 4: cuts inside the first and the last sequence
+        got = differentiate(grpo_head, hidden, weight, targets, surrogate=gspo, log_s=log_s, chunk=chunk, **kw)
+        assert same(got["loss"], want["loss"])
+        assert error(got["dX"], want["dX"]) < 1e-5 and error(got["dW"], want["dW"]) < 1e-5
 
 
 def test_two_micro_batches_make_one():
@@ -368,17 +447,19 @@ def test_masked_rows_might_as_well_be_absent():
     assert error(masked["dW"], compact["dW"]) < 1e-6
 
 
-def test_no_rows():
+@pytest.mark.parametrize("kind", [None, "clip"])
+def test_no_rows(kind):
     args, kw = batch(N=0)
-    got = differentiate(grpo_head, *args, **kw)
+    got = differentiate(head, *args, kind=kind, **kw)
     assert got["loss"] == 0 and not got["dW"].any() and got["dX"].shape == (0, 16)
     assert all(got[k].shape == (0,) for k in ("logp", "entropy", "kl", "clipped"))
     assert [v.shape for v in token_logprobs(*args)] == [(0,), (0,)]
 
 
-def test_repeats_bit_for_bit():
+@pytest.mark.parametrize("kind", [None, "clip"])
+def test_repeats_bit_for_bit(kind):
     args, kw = batch(N=129, H=64)
-    a, b = (differentiate(grpo_head, *args, beta=0.04, chunk=50, **kw) for _ in range(2))
+    a, b = (differentiate(head, *args, beta=0.04, chunk=50, kind=kind, **kw) for _ in range(2))
     assert all(torch.equal(a[k], b[k]) for k in a)
 
 
@@ -436,13 +517,14 @@ class Watch(TorchDispatchMode):
         return out
 
 
-def test_three_products_and_none_without_need():
+@pytest.mark.parametrize("kind", [None, "clip"])
+def test_three_products_and_none_without_need(kind):
     (hidden, weight, targets), kw = batch()
 
     def products(dX, dW):
         X, W = hidden.detach().requires_grad_(dX), weight.detach().requires_grad_(dW)
         with Watch() as seen:
-            loss, _ = grpo_head(X, W, targets, **kw)
+            loss, _ = head(X, W, targets, kind=kind, **kw)
             assert loss.requires_grad == (torch.is_grad_enabled() and (dX or dW))
             if loss.requires_grad:
                 loss.backward()
@@ -455,10 +537,11 @@ def test_three_products_and_none_without_need():
         assert products(True, True) == 1
 
 
-def test_the_logits_matrix_is_never_whole():
+@pytest.mark.parametrize("kind", [None, "clip"])
+def test_the_logits_matrix_is_never_whole(kind):
     args, kw = batch(N=129, H=4)
     with Watch() as seen:
-        differentiate(grpo_head, *args, chunk=8, **kw)
+        differentiate(head, *args, chunk=8, kind=kind, **kw)
     assert seen.largest == 8 * 1187 * 4
 
 
@@ -478,21 +561,23 @@ class Alive(TorchDispatchMode):
         return out
 
 
-def test_matrices_of_a_chunk_alive_at_once(rows):
-    """Two in torch; the kernel writes dL/dz over the logits."""
+@pytest.mark.parametrize("kind", [None, "clip"])
+def test_matrices_of_a_chunk_alive_at_once(rows, kind):
+    """Two in torch; the kernels write dL/dz over the logits."""
     args, kw = batch(N=40, H=4)
     with Alive(8 * 1187 * 4) as seen:
-        differentiate(grpo_head, *args, chunk=8, **kw)
+        differentiate(head, *args, chunk=8, kind=kind, **kw)
     assert seen.most == (2 if rows is rows_torch else 1)
     with Alive(8 * 1187 * 4) as seen:
         token_logprobs(*args, chunk=8)
     assert 1 <= seen.most <= 2
 
 
-def test_extras_have_no_graph():
+@pytest.mark.parametrize("kind", [None, "clip"])
+def test_extras_have_no_graph(kind):
     (hidden, weight, targets), kw = batch()
     kw = {k: v.requires_grad_() for k, v in kw.items()}
-    loss, extras = grpo_head(hidden.requires_grad_(), weight, targets, **kw)
+    loss, extras = head(hidden.requires_grad_(), weight, targets, kind=kind, **kw)
     loss.backward()
     assert all(v.grad is None for v in kw.values())
     assert not any(v.requires_grad for v in (*extras.values(), *token_logprobs(hidden, weight, targets)))
@@ -510,22 +595,24 @@ def test_token_logprobs():
     assert same(entropy, -(want.exp() * want).sum(1))
 
 
-def test_autocast_changes_nothing():
+@pytest.mark.parametrize("kind", [None, "clip"])
+def test_autocast_changes_nothing(kind):
     args, kw = batch()
-    plain = differentiate(grpo_head, *args, **kw)
+    plain = differentiate(head, *args, kind=kind, **kw)
     with torch.autocast("cpu", torch.bfloat16):
-        cast = differentiate(grpo_head, *args, **kw)
+        cast = differentiate(head, *args, kind=kind, **kw)
         logp, entropy = token_logprobs(*args)
     assert all(torch.equal(cast[k], plain[k]) for k in plain)
     assert torch.equal(logp, plain["logp"]) and torch.equal(entropy, plain["entropy"])
 
 
+@pytest.mark.parametrize("kind", [None, "clip"])
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
-def test_bf16_inputs_are_computed_in_float32(weight_dtype):
+def test_bf16_inputs_are_computed_in_float32(weight_dtype, kind):
     """With bf16 hidden states, as under autocast, only the returned gradients are rounded."""
     (hidden, weight, targets), kw = batch()
     hidden, weight = hidden.bfloat16(), weight.to(weight_dtype)
-    got = differentiate(grpo_head, hidden, weight, targets, **kw)
+    got = differentiate(head, hidden, weight, targets, kind=kind, **kw)
     want = differentiate(eq2, hidden.double(), weight.double(), targets, **kw)
     assert got["loss"].dtype == torch.float32 and same(got["logp"], want["logp"], rtol=0)
     assert got["dX"].dtype == torch.bfloat16 and got["dW"].dtype == weight_dtype
@@ -551,8 +638,8 @@ def test_a_small_kl_keeps_its_digits(rows):
 
 def test_refusals():
     args, kw = batch()
-    with pytest.raises(ValueError, match="clip, cispo, .*, not 'ppo'"):
-        grpo_head(*args, **kw, kind="ppo")
+    with pytest.raises(TypeError, match="no surrogate reads delta, old"):
+        grpo_head(*args, **kw, delta=3.0, old=kw["old_logp"])
     with pytest.raises(ValueError, match="ref_logp"):
         grpo_head(*args, **kw | {"ref_logp": None}, beta=0.04)
 
@@ -560,11 +647,12 @@ def test_refusals():
 # ---- a peer, FSDP2
 
 
+DUAL = {"kind": "dual_clip", "delta": 1.6}
 LIGER = {
     "grpo": ({}, {"loss_type": "grpo"}),
     "no KL": ({"beta": 0.0, "ref_logp": None}, {"beta": 0.0}),
     "token mean": ({}, {"loss_type": "bnpo"}),
-    "two eps, delta": ({"eps_low": 0.1, "eps_high": 0.28, "delta": 1.6}, {"epsilon_low": 0.1, "epsilon_high": 0.28}),
+    "two eps, delta": ({"eps_low": 0.1, "eps_high": 0.28} | DUAL, {"epsilon_low": 0.1, "epsilon_high": 0.28}),
     "temperature": ({"temperature": 0.7}, {"temperature": 0.7}),
     "cispo": ({"kind": "cispo", "eps_high": 0.3}, {"loss_type": "cispo", "epsilon_high": 1.3}),  # theirs is 1 + eps
 }
@@ -584,7 +672,7 @@ def test_liger_gives_the_same(ours, theirs):
     share = 1 / mask.sum(1, keepdim=True) / B if theirs["loss_type"] == "grpo" else 1 / mask.sum()
     rows = mask.flatten().bool()
     kw |= {"adv": adv.repeat_interleave(T), "w": (mask * share).flatten()}
-    got = differentiate(grpo_head, hidden[rows], weight, targets[rows], **{k: v[rows] for k, v in kw.items()} | ours)
+    got = differentiate(head, hidden[rows], weight, targets[rows], **{k: v[rows] for k, v in kw.items()} | ours)
 
     liger = grpo_loss.LigerFusedLinearGRPOLoss(
         **theirs, delta=ours.get("delta"), use_ref_model=ours["beta"] > 0, compiled=False
