@@ -212,7 +212,7 @@ def train(
     learner: type[Learner] | None = None,
 ) -> None:
     """Starts what a run needs and trains with `algorithm` on rank 0; other ranks do what its policy asks of them."""
-    with one_line(), stop.listening():
+    with one_line():
         task = load_task(cfg)
         first = read_instruction("instruction", cfg.instruction) if cfg.instruction else task.instruction
         first = task.format.first(first, task)
@@ -235,18 +235,19 @@ def train(
             return print_memory(cfg)
         device = device_of(cfg)
         ranks = Ranks(device, cfg.patience, dtype_of(cfg, device) if leads else "")
-        with ranks.fail_at_once(), contextlib.ExitStack() as stack:
+        with stop.listening(), ranks.fail_at_once(), contextlib.ExitStack() as stack:
             if ranks.rank:
                 return worker_loop(cfg, ranks, learner)
-            engine, why, fitted = check(cfg, ranks, task, first)
-            run = stack.enter_context(RunDirectory.opened(cfg))
-            serve = stack.enter_context(Servers(run.path / "servers.log"))
-            status("starting servers")
-            tools = task.start(serve)
-            optimizer = connect(cfg, serve, run.rows("reflections"))
-            status("loading the policy")
-            policy = stack.enter_context(contextlib.closing(Policy(fitted, ranks, engine, task, learner)))
-            status("")
+            with stop.may_stop():
+                engine, why, fitted = check(cfg, ranks, task, first)
+                run = stack.enter_context(RunDirectory.opened(cfg))
+                serve = stack.enter_context(Servers(run.path / "servers.log"))
+                status("starting servers")
+                tools = task.start(serve)
+                optimizer = connect(cfg, serve, run.rows("reflections"))
+                status("loading the policy")
+                policy = stack.enter_context(contextlib.closing(Policy(fitted, ranks, engine, task, learner)))
+                status("")
             screen = stack.enter_context(Screen(cfg.T, [tool.plural for tool in task.tools]))
             log = Log(cfg, run, policy, task, first, screen)
             log.introduce(f"{engine} engine: {why}", tools, describe(optimizer), warnings(cfg))
