@@ -29,7 +29,7 @@ from reflect import (
     describe,
     endpoint,
     history_prompt,
-    normalized,
+    normalize,
     paraphrase_prompt,
     reflection_prompt,
 )
@@ -93,7 +93,7 @@ def evolve(
     """Replaces P by its parents and verified revisions of them; without a revision P and W stay as they are."""
     P_parent = P.ranked()[: cfg.N_parent]  # Alg.1 L17
     P_new: list[Candidate] = []
-    used = {normalized(I.text) for I in P_parent}
+    used = {normalize(I.text) for I in P_parent}
     shortfall = "too few revisions verified"
     for round in range(cfg.rounds):
         room = cfg.N_P - len(P_parent) - len(P_new)
@@ -133,7 +133,7 @@ def first_population(cfg: Config, P: Population, task: Task, optimizer: Optimize
     if optimizer and cfg.N_P > 1:
         try:
             # CHOICE-22
-            paraphrases = propose(cfg, 0, 0, P, I_0, [], {normalized(I_0.text)}, task, optimizer, log)
+            paraphrases = propose(cfg, 0, 0, P, I_0, [], {normalize(I_0.text)}, task, optimizer, log)
             for text in paraphrases[: cfg.N_P - 1]:
                 P.join(text, I_0.id, 0)
         except OptimizerDown as e:
