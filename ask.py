@@ -98,7 +98,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.temperature < 0 or args.seed < 0:
         parser.error("--temperature and --seed must not be negative")
-    with one_line("ask.py"), stop.listening():
+    with one_line("ask.py"), stop.listening(), stop.may_stop():
         use_idle_cores()
         ask(args)
 

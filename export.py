@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--adapters", action="store_true", help="LoRA's adapters alone, not merged into the weights")
     parser.add_argument("--to", type=Path, help="directory to write; default: runs/NAME/step-N")
     args = parser.parse_args(argv)
-    with one_line("export.py"), stop.listening():
+    with one_line("export.py"), stop.listening(), stop.may_stop():
         from journal.export import export_checkpoint  # here: it imports torch, which takes seconds
 
         to, step, I = export_checkpoint(args.run, args.step, args.best, args.adapters, args.to)

@@ -29,7 +29,7 @@ from reflect import (
     describe,
     endpoint,
     history_prompt,
-    normalized,
+    normalize,
     paraphrase_prompt,
     reflection_prompt,
 )
@@ -93,7 +93,7 @@ def evolve(
     """Replaces P by its parents and verified revisions of them; without a revision P and W stay as they are."""
     P_parent = P.ranked()[: cfg.N_parent]  # Alg.1 L17
     P_new: list[Candidate] = []
-    used = {normalized(I.text) for I in P_parent}
+    used = {normalize(I.text) for I in P_parent}
     shortfall = "too few revisions verified"
     for round in range(cfg.rounds):
         room = cfg.N_P - len(P_parent) - len(P_new)
@@ -133,7 +133,7 @@ def first_population(cfg: Config, P: Population, task: Task, optimizer: Optimize
     if optimizer and cfg.N_P > 1:
         try:
             # CHOICE-22
-            paraphrases = propose(cfg, 0, 0, P, I_0, [], {normalized(I_0.text)}, task, optimizer, log)
+            paraphrases = propose(cfg, 0, 0, P, I_0, [], {normalize(I_0.text)}, task, optimizer, log)
             for text in paraphrases[: cfg.N_P - 1]:
                 P.join(text, I_0.id, 0)
         except OptimizerDown as e:
@@ -212,7 +212,7 @@ def train(
     learner: type[Learner] | None = None,
 ) -> None:
     """Starts what a run needs and trains with `algorithm` on rank 0; other ranks do what its policy asks of them."""
-    with one_line(), stop.listening():
+    with one_line():
         task = load_task(cfg)
         first = first_instruction(task)
         leads = os.environ.get("RANK", "0") == "0"
@@ -237,18 +237,19 @@ def train(
             together(lambda: check_device(cfg), lambda: check_questions(task), task.check, lambda: endpoint(cfg))
         device = device_of(cfg)
         ranks = Ranks(device, cfg.patience, dtype_of(cfg, device) if leads else "")
-        with ranks.fail_at_once(), contextlib.ExitStack() as stack:
+        with stop.listening(), ranks.fail_at_once(), contextlib.ExitStack() as stack:
             if ranks.rank:
                 return worker_loop(cfg, ranks, learner)
-            engine, why, fitted = check(cfg, ranks, task, first)
-            run = stack.enter_context(RunDirectory.opened(cfg))
-            serve = stack.enter_context(Servers(run.path / "servers.log"))
-            status("starting servers")
-            tools = task.start(serve)
-            optimizer = connect(cfg, serve, run.rows("reflections"))
-            status("loading the policy")
-            policy = stack.enter_context(contextlib.closing(Policy(fitted, ranks, engine, task, learner)))
-            status("")
+            with stop.may_stop():
+                engine, why, fitted = check(cfg, ranks, task, first)
+                run = stack.enter_context(RunDirectory.opened(cfg))
+                serve = stack.enter_context(Servers(run.path / "servers.log"))
+                status("starting servers")
+                tools = task.start(serve)
+                optimizer = connect(cfg, serve, run.rows("reflections"))
+                status("loading the policy")
+                policy = stack.enter_context(contextlib.closing(Policy(fitted, ranks, engine, task, learner)))
+                status("")
             screen = stack.enter_context(Screen(cfg.T, [tool.plural for tool in task.tools]))
             log = Log(cfg, run, policy, task, first, screen)
             log.introduce(f"{engine} engine: {why}", tools, describe(optimizer), warnings(cfg))

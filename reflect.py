@@ -4,26 +4,29 @@ Works with any OpenAI-compatible chat endpoint. A reply is never adopted whole: 
 most as many as were asked for, and every candidate has to pass `check`.
 """
 
+import contextlib
 import functools
 import hashlib
-import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from config import Config, evolves, scripted
-from plumbing.client import Client, RequestFailed
-from plumbing.faults import Fault, OptimizerDown
-from plumbing.outside import clean, letters, plain, printable, wide, without_secrets
+from plumbing.client import Client
+from plumbing.faults import Fault, OptimizerDown, Outage
+from plumbing.outside import plain, printable, without_secrets
 from plumbing.stop import may_stop
 
 OPENAI = "https://api.openai.com/v1"
 MAX_REPLY = 200_000  # characters of a reply that are read and kept
+BLOCK = re.compile(r"<ins_([1-9]\d*)>((?:(?!</?ins_\d).)*)</ins_\1>", re.S)
+QUESTION = re.compile(r"^\W*question\s*:", re.I | re.M)
 CONTROL = re.compile(r"<[|｜][^<>]{1,64}[|｜]>|</?s>|<(?:bos|eos|pad|unk|(?:start|end)_of_turn)>|\[/?INST\]")
 RESULT = re.compile(r"<information>(.*?)</information>", re.S)
+WORD = re.compile("[\u3040-\u9fff\uac00-\ud7af]|[^\\W\u3040-\u9fff\uac00-\ud7af]+")  # Chinese has no blanks: each sign
 
 # App. E, word for word; {n} stands for its N. (The paraphrase prompt has "6" there, which is N_P - 1.)
 PARAPHRASE = """<ins_0> {instruction} </ins_0>
@@ -144,128 +147,77 @@ def _middle_out(text: str, keep: int) -> str:
 def parse(reply: str) -> list[str]:
     """Returns the texts of a reply's complete `<ins_k>...</ins_k>` blocks, k >= 1, in their order.
 
-    What a reasoning model thinks before it answers holds drafts, which do not count.
+    What a reasoning model thinks before it answers holds drafts, which do not count. Thoughts end at a </think> outside
+    of blocks; templates that write the <think> themselves leave a reply that has only this end.
     """
-    blocks = re.findall(r"<ins_([1-9]\d*)>((?:(?!</?ins_\d).)*)</ins_\1>", reply[_end_of_thoughts(reply) :], re.S)
-    return [text.strip() for _, text in blocks]
-
-
-def _end_of_thoughts(reply: str) -> int:
-    """Returns where a reply's leading thoughts end: at a </think> outside of blocks, whose <think> begins the reply.
-
-    Templates that write <think> themselves leave a reply that has only its end.
-    """
-    inside, opened = "", False
-    leading = reply.lstrip().startswith("<think>")
-    for m in re.finditer(r"<(/?)(think|ins_\d+)>", reply):
-        closes, tag = m.groups()
-        if tag != "think":
-            inside = "" if closes else tag
-        elif not inside and closes:
-            return m.end() if leading or not opened else 0
-        elif not inside:
-            opened = True
-    return 0
+    outside = BLOCK.sub(lambda block: " " * len(block[0]), reply)
+    end = outside.find("</think>")
+    thinks = end >= 0 and (outside.lstrip().startswith("<think>") or "<think>" not in outside[:end])
+    return [text.strip() for _, text in BLOCK.findall(reply[end:] if thinks else reply)]
 
 
 def candidates(
-    reply: str, parent: str, used: set[str], golds: Iterable[str], max_tokens: int, n: int,
+    reply: str, parent: str, used: set[str], golds: Sequence[str], max_tokens: int, n: int,
     unfit: Callable[[str, str], str],
 ) -> tuple[dict[int, str], list[dict[str, Any]]]:  # fmt: skip
     """Returns the first `n` of a reply's candidates that pass `check`, {k: text}, and the others, {"k", "reason"}.
 
-    k counts the reply's blocks from 1. `unfit` returns why the policy could not act under a candidate of a parent, or
-    "". Adds the accepted texts, normalized, to `used`.
+    k counts the reply's blocks from 1. Adds the accepted texts, normalized, to `used`.
     """
-    count, _ = token_counter()
-    golds = list(golds)
     accepted: dict[int, str] = {}
     rejected: list[dict[str, Any]] = []
     for k, text in enumerate(parse(reply), 1):
         if len(accepted) == n:
             rejected.append({"k": k, "reason": f"{n} were asked for: neither this nor any after it is read"})
             break
-        if reason := check(text, parent, used, golds, max_tokens, count, unfit):
+        if reason := check(text, parent, used, golds, max_tokens, unfit):
             rejected.append({"k": k, "reason": reason})
         else:
             accepted[k] = text
-            used.add(normalized(text))
+            used.add(normalize(text))
     return accepted, rejected
 
 
 def check(
-    candidate: str, parent: str, used: set[str], golds: Iterable[str], max_tokens: int, count: Callable[[str], int],
-    unfit: Callable[[str, str], str],
-) -> str:  # fmt: skip
+    candidate: str, parent: str, used: set[str], golds: Iterable[str], max_tokens: int, unfit: Callable[[str, str], str]
+) -> str:
     """Returns why a candidate cannot join, or ""; `used` holds the normalized texts of the instructions in use.
 
     What it must keep of its parent, so that the policy can act, `unfit` knows. Everything else is its own to say: other
     tags, another example of an answer, other words.
     """
-    words = normalized(candidate)
+    words, text = normalize(candidate), candidate.replace("\r\n", "\n")
     if not words:
         return "empty"
     if words in used:  # CHOICE-28
         return "duplicate"
-    if count(candidate) > max_tokens:  # CHOICE-27
+    if token_counter()[0](candidate) > max_tokens:  # CHOICE-27
         return f"longer than {max_tokens} tokens"
     if reason := unfit(candidate, parent):
         return reason
-    if printable(candidate.replace("\r\n", "\n")) != candidate.replace("\r\n", "\n"):
+    if printable(text) != text:
         return "holds control characters"
     if new := sorted(set(CONTROL.findall(plain(candidate))) - set(CONTROL.findall(plain(parent)))):
         return f"holds the control token {new[0]}"
-    if _questions(candidate) > _questions(parent):
+    if len(QUESTION.findall(plain(candidate))) > len(QUESTION.findall(plain(parent))):
         return "asks a question of its own"
-    for inside in set(RESULT.findall(candidate)) - set(RESULT.findall(parent)):
-        if len(normalized(inside).split()) > 5:
-            return "holds a search result of its own"
-    for looks in (False, True):
-        said, known = letters(candidate, looks), letters(parent, looks)
-        for gold in golds:
-            # An answer that the parent names already ("Beijing" in Search-R1's instruction) is no new leak.
-            if any(_names(form, *said) and not _names(form, *known) for form in _forms(gold, looks)):
-                return f"contains the gold answer {gold!r}"
+    if any(len(normalize(result).split()) > 5 for result in {*RESULT.findall(candidate)} - {*RESULT.findall(parent)}):
+        return "holds a search result of its own"
+    for gold in golds:  # one that the parent names already ("Beijing" in Search-R1's instruction) is no new leak
+        if _names(candidate, gold) and not _names(parent, gold):
+            return f"contains the gold answer {gold!r}"
     return ""
 
 
-def _questions(text: str) -> int:
-    return len(re.findall(r"^\W*question\s*:", plain(text), re.I | re.M))
+def _names(text: str, answer: str) -> bool:
+    """Returns whether a text has an answer's words in a row; "a", "yes" and "two" are words of any prompt."""
+    words = normalize(answer)
+    return len(words) > (3 if words.isascii() else 2) and f" {words} " in f" {normalize(text)} "
 
 
-def _forms(gold: str, looks: bool) -> Iterator[str]:
-    """Yields a gold answer as `letters`, with its last names first, too ("Austen, Jane"), and backwards if it is long.
-
-    Yields nothing for a short one: "a", "yes" and "two" are words of any prompt. Two ideographs are a name.
-    """
-    answer, _ = letters(gold, looks)
-    if len(answer) <= 3 and sum(map(wide, answer)) < 2:
-        return
-    words = gold.split()
-    for k in range(len(words) if len(words) <= 5 else 1):
-        yield letters(" ".join(words[k:] + words[:k]), looks)[0]
-    if len(answer) >= 6:
-        yield answer[::-1]
-
-
-def _names(answer: str, text: str, begins: list[bool]) -> bool:
-    """Returns whether an answer is in a text, both as `letters`: as words, or, if it is long, anywhere.
-
-    Where a word begins is all that counts of spaces and punctuation: "R-o m_e" and "Romes" name "Rome".
-    """
-    at = text.find(answer)
-    while at >= 0:
-        end = at + len(answer)
-        plural = next((n for n in (1, 2) if text[end : end + n] == "es"[-n:] and begins[end + n]), 0)
-        if len(answer) >= 10 or (begins[at] and (begins[end] or plural)):
-            return True
-        at = text.find(answer, at + 1)
-    return False
-
-
-def normalized(text: str) -> str:
+def normalize(text: str) -> str:
     """Returns a text's words in lower case, without punctuation; candidates with the same words are duplicates."""
-    return " ".join(re.findall(r"\w+", plain(text).lower()))
+    return " ".join(WORD.findall(plain(text).lower()))
 
 
 @dataclass(frozen=True)
@@ -290,27 +242,23 @@ class Optimizer:
     """
 
     def __init__(
-        self, url: str, model: str, api_key: str = "", timeout: float = 300, retries: int = 4, backoff: float = 1.0,
+        self, url: str, model: str, api_key: str = "", timeout: float = 300, retries: int = 4,
         paid: dict[str, Call] | None = None, revive: Callable[[], str] = lambda: "",
     ):  # fmt: skip
         self.url, self.model, self.paid = url, model, paid or {}
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._client = Client(
-            [url], timeout=timeout, retries=retries, backoff=backoff, expects="a chat completion", headers=headers,
-            proxies=True, retry_malformed=True, revive=revive,
-        )  # fmt: skip
+        self._client = Client([url], timeout, retries, api_key, revive=revive)
 
     def ask(self, prompt: str, when: str) -> Call:
         """Returns the call with its reply. `when` tells calls with the same prompt apart. Raises OptimizerDown."""
         key = f"{when} " + hashlib.sha256(f"{self.model}\n{prompt}".encode()).hexdigest()[:16]
         if key in self.paid:
-            return replace(self.paid[key], prompt=prompt, paid_before=True)
+            return replace(self.paid[key], paid_before=True)
         start = time.perf_counter()
         body = {"model": self.model, "messages": [{"role": "user", "content": prompt}]}
         try:
             with may_stop():
-                reply, cut, usage = self._client.post("/chat/completions", body, _read_completion)
-        except RequestFailed as e:
+                reply, cut, usage = self._client.ask("/chat/completions", body, _read_completion)
+        except Outage as e:  # also of its revival
             raise OptimizerDown(str(e)) from e
         return Call(
             key=key,
@@ -338,26 +286,14 @@ def _tokens(counted: Any, text: str) -> int:
 
 
 def paid_calls(rows: Iterable[Any]) -> dict[str, Call]:
-    """Returns the calls that an earlier process of this run has paid for, by key, from rows of reflections.jsonl.
+    """Returns the calls that an earlier process of this run has paid for, by key, from rows of reflections.jsonl."""
+    from pydantic import TypeAdapter  # here: few runs are resumed
 
-    They are checked as a reply is when it arrives; a row that no process wrote like this is as good as absent.
-    """
-    paid = {}
+    read, paid = TypeAdapter(Call).validate_python, {}
     for row in rows:
-        call = row.get("call") if isinstance(row, dict) else None
-        if not isinstance(call, dict) or not all(isinstance(call.get(x), str) for x in ("key", "prompt", "reply")):
-            continue
-        seconds, reply = call.get("seconds"), clean(call["reply"])[:MAX_REPLY]
-        paid[call["key"]] = Call(
-            key=call["key"],
-            prompt=call["prompt"],
-            reply=reply,
-            prompt_tokens=_tokens(call.get("prompt_tokens"), call["prompt"]),
-            completion_tokens=_tokens(call.get("completion_tokens"), reply),
-            seconds=seconds if isinstance(seconds, (int, float)) and 0 <= seconds < math.inf else 0.0,
-            paid_before=True,
-            cut=call.get("cut") is True,
-        )
+        with contextlib.suppress(LookupError, TypeError, ValueError):  # a damaged row is as good as absent
+            call = read(row["call"])
+            paid[call.key] = call
     return paid
 
 

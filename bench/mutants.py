@@ -19,7 +19,7 @@ GOAL = 0.9
 NAMES = {
     "inspo": "inspo evaluate_and_save evolve first_population propose ask prompt_of verify population_of",
     "grpo": "group_advantages xǁLearnerǁset_advantages xǁLearnerǁterms",
-    "reflect": "parse _end_of_thoughts candidates check _questions _names normalized paraphrase_prompt history_prompt "
+    "reflect": "parse candidates check _names normalize paraphrase_prompt history_prompt "
     "reflection_prompt examples shorten _middle_out",
     "tasks": "load_task check_questions reward measure _finite rng_of draw subset by_source",
     "tasks.questions": "normalize em f1 _token_f1 _answers _hops",

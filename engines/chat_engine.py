@@ -67,14 +67,10 @@ class ChatEngine:
 
     def __init__(
         self, url: str, name: str, tokenizer: Words, stop: tuple[str, ...], *, api_key: str = "", threads: int = 32,
-        timeout: float = 300, retries: int = 4, backoff: float = 1.0,
+        timeout: float = 300, retries: int = 4,
     ):  # fmt: skip
         self.url, self.tokenizer, self.stop = without_secrets(url), tokenizer, stop
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self.client = Client(
-            [url], timeout=timeout, retries=retries, backoff=backoff, expects="a chat completion", headers=headers,
-            proxies=True, retry_malformed=True,
-        )  # fmt: skip
+        self.client = Client([url], timeout, retries, api_key)
         self.name = self.choose(name)
         self.pool = ThreadPoolExecutor(threads)
         self.begin(0)
@@ -82,7 +78,7 @@ class ChatEngine:
     def choose(self, name: str) -> str:
         """Returns the model to ask, of which `said` is the server's row; raises Fault if the server has another one."""
         try:
-            rows = self.client.get("/models", lambda answer: {str(row["id"]): row for row in answer["data"]}, retries=0)
+            rows = self.client.ask("/models", None, lambda answer: {str(row["id"]): row for row in answer["data"]}, 0)
         except RequestFailed as e:
             raise Fault(f"{e}; start the server, or check the URL (it ends in /v1 as a rule)") from None
         served = list(rows)
@@ -120,7 +116,7 @@ class ChatEngine:
     def ask(self, key: int, body: dict[str, Any]) -> FinishedTurn:
         """Returns the server's turn; raises EngineFault."""
         try:
-            text = self.client.post("/chat/completions", body, _read)
+            text = self.client.ask("/chat/completions", body, _read)
         except RequestFailed as e:
             raise EngineFault(str(e)) from None
         ids = self.tokenizer(self.closed(text))["input_ids"]

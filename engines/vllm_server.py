@@ -62,12 +62,9 @@ class VllmServer:
         self.tokenizer, self.stop, self.loads = tokenizer, stop, 0
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.clients = {
-            url: Client(
-                [url], timeout=self.timeout, retries=self.retries, backoff=0.5, expects="an answer of vLLM's",
-                retry_timeout=False,
-            )
+            url: Client([url], self.timeout, self.retries, retry_timeout=False)
             for url in self.urls
-        }  # fmt: skip
+        }
         configs = [self.inspect(url, max_len) for url in self.urls]
         rows = sum(config["scheduler_config"]["max_num_seqs"] for config in configs)
         self.pool = ThreadPoolExecutor(rows)
@@ -300,7 +297,7 @@ class VllmServer:
         """Returns a server's answer to a POST of `body`, or to a GET; raises EngineDown after the last attempt."""
         client = self.clients[url]
         try:
-            return client.get(path, read, retries) if body is None else client.post(path, body, read, retries)
+            return client.ask(path, body, read, retries)
         except RequestFailed as e:
             raise EngineDown(str(e)) from e
 

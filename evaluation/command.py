@@ -63,9 +63,9 @@ def main(
         parser.error("--samples must be at least 1; --n, --temperature and --seed must not be negative")
     if args.samples > 1 and not args.temperature:
         parser.error(f"--samples {args.samples}: greedy samples are all the same; give --temperature")
-    with one_line(program), stop.listening():  # torch and scipy take seconds to import; --help does not wait for them
+    with one_line(program), stop.listening(), stop.may_stop():
         if args.compare:
-            from evaluation.compare import compare
+            from evaluation.compare import compare  # here: torch and scipy take seconds to import
 
             print(compare(args.compare))
         else:

@@ -65,9 +65,9 @@ def passages(cfg: TaskKnobs, questions: Mapping[str, Sequence[Question]]) -> Row
     """Returns the digest of --corpus, or what --retriever says of its index; else of what it finds."""
     if not cfg.retriever:
         return {"corpus": digest(blocks(Path(cfg.corpus)))}
-    client = Client(cfg.retriever.split(","), timeout=30, retries=0, backoff=0, expects="a search server's description")
+    client = Client(cfg.retriever.split(","), timeout=30, retries=0)
     try:
-        return client.get("/health", lambda answer: {key: answer[key] for key in ("passages", "index", "corpus")})
+        return client.ask("/health", None, lambda answer: {key: answer[key] for key in ("passages", "index", "corpus")})
     except RequestFailed:  # a server of another kind
         search = Search(cfg.retriever, cfg.topk, retries=0)
     try:

@@ -161,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.n < 0 or args.temperature < 0 or args.seed < 0:
         parser.error("--n, --temperature and --seed must not be negative")
-    with one_line("extras/collect.py"), stop.listening():
+    with one_line("extras/collect.py"), stop.listening(), stop.may_stop():
         demos = Demos(args.out, args.least)
         before = len(demos.rows)
         if (Path(args.what) / "trajectories").is_dir():

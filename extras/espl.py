@@ -24,7 +24,7 @@ from inspo import ask, train
 from journal.log import Log
 from plumbing.faults import OptimizerDown
 from population import Array, Experience, Instruction, Population, ReplayBuffer
-from reflect import Optimizer, examples, normalized, shorten, token_counter
+from reflect import Optimizer, examples, normalize, shorten, token_counter
 from tasks import Job, Question, Task, Trajectory, rng_of
 from training.policy import Policy
 
@@ -202,7 +202,7 @@ def offspring(
     step = [e for e in B.items if e.t == t]
     played = by_program(step)
     best = max(played, key=lambda j: (mean(r for rewards in played[j].values() for r in rewards), j))
-    used = {normalized(I.text) for I in P.active}
+    used = {normalize(I.text) for I in P.active}
     children: list[tuple[str, list[int]]] = []
     shortfall = log.limit(0)
     try:

@@ -24,7 +24,7 @@ from inspo import ask, train, verify
 from journal.log import Log
 from plumbing.faults import OptimizerDown
 from population import Array, Experience, Instruction, Population, ReplayBuffer
-from reflect import Optimizer, examples, normalized
+from reflect import Optimizer, examples, normalize
 from tasks import Job, Question, Task, reward, rng_of
 from training.policy import Policy
 
@@ -108,7 +108,7 @@ def gepa(
         return log.joined(t, P, f"nobody joined: {shortfall}", [])
     prompts: list[tuple[int | None, str]] = [(I.id, I.text) for I in P.active]
     r = rewards_on(cfg, t, "verify front", task, policy, prompts, D_B, log)  # (prompts, questions)
-    wins, used, passed = instance_wins(r), {normalized(text) for _, text in prompts}, list[tuple[str, int]]()
+    wins, used, passed = instance_wins(r), {normalize(text) for _, text in prompts}, list[tuple[str, int]]()
     for round in range(cfg.rounds):
         I_parent = P.active[rng.choice(len(P), p=wins / wins.sum())]
         tau_fail = shown.failures(rng, cfg.failures, I_parent.id)

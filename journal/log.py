@@ -386,15 +386,13 @@ class Log:
     @contextlib.contextmanager
     def rescued(self) -> Iterator[None]:
         """Saves what a run has done if it is stopped inside, or a part of it fails that may work again later."""
-        with stop.hold():
-            try:
-                yield
-            except DiskFault:  # a checkpoint would not fit either
-                raise
-            except (Outage, stop.Stopped):
-                self.rescue()
-                raise
-            stop.over()
+        try:
+            yield
+        except DiskFault:  # a checkpoint would not fit either
+            raise
+        except (Outage, stop.Stopped):
+            self.rescue()
+            raise
 
     def finish(self, I_star: Instruction) -> None:
         """Writes and prints the result: I_star, the policy, the metrics of both policies under both instructions."""

@@ -14,7 +14,7 @@ with app.setup:
     from inspo import prompt_of, verify
     from labs import desk, play
     from population import Candidate, Population, ReplayBuffer
-    from reflect import candidates, normalized
+    from reflect import candidates, normalize
     from tasks import Job, rng_of
     from world.clauses import CLAUSES, FRAMES, read
     from world.optimizer import reply_to
@@ -188,7 +188,7 @@ def check_propose(propose):
     if len(got) > 4:
         return f"4 were asked for, and it returns {len(got)}."
     reply = "\n".join(f"<ins_{k}>{text}</ins_{k}>" for k, text in enumerate(got, 1))
-    _, refused = candidates(reply, parent, {normalized(parent)}, [], cfg.max_instruction, 4, play.unfit)
+    _, refused = candidates(reply, parent, {normalize(parent)}, [], cfg.max_instruction, 4, play.unfit)
     if refused:
         says = {"duplicate": "it is the instruction in use, or another one of yours"}
         return f"number {refused[0]['k']} is refused: {says.get(refused[0]['reason'], refused[0]['reason'])}."
@@ -292,7 +292,7 @@ def _(
     D_B = [D[q] for q in B.questions(rng_of(0, 1, "D_B"), cfg.D_B, failures)]
     verified, joined = {}, {}
     for _name, _reply in _replies.items():
-        _used = {normalized(first)}
+        _used = {normalize(first)}
         _texts, _ = candidates(_reply, first, _used, _golds, cfg.max_instruction, room, play.unfit)
         _log = SimpleNamespace(played=lambda *row: None)  # a run would note each trajectory
         verified[_name] = verify(cfg, 1, 0, task, player, P.family[0], list(_texts.values()), D_B, _log)

@@ -26,7 +26,7 @@ class Faults(Fault):
 
 
 def together(*checks: Callable[[], object]) -> None:
-    """Runs all checks, and raises all that they raised as one: nobody should mend one fault to be told the next."""
+    """Runs every check and reports all failures at once."""
     found: list[str] = []
     for check in checks:
         try:
@@ -71,24 +71,19 @@ class Outlived:
         self.stream = stream
 
     def write(self, text: str) -> int:
-        with self.dropping():
-            self.stream.write(text)
+        self._try(self.stream.write, text)
         return len(text)
 
     def flush(self) -> None:
-        with self.dropping():
-            self.stream.flush()
+        self._try(self.stream.flush)
 
-    @contextlib.contextmanager
-    def dropping(self) -> Iterator[None]:
+    def _try(self, work: Callable[..., object], *args: str) -> None:
         try:
-            yield
+            work(*args)
         except OSError as e:
-            null = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(null, self.stream.fileno())  # also for what is still in its buffer
-            os.close(null)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())  # also for what is still in its buffer
             with contextlib.suppress(OSError):
-                print(f"standard output cannot be written ({e.strerror}): going on without it", file=sys.stderr)
+                print(f"standard output cannot be written ({e.strerror}): continuing without it", file=sys.stderr)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)

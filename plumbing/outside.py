@@ -1,19 +1,16 @@
 """Text from outside is data: passages, questions, replies of the optimizer, error pages.
 
-`decoded` and `clean` take it in, `as_data` puts it into the policy's context, `printable` puts it on a terminal;
-`letters` compares it, however it is spelled.
+`decoded` and `clean` take it in, `as_data` puts it into the policy's context, `printable` puts it on a terminal.
 """
 
 from __future__ import annotations
 
 import functools
-import html
 import json
 import re
 import unicodedata
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote, urlsplit, urlunsplit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -21,12 +18,8 @@ if TYPE_CHECKING:
 SURROGATE = re.compile("[\ud800-\udfff]")  # half a character: JSON can spell it, no encoder accepts it
 SIMPLE_TAG = re.compile(r"</?[A-Za-z_][\w-]*>")
 MARKUP = re.compile(r"[<\[{].+[>\]}]", re.S)
-LATIN = re.compile(  # in a character's Unicode name: small capitals, strokes, circles, flags
-    r"(?:LATIN(?: SMALL| CAPITAL)?|INDICATOR SYMBOL) LETTER (?:SMALL CAPITAL |DOTLESS )?([A-Z])(?: WITH .*)?$"
-)
-ALIKE = {"1": "i", "l": "i", "0": "o"}  # "I" and "O" in capitals
-URL = re.compile(r"\w+://(?:(?!,\w+://)[^\s'\"<>()])*(?<![:;,.])")
-USER = re.compile(r"[^\s/'\"@]*:[^\s/'\"@]*@")  # of what is no whole URL
+USER = re.compile(r"(?<=//)[^\s/'\"]*@|[^\s/'\"@]+:[^\s/'\"@]*@")  # of a URL, or of what should have been one
+QUERY = re.compile(r"(://(?:(?!,\w+://)[^\s'\"<>()?#])*)[?#](?:(?!,\w+://)[^\s'\"<>()])*(?<![:;,.])")
 JOINERS = "\u200c\u200d"  # invisible, but Persian, Hindi and emoji are written with them
 
 
@@ -67,51 +60,6 @@ def plain(text: str) -> str:
     return "".join(c for c in unicodedata.normalize("NFKC", text) if unicodedata.category(c) != "Cf")
 
 
-def letters(text: str, looks: bool = False) -> tuple[str, list[bool]]:
-    """Returns a text's letters and digits alone, in one spelling, and for each place whether a word may begin there.
-
-    The spelling has neither case nor accents, nor a code of HTML or of URLs. With `looks` it has one letter for all
-    that look alike. A word may begin at every wide character: Chinese and Japanese have no blanks, and Korean particles
-    follow their noun without one. The list has one more entry than the letters: the end.
-    """
-    text = plain(unquote(html.unescape(text)))
-    spelling = unicodedata.normalize("NFKD", text if looks else text.casefold())
-    found, begins, between = [], [], True
-    for c in "".join(map(_latin, spelling)) if looks else spelling:
-        if c.isalnum():
-            found.append(c)
-            begins.append(between or wide(c))
-            between = wide(c)
-        elif unicodedata.category(c) != "Mn":  # an accent
-            between = True
-    return "".join(found), [*begins, True]
-
-
-def wide(c: str) -> bool:
-    """Returns whether a character is as wide as it is high: an ideograph, a kana, the first letter of a syllable."""
-    return unicodedata.east_asian_width(c) in "WF"
-
-
-@functools.cache
-def _latin(c: str) -> str:
-    """Returns the Latin letter or digit that a character looks like in lower case or in capitals, else the character.
-
-    Unicode's table says so, else the name of the character or of one that the table has beside it.
-    """
-    if c.isascii():
-        return ALIKE.get(c.lower(), c.lower())
-    from confusable_homoglyphs.confusables import confusables_data  # here: few programs compare letters
-
-    for form in (c, c.upper()):
-        alike = [form, *(row["c"] for row in confusables_data.get(form, ()))]
-        alike = ["".join(x for x in same if unicodedata.category(x) != "Mn") for same in alike]
-        found = [x for x in alike if x.isascii() and x.isalnum() and len(x) == 1]
-        found += [m[1] for x in alike if len(x) == 1 and (m := LATIN.search(unicodedata.name(x, "")))]
-        if found:
-            return _latin(found[0])
-    return c.casefold()
-
-
 @functools.lru_cache(maxsize=16)
 def control(tokenizer: Tokenizer, tags: tuple[str, ...] = (), simple: bool = False) -> re.Pattern[str]:
     """Returns a pattern of what outside text must not spell: control tokens of the policy, and the agent's `tags`.
@@ -143,53 +91,20 @@ def as_data(text: str, pattern: re.Pattern[str]) -> str:
 
 def printable(text: str) -> str:
     """Returns the text for a terminal: control characters are escapes (`\\x1b`), but for line ends and tabs."""
-    if text.isprintable():
-        return text
-    return "".join(c if c in "\n\t" or c.isprintable() or _harmless(c) else _escape(c) for c in text)
+    return "".join(c if c in "\n\t" or _harmless(c) else c.encode("unicode_escape").decode() for c in text)
 
 
 def _harmless(c: str) -> bool:
-    return c in JOINERS or unicodedata.category(c) in ("Zs", "Cn", "Co")
-
-
-def _escape(c: str) -> str:
-    return c.encode("unicode_escape").decode()
+    return c.isprintable() or c in JOINERS or unicodedata.category(c) in ("Zs", "Cn", "Co")
 
 
 def without_secrets(text: str) -> str:
-    """Returns a text in which URLs have lost `user:password@` and `?query`; one that is no URL loses everything."""
-    return USER.sub("", URL.sub(lambda m: _without_secrets(m[0]), text))
-
-
-def _without_secrets(url: str) -> str:
-    try:
-        place = urlsplit(url)
-        place.port  # noqa: B018 (raises ValueError: "user:pass/word@host" has the port "pass")
-    except ValueError:
-        return url.partition("//")[0] + "//[...]"
-    return f"{place.scheme}://{place.netloc.rpartition('@')[2]}{place.path}"
-
-
-def credentials(url: str) -> list[str]:
-    """Returns what a URL says that nobody else should read: user, password and the values of its query."""
-    try:
-        place = urlsplit(url)
-    except ValueError:
-        return []
-    said = [place.username, place.password, *(field.partition("=")[2] for field in place.query.split("&"))]
-    return [form for x in said if x for form in (x, unquote(x))]
+    """Returns a text whose URLs have lost `user:password@` and `?query`."""
+    return QUERY.sub(r"\1", USER.sub("", text))
 
 
 def at(url: str, path: str = "") -> str:
     """Returns the URL of a path below a base, which may have a query of its own."""
-    try:
-        base, below = urlsplit(url.strip()), urlsplit(path)
-    except ValueError:  # whoever asks there says so
-        return url + path
-    query = "&".join(filter(None, (base.query, below.query)))
-    return urlunsplit((base.scheme, base.netloc, base.path.rstrip("/") + below.path, query, ""))
-
-
-def secrets_of(headers: Iterable[str]) -> tuple[str, ...]:
-    """Returns the keys in the values of headers; short ones ("EMPTY") are no secret, and words of any text."""
-    return tuple(word for value in headers for word in value.split() if len(word) >= 8)
+    base, _, query = url.strip().partition("?")
+    place = base.rstrip("/") + path
+    return place + ("&" if "?" in place else "?") + query if query else place

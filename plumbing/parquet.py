@@ -1,4 +1,4 @@
-"""Rows of a parquet file, read in batches; a value that Python cannot hold has a place."""
+"""Rows of a parquet file, read in batches."""
 
 from collections.abc import Collection, Iterator
 from os import PathLike
@@ -11,8 +11,8 @@ def parquet_rows(path: str | PathLike[str], columns: Collection[str]) -> Iterato
     """Yields the rows of a file, those of `columns` that it has (a.b: of a column a, the part b); ImportError without
     pyarrow.
 
-    Raises Fault, with row and column, at text that is not UTF-8 and at a time or date that Python has no number for;
-    pyarrow's exceptions and OSError where the file cannot be read.
+    Raises Fault at text that is not UTF-8 and at a time or date that Python has no number for; pyarrow's exceptions and
+    OSError where the file cannot be read.
     """
     import pyarrow.parquet as pq  # here: few files are parquet
 
@@ -20,19 +20,8 @@ def parquet_rows(path: str | PathLike[str], columns: Collection[str]) -> Iterato
         first, names = 1, file.schema_arrow.names
         for batch in file.iter_batches(10_000, columns=[c for c in columns if c.split(".")[0] in names]):
             try:
-                rows = batch.to_pylist()
+                yield from batch.to_pylist()
             except (ValueError, OverflowError) as e:
-                raise _located(path, batch, first) or e from None
-            yield from rows
-            first += len(rows)
-
-
-def _located(path: str | PathLike[str], batch: Any, first: int) -> Fault | None:
-    for row in range(batch.num_rows):
-        for name in batch.schema.names:
-            try:
-                batch[name][row].as_py()
-            except (ValueError, OverflowError) as e:
-                kind, why = batch.schema.field(name).type, str(e).partition("\n")[0][:80]
-                return Fault(f"{path}:{first + row}: {name}, a {kind}, cannot be read ({why}); write it as UTF-8 text")
-    return None
+                rows = f"rows {first} to {first + batch.num_rows - 1}"
+                raise Fault(f"{path}: a value in {rows} cannot be read ({e}); write it as UTF-8 text") from None
+            first += batch.num_rows

@@ -1,5 +1,6 @@
 """Which code ran: the commit of this checkout, and the versions of what it stands on."""
 
+import contextlib
 import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
@@ -23,8 +24,6 @@ def versions() -> dict[str, str]:
     """Returns the commit, Python's version and those of the packages that are installed."""
     found = {"inspo": commit(), "python": platform.python_version()}
     for name in PACKAGES:
-        try:
+        with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return found

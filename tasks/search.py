@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from config import HERE, TaskKnobs
-from plumbing.client import Client, RequestFailed
-from plumbing.faults import Fault, ToolDown
+from plumbing.client import Client
+from plumbing.faults import Fault, Outage, ToolDown
 from plumbing.outside import without_secrets
 from tasks import Question
 from tasks.questions import normalize
@@ -44,11 +44,9 @@ class Search(Tool):
     tag, noun, argument, plural, result_tag = "search", "a search", "query", "searches", "information"
     description = "Searches a collection of passages and returns those that match the query best."
 
-    def __init__(self, url: str, topk: int, timeout: float = 30, retries: int = 6, backoff: float = 0.5):
+    def __init__(self, url: str, topk: int, timeout: float = 30, retries: int = 6):
         self.topk = topk
-        self._client_of = partial(
-            Client, timeout=timeout, retries=retries, backoff=backoff, expects="a Search-R1 answer"
-        )
+        self._client_of = partial(Client, timeout=timeout, retries=retries)
         self.connect(url)
         self._queue: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._under_way: dict[str, Future[list[str]]] = {}
@@ -106,8 +104,8 @@ class Search(Tool):
     def _retrieve(self, queries: list[str]) -> list[list[str]]:
         body = {"queries": queries, "topk": self.topk, "return_scores": True}
         try:
-            return self._client.post("/retrieve", body, lambda answer: _read_passages(answer, len(queries), self.topk))
-        except RequestFailed as e:
+            return self._client.ask("/retrieve", body, lambda answer: _read_passages(answer, len(queries), self.topk))
+        except Outage as e:  # also of its revival
             raise ToolDown(f"the search server does not answer ({e})") from e
 
 

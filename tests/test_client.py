@@ -16,7 +16,7 @@ from json_server import break_off, hang_up, json_servers, too_slow, trickle
 
 from plumbing import client as module
 from plumbing.client import Client, RequestFailed
-from plumbing.faults import Fault
+from plumbing.faults import Outage
 
 OK = {"value": 1}
 BUSY = (503, {}, "busy")
@@ -33,12 +33,12 @@ def serve():
 def waits(monkeypatch):
     """The seconds that clients would have waited between rounds; they do not wait here."""
     waited = []
-    monkeypatch.setattr(tenacity.nap, "time", SimpleNamespace(sleep=waited.append))
+    monkeypatch.setattr(tenacity.nap, "time", SimpleNamespace(sleep=lambda s: waited.append(s) if s else None))
     return waited
 
 
-def client(*urls, timeout=5, retries=3, backoff=1.0, **more):
-    return Client(urls, timeout=timeout, retries=retries, backoff=backoff, **more)
+def client(*urls, timeout=5, retries=3, **more):
+    return Client(urls, timeout, retries, **more)
 
 
 def value(answer):
@@ -55,21 +55,21 @@ def free_port():
 
 def test_a_post_sends_json_and_returns_what_its_reader_makes_of_the_answer(serve):
     server = serve(OK)
-    assert client(server.url + "/", headers={"X-Key": "k"}).post("/path", {"é": [1]}, value) == 1
+    assert client(server.url + "/", key="k").ask("/path", {"é": [1]}, value) == 1
     ((path, headers, body),) = server.requests
     assert path == "/path" and json.loads(body) == {"é": [1]}
-    assert headers["Content-Type"] == "application/json" and headers["X-Key"] == "k"
+    assert headers["Content-Type"] == "application/json" and headers["Authorization"] == "Bearer k"
 
 
 def test_an_answer_that_is_no_json_can_be_read_as_text(serve):
-    assert client(serve((200, {}, "Success: 'x' added")).url).post("/load", {}, str) == "Success: 'x' added"
+    assert client(serve((200, {}, "Success: 'x' added")).url).ask("/load", {}, str) == "Success: 'x' added"
 
 
 def test_an_empty_body_is_sent_as_one_and_a_get_has_none(serve):
     server = serve(OK)
     asker = client(server.url)
-    asker.post("/path", {}, value)
-    assert asker.get("/path?a=b", value) == 1
+    asker.ask("/path", {}, value)
+    assert asker.ask("/path?a=b", None, value) == 1
     assert [(path, body) for path, _, body in server.requests] == [("/path", b"{}"), ("/path?a=b", b"")]
 
 
@@ -77,7 +77,7 @@ def test_threads_may_share_a_client(serve, waits):
     server = serve(hang_up, BUSY, *[OK] * 64)
     asker = client(server.url)
     with ThreadPoolExecutor(32) as pool:
-        assert list(pool.map(lambda k: asker.post("/path", {"k": k}, value), range(64))) == [1] * 64
+        assert list(pool.map(lambda k: asker.ask("/path", {"k": k}, value), range(64))) == [1] * 64
     assert len(server.requests) == 66 and len(waits) == asker.faults == 2
     assert {json.loads(body)["k"] for _, _, body in server.requests} == set(range(64))
 
@@ -101,12 +101,12 @@ def test_a_transient_fault_is_retried_and_named_in_one_line_if_it_stays(serve, w
     timeout = 0.2 if fault is too_slow else 5
     server = serve(fault, fault, OK)
     asker = client(server.url, timeout=timeout)
-    assert asker.post("/path", {"k": 1}, value) == 1
+    assert asker.ask("/path", {"k": 1}, value) == 1
     assert len(server.requests) == 3 and len(waits) == asker.faults == 2
     assert {body for _, _, body in server.requests} == {b'{"k": 1}'}
     server = serve(fault)
     with pytest.raises(RequestFailed) as failed:
-        client(server.url, timeout=timeout, retries=2).post("/path", {}, value)
+        client(server.url, timeout=timeout, retries=2).ask("/path", {}, value)
     assert str(failed.value) == f"{server.url}/path: {words}, 3 times" and failed.value.transient
     assert len(server.requests) == 3
 
@@ -114,7 +114,7 @@ def test_a_transient_fault_is_retried_and_named_in_one_line_if_it_stays(serve, w
 def test_a_server_that_comes_back_is_reached(serve, monkeypatch):
     port = free_port()
     monkeypatch.setattr(tenacity.nap, "time", SimpleNamespace(sleep=lambda _: serve(OK, port=port)))
-    assert client(f"http://127.0.0.1:{port}").post("/path", {}, value) == 1
+    assert client(f"http://127.0.0.1:{port}").ask("/path", {}, value) == 1
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 409, 413, 422, 428, 430, 499])
@@ -122,7 +122,7 @@ def test_other_statuses_are_final(serve, waits, status):
     server, other = serve((status, {"Retry-After": "1"}, "no\nsuch key")), serve(OK)
     asker = client(server.url, other.url)
     with pytest.raises(RequestFailed) as failed:
-        asker.post("/path?secret=1", {}, value)
+        asker.ask("/path?secret=1", {}, value)
     assert str(failed.value) == f"{server.url}/path: HTTP {status}: no such key" and not failed.value.transient
     assert len(server.requests) == 1 and not other.requests and not waits and asker.faults == 0
 
@@ -132,18 +132,16 @@ def test_other_statuses_are_final(serve, waits, status):
 )
 def test_an_invalid_url_is_final(waits, url):
     with pytest.raises(RequestFailed) as failed:
-        client(url).post("/path", {}, value)
+        client(url).ask("/path", {}, value)
     assert not failed.value.transient and not waits
 
 
 @pytest.mark.parametrize("text", ["", "<html>", "[]", "null", '"value"', "{}", '{"value"', '{"other": 1}'])
-def test_a_malformed_body_is_final_unless_stated_otherwise(serve, waits, text):
+def test_a_malformed_body_is_never_read_and_may_be_better_the_next_time(serve, waits, text):
+    with pytest.raises(RequestFailed, match=r"/path: malformed answer \(\w+Error: .*\)$"):
+        client(serve((200, {}, text)).url, retries=0).ask("/path", {}, value)
     server = serve((200, {}, text), OK)
-    with pytest.raises(RequestFailed, match=r"/path: not a number \(\w+Error: .*\)$"):
-        client(server.url, expects="a number").post("/path", {}, value)
-    assert len(server.requests) == 1 and not waits
-    server = serve((200, {}, text), OK)
-    assert client(server.url, retry_malformed=True).post("/path", {}, value) == 1
+    assert client(server.url).ask("/path", {}, value) == 1
     assert len(server.requests) == 2 and len(waits) == 1
 
 
@@ -152,47 +150,44 @@ def test_a_fault_in_the_reader_itself_is_not_hidden(serve):
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        client(serve(OK).url).post("/path", {}, read)
+        client(serve(OK).url).ask("/path", {}, read)
 
 
 def test_a_request_that_must_not_be_repeated_is_sent_once(serve, waits):
     for fault, words in ((BUSY, "HTTP 503: busy"), (hang_up, "ConnectionError")):
         server = serve(fault, OK)
         with pytest.raises(RequestFailed, match=f"/path: {words}$"):
-            client(server.url, retries=5).post("/path", {}, value, retries=0)
+            client(server.url, retries=5).ask("/path", {}, value, retries=0)
         with pytest.raises(RequestFailed, match=f"/path: {words}$"):
-            client(serve(fault, OK).url, retries=5).get("/path", value, retries=0)
+            client(serve(fault, OK).url, retries=5).ask("/path", None, value, retries=0)
         assert len(server.requests) == 1 and not waits
 
 
 def test_after_a_read_time_out_a_busy_server_can_be_spared(serve, waits):
     server = serve(too_slow, OK)
     with pytest.raises(RequestFailed, match="/path: no whole answer in 0.2 s$"):
-        client(server.url, timeout=0.2, retry_timeout=False).post("/path", {}, value)
+        client(server.url, timeout=0.2, retry_timeout=False).ask("/path", {}, value)
     assert len(server.requests) == 1 and not waits
-    assert client(serve(BUSY, OK).url, retry_timeout=False).post("/path", {}, value) == 1
+    assert client(serve(BUSY, OK).url, retry_timeout=False).ask("/path", {}, value) == 1
 
 
 def test_no_fault_names_a_header(serve):
     for fault in (BUSY, (400, {}, "no"), (200, {}, "no"), hang_up):
         with pytest.raises(RequestFailed) as failed:
-            client(serve(fault).url, headers={"Authorization": "Bearer sk-secret"}).post("/path", {}, value)
+            client(serve(fault).url, key="sk-secret").ask("/path", {}, value)
         assert "sk-secret" not in repr(failed.value) + repr(failed.value.__cause__)
 
 
 # ---- what a server may send
 
 
-@pytest.mark.parametrize(
-    "whole", [b"HTTP/1.1 200 OK\r\n\r\n" + b" " * 500, b"HTTP/1.1 200 OK\r\nX-Slow: " + b"x" * 500]
-)
-def test_the_deadline_is_that_of_the_whole_call_however_the_answer_trickles_in(serve, waits, whole):
-    body = trickle(whole, 0.02 if whole.endswith(b"x") else 0.01)
+def test_the_deadline_is_that_of_the_whole_call_however_the_answer_trickles_in(serve, waits):
+    body = trickle(b"HTTP/1.1 200 OK\r\n\r\n" + b" " * 500, 0.01)
     server, began = serve(body, OK), time.perf_counter()
     with pytest.raises(RequestFailed, match="/path: no whole answer in 0.3 s$"):
-        client(server.url, timeout=0.3).post("/path", {}, value, retries=0)
+        client(server.url, timeout=0.3).ask("/path", {}, value, retries=0)
     assert 0.25 < time.perf_counter() - began < 1.5
-    assert client(serve(body, OK).url, timeout=0.3).post("/path", {}, value) == 1
+    assert client(serve(body, OK).url, timeout=0.3).ask("/path", {}, value) == 1
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
@@ -200,7 +195,7 @@ def test_no_redirect_is_followed(serve, waits, status):
     elsewhere = serve(OK)
     server = serve((status, {"Location": f"{elsewhere.url}/path?key=sk-secret-1"}, ""))
     with pytest.raises(RequestFailed, match=f"HTTP {status}: it redirects to {elsewhere.url}") as failed:
-        client(server.url, headers={"Authorization": "Bearer sk-secret-1"}).post("/path", {"gold": "Paris"}, value)
+        client(server.url, key="sk-secret-1").ask("/path", {"gold": "Paris"}, value)
     assert not elsewhere.requests and len(server.requests) == 1 and not waits
     assert "sk-secret-1" not in str(failed.value)
 
@@ -217,21 +212,21 @@ def test_an_answer_without_end_is_refused(serve, monkeypatch):
             handler.wfile.write(body)
 
         with pytest.raises(RequestFailed, match="/path: its answer is larger than 1 MiB$"):
-            client(serve(pour).url).post("/path", {}, value)
+            client(serve(pour).url).ask("/path", {}, value)
 
 
 @pytest.mark.parametrize(
     "text", ["[" * 200_000, '{"value": NaN}', '{"value": -Infinity}', '{"value": ' + "9" * 5000 + "}"]
 )
 def test_what_the_reader_of_json_cannot_take_is_malformed(serve, text):
-    with pytest.raises(RequestFailed, match=r"not JSON \(ValueError: ") as failed:
-        client(serve((200, {}, text)).url).post("/path", {}, value)
+    with pytest.raises(RequestFailed, match=r"malformed answer \(ValueError: ") as failed:
+        client(serve((200, {}, text)).url, retries=0).ask("/path", {}, value)
     assert len(str(failed.value)) < 400
 
 
 def test_half_characters_are_replaced_wherever_they_stand(serve):
     server = serve((200, {}, r'{"value": ["a\ud800", {"\uDFFF": "\ud83d\ude00"}]}'))
-    assert client(server.url).post("/path", {}, value) == ["a\ufffd", {"\ufffd": "\U0001f600"}]
+    assert client(server.url).ask("/path", {}, value) == ["a\ufffd", {"\ufffd": "\U0001f600"}]
 
 
 KEY = "sk-proj/12345"
@@ -246,19 +241,18 @@ KEY = "sk-proj/12345"
     ],
 )  # fmt: skip
 def test_a_key_that_the_server_echoes_goes_nowhere(serve, answer):
-    headers = {"Authorization": f"Bearer {KEY}"}
-    asker = client("http://user:password@" + serve(answer).url.removeprefix("http://"), headers=headers, retries=0)
+    asker = client("http://user:password@" + serve(answer).url.removeprefix("http://"), key=KEY, retries=0)
     try:
-        found = repr(asker.post("/path", {}, value))
+        found = repr(asker.ask("/path", {}, value))
         assert "[secret]" in found
     except RequestFailed as e:
-        found = repr(e) + repr(e.__cause__) + repr(e.__cause__.__cause__)
+        found = repr(e) + repr(e.__cause__)
     assert KEY not in found and "password" not in found
 
 
 def test_a_key_that_no_header_can_hold_is_not_shown(serve):
     with pytest.raises(RequestFailed, match="InvalidHeader") as failed:
-        client(serve(OK).url, headers={"Authorization": "Bearer sk-12345678\n"}).post("/path", {}, value)
+        client(serve(OK).url, key="sk-12345678\n").ask("/path", {}, value)
     assert "sk-12345678" not in str(failed.value)
 
 
@@ -269,26 +263,26 @@ def test_the_wait_doubles_varies_by_half_and_has_an_upper_bound(serve, waits):
     server = serve(BUSY)
     for _ in range(32):  # of 8, all that are 32 to 96 s were cut to a minute once in a hundred times
         with pytest.raises(RequestFailed):
-            client(server.url, retries=6, backoff=4.0).post("/path", {}, value)
-    assert len(waits) == 32 * 6
-    for k in range(6):
-        waited = waits[k::6]
-        assert all(min(60, 4 * 2**k * 0.5) <= wait <= min(60, 4 * 2**k * 1.5) for wait in waited)
-        assert max(waited) - min(waited) > 0.05 * min(waited) or k == 5  # 64 to 192 s: a minute
+            client(server.url, retries=8).ask("/path", {}, value)
+    assert len(waits) == 32 * 8
+    for k in range(8):
+        waited = waits[k::8]
+        assert all(min(60, 2**k * 0.5) <= wait <= min(60, 2**k * 1.5) for wait in waited)
+        assert max(waited) - min(waited) > 0.05 * min(waited) or k == 7  # 64 to 192 s: a minute
     assert max(waits) == 60
 
 
-@pytest.mark.parametrize("asked, wait", [("17", 17), ("7.5", 7.5), (" 3 ", 3), ("3600", 60), ("9" * 400, 60)])
+@pytest.mark.parametrize("asked, wait", [("17", 17), (" 3 ", 3), ("3600", 60), ("9" * 400, 60)])
 @pytest.mark.parametrize("status", [429, 503])
 def test_retry_after_in_seconds_is_honoured_up_to_a_minute(serve, waits, status, asked, wait):
-    assert client(serve((status, {"Retry-After": asked}, ""), OK).url).post("/path", {}, value) == 1
+    assert client(serve((status, {"Retry-After": asked}, ""), OK).url).ask("/path", {}, value) == 1
     assert waits == [wait]
 
 
 @pytest.mark.parametrize("ahead, low, high", [(30, 25, 30), (3600, 60, 60), (-3600, 0.5, 1.5)])
 def test_retry_after_as_a_date_is_honoured_up_to_a_minute(serve, waits, ahead, low, high):
     date = email.utils.formatdate(time.time() + ahead, usegmt=True)
-    client(serve((503, {"Retry-After": date}, ""), OK).url).post("/path", {}, value)
+    client(serve((503, {"Retry-After": date}, ""), OK).url).ask("/path", {}, value)
     (wait,) = waits
     assert low <= wait <= high
 
@@ -297,7 +291,7 @@ def test_retry_after_as_a_date_is_honoured_up_to_a_minute(serve, waits, ahead, l
     "asked", ["0", "-5", "nan", "-inf", "soon", "", "yesterday GMT", "Wed, 99 Xyz 99999 07:28 GMT"]
 )
 def test_a_retry_after_of_nothing_or_nonsense_waits_as_usual(serve, waits, asked):
-    client(serve((429, {"Retry-After": asked}, ""), OK).url).post("/path", {}, value)
+    client(serve((429, {"Retry-After": asked}, ""), OK).url).ask("/path", {}, value)
     (wait,) = waits
     assert 0.5 <= wait <= 1.5
 
@@ -305,12 +299,12 @@ def test_a_retry_after_of_nothing_or_nonsense_waits_as_usual(serve, waits, asked
 @settings(max_examples=300, deadline=None)
 @given(st.text() | st.from_regex(r"Wed, \d{1,5} (Oct|Xyz) [0-9]{1,12} \d\d:\d\d:\d\d (GMT|[+-]\d{1,9})"))
 def test_no_retry_after_breaks_the_client(text):
-    assert module._retry_after(SimpleNamespace(headers={"Retry-After": text})) >= 0
+    assert module._retry_after(text) >= 0
 
 
 def test_retry_after_never_shortens_the_back_off(serve, waits):
-    client(serve((429, {"Retry-After": "1"}, ""), OK).url, backoff=20).post("/path", {}, value)
-    assert waits[0] >= 10
+    server = serve(*[BUSY] * 4, (429, {"Retry-After": "1"}, ""), OK)
+    assert client(server.url, retries=5).ask("/path", {}, value) == 1 and waits[4] >= 8
 
 
 # ---- several servers
@@ -319,7 +313,7 @@ def test_retry_after_never_shortens_the_back_off(serve, waits):
 def test_after_a_fault_the_next_server_is_asked_at_once_and_stays_in_use(serve, waits):
     broken, well = serve(BUSY), serve(OK)
     asker = client(broken.url, well.url)
-    assert asker.post("/path", {}, value) == asker.post("/path", {}, value) == 1
+    assert asker.ask("/path", {}, value) == asker.ask("/path", {}, value) == 1
     assert (len(broken.requests), len(well.requests)) == (1, 2) and not waits
     assert asker.urls == [well.url, broken.url] and asker.faults == 1
 
@@ -327,23 +321,16 @@ def test_after_a_fault_the_next_server_is_asked_at_once_and_stays_in_use(serve, 
 def test_the_client_waits_when_all_servers_have_failed(serve, waits):
     a, b, c = serve(BUSY, OK), serve(hang_up), serve((429, {}, ""))
     asker = client(a.url, b.url, c.url)
-    assert asker.post("/path", {}, value) == 1
+    assert asker.ask("/path", {}, value) == 1
     assert [len(server.requests) for server in (a, b, c)] == [2, 1, 1] and len(waits) == 1 and asker.faults == 3
 
 
-def test_the_longest_retry_after_of_a_round_counts_and_of_that_round_alone(serve, waits):
-    a = serve((503, {"Retry-After": "20"}, ""), BUSY, OK)
-    b = serve((503, {"Retry-After": "5"}, ""), BUSY, BUSY)
-    assert client(a.url, b.url).post("/path", {}, value) == 1
-    assert waits[0] == 20 and waits[1] <= 3
-
-
-def test_when_all_servers_stay_away_all_are_named(waits):
-    a, b = (f"http://127.0.0.1:{port}" for port in (free_port(), free_port()))
+def test_when_all_servers_stay_away_the_last_is_named(waits):
+    a, b = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
     asker = client(f" {a}/", b, retries=1)
     with pytest.raises(RequestFailed) as failed:
-        asker.post("/path?x=1", {}, value)
-    assert str(failed.value) == f"{a} and {b}/path: ConnectionError, 2 times"
+        asker.ask("/path?x=1", {}, value)
+    assert str(failed.value) == f"{b}/path: ConnectionError, 2 times"
     assert asker.faults == 4 and len(waits) == 1
 
 
@@ -359,18 +346,17 @@ def test_revive_is_called_after_the_wait_before_every_round_but_the_first(serve,
 
     gone = f"http://127.0.0.1:{free_port()}"
     asker = client(gone, revive=revive)
-    assert asker.post("/path", {}, value) == asker.post("/path", {}, value) == 1
+    assert asker.ask("/path", {}, value) == asker.ask("/path", {}, value) == 1
     assert events == ["wait", "revive"] * 2 and asker.urls == [new.url]
 
 
 def test_what_cannot_be_revived_is_final(waits):
     def revive():
-        raise Fault("no memory")
+        raise Outage("no memory")
 
-    url = f"http://127.0.0.1:{free_port()}"
-    with pytest.raises(RequestFailed) as failed:
-        client(url, revive=revive).post("/path", {}, value)
-    assert str(failed.value) == f"{url}/path: no memory" and len(waits) == 1
+    with pytest.raises(Outage, match="^no memory$"):
+        client(f"http://127.0.0.1:{free_port()}", revive=revive).ask("/path", {}, value)
+    assert len(waits) == 1
 
 
 # ---- proxies
@@ -397,7 +383,7 @@ def test_a_proxy_of_the_environment_is_used_only_if_asked_and_never_for_this_mac
     port = serve(OK).server_port
     url = f"http://{name}:{port}"
     try:
-        client(url, proxies=proxies, retries=0).post("/path", {}, value)
+        client(url, key="" if proxies else None, retries=0).ask("/path", {}, value)
     except RequestFailed:  # 127.1.2.3: nobody listens there
         assert name == "127.1.2.3"
     assert len(proxy.requests) == by_proxy
@@ -410,5 +396,5 @@ def test_interrupting_a_wait_ends_it(serve, monkeypatch):
     monkeypatch.setattr(tenacity.nap, "time", SimpleNamespace(sleep=sleep))
     server = serve(BUSY)
     with pytest.raises(KeyboardInterrupt):
-        client(server.url).post("/path", {}, value)
+        client(server.url).ask("/path", {}, value)
     assert len(server.requests) == 1

@@ -647,7 +647,7 @@ def test_words_come_back_whole_and_answers_that_are_no_chat_end_the_evaluation(s
     for text in ("a b\n\n<x>c</x>  ", " leading", "", "tab\tand\u00a0more\n"):
         assert words.decode(words(text)["input_ids"]) == text
     engine = ChatEngine(servers(MODELS, {"choices": []}).url, "", words, ("</answer>",), retries=0)
-    with pytest.raises(EngineFault, match="not a chat completion"):
+    with pytest.raises(EngineFault, match="malformed answer"):
         while True:
             list(engine.generate({0: words("hello")["input_ids"]} if not engine.turns.running else {}, 5, 0.0))
     engine.close()

@@ -42,7 +42,7 @@ def shell(line: str, *argv: object, unbuffered: str = "") -> subprocess.Complete
 def test_a_program_goes_on_without_its_output_and_says_so_once(tmp_path, line, why, unbuffered):
     done = shell(line, "-c", WORK, tmp_path / "result", unbuffered=unbuffered)
     assert (done.returncode, (tmp_path / "result").read_text()) == (0, "done")
-    assert done.stderr == f"standard output cannot be written ({why}): going on without it\n"
+    assert done.stderr == f"standard output cannot be written ({why}): continuing without it\n"
     done = shell(line, "-c", WORK, tmp_path / "result", "fault", unbuffered=unbuffered)
     assert done.returncode == 1 and done.stderr.endswith("without it\nwork.py: a fault\n")
 
@@ -67,5 +67,5 @@ def test_a_run_is_complete_though_nobody_reads_it_any_more(tmp_path):
     flags = [*SMALL, "--T", 2, "--out", tmp_path / "run"]
     done = shell('"$@" | head -1', "inspo.py", *flags)
     assert done.returncode == 0 and done.stdout.startswith("inspo: world")
-    assert done.stderr == "standard output cannot be written (Broken pipe): going on without it\n"
+    assert done.stderr == "standard output cannot be written (Broken pipe): continuing without it\n"
     assert all((tmp_path / "run" / name).exists() for name in ("summary.json", "I_star.txt", "policy", "report.html"))

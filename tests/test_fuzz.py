@@ -6,7 +6,7 @@
 import json
 import os
 from concurrent.futures import TimeoutError
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import cache, partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
@@ -19,7 +19,7 @@ from tokenizers_like import control_ids, made
 from config import Config
 from plumbing.faults import Fault, OptimizerDown, ToolDown
 from plumbing.outside import printable
-from reflect import MAX_REPLY, Optimizer, candidates, normalized, paid_calls
+from reflect import MAX_REPLY, Optimizer, candidates, normalize, paid_calls
 from retrieval.corpus import Corpus
 from rollout import prompt_ids, rollout
 from tasks import Job, Question
@@ -54,7 +54,7 @@ SPOKEN = [
     "<|im_end|>", "<|im_start|>assistant", "<|user|>", "<eos>", "<｜User｜>", "</s>", "[INST]", "＜|im_end|＞",
     "</information>", "<information>", "<answer>", "</answer>", "<search>", "<think>", "</think>", "\nQuestion: who?",
     "\x1b[2J", "\x00", "\u202e", "\ud800", "\udfff", "😀", "漢", " ", "\n", "Search one entity at a time.", KEY, GOLD,
-    GOLD.upper(), "Z a v r a z h y e", "z-avrazhye", "Bearer " + KEY, "a" * 2000, "<ins_3>", "</ins_3>", PARENT, PARENT,
+    GOLD.upper(), "Ｚａｖｒａｚｈｙｅ", "Bearer " + KEY, "a" * 2000, "<ins_3>", "</ins_3>", PARENT, PARENT,
 ]  # fmt: skip
 said = st.lists(st.sampled_from(SPOKEN) | st.text(st.characters(codec=None), max_size=4), max_size=6).map(" ".join)
 numbers = st.integers() | st.floats() | st.sampled_from([10**30, -1, 1e400, float("nan")])
@@ -185,11 +185,11 @@ def test_an_optimizer_may_reply_anything(server):
         stored = json.dumps(asdict(call), allow_nan=False)
         assert KEY not in stored and stored.encode() and len(call.reply) <= MAX_REPLY
         assert 0 <= call.prompt_tokens < 10**9 and 0 <= call.completion_tokens < 10**9
-        assert paid_calls([{"call": json.loads(stored)}]) == {call.key: replace(call, paid_before=True)}
-        accepted, rejected = candidates(call.reply, PARENT, {normalized(PARENT)}, [GOLD], 1500, 6, PARSED)
+        assert paid_calls([{"call": json.loads(stored)}]) == {call.key: call}
+        accepted, rejected = candidates(call.reply, PARENT, {normalize(PARENT)}, [GOLD], 1500, 6, PARSED)
         assert len(accepted) <= 6
         for instruction in accepted.values():
-            assert "\x1b" not in instruction and "zavrazhye" not in normalized(instruction).replace(" ", "")
+            assert "\x1b" not in instruction and GOLD.lower() not in normalize(instruction).split()
             assert not any(x in instruction for x in ("<|", "<｜", "\nQuestion:", "</s>", "[INST]"))
             speaks_for_nobody(name, instruction, "Who?")
 
@@ -212,7 +212,7 @@ def test_a_log_of_calls_may_hold_anything():
                 continue
         for call in paid_calls(log).values():
             candidates(call.reply, PARENT, set(), [GOLD], 1500, 6, PARSED)
-            json.dumps(asdict(call), allow_nan=False)
+            json.dumps(asdict(call))
 
     check()
 

@@ -5,14 +5,12 @@ import re
 import socket
 import sys
 import time
-import unicodedata
 from dataclasses import asdict, replace
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import tenacity
-from confusable_homoglyphs.confusables import confusables_data
 from json_server import json_servers
 
 from plumbing.faults import OptimizerDown
@@ -22,7 +20,7 @@ from reflect import (
     candidates,
     check,
     history_prompt,
-    normalized,
+    normalize,
     paid_calls,
     paraphrase_prompt,
     parse,
@@ -218,6 +216,22 @@ def test_only_complete_numbered_blocks_of_a_reply_count(reply, blocks):
     assert parse(reply) == blocks
 
 
+@pytest.mark.parametrize(
+    "reply, blocks",
+    [
+        ("<think>Try <ins_1>A</ins_1>. No.</think>\n<ins_1>B</ins_1>", ["B"]),
+        ("Try <ins_1>A</ins_1>. No.</think>\n<ins_1>B</ins_1>", ["B"]),  # its template wrote <think>
+        ("<think>Try <ins_1>A <think> </think></ins_1>. No.</think><ins_1>B</ins_1>", ["B"]),
+        ("<think>Try <ins_1>A.</think><ins_1>B</ins_1>", ["B"]),
+        ("<ins_1>Think in <think> </think>.</ins_1>", ["Think in <think> </think>."]),
+        ("Keep <think> and </think>. <ins_1>A</ins_1>", ["A"]),
+        ("<ins_1>A</ins_1> They keep <think> and </think>.", ["A"]),
+    ],
+)
+def test_drafts_in_the_thoughts_of_a_reasoning_model_do_not_count(reply, blocks):
+    assert parse(reply) == blocks
+
+
 def test_ten_and_more_blocks_are_told_apart():
     reply = "\n".join(f"<ins_{k}>candidate {k}</ins_{k}>" for k in range(1, 26))
     assert parse(reply) == [f"candidate {k}" for k in range(1, 26)]
@@ -227,7 +241,7 @@ def test_ten_and_more_blocks_are_told_apart():
 @pytest.mark.parametrize("parent", ["Answer in <answer> </answer>.", "No tags at all."])
 def test_talk_about_the_blocks_never_becomes_an_instruction(parent):
     reply = "Here they are, in <ins_1>...</ins_1> to <ins_6>...</ins_6> tags:\n<ins_1>B <answer> </answer></ins_1>"
-    accepted = [text for text in parse(reply) if not check(text, parent, set(), [], 100, words, PARSED)]
+    accepted = [text for text in parse(reply) if not check(text, parent, set(), [], 100, PARSED)]
     assert accepted == ["B <answer> </answer>"]
 
 
@@ -254,7 +268,7 @@ process using the specified XML tags. Your task is to follow the "Evidence-Based
 
 
 def reason(candidate, parent=PARENT, used=(), golds=(), max_tokens=100, parsed=PARSED):
-    return check(candidate, parent, {normalized(t) for t in used}, list(golds), max_tokens, words, parsed)
+    return check(candidate, parent, {normalize(t) for t in used}, list(golds), max_tokens, parsed)
 
 
 def test_a_well_formed_candidate_may_join():
@@ -276,7 +290,7 @@ def test_a_candidate_that_differs_in_case_space_and_punctuation_alone_is_a_dupli
 
 
 def test_a_candidate_may_be_as_long_as_the_limit_and_no_longer():
-    n = words(GOOD)
+    n = token_counter()[0](GOOD)
     assert reason(GOOD, max_tokens=n) == ""
     assert reason(GOOD, max_tokens=n - 1) == f"longer than {n - 1} tokens"
 
@@ -310,38 +324,11 @@ def test_the_instruction_that_the_paper_s_figure_4_shows_may_follow_search_r1_s(
         ("Andrei Tarkovsky", "Search (Andrei Tarkovsky)!"),
         ("1972", "For example, 1972."),
         ("Łódź", "For example, łódź."),
-        ("Rome", "Try R o m e."),
-        ("Rome", "Try r-o_m.e."),
-        ("Andrei Tarkovsky", "A.n.d.r.e.i T a r k o v s k y"),
         ("Tarkovsky", "Ｔａｒｋｏｖｓｋｙ"),
         ("Tarkovsky", "𝐓𝐚𝐫𝐤𝐨𝐯𝐬𝐤𝐲"),  # full-width, mathematical
-        ("Tarkovsky", "Tаrкоvsкy"),
-        ("Rome", "Rοme"),  # Cyrillic, Greek
-        ("Łódź", "Lodz."),
-        ("Lodz", "Łódź."),
-        ("Zoë Kazan", "zoe kazan"),
-        ("Andrei Tarkovsky", "AndreiTarkovsky"),
-        ("Andrei Tarkovsky", "xxandreitarkovskyxx"),
-        ("New York", "newyork"),
-        ("Tarkovsky", "yksvokraT"),
-        ("hotel", "Search for hotels."),
-        ("Lynx", "Search for lynxes."),
         ("Rome", "For Romeo of Rome."),  # the second of two places
-        ("London", "nodnoL"),
-        ("Washington", "aWashingtonb"),  # ten letters: anywhere
         ("Москва", "МОСКВА"),
         ("Νίκος", "ΝΊΚΟΣ"),
-        ("Rome", "Ꭱօⅿе"),  # Cherokee, Armenian, a Roman numeral, Cyrillic
-        ("Rome", "ʀᴏᴍᴇ"),
-        ("Rome", "🅡🅞🅜🅔"),
-        ("Stephen", "ЅТЕΡНΕΝ"),
-        ("Illinois", "lllіn0ιѕ"),
-        ("Rome", "&#82;o&#x6d;e"),
-        ("Zoë Kazan", "Zo&euml; Kazan"),
-        ("Rome", "R%6Fme"),
-        ("Jane Austen", "Austen, Jane"),
-        ("Vincent van Gogh", "van Gogh, Vincent"),
-        ("Vincent van Gogh", "Gogh (Vincent van)"),
         ("東京", "日本の首都は東京です。"),
         ("北京", "答案是北京"),
         ("김구", "정답은 김구이다"),
@@ -352,24 +339,12 @@ def test_a_candidate_that_names_a_gold_answer_is_rejected(gold, leaked):
     assert reason(f"{GOOD} {leaked}", golds=["other", "yes", gold]) == f"contains the gold answer {gold!r}"
 
 
-def test_every_look_alike_of_a_latin_letter_in_unicode_s_table_is_read_as_that_letter():
-    missed, n = [], 0
-    for c, rows in confusables_data.items():
-        for letter in (row["c"] for row in rows if re.fullmatch("[A-Za-z0-9]", row["c"])):
-            if len(c) == 1 and c.isalnum() and unicodedata.normalize("NFKC", c) == c:
-                n += 1
-                leak = reason(f"{GOOD} Xyz{c}.", golds=[f"Xyz{letter}"])
-                missed += [(c, letter)] * (not leak)
-    assert n > 300 and missed == []
-
-
 @pytest.mark.parametrize(
     "gold, innocent",
     [
         ("Andrei Tarkovsky", "Search for directors such as Andrei."),
         ("hotel", "Search for hoteliers."),  # inside another word
         ("Tarkovsky", "aTarkovskyb"),
-        ("Paris", "siraP"),
         ("one", "Take one step."),  # too short to be a leak: "a", "yes", "two" are words of any prompt
         ("the", "Read the results."),
         ("", "Whatever."),
@@ -378,7 +353,7 @@ def test_every_look_alike_of_a_latin_letter_in_unicode_s_table_is_read_as_that_l
         ("水", "先に水を探す。"),  # one ideograph is a word of any prompt
         ("김", "김밥"),
         ("Jane Austen", "Austen wrote; Jane read."),
-        ("Bern", "Bem."),  # look-alikes are letter by letter
+        ("New York", "newyork"),
     ],
 )
 def test_a_gold_answer_leaks_only_as_whole_words_that_are_long_and_new(gold, innocent):
@@ -436,12 +411,12 @@ def test_the_example_answer_of_search_r1_s_instruction_is_no_leak():
 
 
 def test_a_reply_s_candidates_are_accepted_or_rejected_with_a_reason():
-    used = {normalized(PARENT), "another one"}
+    used = {normalize(PARENT), "another one"}
     reply = "".join(
         f"<ins_{k}>{text}</ins_{k}>"
         for k, text in enumerate([GOOD, PARENT.upper(), "No tags.", f"Say Tarkovsky. {PARENT}", f"Twice. {PARENT}"], 1)
     )
-    accepted, rejected = candidates(reply, PARENT, used, (gold for gold in ["Solaris", "Tarkovsky"]), 100, 6, PARSED)
+    accepted, rejected = candidates(reply, PARENT, used, ["Solaris", "Tarkovsky"], 100, 6, PARSED)
     assert accepted == {1: GOOD, 5: f"Twice. {PARENT}"}
     assert rejected == [
         {"k": 2, "reason": "duplicate"},
@@ -449,7 +424,7 @@ def test_a_reply_s_candidates_are_accepted_or_rejected_with_a_reason():
         {"k": 4, "reason": "contains the gold answer 'Tarkovsky'"},
     ]
     assert candidates("I cannot help with that.", "parent", set(), [], 100, 6, PARSED) == ({}, [])
-    assert used == {normalized(text) for text in (PARENT, "another one", GOOD, f"Twice. {PARENT}")}
+    assert used == {normalize(text) for text in (PARENT, "another one", GOOD, f"Twice. {PARENT}")}
     assert candidates(reply, PARENT, used, [], 100, 6, PARSED)[0] == {4: f"Say Tarkovsky. {PARENT}"}  # others are used
 
 
@@ -484,7 +459,7 @@ def endpoint():
 def waits(monkeypatch):
     """The seconds that the client would have waited between attempts; it does not wait here."""
     waited = []
-    monkeypatch.setattr(tenacity.nap, "time", SimpleNamespace(sleep=waited.append))
+    monkeypatch.setattr(tenacity.nap, "time", SimpleNamespace(sleep=lambda s: waited.append(s) if s else None))
     return waited
 
 
@@ -550,7 +525,7 @@ def test_an_optimizer_that_stays_away_is_down_and_the_fault_is_named(endpoint, w
 )  # fmt: skip
 def test_a_malformed_completion_is_never_taken_for_a_reply(endpoint, waits, text):
     server = endpoint((200, {"Content-Type": "application/json"}, text))
-    with pytest.raises(OptimizerDown, match=r"not a chat completion \(\w+Error: .*\), 2 times$"):
+    with pytest.raises(OptimizerDown, match=r"malformed answer \(\w+Error: .*\), 2 times$"):
         Optimizer(base(server), "m", retries=1).ask("p", "t0 r0")
     assert len(server.requests) == 2  # a model may do better the second time
 
@@ -594,7 +569,8 @@ def test_a_resumed_run_does_not_pay_again_for_a_reply(endpoint):
     assert again == replace(call, paid_before=True)
 
 
-GOOD_ROW = {"key": "k", "prompt": "p", "reply": "r", "prompt_tokens": 3, "completion_tokens": 4, "seconds": 1.5}
+GOOD_ROW = {"key": "k", "prompt": "p", "reply": "r", "prompt_tokens": 3, "completion_tokens": 4, "seconds": 1.5,
+            "paid_before": False}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -602,18 +578,11 @@ GOOD_ROW = {"key": "k", "prompt": "p", "reply": "r", "prompt_tokens": 3, "comple
     [
         3, None, [], "call", {}, {"call": None}, {"call": 3}, {"call": []}, {"call": {}},
         *({"call": GOOD_ROW | {name: wrong}} for name in ("key", "prompt", "reply") for wrong in (None, 3, ["x"])),
+        *({"call": GOOD_ROW | {name: wrong}} for name in ("prompt_tokens", "seconds") for wrong in (None, "x", [])),
     ],
 )  # fmt: skip
 def test_a_damaged_record_of_a_call_is_as_good_as_absent(endpoint, row):
     assert list(paid_calls([row, {"call": GOOD_ROW}])) == ["k"]
-
-
-def test_a_stored_reply_is_validated_as_one_that_arrives(endpoint):
-    wrong = {"reply": "x\ud800" + "y" * 10**6, "prompt_tokens": -5, "completion_tokens": "9", "seconds": float("nan")}
-    [call] = paid_calls([{"call": GOOD_ROW | wrong | {"paid_before": 7, "extra": 1, "cut": "yes"}}]).values()
-    assert call.reply.startswith("x\ufffdy") and len(call.reply) == MAX_REPLY and call.reply.encode()
-    assert (call.prompt_tokens, call.completion_tokens) == (0, MAX_REPLY // 4)
-    assert (call.seconds, call.paid_before, call.cut) == (0.0, True, False)
 
 
 def test_the_key_of_a_call_stays_the_same_from_one_version_to_the_next(endpoint):

@@ -23,10 +23,8 @@ import requests
 import uvicorn
 from hypothesis import HealthCheck, given, settings
 from prometheus_client.parser import text_string_to_metric_families
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-import plumbing.servers
-from plumbing.servers import Child, listen, patient
+from plumbing.servers import Child, listen
 from retrieval import build
 from retrieval.bm25 import BM25
 from retrieval.corpus import Corpus
@@ -72,8 +70,7 @@ class Gate:
 def serving(index, corpus, **limits):
     """Serves index and corpus on a real socket, in a thread; yields the URL."""
     sock = listen("127.0.0.1", 0)
-    protocol = patient(AutoHTTPProtocol)
-    server = uvicorn.Server(uvicorn.Config(make_app(corpus, index, 3, **limits), log_level="warning", http=protocol))
+    server = uvicorn.Server(uvicorn.Config(make_app(corpus, index, 3, **limits), log_level="warning"))
     server.capture_signals = contextlib.nullcontext
     thread = threading.Thread(target=server.run, args=([sock],), daemon=True)
     thread.start()
@@ -118,75 +115,6 @@ def corpus(tmp_path):
 def pool():
     with ThreadPoolExecutor(80) as pool:
         yield pool
-
-
-# --- connections ---
-
-HALF_OPEN = {
-    "silent": b"",
-    "half a header": b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Le",
-    "half a body": b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n{",
-    "half a chunk": b"POST /retrieve HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n20\r\n{",
-    "half a second request": b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n|GET /hea",
-}
-
-
-def ended(connection, seconds):
-    """Returns whether the server closes the connection within so many seconds; what it says before is read."""
-    connection.settimeout(seconds)
-    end = time.monotonic() + seconds
-    try:
-        while time.monotonic() < end:
-            if not connection.recv(4096):
-                return True
-    except ConnectionResetError:
-        return True
-    except TimeoutError:
-        return False
-    return False
-
-
-@pytest.mark.parametrize("sent", HALF_OPEN.values(), ids=HALF_OPEN)
-def test_a_request_that_never_arrives_ends_its_connection(corpus, monkeypatch, sent):
-    monkeypatch.setattr(plumbing.servers, "READ_TIMEOUT", 0.4)
-    with serving(BM25.build(corpus.texts), corpus) as url:
-        place = urlsplit(url)
-        with socket.create_connection((place.hostname, place.port)) as connection:
-            for part in sent.split(b"|"):
-                connection.sendall(part)
-                time.sleep(0.1)
-            assert ended(connection, 5)
-
-
-def test_a_request_in_work_and_a_kept_connection_are_not_cut_off(corpus, pool, monkeypatch):
-    monkeypatch.setattr(plumbing.servers, "READ_TIMEOUT", 0.2)
-    gate = Gate(50)
-    with serving(gate, corpus) as url, requests.Session() as session:
-        gate.open.clear()
-        slow = pool.submit(session.post, url + "/retrieve", json={"queries": ["1"]}, timeout=30)
-        until(lambda: gate.batches)
-        time.sleep(0.5)
-        gate.open.set()
-        assert ids(slow.result()) == [["p1", "p2", "p3"]]
-        time.sleep(0.5)  # idle, for longer than a request may take to arrive
-        assert ids(session.post(url + "/retrieve", json={"queries": ["2"]}, timeout=30)) == [["p2", "p3", "p4"]]
-
-
-def test_connections_beyond_the_limit_are_closed_and_the_others_served(corpus, monkeypatch):
-    monkeypatch.setattr(plumbing.servers, "MAX_CONNECTIONS", 8)
-    with serving(BM25.build(corpus.texts), corpus) as url:
-        place = urlsplit(url)
-        until(lambda: requests.get(url + "/health", timeout=5).ok)
-        with contextlib.ExitStack() as stack:
-            held = [stack.enter_context(socket.create_connection((place.hostname, place.port))) for _ in range(7)]
-            time.sleep(0.1)
-            first = stack.enter_context(requests.Session())
-            assert first.get(url + "/health", timeout=5).ok
-            extra = stack.enter_context(socket.create_connection((place.hostname, place.port)))
-            assert ended(extra, 5)
-            assert first.get(url + "/health", timeout=5).ok
-            held.pop().close()
-        assert requests.get(url + "/health", timeout=5).ok
 
 
 # --- batches ---

@@ -137,7 +137,7 @@ def test_a_refused_topk_is_named(serving):
 @pytest.mark.parametrize("reply", [{"results": [[]]}, {"result": [[{"text": "x"}]]}, {"result": []}])
 def test_a_server_with_other_field_names_ends_the_run_at_its_start(serving, reply):
     url = serving(reply)
-    with pytest.raises(Fault, match=rf"--retriever: .*{url}/retrieve: not a Search-R1 answer \((Key|Value)Error"):
+    with pytest.raises(Fault, match=rf"--retriever: .*{url}/retrieve: malformed answer \((Key|Value)Error"):
         SearchQA(Config(retriever=url)).start(None)
 
 

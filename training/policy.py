@@ -359,12 +359,12 @@ def worker_loop(cfg: Config, ranks: Ranks, learner: type[Learner] = Learner) -> 
     cfg, engine, address = start  # rank 0 has decided what fits
     task = load_task(cfg)
     task.connect(address)
-    worker = Worker(cfg, ranks, engine, task, learner)
+    with stop.may_stop():
+        worker = Worker(cfg, ranks, engine, task, learner)
     try:
-        with stop.hold():
-            while call := ranks.broadcast():
-                method, args, kwargs = call
-                ranks.gather(attempt(method, worker, *args, **kwargs))
+        while call := ranks.broadcast():
+            method, args, kwargs = call
+            ranks.gather(attempt(method, worker, *args, **kwargs))
     finally:
         worker.writer.shutdown()  # a fault costs no checkpoint that is being written
     worker.close()

@@ -155,7 +155,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     out = args.out.absolute()
-    with one_line("extras.real"), stop.listening():
+    with one_line("extras.real"), stop.listening(), stop.may_stop():
         remember(out, {name: getattr(args, name) for name in ("optimizer_model", "seed")})
         model, *rest = parts(out, args.hub, args.optimizer_model, args.seed)
         if not model.leaves.exists():

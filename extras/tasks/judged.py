@@ -29,7 +29,7 @@ End your reply with a line `Score: n`, n being a whole number from 0 to 10."""
 class JudgedQA(SearchQA):
     """r(tau) is the judge's score / 10; 0 without an answer, which nobody is asked about."""
 
-    timeout, retries, backoff, threads = 120.0, 6, 1.0, 32  # seconds a verdict, times, first pause, verdicts at once
+    timeout, retries, threads = 120.0, 6, 32  # seconds a verdict, times, verdicts at once
 
     def check(self) -> None:
         super().check()
@@ -40,10 +40,7 @@ class JudgedQA(SearchQA):
         url, key = os.environ["JUDGE_BASE_URL"], os.environ.get("JUDGE_API_KEY", "").strip()
         self.model, self.verdicts = os.environ["JUDGE_MODEL"], dict[tuple[Question, str], float]()
         self.judge = f"judge: {self.model} at {without_secrets(url)}"
-        self.client = Client(
-            [url], timeout=self.timeout, retries=self.retries, backoff=self.backoff, expects="a verdict",
-            headers={"Authorization": f"Bearer {key}"} if key else {}, proxies=True, retry_malformed=True,
-        )  # fmt: skip
+        self.client = Client([url], self.timeout, self.retries, key)
         return f"{super().start(serve)}\n{self.judge}"
 
     def reward(self, taus: Sequence[Trajectory]) -> list[float]:
@@ -61,7 +58,7 @@ class JudgedQA(SearchQA):
         text = json.dumps(data, ensure_ascii=False).replace("<", "\\u003c")  # spells no control token of the judge's
         messages = [{"role": "system", "content": RUBRIC}, {"role": "user", "content": text}]
         request = {"model": self.model, "messages": messages, "temperature": 0}
-        return self.client.post("/chat/completions", request, score_of)
+        return self.client.ask("/chat/completions", request, score_of)
 
     def failed(self, tau: Trajectory) -> bool:
         return tau.reward < GOOD

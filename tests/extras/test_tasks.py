@@ -228,7 +228,6 @@ class Flaky:
 @pytest.fixture
 def judging(monkeypatch):
     """Returns a function that starts a judge, for runs of this process; it is retried quickly, and briefly."""
-    monkeypatch.setattr(JudgedQA, "backoff", 0.01)
     monkeypatch.setenv("JUDGE_MODEL", "a-judge")
     with contextlib.ExitStack() as stack:
 

@@ -17,7 +17,7 @@ from extras.world.demos import SEARCH, TASK, demo, demonstrate, observation, ran
 from extras.world.facts import CHAINS, FULL, MINI, World, the_world
 from extras.world.tokenizer import build_tokenizer, save_tokenizer
 from extras.world.warm_start import tiny_policy, write_files
-from reflect import check, normalized, reflection_prompt
+from reflect import check, normalize, reflection_prompt
 from reflect import parse as parse_reply
 from retrieval.bm25 import BM25
 from rollout import prompt_ids
@@ -248,10 +248,10 @@ def replies(full_world):
     out = []
     for _ in range(400):
         parent, prompt = failed_prompt(rng, full_world)
-        used, judged = {normalized(parent)}, []
+        used, judged = {normalize(parent)}, []
         for text in parse_reply(reply_to(prompt, seed=0)):
-            judged.append((text, check(text, parent, used, [], 1000, len, partial(lost, names=["search", "answer"]))))
-            used.add(normalized(text))
+            judged.append((text, check(text, parent, used, [], 1000, partial(lost, names=["search", "answer"]))))
+            used.add(normalize(text))
         out.append((parent, judged))
     return out
 
