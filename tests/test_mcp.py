@@ -17,7 +17,7 @@ from plumbing.faults import Fault, ToolDown
 from tasks import Question, load_task
 from tasks.tools import stop_strings
 
-pytest.importorskip("mcp", reason="the MCP SDK is not installed here: pip install -r requirements-mcp.txt")
+pytest.importorskip("mcp", reason="the MCP SDK is not installed here: pip install mcp jsonschema")
 
 from extras.plugs.mcp import tools_of  # noqa: E402
 

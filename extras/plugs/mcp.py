@@ -36,7 +36,7 @@ def tools_of(target: str, where: str) -> Sequence[ServerTool]:
         from jsonschema import SchemaError
         from jsonschema.validators import validator_for
     except ImportError as e:
-        raise Fault(f"{where}: the SDK is missing ({e}): pip install -r requirements-mcp.txt") from None
+        raise Fault(f"{where}: the SDK is missing ({e}): pip install mcp jsonschema") from None
     server = Server(target, where)
     for tool in server.start():
         parameters, name = tool.input_schema, tool.name

