@@ -57,7 +57,7 @@ def test_rows_become_questions_and_a_corpus_of_all_passages_each_once(tmp_path):
         '"Almaty"\nIt was Alma-Ata “until” 1993.',
     ]
     assert len({corpus[k]["id"] for k in range(3)}) == 3
-    assert BM25.build(corpus.texts).search(["Where is the river of Esik?"], 1)[0][0][0] == 0
+    assert BM25.build(corpus.texts()).search(["Where is the river of Esik?"], 1)[0][0][0] == 0
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["corpus.jsonl", "test.jsonl", "train.jsonl"]
 
 
