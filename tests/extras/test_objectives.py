@@ -847,7 +847,6 @@ def test_an_impossible_objective_is_one_line(flags, line):
     assert validate(ObjectiveConfig(**PRESETS["world"] | flags)).startswith(line)
 
 
-
 @pytest.fixture(scope="module")
 def model(world):
     """The world's policy in float64, so that what differs is the mathematics."""
