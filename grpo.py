@@ -3,7 +3,7 @@
 import bisect
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -72,12 +72,6 @@ def micro_batches(taus: list[Trajectory], micro_tokens: int, ranks: int = 1) -> 
     return batches + [[]] * (n - len(batches))
 
 
-def rows_of(lengths: list[int], places: list[int]) -> Rows:
-    """Returns the rows of some trajectories' tokens among those of all, whose numbers of tokens are `lengths`."""
-    ends = np.cumsum(lengths, dtype=int)
-    return np.concatenate([np.arange(ends[k] - lengths[k], ends[k]) for k in places] or [np.arange(0)])
-
-
 def lr_at(t: int, cfg: GRPOKnobs) -> float:
     """Returns the learning rate of step t in 1..T: a linear rise over `warmup` of T, then a cosine to 0 (App. B)."""
     rise = max(1, round(cfg.warmup * cfg.T))
@@ -86,21 +80,20 @@ def lr_at(t: int, cfg: GRPOKnobs) -> float:
     return cfg.lr * 0.5 * (1 + math.cos(math.pi * (t - rise) / (cfg.T - rise + 1)))
 
 
-def note_tokens(batch: list[Trajectory], terms: Terms, extras: dict[str, torch.Tensor]) -> None:
+def note_tokens(batch: list[Trajectory], extras: dict[str, torch.Tensor]) -> None:
     """Sets `tokens` of the watched trajectories of a micro-batch: what the update saw of each action token.
 
     logp: under pi_old; ratio: rho of Eq. 3; entropy (nats), kl and clipped (0 or 1) as the loss had them.
     """
     if not any(tau.watched for tau in batch):
         return
-    now = extras["logp"].detach().double().cpu()
-    old, compared = (now if (x := terms[name]) is None else torch.from_numpy(x) for name in ("pi_old", "old_logp"))
-    seen = {"logp": old, "ratio": (now - compared).exp(), **{k: extras[k] for k in ("entropy", "kl", "clipped")}}
-    counts = [sum(tau.mask) for tau in batch]
-    columns = {name: values.detach().float().split(counts) for name, values in seen.items()}
-    for k, tau in enumerate(batch):
-        if tau.watched:
-            tau.tokens = {name: parts[k].tolist() for name, parts in columns.items()}
+    old = extras["old_logp"].double()
+    seen = {"logp": old, "ratio": (extras["logp"].double() - old).exp()}
+    seen |= {name: extras[name] for name in ("entropy", "kl", "clipped")}
+    for name, column in seen.items():
+        for tau, values in zip(batch, column.float().split([sum(tau.mask) for tau in batch]), strict=True):
+            if tau.watched:
+                tau.tokens[name] = values.tolist()
 
 
 class Learner:
@@ -110,8 +103,11 @@ class Learner:
 
     A model that `models.model.shard` has cut over the ranks is trained by all ranks together: each calls `update`
     with the same trajectories and computes its share of the micro-batches. The result equals that of one process.
+
+    A subclass trains towards something else with its own `set_advantages`, `terms` or `surrogate`.
     """
 
+    surrogate: Callable[..., torch.Tensor] | None = None  # S of another Eq. 2, in torch: see kernels/head.py
     MAX_GAP: ClassVar[dict[str, float]] = {"float32": 1e-3, "bfloat16": 0.1}  # mean nat a token, engine to trainer
 
     def __init__(self, model: Any, reference: Any, cfg: GRPOKnobs, max_gap: float = math.inf):
@@ -140,28 +136,27 @@ class Learner:
             for tau, a in zip(group, A.tolist(), strict=True):
                 tau.advantage = a
 
-    def terms(self, part: list[Trajectory], share: list[list[int]], k: int, old: Array | None) -> Terms:
-        """Returns what Eq. 2 needs to know of the N action tokens of the step's k-th mini-batch.
+    def terms(self, part: list[Trajectory], old: Array | None) -> Terms:
+        """Returns what Eq. 2 needs to know of the N action tokens of a mini-batch, by the names of `grpo_head`.
 
         `old` (2, N): their log-probs and entropies under pi_old; None where that is the policy in training, so that
-        rho = 1. "pi_old" is for the comparison with the engine, which samples from it.
+        rho = 1.
         """
         tokens = np.array([sum(tau.mask) for tau in part])
         average = 1 / (np.maximum(1, tokens) * len(part))  # Eq.2 CHOICE-9: 1/G sum 1/|tau| sum
-        logp = None if old is None else old[0]
         return {
             "adv": np.repeat([tau.advantage for tau in part], tokens),
             "w": np.repeat(average, tokens),
-            "old_logp": logp, "pi_old": logp,
+            "old_logp": None if old is None else old[0],
             "eps_low": self.cfg.eps, "eps_high": self.cfg.eps,
         }  # fmt: skip
 
-    def pi_old(self, part: list[Trajectory], share: list[list[int]], k: int) -> Array | None:
-        """Returns log-probs and entropies (2, N) of the k-th mini-batch under the policy before the step's updates.
-
-        None for the first one: there it is the policy in training.
-        """
-        return self.score(part, share) if k > 0 else None
+    def share(self, part: list[Trajectory]) -> Iterator[tuple[list[Trajectory], Rows]]:
+        """Yields this rank's micro-batches of a mini-batch, each with the rows of its action tokens among the N."""
+        ends = np.cumsum([0, *(sum(tau.mask) for tau in part)])
+        for batch in micro_batches(part, self.cfg.micro_tokens, self.ranks)[self.rank :: self.ranks]:
+            rows = [np.arange(ends[place], ends[place + 1]) for place in batch]
+            yield [part[place] for place in batch], np.concatenate(rows or [np.arange(0)])
 
     def update(self, t: int, minibatches: list[list[Trajectory]]) -> dict[str, float]:
         """Takes one optimizer step a mini-batch; returns the metrics of step t.
@@ -176,23 +171,17 @@ class Learner:
         lr = lr_at(t, self.cfg)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        shares = [
-            micro_batches(part, self.cfg.micro_tokens, self.ranks)[self.rank :: self.ranks] for part in minibatches
-        ]
-        parts = list(zip(minibatches, shares, strict=True))
-        olds = [self.pi_old(part, share, k) for k, (part, share) in enumerate(parts)]
+        olds = [self.score(part) if k > 0 else None for k, part in enumerate(minibatches)]  # under pi_old
         total = dict.fromkeys(("loss", "kl", "entropy", "clipped", "gap", "tokens"), 0.0)
         norms: list[float] = []
         self.model.train()
-        for k, (part, share) in enumerate(parts):
-            terms, lengths = self.terms(part, share, k, olds[k]), [sum(tau.mask) for tau in part]
-            sums = dict.fromkeys(total, 0.0)
-            for batch in share:
-                taus, rows = [part[place] for place in batch], rows_of(lengths, batch)
+        for k, part in enumerate(minibatches):
+            terms, sums = self.terms(part, olds[k]), dict.fromkeys(total, 0.0)
+            for batch, rows in self.share(part):
                 some = {name: x[rows] if isinstance(x, np.ndarray) else x for name, x in terms.items()}
-                loss, extras = self.loss(taus, some)
+                loss, extras = self.loss(batch, some)
                 loss.backward()
-                note_tokens(taus, some, extras)
+                note_tokens(batch, extras)
                 seen = [loss.detach(), *(extras[name].sum() for name in ("kl", "entropy", "clipped", "gap"))]
                 row = torch.stack([x.double() for x in seen]).tolist()  # the host waits for the device once
                 for name, x in zip(sums, [*row, len(extras["logp"])], strict=True):
@@ -206,9 +195,9 @@ class Learner:
             self.memory.pop("skipped", None)
             norms.append(norm)
             total = {name: total[name] + sums[name] for name in total}
-        found = {"lr": lr, "skipped_updates": len(parts) - len(norms)}
+        metrics = {"lr": lr, "skipped_updates": len(minibatches) - len(norms)}
         if not norms:
-            return found
+            return metrics
         tokens = max(1, total["tokens"])
         return {
             "loss": total["loss"] / len(norms),
@@ -217,7 +206,7 @@ class Learner:
             "clip_fraction": total["clipped"] / tokens,
             "logp_gap": total["gap"] / tokens,  # mean |trainer - engine| of the sampled tokens' log-probs
             "grad_norm": sum(norms) / len(norms),
-        } | found
+        } | metrics
 
     def step(self, loss: float) -> float | None:
         """Takes one optimizer step on the clipped gradients; returns their norm before. None: it was skipped."""
@@ -243,18 +232,18 @@ class Learner:
         dist.all_reduce(values)
         return dict(zip(total, values.tolist(), strict=True))
 
-    def score(self, part: list[Trajectory], share: list[list[int]]) -> Array:
+    @torch.no_grad()
+    def score(self, part: list[Trajectory]) -> Array:
         """Returns log-probs and entropies (2, N) of a mini-batch's action tokens under the present policy.
 
         Every rank scores its share and gets the others' from them: `terms` sees the whole mini-batch.
         """
-        lengths = [sum(tau.mask) for tau in part]
-        found = torch.zeros(2, sum(lengths), dtype=torch.float64, device=self.device)
-        for batch in share:
-            found[:, rows_of(lengths, batch)] = torch.stack(self.scores([part[place] for place in batch])).double()
+        scores = torch.zeros(2, sum(sum(tau.mask) for tau in part), dtype=torch.float64, device=self.device)
+        for batch, rows in self.share(part):
+            scores[:, rows] = torch.stack(self.model.score(*self.pack(batch), self.cfg.temperature)).double()
         if self.sharded:
-            dist.all_reduce(found)  # adds the ranks' tokens to zeros
-        out: Array = found.cpu().numpy()
+            dist.all_reduce(scores)  # adds the ranks' tokens to zeros
+        out: Array = scores.cpu().numpy()
         return out
 
     def loss(self, batch: list[Trajectory], terms: Terms) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -265,35 +254,26 @@ class Learner:
             loss = - sum_n w_n (min(rho_n A_n, clip(rho_n, 1 - eps, 1 + eps) A_n) - beta KL_n),
             rho_n = pi(y_n) / pi_old(y_n),   KL_n = exp(d) - d - 1 with d = log pi_ref(y_n) - log pi(y_n)
 
-        extras["gap"] (N,): the distance of pi_old's log-probs to the engine's.
+        extras["old_logp"] (N,): log-probs under pi_old; extras["gap"] (N,): their distance to the engine's.
         """
-        packed = self.pack(batch)
-        arrays = {
-            name: torch.from_numpy(x).to(self.device) if isinstance(x, np.ndarray) else x for name, x in terms.items()
-        }
-        pi_old = arrays.pop("pi_old")
-        sampled = torch.tensor(
-            [lp for tau in batch for lp, m in zip(tau.logps, tau.mask, strict=True) if m], device=self.device
-        )  # (N,)
+        packed, T = self.pack(batch), self.cfg.temperature
+        tokens = {k: torch.from_numpy(x).to(self.device) if isinstance(x, np.ndarray) else x for k, x in terms.items()}
         ref_logp = None  # the head averages the k3 estimate of the KL as it does the surrogate
         if self.reference is not None:  # CHOICE-23
             with torch.no_grad(), lora.off(self.reference):
-                ref_logp, _ = self.reference.score(*packed, self.cfg.temperature)
+                ref_logp, _ = self.reference.score(*packed, T)
         loss, extras = self.model.score(
-            *packed, self.cfg.temperature, ref_logp=ref_logp, beta=self.cfg.beta, **arrays
+            *packed, T, ref_logp=ref_logp, beta=self.cfg.beta, surrogate=self.surrogate, **tokens
         )  # Eq.2
-        gap = (extras["logp"] if pi_old is None else pi_old.to(extras["logp"].dtype)) - sampled
-        return loss, extras | {"gap": gap.abs()}
+        engine = [lp for tau in batch for lp, m in zip(tau.logps, tau.mask, strict=True) if m]  # (N,)
+        old = extras["logp"] if terms["old_logp"] is None else tokens["old_logp"].to(extras["logp"].dtype)
+        return loss, extras | {"old_logp": old, "gap": (old - torch.tensor(engine, device=self.device)).abs()}
 
     @torch.no_grad()
-    def scores(self, batch: list[Trajectory]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns log-probs and entropies (N,) of the batch's action tokens under the present policy."""
-        logp, entropy = self.model.score(*self.pack(batch), self.cfg.temperature)
-        return logp, entropy
-
     def logprobs(self, batch: list[Trajectory]) -> torch.Tensor:
         """Returns the log-probs (N,) of the batch's action tokens under the present policy."""
-        return self.scores(batch)[0]
+        logp, _ = self.model.score(*self.pack(batch), self.cfg.temperature)
+        return logp
 
     def pack(self, batch: list[Trajectory]) -> tuple[torch.Tensor, Packing, torch.Tensor, torch.Tensor]:
         """Returns ids (T,) of a row in which trajectories follow one another, with a prompt that several share before

@@ -1,14 +1,13 @@
-"""What the policy is trained towards: 34 published variants of GRPO beside Eq. 2 and 3.
+"""What the policy is trained towards: 34 published variants of GRPO, besides Eq. 2 and 3.
 
     python extras/objectives.py --objective gspo      # and the flags of inspo.py; docs/objectives.md lists all
 
-An objective is a line of `OBJECTIVES` below: it names the stages in which it differs from GRPO. Each stage is a
-function of a `Batch`, the trajectories as columns; those of the variants are in variants.py. Two calls run them:
+An objective is a line of `OBJECTIVES` below: it names the stages in which it differs from GRPO, functions in
+variants.py. Most are functions of a `Batch`, the trajectories as columns; the surrogate is one of n tokens, in torch.
 
     set_advantages   a step's trajectories, on rank 0:  reward -> advantage -> credit over turns
-    Objective.terms  a mini-batch's, on every rank:     selection -> weights -> tokens -> clip bounds -> ratio
-
-What `terms` returns are arguments of the GRPO head (kernels/head.py), which knows no objective's name.
+    terms            a mini-batch's, on every rank:     selection -> weights -> clip bounds -> further columns
+    surrogate        of some tokens, by kernels/head.py, which differentiates it; without one, Eq. 2's
 """
 
 if not __package__:
@@ -17,12 +16,13 @@ from plumbing import stop  # noqa: F401  # isort: skip  (first: from here on a C
 import math
 import os
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from config import Config, knob, parse
 from extras import variants as v
@@ -41,15 +41,15 @@ class Batch:
 
     def __init__(
         self, taus: Sequence[Trajectory], limit: int = 0, memory: dict[str, Any] | None = None,
-        old: Array | None = None, entropy: Array | None = None, now: Array | None = None,
+        old: Array | None = None, score: Callable[[], Array] | None = None,
     ):  # fmt: skip
         """`limit`: tokens that a trajectory may sample; `memory`: what an objective remembers from step to step.
 
-        `old`, `entropy`: log-probs and entropies (N,) under pi_old; `now`: log-probs under the policy in training.
-        None: the objective does not read them, or all three policies are the same.
+        `old`: log-probs and entropies (2, N) under pi_old; None: it is the policy in training, under which `score`
+        computes them, in a pass over the mini-batch. All ranks read the same columns, so they do it together.
         """
         self.taus, self.limit, self.memory = taus, limit, {} if memory is None else memory
-        self.old, self.entropy, self.now = old, entropy, now
+        self.old, self.score = old, score or (lambda: np.zeros((2, 0)))
         self.reward: Array = np.array([tau.reward for tau in taus], float)  # the reward stage shapes it
         self.n = len(taus)
 
@@ -140,6 +140,16 @@ class Batch:
         return np.repeat(np.arange(self.acted.size), self.acted.ravel())
 
     @cached_property
+    def pi_old(self) -> Array:
+        """Log-probs and entropies (2, N) under pi_old."""
+        return self.score() if self.old is None else self.old
+
+    @cached_property
+    def log_rho(self) -> Array:
+        """Log-probs under the policy in training minus those under pi_old."""
+        return np.zeros(len(self.tau)) if self.old is None else self.score()[0] - self.old[0]
+
+    @cached_property
     def engine(self) -> Array:
         """Log-probs under the engine's policy."""
         return np.array([lp for tau in self.taus for lp, m in zip(tau.logps, tau.mask, strict=True) if m], float)
@@ -160,8 +170,8 @@ class Batch:
 
     def each(self, f: Callable[[Array], Array], x: Array, of: Ints) -> Array:
         """Returns f of every group of entries; whoever is alone in a group has nobody to be compared with: 0."""
-        out, order = np.zeros(len(x)), np.argsort(of, kind="stable")
-        for rows in np.split(order, np.flatnonzero(np.diff(of[order])) + 1):
+        out = np.zeros(len(x))
+        for rows in v.groups(of):
             if len(rows) > 1:
                 out[rows] = f(x[rows])
         return out
@@ -181,93 +191,45 @@ def numbers(keys: Iterable[Hashable]) -> Ints:
     return np.array([seen.setdefault(key, len(seen)) for key in keys], int)
 
 
-# ---- the stages of Eq. 2 and 3
-
-
-def raw(b: Batch) -> Array:
-    return b.reward
-
-
-def standardized(b: Batch) -> Array:
-    return b.each(group_advantages, b.reward, b.group)
-
-
-def trajectory_mean(b: Batch, keep: Mask) -> Array:
-    """Returns w (N,): the average over a trajectory's tokens, the group, the mini-batch (Eq. 2)."""
-    counts = np.bincount(b.tau[keep], minlength=b.n)
-    n = b.n - np.count_nonzero((counts == 0) & (b.length > 0))  # a trajectory without any token still counts
-    return np.where(keep, 1 / np.maximum(1, counts[b.tau] * n), 0)  # Eq.2 CHOICE-9
-
-
-def token_mean(b: Batch, keep: Mask) -> Array:
-    """Returns w (N,): the average over the mini-batch's tokens, verl's default."""
-    w: Array = keep / max(1, int(np.count_nonzero(keep)))
-    return w
-
-
 @dataclass(frozen=True)
 class Objective:
     """The stages of an objective; the defaults are the paper's (Eq. 2 and 3)."""
 
-    reward: Callable[[Batch], Array] = raw  # (n,)
-    advantage: Callable[[Batch], Array] = standardized  # (n,)
+    reward: Callable[[Batch], Array] = lambda b: b.reward  # (n,)
+    advantage: Callable[[Batch], Array] = lambda b: b.each(group_advantages, b.reward, b.group)  # (n,)
     credit: Callable[[Batch, Array], Array] | None = None  # A (n,) -> (n, K); None: every turn has the trajectory's
-    select: Callable[[Batch], Mask] | None = None  # (N,): the tokens to train on; None: all
-    weight: Callable[[Batch, Mask], Array] | None = None  # (N,); None: what --loss_agg says
-    tokens: Callable[[Batch, Array], Array] | None = None  # w (N,) -> advantages (N,); None: those of the turns
-    clip: Callable[[Batch], tuple[Array, Array]] | tuple[float, float] | None = None  # None: --eps on both sides
-    ratio: Callable[[Batch], Array | None] | None = None  # (N,): the log-probs that rho compares with; None: pi_old's
-    kind: str = "clip"  # of the head's loss
-    delta: float = math.inf  # of the head
-    tis: float = 0.0  # weight tokens by min(pi_old / pi_engine, this); 0: no weight
-    reads: tuple[str, ...] = ()  # "old": pi_old's columns in a step's first mini-batch too; "now": in the later ones
-    eps: float = 0.2
-    limit: int = 0  # tokens that a trajectory may sample
-
-    def terms(self, b: Batch) -> Terms:
-        """Returns what the head takes for the N tokens of a mini-batch; "old_logp" None: the ratio is 1."""
-        keep = self.select(b) if self.select else np.ones(len(b.tau), bool)
-        w = (self.weight or trajectory_mean)(b, keep)
-        adv = self.tokens(b, w) if self.tokens else b.A
-        low, high = self.clip(b) if callable(self.clip) else self.clip or (self.eps, self.eps)
-        old = self.ratio(b) if self.ratio else b.old
-        if self.tis and b.old is not None:
-            w = w * np.exp(b.old - b.engine).clip(max=self.tis)
-        return {
-            "adv": adv, "w": w, "old_logp": old, "pi_old": b.old, "eps_low": low, "eps_high": high,
-            "delta": self.delta, "kind": self.kind,
-        }  # fmt: skip
+    select: Callable[[Batch], Mask] = lambda b: np.ones(len(b.tau), bool)  # (N,): the tokens to train on
+    weight: Callable[[Batch, Mask], Array] = v.trajectory_mean  # (N,)
+    clip: Callable[[Batch], tuple[Array, Array]] | tuple[float, ...] | None = None  # None: --eps; (): S has no bounds
+    columns: Callable[[Batch, Array], v.Columns] = lambda b, w: {}  # w (N,) -> what else the surrogate reads, (N,)
+    surrogate: Callable[..., torch.Tensor] | None = None  # S (n,) of n tokens; None: Eq. 2's
 
 
 # One line a method: what it does differently from GRPO. docs/objectives.md has the sources.
 OBJECTIVES = {
     "grpo": Objective(),
     "dr_grpo": Objective(advantage=v.centred, weight=v.longest_mean),
-    "dapo": Objective(reward=v.overlong, select=v.mixed_groups, weight=token_mean, clip=(0.2, 0.28)),
+    "dapo": Objective(reward=v.overlong, select=v.mixed_groups, weight=v.token_mean, clip=(0.2, 0.28)),
     "rloo": Objective(advantage=v.leave_one_out),
     "loop": Objective(advantage=v.leave_one_out, select=v.not_small, clip=(0.1, 0.1)),
     "maxrl": Objective(advantage=v.over_mean),
     "reinforce_baseline": Objective(advantage=v.whitened),
     "spo": Objective(advantage=v.beta_tracker, clip=(0.2, 0.28)),
-    "gspo": Objective(ratio=v.per_sequence, clip=(3e-4, 4e-4), weight=trajectory_mean, reads=("now",)),
-    "gspo_turn": Objective(ratio=v.per_turn, clip=(3e-4, 4e-4), weight=v.turn_mean, reads=("now",)),
-    "cispo": Objective(kind="cispo", clip=(1.0, 0.28), weight=token_mean),
-    "cispo_cap": Objective(kind="cispo", clip=(1.0, 4.0), weight=token_mean),
-    "sapo": Objective(kind="sapo", clip=(1.05, 1.0), weight=trajectory_mean),
-    "dppo": Objective(kind="dppo", clip=(0.2, 0.2), ratio=v.to_engine, weight=token_mean),
-    "vespo": Objective(kind="reinforce", tokens=v.variational, weight=token_mean, reads=("now",)),
-    "tis": Objective(tis=2.0, reads=("old",)),
-    "r2vpo": Objective(kind="quadratic", clip=(0.04, 0.04)),
+    "gspo": Objective(columns=v.per_sequence, surrogate=v.gspo, clip=(3e-4, 4e-4)),
+    "gspo_turn": Objective(columns=v.per_turn, surrogate=v.gspo, clip=(3e-4, 4e-4), weight=v.turn_mean),
+    "cispo": Objective(surrogate=v.cispo, clip=(1.0, 0.28), weight=v.token_mean),
+    "cispo_cap": Objective(surrogate=v.cispo, clip=(1.0, 4.0), weight=v.token_mean),
+    "sapo": Objective(surrogate=v.sapo, clip=()),
+    "dppo": Objective(columns=v.to_engine, surrogate=v.dppo, clip=(0.2, 0.2), weight=v.token_mean),
+    "vespo": Objective(columns=v.whole_sequence, surrogate=v.vespo, clip=(), weight=v.token_mean),
+    "tis": Objective(weight=v.truncated),
+    "r2vpo": Objective(surrogate=v.r2vpo, clip=()),
     "hapo": Objective(
-        advantage=v.token_weighted,
-        tokens=v.entropy_scaled,
-        clip=v.entropy_bounds,
-        weight=token_mean,
-        reads=("old", "now"),
+        advantage=v.token_weighted, columns=v.heterogeneity, surrogate=v.hapo, clip=(), weight=v.token_mean
     ),
     "etr": Objective(clip=v.elastic),
-    "icpo": Objective(tokens=v.imitated, ratio=v.steered_on_policy, delta=3.0, reads=("old", "now")),
-    "llds": Objective(tokens=v.kept_likely, reads=("now",)),
+    "icpo": Objective(columns=v.by_context, surrogate=v.icpo),
+    "llds": Objective(columns=v.fallen, surrogate=v.llds),
     "copo": Objective(advantage=v.consistency),
     "riskpo": Objective(advantage=v.risk),
     "adora": Objective(advantage=v.adora),
@@ -278,15 +240,11 @@ OBJECTIVES = {
     "hbpo": Objective(reward=v.budgeted, advantage=v.across_budgets),
     "mt_grpo": Objective(credit=v.first_result),
     "gigpo": Objective(credit=v.anchored),
-    "eapo": Objective(credit=v.discounted, ratio=v.per_sequence, clip=(3e-4, 4e-4), reads=("now",)),
+    "eapo": Objective(credit=v.discounted, columns=v.per_sequence, surrogate=v.gspo, clip=(3e-4, 4e-4)),
     "rubricem": Objective(credit=v.stage_returns),
-    "d3s": Objective(select=v.diverse, reads=("old",)),
+    "d3s": Objective(select=v.diverse),
     "espl": Objective(
-        advantage=v.centred,
-        select=v.not_small,
-        weight=token_mean,
-        clip=(1.0, float("inf")),
-        ratio=v.to_engine,
+        advantage=v.centred, select=v.not_small, weight=v.token_mean, clip=(), columns=v.to_engine, surrogate=v.espl
     ),
 }
 
@@ -297,66 +255,42 @@ class ObjectiveConfig(Config):
 
     PROGRAM: ClassVar[str] = "extras/objectives.py"
     objective: str = knob("grpo", "its name; grpo is the paper's Eq. 2 and 3", of=tuple(OBJECTIVES))
-    loss_agg: str = knob(
-        "trajectory", "trajectory: Eq. 2's average; token: verl's token mean; where --objective has none of its own",
-        of=("trajectory", "token"),
-    )  # fmt: skip
-    tis: float = knob(
-        0.0, "truncated importance sampling: weight tokens by min(pi_old / pi_engine, this); 0 disables", least=0
-    )
 
     def check(self) -> str:
-        own = OBJECTIVES[self.objective]
-        for name, taken in (("eps", own.clip), ("loss_agg", own.weight), ("tis", own.tis)):
-            if taken and getattr(self, name) != getattr(ObjectiveConfig, name):
-                return f"--{name} {getattr(self, name)}: --objective {self.objective} has its own; leave it out"
+        if OBJECTIVES[self.objective].clip is not None and self.eps != ObjectiveConfig.eps:
+            return f"--eps {self.eps}: --objective {self.objective} has its own; leave it out"
         return ""
-
-
-def objective_of(cfg: ObjectiveConfig) -> Objective:
-    """Returns the objective that --objective names, with the flags that fill what it leaves open."""
-    named = OBJECTIVES[cfg.objective]
-    average = {"trajectory": trajectory_mean, "token": token_mean}[cfg.loss_agg]
-    tis = cfg.tis or named.tis
-    return replace(
-        named, weight=named.weight or average, eps=cfg.eps, limit=(cfg.max_turns + 1) * cfg.max_response,
-        tis=tis, reads=(*named.reads, "old") if tis else named.reads,
-    )  # fmt: skip
-
-
-def set_advantages(taus: Sequence[Trajectory], objective: Objective, memory: dict[str, Any] | None = None) -> None:
-    """Sets `advantage`, and `credit` where turns differ, of a step's trajectories; their rewards stay as they are.
-
-    `memory`: what an objective remembers from step to step, plain data for the checkpoint; it is updated.
-    """
-    b = Batch(taus, objective.limit, memory)
-    b.reward = objective.reward(b)
-    A = objective.advantage(b)
-    credit = objective.credit(b, A).tolist() if objective.credit else [[]] * b.n
-    for tau, a, row in zip(taus, A.tolist(), credit, strict=True):
-        tau.advantage, tau.credit = a, row[: len(tau.acted or [1])]
 
 
 class ObjectiveLearner(Learner):
     """A Learner with the objective that --objective names in place of Eq. 2 and 3."""
 
+    cfg: ObjectiveConfig
+
     def __init__(self, model: Any, reference: Any, cfg: ObjectiveConfig, max_gap: float = math.inf):
         super().__init__(model, reference, cfg, max_gap)
-        self.objective = objective_of(cfg)
+        self.surrogate = OBJECTIVES[cfg.objective].surrogate
+
+    @property
+    def limit(self) -> int:
+        return (self.cfg.max_turns + 1) * self.cfg.max_response
 
     def set_advantages(self, taus: Sequence[Trajectory]) -> None:
-        set_advantages(taus, self.objective, self.memory)
+        """Sets `advantage`, and `credit` where turns differ; rewards stay as they are."""
+        o, b = OBJECTIVES[self.cfg.objective], Batch(taus, self.limit, self.memory)
+        b.reward = o.reward(b)
+        A = o.advantage(b)
+        credit = o.credit(b, A).tolist() if o.credit else [[]] * b.n
+        for tau, a, row in zip(taus, A.tolist(), credit, strict=True):
+            tau.advantage, tau.credit = a, row[: len(tau.acted or [1])]
 
-    def pi_old(self, part: list[Trajectory], share: list[list[int]], k: int) -> Array | None:
-        return self.score(part, share) if k > 0 or "old" in self.objective.reads else None
-
-    def terms(self, part: list[Trajectory], share: list[list[int]], k: int, old: Array | None) -> Terms:
-        now = None
-        if "now" in self.objective.reads:
-            now = self.score(part, share) if k > 0 else old
-        logp, entropy = (None, None) if old is None else old
-        batch = Batch(part, self.objective.limit, old=logp, entropy=entropy, now=None if now is None else now[0])
-        return self.objective.terms(batch)
+    def terms(self, part: list[Trajectory], old: Array | None) -> Terms:
+        o, b = OBJECTIVES[self.cfg.objective], Batch(part, self.limit, old=old, score=partial(self.score, part))
+        w = o.weight(b, o.select(b))
+        bounds = o.clip(b) if callable(o.clip) else o.clip
+        low, high = bounds or (self.cfg.eps, self.cfg.eps)
+        old_logp = None if old is None else old[0]
+        return {"adv": b.A, "w": w, "old_logp": old_logp, "eps_low": low, "eps_high": high} | o.columns(b, w)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from config import Config
 from extras.alternate import begin
 from extras.prompts import wording
-from grpo import Array, Learner, Terms, micro_batches
+from grpo import Array, Learner, Terms
 from inspo import evaluate_and_save
 from journal.directory import read_jsonl
 from journal.log import Log
@@ -33,8 +33,8 @@ class Demonstrated(Learner):
 
     MAX_GAP: ClassVar[dict[str, float]] = dict.fromkeys(Learner.MAX_GAP, math.inf)
 
-    def terms(self, part: list[Trajectory], share: list[list[int]], k: int, old: Array | None) -> Terms:
-        terms = super().terms(part, share, k, old)
+    def terms(self, part: list[Trajectory], old: Array | None) -> Terms:
+        terms = super().terms(part, old)
         return terms | {"w": np.full(len(terms["w"]), 1 / max(1, len(terms["w"])))}
 
 
@@ -133,6 +133,4 @@ def mean_logp(policy: Policy, taus: list[Trajectory]) -> float:
 def _mean_logp(worker: Worker, taus: list[Trajectory]) -> float:
     worker.engine.sleep()  # as for an update
     worker.synced = worker.shared
-    learner = worker.learner
-    share = micro_batches(taus, worker.cfg.micro_tokens, learner.ranks)[learner.rank :: learner.ranks]
-    return float(learner.score(taus, share)[0].mean())
+    return float(worker.learner.score(taus)[0].mean())

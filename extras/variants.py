@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 if TYPE_CHECKING:
     from extras.objectives import Batch
 
 Array = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
+Columns = dict[str, Array]
 SMALL = 1e-6  # beside a standard deviation in a denominator, as in Eq. 3
 
 
@@ -328,16 +331,34 @@ def diverse(b: Batch) -> Mask:
         if (found := np.r_[low, high].var()) > spread:
             spread, chosen = found, (A <= low.max(initial=-np.inf)) | (A >= high.min(initial=np.inf))
     chosen = chosen[b.tau]
-    score = np.abs(b.A) * (np.ones(len(b.tau)) if b.entropy is None else b.entropy)
+    score = np.abs(b.A) * b.pi_old[1]
     return chosen & (score >= np.median(score[chosen])) if chosen.any() else chosen
 
 
 # ---- weights: (N,)
 
 
+def trajectory_mean(b: Batch, keep: Mask) -> Array:
+    """Returns w (N,): the average over a trajectory's tokens, the group, the mini-batch (Eq. 2)."""
+    counts = np.bincount(b.tau[keep], minlength=b.n)
+    n = b.n - np.count_nonzero((counts == 0) & (b.length > 0))  # a trajectory without any token still counts
+    return np.where(keep, 1 / np.maximum(1, counts[b.tau] * n), 0)  # Eq.2 CHOICE-9
+
+
+def token_mean(b: Batch, keep: Mask) -> Array:
+    """Returns w (N,): the average over the mini-batch's tokens, verl's default."""
+    w: Array = keep / max(1, int(np.count_nonzero(keep)))
+    return w
+
+
 def longest_mean(b: Batch, keep: Mask) -> Array:
     """Dr. GRPO: 1 / (trajectories x the most tokens one may have), so that length does not scale a token."""
     return keep / max(1, b.n * b.limit)
+
+
+def truncated(b: Batch, keep: Mask) -> Array:
+    """Truncated importance sampling (verl, TRL): Eq. 2's average, weighted by min(pi_old / pi_engine, 2)."""
+    return trajectory_mean(b, keep) * np.exp(b.pi_old[0] - b.engine).clip(max=2)
 
 
 def turn_mean(b: Batch, keep: Mask) -> Array:
@@ -346,79 +367,7 @@ def turn_mean(b: Batch, keep: Mask) -> Array:
     return keep / (b.acted.ravel()[b.turn] * turns[b.tau] * b.n)
 
 
-# ---- tokens: the advantage (N,), given w
-
-
-def heterogeneity(b: Batch) -> Array:
-    """HAPO: h in [-1, 1], log H minus its .8 quantile in units of its deviation, each sign by its largest size.
-
-    H is pi_old's, so that no pass is added; the sampling temperature stays one. The authors' code divides the negative
-    side by its minimum, which makes it positive: its branch for low entropy never acts. Here the size is taken.
-    """
-    assert b.entropy is not None
-    x = np.log(np.maximum(b.entropy, 1e-8))
-    h = (x - np.quantile(x, 0.8)) / (x.std() + SMALL) if len(x) else x
-    top, bottom = float(h.max(initial=0)), -float(h.min(initial=0))
-    return np.where(h > 0, h / (top or 1), h / (bottom or 1))
-
-
-def entropy_scaled(b: Batch, w: Array) -> Array:
-    """HAPO: A (1 + h) for h > 0 where rho is outside (1 - eps_low / 2, 1 + eps_high / 2), for h <= 0 inside it."""
-    assert b.now is not None and b.old is not None
-    h, rho = heterogeneity(b), np.exp(b.now - b.old)
-    inside = (rho > 0.9) & (rho < 1.14)
-    return b.A * np.where((h > 0) != inside, 1 + h, 1)
-
-
-def variational(b: Batch, w: Array) -> Array:
-    """VESPO (2602.10693): phi(W) A with W = exp(sum of log rho) and phi = exp(l + k log W - l W), not differentiated.
-
-    k, l are 2, 3 where A >= 0, else 3, 2: the authors' code; their docstring has other numbers. log W within +-20.
-    """
-    if b.now is None or b.old is None:
-        return b.A
-    log_W = np.bincount(b.tau, b.now - b.old, b.n)[b.tau].clip(-20, 20)
-    k, l = np.where(b.A >= 0, 2, 3), np.where(b.A >= 0, 3, 2)
-    return b.A * np.exp(l + k * log_W - l * np.exp(log_W))
-
-
-def imitated(b: Batch, w: Array) -> Array:
-    """ICPO (2510.26519): A p / (p + .1) for trajectories steered by a context, the clipped ratio (dual, 3) for others.
-
-    Our reading: steered are those under an evolved instruction, not the first. The gradient of p / (p + .1), which is
-    .1 p / (p + .1)^2 that of log p, stands in the advantage.
-    """
-    assert b.now is not None
-    p = np.exp(b.now)
-    return b.A * np.where(steered(b), 0.1 * p / (p + 0.1) ** 2, 1)
-
-
-def steered(b: Batch) -> Mask:
-    return np.array([bool(tau.instruction) for tau in b.taus], bool)[b.tau]
-
-
-def kept_likely(b: Batch, w: Array) -> Array:
-    """LLDS (2512.04220): the loss + .1 sum of relu(log p_old - log p) over the tokens of trajectories with A >= 0 whose
-    log-probability fell as a whole; the mean over those. Read in a third party's port, not in the paper.
-
-    The gradient stands in the advantage, divided by the w and rho that the head multiplies it with.
-    """
-    if b.now is None or b.old is None:
-        return b.A
-    fell = np.bincount(b.tau, b.now - b.old, b.n) < 0
-    gated = fell & (np.array([tau.advantage for tau in b.taus]) >= 0)
-    active = gated[b.tau] & (b.now < b.old)
-    push = 0.1 / max(1, int(np.count_nonzero(gated))) / (np.maximum(w, 1e-12) * np.exp(b.now - b.old))
-    return b.A + np.where(active, push, 0)
-
-
 # ---- clip bounds: (N,) below and above 1
-
-
-def entropy_bounds(b: Batch) -> tuple[Array, Array]:
-    """HAPO: .2 (1 - h) below for h <= 0, .28 (1 + h) above for h > 0."""
-    h = heterogeneity(b)
-    return 0.2 * (1 - np.minimum(h, 0)), 0.28 * (1 + np.maximum(h, 0))
 
 
 def elastic(b: Batch) -> tuple[Array, Array]:
@@ -432,32 +381,131 @@ def elastic(b: Batch) -> tuple[Array, Array]:
     return eps, eps
 
 
-# ---- ratio: the log-probs (N,) that rho compares with
+# ---- columns: what couples the tokens that a surrogate sees a few at a time, (N,) each, given w
 
 
-def per_sequence(b: Batch) -> Array | None:
-    """GSPO (2507.18071, Eq. 5 and 7): every token has the ratio exp(mean log rho) of its trajectory.
+def per_sequence(b: Batch, w: Array) -> Columns:
+    """GSPO (2507.18071, Eq. 5): log s, the mean log rho of the token's trajectory."""
+    return {"log_s": b.mean(b.log_rho, b.tau)}
 
-    rho is compared with now - mean(now - old), so that the head computes that ratio, its clip and the token's gradient.
+
+def per_turn(b: Batch, w: Array) -> Columns:
+    """The same of the token's turn."""
+    return {"log_s": b.mean(b.log_rho, b.turn)}
+
+
+def whole_sequence(b: Batch, w: Array) -> Columns:
+    """VESPO: log W, the sum of log rho over the token's trajectory, within +-20."""
+    return {"log_W": np.bincount(b.tau, b.log_rho, b.n)[b.tau].clip(-20, 20)}
+
+
+def to_engine(b: Batch, w: Array) -> Columns:
+    """The engine's own log-probs, from which the tokens were sampled."""
+    return {"engine": b.engine}
+
+
+def heterogeneity(b: Batch, w: Array) -> Columns:
+    """HAPO: h in [-1, 1], log H minus its .8 quantile in units of its deviation, each sign by its largest size.
+
+    H is pi_old's, so that no pass is added; the sampling temperature stays one. The authors' code divides the negative
+    side by its minimum, which makes it positive: its branch for low entropy never acts. Here the size is taken.
     """
-    if b.now is None or b.old is None:
-        return b.old
-    return b.now - b.mean(b.now - b.old, b.tau)
+    x = np.log(np.maximum(b.pi_old[1], 1e-8))
+    h = (x - np.quantile(x, 0.8)) / (x.std() + SMALL) if len(x) else x
+    top, bottom = float(h.max(initial=0)), -float(h.min(initial=0))
+    return {"h": np.where(h > 0, h / (top or 1), h / (bottom or 1))}
 
 
-def per_turn(b: Batch) -> Array | None:
-    """The same with the mean over the token's turn."""
-    if b.now is None or b.old is None:
-        return b.old
-    return b.now - b.mean(b.now - b.old, b.turn)
+def by_context(b: Batch, w: Array) -> Columns:
+    """ICPO: whether a context steers the trajectory. Our reading: an evolved instruction does, the first does not."""
+    return {"steered": np.array([float(bool(tau.instruction)) for tau in b.taus])[b.tau]}
 
 
-def to_engine(b: Batch) -> Array:
-    """DPPO (2602.04879): rho compares with the engine's own log-probs, from which the tokens were sampled."""
-    return b.engine
+def fallen(b: Batch, w: Array) -> Columns:
+    """LLDS: lambda = .1 / k / w for the tokens of the k trajectories with A >= 0 whose log-probability fell as a whole.
+
+    The sum is over tokens and the mean over those k, whatever the average of the rest: so it is divided by w.
+    """
+    fell = np.bincount(b.tau, b.log_rho, b.n) < 0
+    gated = fell & (np.array([tau.advantage for tau in b.taus]) >= 0)
+    return {"lam": np.where(gated[b.tau], 0.1 / max(1, int(np.count_nonzero(gated))) / np.maximum(w, 1e-12), 0)}
 
 
-def steered_on_policy(b: Batch) -> Array | None:
-    """ICPO: no old policy for steered trajectories."""
-    assert b.now is not None and b.old is not None
-    return np.where(steered(b), b.now, b.old)
+# ---- surrogates: S (n,) of n tokens, in torch; kernels/head.py has rho within e^+-40
+
+
+def clip(rho: Tensor, adv: Tensor, eps_low: Tensor, eps_high: Tensor) -> Tensor:
+    """Eq. 2."""
+    return torch.minimum(rho * adv, rho.clamp(1 - eps_low, 1 + eps_high) * adv)
+
+
+def gspo(logp: Tensor, log_s: Tensor, adv: Tensor, eps_low: Tensor, eps_high: Tensor, **_: Tensor) -> Tensor:
+    """GSPO (Eq. 7 and 13): Eq. 2 with s, whose gradient each token has through itself."""
+    return clip(torch.exp(log_s + logp - logp.detach()), adv, eps_low, eps_high)
+
+
+def cispo(logp: Tensor, rho: Tensor, adv: Tensor, eps_high: Tensor, **_: Tensor) -> Tensor:
+    """CISPO (2506.13585): min(rho, 1 + eps_high) A log p, not differentiated but for log p."""
+    return torch.minimum(rho, 1 + eps_high).detach() * adv * logp
+
+
+def sapo(rho: Tensor, adv: Tensor, **_: Tensor) -> Tensor:
+    """SAPO (2511.20347): 4 / tau sigmoid(tau (rho - 1)) A, tau 1 for A > 0, else 1.05."""
+    tau = torch.full_like(adv, 1.05).masked_fill(adv > 0, 1.0)
+    return 4 / tau * torch.sigmoid(tau * (rho - 1)) * adv
+
+
+def dppo(logp: Tensor, engine: Tensor, adv: Tensor, eps_low: Tensor, eps_high: Tensor, **_: Tensor) -> Tensor:
+    """DPPO (2602.04879): rho A against the engine's policy; 0 where p has moved by .2 in the direction of A."""
+    moved = logp.exp() - engine.exp()
+    dropped = ((adv > 0) & (moved > eps_high)) | ((adv < 0) & (-moved > eps_low))
+    return torch.where(dropped, 0, ratio(logp, engine) * adv)
+
+
+def vespo(logp: Tensor, log_W: Tensor, adv: Tensor, **_: Tensor) -> Tensor:
+    """VESPO (2602.10693): phi(W) A log p, phi = exp(l + k log W - l W), not differentiated.
+
+    k, l are 2, 3 where A >= 0, else 3, 2: the authors' code; their docstring has other numbers.
+    """
+    k, l = torch.where(adv >= 0, 2, 3), torch.where(adv >= 0, 3, 2)
+    return torch.exp(l + k * log_W - l * torch.exp(log_W)) * adv * logp
+
+
+def r2vpo(rho: Tensor, adv: Tensor, **_: Tensor) -> Tensor:
+    """R2VPO (2601.03320): rho A - .04 (rho - 1)^2. The authors update the .04; their rule was not found."""
+    return rho * adv - 0.04 * (rho - 1) ** 2
+
+
+def hapo(rho: Tensor, adv: Tensor, h: Tensor, **_: Tensor) -> Tensor:
+    """HAPO: Eq. 2 with A (1 + h), for h > 0 where rho is outside (1 - .2 / 2, 1 + .28 / 2), for h <= 0 inside it.
+
+    Its bounds: .2 (1 - h) below for h <= 0, .28 (1 + h) above for h > 0.
+    """
+    inside = (rho > 0.9) & (rho < 1.14)
+    A = adv * torch.where((h > 0) != inside, 1 + h, 1)
+    return clip(rho, A, 0.2 * (1 - h.clamp(max=0)), 0.28 * (1 + h.clamp(min=0)))
+
+
+def icpo(
+    logp: Tensor, rho: Tensor, adv: Tensor, steered: Tensor, eps_low: Tensor, eps_high: Tensor, **_: Tensor
+) -> Tensor:  # fmt: skip
+    """ICPO (2510.26519): A p / (p + .1) where a context steers, else Eq. 2 with a dual clip, at 3."""
+    p = logp.exp()
+    dual = torch.minimum(rho.clamp(max=3) * adv, rho.clamp(1 - eps_low, 1 + eps_high) * adv)
+    return torch.where(steered > 0, adv * p / (p + 0.1), dual)
+
+
+def llds(
+    logp: Tensor, rho: Tensor, old: Tensor, adv: Tensor, lam: Tensor, eps_low: Tensor, eps_high: Tensor, **_: Tensor
+) -> Tensor:  # fmt: skip
+    """LLDS (2512.04220): Eq. 2 - lambda relu(log p_old - log p). Read in a third party's port, not in the paper."""
+    return clip(rho, adv, eps_low, eps_high) - lam * torch.relu(old - logp)
+
+
+def espl(logp: Tensor, engine: Tensor, adv: Tensor, **_: Tensor) -> Tensor:
+    """E-SPL (2602.14697): rho A against the engine's policy, without a clip."""
+    return ratio(logp, engine) * adv
+
+
+def ratio(logp: Tensor, other: Tensor) -> Tensor:
+    return torch.exp((logp - other).clamp(-40, 40))

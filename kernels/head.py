@@ -14,7 +14,7 @@ from kernels.rows_torch import penalize
 
 def grpo_head(
     hidden, weight, targets, *, adv, w, old_logp=None, ref_logp=None, temperature=1.0, eps_low=0.2, eps_high=0.2,
-    beta=0.0, surrogate=None, grad_weight=None, chunk=4096, **columns,
+    beta=0.0, surrogate=None, chunk=4096, **columns,
 ):  # fmt: skip
     """Returns the GRPO loss of N action tokens, its gradient already computed (Eq. 2, with the rho of Eq. 3).
 
@@ -41,20 +41,17 @@ def grpo_head(
     old_logp: None is the on-policy step, rho = 1 with the gradient of rho. ref_logp: None means no KL. Their
         differences to logp are clamped to +-80, so that all numbers stay finite.
     surrogate: another S, in torch: see `_two_passes`. columns: what else it reads, scalars or (N,).
-    grad_weight: (V, H), float32 or wider; backward adds dW to it and leaves weight.grad alone.
     chunk: rows at a time; takes the memory of one float32 matrix (chunk, V) on a GPU, of two elsewhere. Small chunks
         are slow: each reads weight and dW again.
 
     Returns L, a scalar, and a dict of detached (N,) tensors: logp, entropy (nats), kl, clipped (bool: where adv is not
-    0 and yet S is flat). Raises ValueError for beta without ref_logp, TypeError for columns that nothing reads.
+    0 and yet S is flat). Raises ValueError for beta without ref_logp.
     """
     if beta and ref_logp is None:
         raise ValueError(f"beta = {beta} needs ref_logp")
-    if columns and surrogate is None:
-        raise TypeError(f"no surrogate reads {', '.join(columns)}")
     need_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     need_dX = need_grad and hidden.requires_grad
-    need_dW = need_grad and (weight.requires_grad or grad_weight is not None)
+    need_dW = need_grad and weight.requires_grad
 
     # Under autocast the products would be bf16, and logp off by up to 0.1, half of eps.
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
@@ -81,7 +78,7 @@ def grpo_head(
             dW = torch.zeros(weight.shape, **like)
         loss = (-J).sum()  # over all N at once, so that the order of summation does not depend on chunk
     if need_grad:
-        loss = _Attach.apply(loss, hidden, weight, dX, dW, grad_weight)
+        loss = _Attach.apply(loss, hidden, weight, dX, dW)
     return loss, {"logp": logp, "entropy": entropy, "kl": kl, "clipped": clipped}
 
 
@@ -183,9 +180,9 @@ class _Attach(torch.autograd.Function):
     """Attaches precomputed gradients to a loss; backward only scales them."""
 
     @staticmethod
-    def forward(ctx, loss, hidden, weight, dX, dW, grad_weight):
+    def forward(ctx, loss, hidden, weight, dX, dW):
         ctx.save_for_backward(dX, dW)
-        ctx.grad_weight, ctx.dtypes = grad_weight, (hidden.dtype, weight.dtype)
+        ctx.dtypes = hidden.dtype, weight.dtype
         return loss.clone()
 
     @staticmethod
@@ -194,9 +191,6 @@ class _Attach(torch.autograd.Function):
         dX, dW = ctx.saved_tensors
         if dX is not None:
             dX = (scale * dX).to(ctx.dtypes[0])
-        if ctx.grad_weight is not None:
-            ctx.grad_weight.addcmul_(scale, dW)
-            dW = None
-        elif dW is not None:  # directly in its dtype: a second (V, H) in float32 would be the peak of memory
+        if dW is not None:  # directly in its dtype: a second (V, H) in float32 would be the peak of memory
             dW = torch.mul(dW, scale, out=torch.empty(dW.shape, dtype=ctx.dtypes[1], device=dW.device))
-        return None, dX, dW, None, None, None
+        return None, dX, dW, None, None

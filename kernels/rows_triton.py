@@ -131,9 +131,7 @@ def logp_rows(z, targets, temperature):
     """Returns log p[y] and the entropy, (n,) each, of the logits z (n, V), which stay as they are."""
     logp, entropy = torch.empty(2, len(z), device=z.device)
     inv_t = 1 / float(temperature)
-    logp_kernel[(len(z),)](
-        z, targets.contiguous(), logp, entropy, z.shape[1], inv_t, BLOCK=_block(z), num_warps=WARPS
-    )
+    logp_kernel[(len(z),)](z, targets.contiguous(), logp, entropy, z.shape[1], inv_t, BLOCK=_block(z), num_warps=WARPS)
     return logp, entropy
 
 

@@ -1,7 +1,7 @@
 """Every objective against its paper's formula: float64, plain loops, gradients by autograd.
 
 `FORMULAS` says what each objective is, from a list of trajectories as dicts; it uses nothing of objectives.py or
-variants.py. What is compared is dL/dlogp of every token, with the head's rows (kernels/rows_torch.py) on our side.
+variants.py. What is compared is dL/dlogp of every token, by kernels/head.py on our side, 7 tokens at a time.
 """
 
 import copy
@@ -9,7 +9,6 @@ import math
 import pickle
 import random
 import shutil
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,10 +18,10 @@ from test_inspo import SMALL, finish, metrics
 
 from config import PRESETS, validate
 from extras import objectives, variants
-from extras.objectives import OBJECTIVES, Batch, ObjectiveConfig, ObjectiveLearner, objective_of, set_advantages
+from extras.objectives import OBJECTIVES, Batch, ObjectiveConfig, ObjectiveLearner
 from grpo import Learner, minibatches
 from journal.directory import RunDirectory
-from kernels import rows_torch
+from kernels import grpo_head
 from models.model import load_policy
 from tasks import Question, Trajectory, Turn
 
@@ -101,37 +100,40 @@ class Case:
         return list(found.values())
 
 
+def learner_for(name, case):
+    """Returns a learner without a model, for what it makes of trajectories; `passes` counts its scoring passes."""
+    learner = object.__new__(ObjectiveLearner)
+    learner.cfg = ObjectiveConfig(objective=name, max_turns=4, max_response=LIMIT // 5)
+    learner.memory, learner.passes = case.memory, 0
+
+    def score(part):
+        learner.passes += 1
+        return np.array([case.columns["now"], case.columns["entropy"]])
+
+    learner.score = score
+    assert learner.limit == LIMIT
+    return learner
+
+
 def ours(name, case, taus=None):
     """Returns (dL/dlogp (N,), the trajectories, what the head is given) of an objective."""
-    objective = replace(objective_of(ObjectiveConfig(objective=name)), limit=LIMIT)
-    taus = taus or trajectories(case.rows, case.columns)
-    set_advantages(taus, objective, case.memory)
-    c, reads = case.columns, objective.reads
-    known = not case.first or "old" in reads
-    terms = objective.terms(
-        Batch(
-            taus, LIMIT, old=c["old"] if known else None, entropy=c["entropy"] if known else None,
-            now=c["now"] if "now" in reads and known else None,
-        )
-    )  # fmt: skip
-    return through_the_head(terms, c["now"]), taus, terms
+    learner, taus = learner_for(name, case), taus or trajectories(case.rows, case.columns)
+    learner.set_advantages(taus)
+    old = None if case.first else np.array([case.columns["old"], case.columns["entropy"]])
+    terms = learner.terms(taus, old)
+    return through_the_head(terms, OBJECTIVES[name].surrogate, case.columns["now"]), taus, terms
 
 
-def through_the_head(terms, now):
-    """Returns dL/dlogp of tokens with these log-probs, by the head's rows: two logits a token, log p and log(1 - p)."""
+def through_the_head(terms, surrogate, now):
+    """Returns dL/dlogp of tokens with these log-probs, by the head: two logits a token, log p and log(1 - p)."""
     logp = torch.tensor(now)
-    z = torch.stack([logp, torch.log1p(-logp.exp())], 1)
-
-    def column(x):
-        return torch.as_tensor(x, dtype=torch.float64).expand(len(now))
-
-    columns = {name: column(terms[name]) for name in ("adv", "w", "eps_low", "eps_high")}
-    *_, dz = rows_torch.loss_rows(
-        z, torch.zeros(len(now), dtype=torch.long), torch.float64, **columns, temperature=1.0, delta=terms["delta"],
-        beta=0.0, entropy_coef=0.0, kind=terms["kind"],
-        old=None if terms["old_logp"] is None else column(terms["old_logp"]),
-    )  # fmt: skip
-    return dz[:, 0] / (1 - logp.exp())
+    z = torch.stack([logp, torch.log1p(-logp.exp())], 1).requires_grad_()
+    targets, tokens = torch.zeros(len(now), dtype=torch.long), {}
+    for name, x in terms.items():
+        tokens[name] = torch.from_numpy(x) if isinstance(x, np.ndarray) else x
+    loss, _ = grpo_head(z, torch.eye(2, dtype=torch.float64), targets, surrogate=surrogate, chunk=7, **tokens)
+    loss.backward()
+    return z.grad[:, 0] / (1 - logp.exp())
 
 
 # ---- the formulas
@@ -566,8 +568,6 @@ def d3s(case):
     values = [A[row["k"]] for row in best]
     best = [row for row in case.rows if A[row["k"]] in values]  # ties come along
     score = {m: abs(A[row["k"]]) * case.columns["entropy"][m] for row in best for m in row["tokens"]}
-    if case.first and "old" not in OBJECTIVES["d3s"].reads:
-        score = {m: abs(A[row["k"]]) for row in best for m in row["tokens"]}
     middle = float(np.median(list(score.values())))
     kept = {m for m, x in score.items() if x >= middle}
     with_tokens = [row for row in case.rows if kept & set(row["tokens"]) or not row["tokens"]]
@@ -799,38 +799,52 @@ def flat(x):
 
 def test_hapo_s_branch_for_low_entropy_acts():
     """The released code divides by the minimum itself: -h would be from 0 to 1 there, and no token below 0."""
-    _, _, terms = ours("hapo", Case())
-    case = Case()
-    h = variants.heterogeneity(Batch(trajectories(case.rows, case.columns), entropy=case.columns["entropy"]))
+    h = ours("hapo", Case())[2]["h"]
     assert h.min() == -1 and h.max() == 1 and (h < 0).sum() > (h > 0).sum()
-    assert terms["eps_low"].max() == pytest.approx(0.4) and terms["eps_high"].max() == pytest.approx(0.56)
+    rho = torch.tensor([0.59, 0.61, 1.57, 1.55]).requires_grad_()  # bounds .4 and .56 at either end of h
+    adv, h = torch.tensor([-1.0, -1.0, 1.0, 1.0]), torch.tensor([-1.0, -1.0, 1.0, 1.0])
+    assert torch.autograd.grad(variants.hapo(rho, adv, h).sum(), rho)[0].tolist() == [0, -1, 0, 2]
 
 
 # ---- the flags, the learner
 
 
-def test_flags_fill_what_an_objective_leaves_open():
-    open_ones = objective_of(ObjectiveConfig(eps=0.1, loss_agg="token", tis=1.5))
-    assert (open_ones.eps, open_ones.tis, open_ones.reads) == (0.1, 1.5, ("old",))
-    assert open_ones.weight is OBJECTIVES["dapo"].weight
-    assert objective_of(ObjectiveConfig(max_turns=2, max_response=10)).limit == 30
-    assert objective_of(ObjectiveConfig(objective="tis")).tis == 2.0
+PASSES = {  # scoring passes over a step's first mini-batch, and over a later one, where pi_old is known
+    "gspo": (0, 1), "gspo_turn": (0, 1), "eapo": (0, 1), "vespo": (0, 1), "llds": (0, 1),
+    "tis": (1, 0), "hapo": (1, 0), "d3s": (1, 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_only_what_couples_tokens_costs_a_pass_over_them(name):
+    counts = []
+    for first in (True, False):
+        case = Case(first)
+        learner, taus = learner_for(name, case), trajectories(case.rows, case.columns)
+        learner.set_advantages(taus)
+        learner.terms(taus, None if first else np.array([case.columns["old"], case.columns["entropy"]]))
+        counts.append(learner.passes)
+    assert tuple(counts) == PASSES.get(name, (0, 0))
+
+
+def test_eps_fills_what_an_objective_leaves_open():
+    learner, taus = learner_for("grpo", Case()), []
+    learner.cfg = ObjectiveConfig(eps=0.1)
+    assert [learner.terms(taus, None)[name] for name in ("eps_low", "eps_high")] == [0.1, 0.1]
+    learner.cfg = ObjectiveConfig(objective="dapo")
+    assert [learner.terms(taus, None)[name] for name in ("eps_low", "eps_high")] == [0.2, 0.28]
 
 
 @pytest.mark.parametrize(
     "flags, line",
     [
         (dict(objective="ppo"), "--objective ppo: choose grpo, dr_grpo, "),
-        (dict(loss_agg="mean"), "--loss_agg mean: choose trajectory or token"),
         (dict(objective="gspo", eps=0.1), "--eps 0.1: --objective gspo has its own; leave it out"),
-        (dict(objective="dapo", loss_agg="token"), "--loss_agg token: --objective dapo has its own; leave it out"),
-        (dict(objective="tis", tis=3.0), "--tis 3.0: --objective tis has its own; leave it out"),
-        (dict(tis=-1.0), "--tis -1.0: must not be negative"),
+        (dict(objective="sapo", eps=0.1), "--eps 0.1: --objective sapo has its own; leave it out"),
     ],
 )
 def test_an_impossible_objective_is_one_line(flags, line):
     assert validate(ObjectiveConfig(**PRESETS["world"] | flags)).startswith(line)
-
 
 
 @pytest.fixture(scope="module")

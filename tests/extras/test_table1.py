@@ -237,7 +237,7 @@ def test_a_demonstration_s_gradient_is_that_of_the_cross_entropy_of_its_reply(wo
     taus = gold_answers(cfg, SearchQA(cfg), FakePolicy(tokenizer), D, IN_WORLD.direct)
     assert [tau.response for tau in taus] == [f"<think></think><answer>{g}</answer>" for g in ("Trebak", "a b")]
     learner = Demonstrated(model, None, cfg)
-    terms = learner.terms(taus, [[0, 1]], 0, None)
+    terms = learner.terms(taus, None)
     loss, _ = learner.loss(taus, terms)
     loss.backward()
     found = model.model.layers[0].mlp.up_proj.weight.grad.clone()

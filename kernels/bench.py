@@ -1,0 +1,189 @@
+"""The GRPO head and its passes over rows, timed next to plain torch, Liger and CCE; the last line is JSON.
+
+    python -m kernels.bench --shapes 2048x151936     # in the folder that holds kernels/; it needs torch, and triton
+
+Head: loss and gradients, with respect to hidden states (N, H) and weight (V, H), of Eq. 2 (eps 0.2, no KL), averaged
+over the unmasked tokens. Rows: the same from the logits of 4,096 tokens on, without matrix products. Liger and CCE are
+measured where they are installed. Without a GPU small shapes only test the script.
+
+ms       one call, median
+x ours   time relative to the first line of its kind
+TFLOP/s  2 n H V a matrix product / time, for n unmasked tokens: work on masked ones does not count
+GB       peak memory beyond the inputs, results included
+error    largest relative error of loss, dX and dW (forward only: of logp) against float64, at a small shape
+"""
+
+import argparse
+import itertools
+import json
+import math
+import sys
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from torch.utils.benchmark import Timer
+
+from kernels.head import _rows, _two_passes, grpo_head, head_logits, token_logprobs
+
+CUDA = torch.cuda.is_available()
+DEVICE, DTYPE = ("cuda", torch.bfloat16) if CUDA else ("cpu", torch.float32)
+EPS, CHUNK, SEQUENCES = 0.2, 4096, 8  # the tokens are 8 sequences: Liger takes an advantage a sequence
+
+
+def make_batch(N, H, V, masked):
+    """Returns N tokens with peaked logits, N(0, 3), a share `masked` of them masked."""
+    g = torch.Generator(DEVICE).manual_seed(0)
+    X, W = (torch.randn(n, H, generator=g, device=DEVICE, dtype=DTYPE) for n in (N, V))
+    W *= 3 / H**0.5
+    y = torch.randint(V, (N,), generator=g, device=DEVICE)
+    # rho = 0.67, 0.92, 1.08 or 1.5, away from the edges of the clip, where rounding would decide about gradients
+    log_rho = torch.tensor([-0.4, -0.08, 0.08, 0.4], device=DEVICE)[torch.randint(4, (N,), generator=g, device=DEVICE)]
+    mask = torch.rand(N, generator=g, device=DEVICE).argsort() >= int(N * masked)
+    adv = torch.tensor([1.5, -0.5], device=DEVICE).repeat(SEQUENCES // 2)
+    tokens = dict(targets=y, adv=adv.repeat_interleave(N // SEQUENCES), w=mask / mask.sum())
+    tokens |= dict(old_logp=token_logprobs(X, W, y)[0] - log_rho)
+    kept = {name: x[mask] for name, x in tokens.items()}
+    X, W = X.requires_grad_(), W.requires_grad_()
+    return SimpleNamespace(hidden=X, weight=W, mask=mask, sequence_adv=adv, **tokens, kept=kept)
+
+
+def clip(rho, adv, **_):
+    return torch.minimum(rho * adv, rho.clamp(1 - EPS, 1 + EPS) * adv)
+
+
+def ours(b, surrogate=None):
+    """Drops masked rows, as training does."""
+    return grpo_head(b.hidden[b.mask], b.weight, **b.kept, chunk=CHUNK, surrogate=surrogate)[0]
+
+
+def plain_logp(b):
+    z = F.linear(b.hidden, b.weight)  # (N, V)
+    z = z.to(torch.promote_types(z.dtype, torch.float32))
+    return z.gather(1, b.targets[:, None])[:, 0] - z.logsumexp(1)
+
+
+def plain(b, logp=None):
+    logp = plain_logp(b) if logp is None else logp
+    return -(b.w * clip(torch.exp(logp - b.old_logp), b.adv)).sum()
+
+
+def liger_fused(b):
+    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+
+    # bnpo is the mean over unmasked tokens. All sequences are one chunk: it chunks them again inside.
+    loss = LigerFusedLinearGRPOLoss(beta=0.0, epsilon_low=EPS, epsilon_high=EPS, loss_type="bnpo", compiled=False,
+                                    use_ref_model=False, chunk_size=SEQUENCES)  # fmt: skip
+    X, y, mask, old = (x.view(SEQUENCES, -1, *x.shape[1:]) for x in (b.hidden, b.targets, b.mask, b.old_logp))
+    return loss(X, b.weight, y, mask, b.sequence_adv, old_per_token_logps=old)[0]
+
+
+def liger_triton(b):
+    from liger_kernel.transformers.grpo_loss import triton_grpo_loss
+
+    X, y, mask, old = (x.view(SEQUENCES, -1, *x.shape[1:]) for x in (b.hidden, b.targets, b.mask.long(), b.old_logp))
+    z = F.linear(F.pad(X, (0, 0, 0, 1)), b.weight)  # it ignores the logits of the last position
+    return triton_grpo_loss(z, old, None, y, b.sequence_adv, mask, temperature=1.0, beta=0.0, eps_low=EPS,
+                            eps_high=EPS, loss_type="bnpo", reduce=True)[0]  # fmt: skip
+
+
+def cce(b):
+    from cut_cross_entropy import linear_cross_entropy
+
+    targets = b.targets.masked_fill(~b.mask, -100)  # it skips these rows
+    return plain(b, -linear_cross_entropy(b.hidden, b.weight, targets, reduction="none"))
+
+
+def bare_products(b):
+    """Computes the products of forward and backward for the unmasked rows, without accumulating them."""
+    with torch.no_grad():
+        for x in b.hidden[b.mask].split(CHUNK):
+            z = x @ b.weight.T
+            z @ b.weight, z.T @ x
+    return ()
+
+
+def gradients(b, loss_of, *args):
+    loss = loss_of(b, *args)
+    return loss.detach(), *torch.autograd.grad(loss, (b.hidden, b.weight))
+
+
+def runs_of(b):
+    """Returns {name: (matrix products, function)}; with products it returns (loss, dX, dW), or (logp,), or nothing."""
+    passes, z, y = _rows(b.hidden.device), head_logits(b.hidden[:CHUNK].detach(), b.weight), b.targets[:CHUNK]
+    tokens = {"adv": b.adv, "w": b.w, "old": b.old_logp} | dict.fromkeys(("eps_low", "eps_high"), b.adv * 0 + EPS)
+    kw = {"temperature": 1.0, "beta": 0.0} | {name: x[:CHUNK] for name, x in tokens.items()}
+    return {
+        "ours": (3, lambda: gradients(b, ours)),
+        "ours, two passes": (3, lambda: gradients(b, ours, clip)),
+        "Liger fused": (3, lambda: gradients(b, liger_fused)),
+        "logits + Liger Triton": (3, lambda: gradients(b, liger_triton)),
+        "CCE + torch": (3, lambda: gradients(b, cce)),
+        "torch": (3, lambda: gradients(b, plain)),
+        "three bare products": (3, lambda: bare_products(b)),
+        "ours, forward only": (1, lambda: token_logprobs(b.hidden[b.mask], b.weight, b.kept["targets"])[:1]),
+        "torch, forward only": (1, lambda: (plain_logp(b).detach()[b.mask],)),
+        "rows": (0, lambda: passes.loss_rows(z, y, DTYPE, **kw)),  # they overwrite z, which costs no time
+        "rows, two passes": (0, lambda: _two_passes(passes, clip, z, y, DTYPE, **kw)),
+        "rows, a copy of the logits": (0, lambda: z.clone()),
+    }
+
+
+def check():
+    """Returns {name: largest error against float64 autograd}, half of the tokens masked; nan for what has none."""
+    b = make_batch(64, 256, 5000, 0.5)
+    exact = SimpleNamespace(**vars(b))
+    exact.hidden, exact.weight = (x.detach().double().requires_grad_() for x in (b.hidden, b.weight))
+    wanted = {3: gradients(exact, plain), 1: (plain_logp(exact).detach()[b.mask],), 0: ()}
+    errors = {}
+    for name, (n, run) in runs_of(b).items():
+        try:
+            pairs = list(zip(run(), wanted[n], strict=False))
+            errors[name] = max((((x - y).norm() / y.norm()).item() for x, y in pairs), default=math.nan)
+        except Exception as e:  # of a peer anything
+            print(f"{name}: {type(e).__name__}: {e}", file=sys.stderr)
+            errors[name] = math.nan
+    return errors
+
+
+def measure(run, seconds):
+    """Returns the median ms of a run and its peak GB, which is 0 without a GPU."""
+    ms = Timer("run()", globals={"run": run}).blocked_autorange(min_run_time=seconds).median * 1000
+    if not CUDA:
+        return ms, 0.0
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    return ms, (torch.cuda.max_memory_allocated() - before) / 1e9
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--tokens", type=int, nargs="+", default=[2048, 8192, 16384, 32768] if CUDA else [64, 256])
+    add("--shapes", nargs="+", metavar="HxV", default=["2048x151936", "3584x152064"] if CUDA else ["64x4096"])
+    add("--masked", type=float, nargs="+", default=[0, 50], help="percent of the tokens")
+    add("--seconds", type=float, default=1.0, help="of each measurement, at least")
+    args = parser.parse_args()
+    device = torch.cuda.get_device_name() if CUDA else "no GPU: this tests the script, its times say nothing"
+    print(f"torch {torch.__version__}, {device}")
+    rows, errors = [], check()
+    for shape, masked, N in itertools.product(args.shapes, args.masked, args.tokens):
+        print(f"\n{f'{N} tokens, {masked:g} % masked, H x V = {shape}':46} ms  x ours  TFLOP/s      GB    error")
+        (H, V), first = map(int, shape.split("x")), {}
+        for name, (n, run) in runs_of(make_batch(N, H, V, masked / 100)).items():
+            row = {"name": name, "tokens": N, "H": H, "V": V, "masked": masked, "error": errors[name], "note": ""}
+            try:
+                ms, gb = measure(run, args.seconds)
+                flops = 2 * n * (N - int(N * masked / 100)) * H * V
+                row |= {"ms": ms, "ratio": ms / first.setdefault(n, ms), "tflops": flops / ms / 1e9, "peak_gb": gb}
+                cells = "{ms:16.2f} {ratio:7.2f} {tflops:8.3g} {peak_gb:7.2f} {error:8.1e}".format(**row)
+            except Exception as e:  # of a peer anything
+                row["note"] = cells = "not installed" if isinstance(e, ImportError) else type(e).__name__
+            rows.append(row)
+            print(f"{name:32} {cells:>16}", flush=True)
+    print(json.dumps({"device": device, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()
