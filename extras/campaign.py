@@ -1,7 +1,7 @@
 """Whose gain is it? INSPO beside its controls, several seeds each: rows, a table, a figure.
 
     make default                                   # the embedded world: 15 runs of about 4 minutes on one thread
-    make controls                                  # one seed of it, into runs/controls
+    make default ARGS="--seeds 0 --runs runs/controls --results runs/controls"        # one seed of it
     python -m extras.campaign real                 # the real model: 12 runs of 20 to 40 minutes, after `make real`
 
 A finished run leaves a row in rows/NAME.jsonl of --results and is not repeated; a stopped one is resumed. Runs that are

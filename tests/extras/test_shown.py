@@ -40,7 +40,7 @@ ELSEWHERE = {
     "extras.real.model": "tests/extras/test_real.py", "extras.real": "tests/extras/test_real_run.py",
     "extras.campaign": "tests/extras/test_campaign.py", "extras.campaign real": "tests/extras/test_campaign.py",
     "labs": "tests/labs/test_labs.py", "marimo": "tests/labs/test_labs.py",
-    "pytest": "itself", "ruff": "make lint", "mypy": "make lint", "pip": "make resolve",
+    "pytest": "itself", "ruff": "make lint", "mypy": "make lint", "pip": ".ci/run",
     "bench/chaos.py": "tests/test_chaos.py", "bench/mutants.py": "it runs these tests", "bench/retrieval.py": "minutes",
     "bench/rollout.py": "it wants vLLM", "bench/trl.py": "it wants TRL", "bench/gpu.py": "it wants a GPU",
     "bench/kernels.py": "it wants a GPU", "bench/resume.py": "it wants a GPU", "bench/update.py": "it wants a GPU",

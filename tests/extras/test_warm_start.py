@@ -1,4 +1,4 @@
-"""The warm start from nothing, as `make warm-start` runs it: instructions steer the resulting policy."""
+"""The warm start from nothing, as `python -m extras.world.warm_start` runs it: instructions steer the resulting policy."""
 
 import os
 import random
