@@ -187,8 +187,10 @@ class Learner:
                 for name, x in zip(sums, [*row, len(extras["logp"])], strict=True):
                     sums[name] += x
             sums = self.sum_over_ranks(sums)
-            if k == 0 and math.isfinite(sums["loss"]):  # otherwise it is the trainer that computes nonsense
-                self.refuse_a_stale_engine(sums)
+            gap = sums["gap"] / max(1, sums["tokens"])
+            if k == 0 and math.isfinite(sums["loss"]) and not gap <= self.max_gap:  # or NaN; else the trainer is wrong
+                self.optimizer.zero_grad(set_to_none=True)
+                raise EngineFault(f"log-probs of engine and trainer differ by {gap:.3f} nat a token")
             if (norm := self.step(sums["loss"])) is None:
                 self.memory["skipped"] = self.memory.get("skipped", 0) + 1
                 continue
@@ -218,12 +220,6 @@ class Learner:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return size
-
-    def refuse_a_stale_engine(self, total: dict[str, float]) -> None:
-        gap = total["gap"] / max(1, total["tokens"])
-        if not gap <= self.max_gap:  # NaN too
-            self.optimizer.zero_grad(set_to_none=True)
-            raise EngineFault(f"log-probs of engine and trainer differ by {gap:.3f} nat a token")
 
     def sum_over_ranks(self, total: dict[str, float]) -> dict[str, float]:
         if not self.sharded:

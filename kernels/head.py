@@ -36,21 +36,17 @@ def grpo_head(
         float64 inputs (whose rows a GPU processes in float32). Inside FSDP2, cast nothing but hidden
         (MixedPrecisionPolicy(cast_forward_inputs=False)): bf16 is too coarse for log-probs.
     adv, w, old_logp, ref_logp: (N,); eps_low, eps_high: scalars or (N,). No gradient flows into these.
-    w: mask / normalizer * importance weight, which expresses any averaging scheme. Leaving out a row is cheaper than
-        w = 0.
+    w: mask / normalizer * importance weight: any averaging scheme. Leaving out a row is cheaper than w = 0.
     old_logp: None is the on-policy step, rho = 1 with the gradient of rho. ref_logp: None means no KL. Their
         differences to logp are clamped to +-80, so that all numbers stay finite.
     surrogate: another S, in torch: see `_two_passes`. columns: what else it reads, scalars or (N,).
     chunk: rows at a time; takes the memory of one float32 matrix (chunk, V) on a GPU, of two elsewhere. Small chunks
         are slow: each reads weight and dW again.
-
-    Returns L, a scalar, and a dict of detached (N,) tensors: logp, entropy (nats), kl, clipped (bool: where adv is not
-    0 and yet S is flat). Raises ValueError for beta without ref_logp.
+    Returns L, a scalar, and detached (N,) tensors: logp, entropy (nats), kl, clipped (adv is not 0 and yet S is flat).
     """
     if beta and ref_logp is None:
         raise ValueError(f"beta = {beta} needs ref_logp")
     need_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    need_dX = need_grad and hidden.requires_grad
     need_dW = need_grad and weight.requires_grad
 
     # Under autocast the products would be bf16, and logp off by up to 0.1, half of eps.
@@ -60,7 +56,7 @@ def grpo_head(
         tokens = {k: _each(v, N, like) for k, v in tokens.items() if v is not None}
         passes, W = _rows(hidden.device), weight.to(_factor(hidden))
         loss_rows = partial(_two_passes, passes, surrogate) if surrogate else passes.loss_rows
-        dX = torch.empty(hidden.shape, **like) if need_dX else None  # (N, H)
+        dX = torch.empty(hidden.shape, **like) if need_grad else None  # (N, H)
         dW = None  # (V, H)
         J, logp, entropy, kl = torch.empty(4, N, **like)
         clipped = torch.empty(N, dtype=torch.bool, device=hidden.device)
@@ -69,7 +65,7 @@ def grpo_head(
                 z, targets[rows], W.dtype if need_grad else None, temperature=temperature, beta=beta,
                 **{k: v[rows] for k, v in tokens.items()},
             )  # Eq.2  # fmt: skip
-            if need_dX:
+            if need_grad:
                 dX[rows] = _product_over_vocabulary(dz, W)
             if need_dW:
                 dW = _product(dz.T, x) if dW is None else _add_product(dW, dz.T, x)
@@ -189,8 +185,7 @@ class _Attach(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, scale):
         dX, dW = ctx.saved_tensors
-        if dX is not None:
-            dX = (scale * dX).to(ctx.dtypes[0])
+        dX = (scale * dX).to(ctx.dtypes[0])
         if dW is not None:  # directly in its dtype: a second (V, H) in float32 would be the peak of memory
             dW = torch.mul(dW, scale, out=torch.empty(dW.shape, dtype=ctx.dtypes[1], device=dW.device))
         return None, dX, dW, None, None

@@ -272,8 +272,7 @@ def _(right_average, right_gradient, right_k3, right_surrogate):
     w = np.full(N, 1 / 16)  # 1/G 1/|tau|
     theirs = kernel(
         z.tolist(), y.tolist(), adv=A.tolist(), w=w.tolist(), old=old.tolist(), ref=ref.tolist(),
-        eps_low=[eps] * N, eps_high=[eps] * N, temperature=1.0, delta=float("inf"), beta=0.0, entropy_coef=0.0,
-        kind="clip",
+        eps_low=[eps] * N, eps_high=[eps] * N, temperature=1.0, beta=0.0,
     )  # fmt: skip
     yours = {
         "J": w * surrogate(np.exp(logp - old), A, eps),
@@ -327,8 +326,8 @@ def _():
 
     A clipped token has no gradient at all, which may silence just the rare words that matter (CISPO and DAPO change the
     clip for this reason), and a token that went the wrong way has one without bound. **How would you cut differently,
-    and how would you find out on a small run whether it helps?** Start from `kernels/rows_torch.py`, `kind`, and
-    docs/objectives.md.
+    and how would you find out on a small run whether it helps?** Start from `Learner.surrogate` in
+    grpo.py, and docs/objectives.md.
     """)
     return
 

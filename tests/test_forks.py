@@ -1,4 +1,5 @@
-"""The files and patches of docs/forks.md: each applies as the project stands, and does what is said."""
+"""The files and patches of docs/forks.md and docs/objectives.md: each applies as the project stands, and does what
+is said."""
 
 import gzip
 import importlib
@@ -25,7 +26,7 @@ from tasks import Question
 from tasks.questions import em, f1, load_questions
 
 ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "docs" / "forks.md").read_text()
+PAGE = (ROOT / "docs" / "forks.md").read_text() + (ROOT / "docs" / "objectives.md").read_text()
 FORKS = dict(re.findall(r"^```diff (\S+)\n(.*?)^```$", PAGE, re.M | re.S))
 FILES = dict(re.findall(r"^```(?:jsonl|python) (\S+)\n(.*?)^```$", PAGE, re.M | re.S))
 [COMMAND] = re.findall(r"^```sh\npython inspo.py (.*?)\n```$", PAGE, re.M | re.S)
@@ -119,13 +120,20 @@ TERMS = """
 from types import SimpleNamespace as S
 from grpo import Learner
 part = [S(mask=[0, 1, 1, 1], advantage=2.0), S(mask=[1], advantage=-1.0)]
-x = Learner.terms(S(cfg=S(eps=0.2)), part, [], 0, None)
+x = Learner.terms(S(cfg=S(eps=0.2)), part, None)
 """
 
 
 def test_dapo_weighs_every_token_alike_and_clips_higher(tmp_path):
     found = value(forked(tmp_path / "fork", "dapo"), "[[*x['adv']], [*x['w']], x['eps_low'], x['eps_high']]", TERMS)
     assert found == [[2, 2, 2, -1], [0.25] * 4, 0.2, 0.28]
+
+
+def test_another_surrogate_is_a_method_of_a_learner(tmp_path):
+    surrogate = "my_objective.CISPO.surrogate(None, logp=logp, rho=torch.tensor([1.5, 1.1]), adv=adv, w=adv).tolist()"
+    setup = "import torch, my_objective\nlogp, adv = torch.tensor([-2.0, -3.0]), torch.tensor([1.0, -1.0])"
+    assert value(forked(tmp_path / "fork"), surrogate, setup) == pytest.approx([-2.56, 3.3])
+    assert "--eps" in finish(start(tmp_path / "fork", "my_objective.py", "--help_all"))
 
 
 def test_the_optimizer_is_asked_for_short_candidates(tmp_path):

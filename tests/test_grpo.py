@@ -204,7 +204,7 @@ def test_the_first_mini_batch_costs_no_pass_for_its_old_log_probs(model, monkeyp
     parts = [taus[: 3 * G], taus[3 * G :]]
     scored = []
     monkeypatch.setattr(
-        Learner, "scores", lambda self, batch, plain=Learner.scores: scored.extend(batch) or plain(self, batch)
+        Learner, "score", lambda self, part, plain=Learner.score: scored.extend(part) or plain(self, part)
     )
     learner_of(model, beta=0.0).update(1, parts)
     assert {id(tau) for tau in scored} == {id(tau) for tau in parts[1]}
@@ -262,6 +262,39 @@ def test_neither_do_old_log_probs(model, reference):
     (_, b), also, _ = gradients(other, parts)
     assert error(a, b) < 1e-4 and metrics["clip_fraction"] > 0  # Adam's first step magnifies rounding
     assert metrics == pytest.approx(also, rel=1e-3)
+
+
+class Other(Learner):
+    """Trains towards CISPO's surrogate with a bonus for entropy: three lines, and no kernel."""
+
+    def surrogate(self, logp, entropy, rho, adv, **_):
+        return torch.clamp(rho, max=1.1).detach() * adv * logp + 0.5 * entropy
+
+
+def test_another_surrogate_is_a_method_of_a_subclass(model, reference):
+    """In both mini-batches, under the first of which rho is 1; averages, KL and pi_old stay Eq. 2's."""
+    taus = batch_of(6)
+    parts = [taus[: 3 * G], taus[3 * G :]]
+    learner = Other(copy.deepcopy(model), copy.deepcopy(reference), settings_of(micro_tokens=100))
+    with torch.no_grad():
+        old = {id(tau): logprobs(learner.model, tau) for tau in taus}
+
+    def expected(k):
+        means = []
+        for tau in parts[k]:
+            z = learner.model(torch.tensor([tau.ids]), use_cache=False).logits[0, :-1]
+            log_p = torch.log_softmax(z, -1)[torch.tensor(tau.mask[1:]).bool()]
+            logp, H = logprobs(learner.model, tau), -(log_p.exp() * log_p).sum(-1)
+            S = torch.exp(logp - old[id(tau)]).clamp(max=1.1).detach() * tau.advantage * logp + 0.5 * H
+            d = logprobs(reference, tau).detach() - logp
+            means.append((S - BETA * (d.exp() - d - 1)).mean())
+        loss = -torch.stack(means).mean()
+        return loss.item(), gradient(loss, learner.model)
+
+    got, metrics, want = gradients(learner, parts, expected)
+    for k in range(2):
+        assert error(got[k], clip(want[k][1])) < 1e-5
+    assert metrics["loss"] == pytest.approx((want[0][0] + want[1][0]) / 2, abs=1e-5)
 
 
 def test_the_float32_gradient_is_eq_2_as_well(world, model, reference):

@@ -513,7 +513,7 @@ def test_three_products_and_none_without_need(kind):
         return seen.products
 
     assert products(True, True) == 3
-    assert products(True, False) == products(False, True) == 2
+    assert products(True, False) == 2  # a frozen head, as with LoRA
     assert products(False, False) == 1
     with torch.no_grad():
         assert products(True, True) == 1

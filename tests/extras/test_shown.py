@@ -43,7 +43,8 @@ ELSEWHERE = {
     "pytest": "itself", "ruff": "make lint", "mypy": "make lint", "pip": ".ci/run",
     "bench/chaos.py": "tests/test_chaos.py", "bench/mutants.py": "it runs these tests", "bench/retrieval.py": "minutes",
     "bench/rollout.py": "it wants vLLM", "bench/trl.py": "it wants TRL", "bench/gpu.py": "it wants a GPU",
-    "bench/kernels.py": "it wants a GPU", "bench/resume.py": "it wants a GPU", "bench/update.py": "it wants a GPU",
+    "bench/resume.py": "it wants a GPU", "bench/update.py": "it wants a GPU",
+    "kernels.bench": "tests/test_triton.py", "my_objective.py": "tests/test_forks.py",
 }  # fmt: skip
 
 
