@@ -2,9 +2,9 @@
 
     python extras/hotpot.py data/hotpotqa                        # fetches 0.4 GB from the Hugging Face hub, once
 
-Reads the distractor setting as the hub has it, in parquet: each question with ten passages, two that answer it and eight
-that look alike. All passages of all questions, each once, are a corpus that one machine searches: OUT/corpus.jsonl.
-OUT/train.jsonl and OUT/test.jsonl have the questions.
+Reads the distractor setting as the hub has it, in parquet: each question with ten passages, two that answer it and
+eight that look alike. All passages of all questions, each once, are a corpus that one machine searches:
+OUT/corpus.jsonl. OUT/train.jsonl and OUT/test.jsonl have the questions.
 """
 
 from __future__ import annotations
