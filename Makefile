@@ -21,10 +21,10 @@ torch = $(TORCH) $(if $(1),$(if $(UV),--torch-backend $(1),\
 .DEFAULT_GOAL := help
 .PHONY: $(shell sed -n 's/^\([a-z-]*\):.*\#\#.*/\1/p' $(MAKEFILE_LIST))
 
-help:                 ## this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## *(.*)/\1\t\2/' | expand -t 21
+help:
+	@awk -F ':.*## *' '/^# -- /{print "\n" substr($$0, 6)} /^[a-z-]+:.*##/{printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: .venv/done     ## .venv with all that is needed
+setup: .venv/done
 
 # What every environment has: requirements.txt without the last sections, and requirements/cpu.txt.
 base = sed '/^\# Only with NVIDIA/,$$d' requirements.txt > $(1)/base.txt
@@ -52,57 +52,68 @@ base = sed '/^\# Only with NVIDIA/,$$d' requirements.txt > $(1)/base.txt
 	$(call pip,.venv-trl) -c requirements/lock-cpu.txt -r .venv-trl/base.txt -r requirements/cpu.txt "$(WITH_TRL)"
 	touch .venv-trl/done
 
-train: setup          ## the embedded default: a whole INSPO run on a small world, minutes on two cores
+# -- Use
+
+train: setup       ## a whole INSPO run on a small world, minutes on two cores (ARGS="--mode static": the baseline)
 	$(PY) inspo.py $(ARGS)
 
-real: setup           ## a real language model on real facts: fetched, cold-started, trained, measured (resumable)
+real: setup        ## a real language model on real facts: fetched, cold-started, trained, measured (resumable)
 	$(PY) -m extras.real $(ARGS)
 
-static: setup         ## the baseline on the same world: one fixed instruction
-	$(PY) inspo.py --mode static $(ARGS)
-
-report: setup         ## the page of the newest run (ARGS=--serve follows a run)
+report: setup      ## the page of the newest run (ARGS=--serve follows a run)
 	$(PY) report.py $(or $(RUN),$$(ls -td runs/*/ | head -1)) $(ARGS)
 
-chromium:             ## a Chromium for the tests of the page, which are skipped without (Debian, Ubuntu; root)
-	command -v chromedriver || (apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium chromium-driver)
-
-labs: setup           ## eight notebooks to learn INSPO by doing, in the browser (labs/README.md; ARGS=--headless opens none)
-	OMP_NUM_THREADS=1 $(PY) -m marimo edit labs --skip-update-check $(ARGS)
-
-ask: setup            ## question the agent of the newest run
+ask: setup         ## question the agent of the newest run
 	$(PY) ask.py $(ARGS)
 
-test: lint            ## everything that can be tested without a GPU in minutes
+labs: setup        ## eight notebooks to learn INSPO by doing, in the browser (ARGS=--headless opens none)
+	OMP_NUM_THREADS=1 $(PY) -m marimo edit labs --skip-update-check $(ARGS)
+
+# -- Develop
+
+test: lint         ## everything that can be tested without a GPU in minutes
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow and not ranks and not real and not fake" -n 2 --dist loadfile $(ARGS)
 
-test-slow: setup      ## whole runs: the default learns, servers die, forks; the warm start from nothing (15 minutes)
+test-slow: setup   ## whole runs: the default learns, servers die, forks; the warm start from nothing
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m slow -n 2 $(ARGS)
 
-test-ranks: setup     ## several processes: FSDP2 over gloo with 2, 3 and 4; whole runs killed and resumed
+test-ranks: setup  ## several processes: FSDP2 over gloo with 2, 3 and 4; whole runs killed and resumed
 	$(PY) -m pytest -m ranks $(ARGS)
 
-fake-gpu: setup       ## whole presets on fake CUDA tensors: devices, dtypes, memory, waiting (2 minutes)
+fake-gpu: setup    ## whole presets on fake CUDA tensors: devices, dtypes, memory, waiting
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests/test_fake_gpu.py -n 2 $(ARGS)
 
 test-vllm: .venv-vllm/done  ## a real vLLM on the CPU, in an environment of its own
-	$(VLLM) -m pytest tests/test_vllm.py tests/test_vllm_hermes.py tests/test_vllm_lora.py tests/test_vllm_runs.py $(ARGS)
+	$(VLLM) -m pytest tests/test_vllm*.py $(ARGS)
+
+test-trl: .venv-trl/done    ## objectives against TRL's, in an environment of its own
+	$(TRL) -m pytest tests/extras/test_objectives.py -k trl $(ARGS)
+
+test-real: downloads/smollm2-135m/source.json .venv-vllm/done  ## the real model (93 MB, fetched): vLLM, ranks, LoRA, ask
+	$(PY) -m pytest -m real tests/extras/test_real_doors.py $(ARGS)
+	$(VLLM) -m pytest -m real tests/extras/test_real_doors.py -k vllm $(ARGS)
 
 downloads/smollm2-135m/source.json: | .venv/done
 	$(PY) -m extras.real.model downloads/smollm2-135m
 
-test-real: downloads/smollm2-135m/source.json .venv-vllm/done  ## the real model, which it fetches (93 MB), through every door: vLLM, ranks, LoRA, ask, ...
-	$(PY) -m pytest -m real tests/extras/test_real_doors.py $(ARGS)
-	$(VLLM) -m pytest -m real tests/extras/test_real_doors.py -k vllm $(ARGS)
+lint: setup        ## style and types: ruff, mypy
+	$(PY) -m ruff check .
+	$(PY) -m mypy
 
-test-trl: .venv-trl/done  ## objectives beside TRL's, in an environment of its own
-	$(TRL) -m pytest tests/extras/test_objectives.py -k trl $(ARGS)
+mutants: setup     ## mutation tests of the algorithm: is every small fault in it noticed?
+	$(PY) bench/mutants.py $(ARGS)
 
-resolve: setup        ## check that requirements.txt, for GPUs, can be installed as a whole
-	$(PY) -m pip install -qq --dry-run --ignore-installed --disable-pip-version-check -c requirements/lock-gpu.txt -r requirements.txt
+chaos: setup       ## runs of the world, killed, stopped or starved, and resumed (25 minutes; ARGS="--runs 5" is fewer)
+	OMP_NUM_THREADS=1 $(PY) bench/chaos.py $(ARGS)
+
+fuzz: setup        ## hostile servers and files: 10^5 answers of each server, 10^4 rows of each file (half an hour)
+	OMP_NUM_THREADS=1 FUZZ=$(or $(FUZZ),100000) $(PY) -m pytest tests/test_fuzz*.py -n 2 $(ARGS)
+
+chromium:          ## a Chromium for the tests of the page, which are skipped without (Debian, Ubuntu; root)
+	command -v chromedriver || (apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium chromium-driver)
 
 # Not locked: torch, which requirements.txt pins, and what its CUDA build brings, which its CPU build must not.
-lock: setup           ## requirements/lock-*.txt from the others, with uv; versions stay where they can (ARGS=--upgrade: all new)
+lock: setup        ## requirements/lock-*.txt from the others, with uv; versions stay where they can (ARGS=--upgrade)
 	echo "$(WITH_TRL)" | $(LOCK) --python-version 3.10 --universal .venv/base.txt requirements/cpu.txt - \
 		-o requirements/lock-cpu.txt
 	$(LOCK) --python-version 3.11 --universal requirements.txt -o requirements/lock-gpu.txt
@@ -111,45 +122,10 @@ lock: setup           ## requirements/lock-*.txt from the others, with uv; versi
 	sed -i -E '/^(nvidia|cuda|triton|torch=)/d' requirements/lock-cpu.txt requirements/lock-vllm-cpu.txt
 LOCK = $(or $(UV),uv) pip compile --quiet --no-annotate --no-header $(ARGS)
 
-chaos: setup          ## 50 runs of the world, killed, stopped or starved, and resumed (25 minutes; ARGS="--runs 5" is fewer)
-	OMP_NUM_THREADS=1 $(PY) bench/chaos.py $(ARGS)
+# -- Reproduce
 
-lint: setup           ## style and types: ruff, mypy
-	$(PY) -m ruff check .
-	$(PY) -m mypy
-
-fuzz: setup           ## hostile servers and files: 10^5 answers of each server, 10^4 rows of each file (half an hour)
-	OMP_NUM_THREADS=1 FUZZ=$(or $(FUZZ),100000) $(PY) -m pytest tests/test_fuzz.py tests/test_fuzz_directories.py -n 2 $(ARGS)
-
-mutants: setup        ## mutation tests of the algorithm: is every small fault in it noticed? (2 minutes)
-	$(PY) bench/mutants.py $(ARGS)
-
-default: setup        ## the embedded default, inspo, static and frozen, 5 seeds: results/README.md (hours; resumable)
+default: setup     ## the README's table: inspo, static and frozen, 5 seeds (hours; resumable; ARGS="--seeds 0" is one)
 	$(PY) -m extras.campaign default $(ARGS)
 
-controls: setup       ## one seed of the same, into runs/controls: whose gain is it?
-	$(PY) -m extras.campaign default --seeds 0 --runs runs/controls --results runs/controls $(ARGS)
-
-evaluate: setup       ## measure the newest run, or ARGS="WHAT --data ..." (Table 1's methods: extras/table1.py)
-	$(PY) evaluate.py $(or $(ARGS),$(shell ls -td runs/*/policy | head -1 | xargs dirname))
-
-bench-step: setup     ## rollouts, update and start-up time of the embedded default, on one thread
-	OMP_NUM_THREADS=1 $(PY) bench/step.py $(ARGS)
-
-bench-retrieval: setup ## the search server: queries/s, latency, memory (20 minutes)
-	$(PY) bench/retrieval.py $(ARGS)
-
-bench-kernels: setup  ## the GRPO head beside its peers, on a GPU
-	$(PY) bench/kernels.py $(ARGS)
-
-bench-rollout: .venv-vllm/done  ## rollouts with vLLM against raw generation and against synchronous rounds
-	$(VLLM) bench/rollout.py $(ARGS)
-
-gpu:                  ## does it work on this GPU? 22 minutes, in an environment of yours (PYTHON=...), not .venv
+gpu:               ## does it work on this GPU? in an environment of yours (PYTHON=...), not .venv
 	$(PYTHON) bench/gpu.py $(ARGS)
-
-bench-trl: .venv-trl/done  ## a step beside TRL's GRPOTrainer: single turns (ARGS: --turns is the agent, --model smollm2-135m a real one)
-	$(TRL) bench/trl.py $(ARGS)
-
-warm-start: setup     ## rebuild world/files from nothing
-	$(PY) -m extras.world.warm_start $(ARGS)

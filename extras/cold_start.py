@@ -12,18 +12,18 @@ if not __package__:
     import root  # noqa: F401
 from plumbing import stop  # noqa: F401  # isort: skip  (first: from here on a Ctrl-C is one line)
 import dataclasses
-import gzip
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import inspo
 from config import STATIC, RolloutKnobs, knob, parse
 from extras.table1 import SupervisedConfig
-from journal.summary import label
 from page.read import many
 from plumbing.faults import Fault, one_line
 from plumbing.outside import as_data, clean, control, decoded
@@ -42,8 +42,7 @@ if TYPE_CHECKING:  # torch takes seconds to import; --help does not wait for it
     from reflect import Optimizer
     from training.policy import Policy
 
-ROLES = ("system", "user", "assistant", "tool")
-DEMONSTRATIONS = "demonstrations.json"  # in a run: which file it learns from, and the rows that it holds out
+DEMONSTRATIONS = "demonstrations.json"  # in a run: the file that it learns from, the rows held out, their log-prob
 HELD_OUT = 64  # demonstrations at most that are never trained on
 
 
@@ -59,8 +58,7 @@ class ColdStartConfig(SupervisedConfig):
 
 
 def config_of(argv: list[str] | None = None) -> ColdStartConfig:
-    # `compare`: the last table needs the trajectories of both evaluations.
-    cfg = parse(argv, ColdStartConfig, **STATIC, T=40, batch=16, lr=1e-4, save_every=10, eval_every=0, compare=100)
+    cfg = parse(argv, ColdStartConfig, **STATIC, T=40, batch=16, lr=1e-4, save_every=10, eval_every=0)
     return dataclasses.replace(cfg, demos=os.path.abspath(cfg.demos) if cfg.demos else "")
 
 
@@ -72,37 +70,26 @@ def conversation(row: Any, task: Task) -> tuple[list[Message], list[Turn]]:
 
     A ValueError says what no rollout could have, and what to do.
     """
-    tools = {tool.tag: tool for tool in task.tools}
-    messages = row.get("messages") if isinstance(row, dict) else None
-    if not isinstance(messages, list) or not messages:
-        raise ValueError('no messages; write {"messages": [{"role": ..., "content": ...}, ...]}')
-    prompt, turns = list[Message](), list[Turn]()
-    for n, message in enumerate(messages, 1):
-        role, content = (message.get(key) if isinstance(message, dict) else None for key in ("role", "content"))
-        if role not in ROLES:
-            raise ValueError(f"message {n} has the role {role!r:.40}; choose {', '.join(ROLES[:-1])} or tool")
-        if not isinstance(content, str) or not content.strip():
+    try:
+        messages: list[Any] = row["messages"]
+        told = [(str(message["role"]), message["content"].strip() and message["content"]) for message in messages]
+    except (TypeError, LookupError, AttributeError):
+        raise ValueError('no messages; write {"messages": [{"role": ..., "content": text}, ...]}') from None
+    roles = " ".join(role for role, _ in told)
+    if not re.fullmatch(r"((system|user) )+assistant( tool assistant)*( tool)?", roles):
+        raise ValueError(f"the roles are {roles:.80}; write system or user, then assistant, tool, assistant ...")
+    tools, prompt, turns = {tool.tag: tool for tool in task.tools}, list[Message](), list[Turn]()
+    for n, (role, content) in enumerate(told, 1):
+        if not content:
             raise ValueError(f"message {n}, the {role}'s, has no content; write its text, or leave the message out")
-        last = turns[-1] if turns else None
         if role == "assistant":
-            if last and last.result is None:
-                raise ValueError(f"message {n} is a second turn without a tool's message between; join them, or add it")
             turns.append(turn_of(content, task, n))
         elif role == "tool":
-            if not last or last.result is not None:
-                raise ValueError(f"message {n} is a tool's, but no assistant message before it calls one; add the call")
-            if not last.tool:
-                remedy = f"call {' or '.join(tools)} there" if tools else "the task has no tools (--tools)"
-                raise ValueError(f"message {n} is a tool's, but message {n - 1} calls none; {remedy}")
-            last.result = [untagged(content, *task.format.results([tools[last.tool]]))]
-        elif turns:
-            raise ValueError(f"message {n} is the {role}'s, after a turn; only tools speak then: end the row before it")
+            if not turns[-1].tool:
+                raise ValueError(f"message {n} is a tool's, but message {n - 1} calls none; write the call there")
+            turns[-1].result = [untagged(content, *task.format.results([tools[turns[-1].tool]]))]
         else:
             prompt.append({"role": role, "content": content})
-    if not turns:
-        raise ValueError("no assistant message, so there is nothing to learn; add what the policy should write")
-    if not prompt:
-        raise ValueError("the assistant speaks first; put the user's message before it")
     return prompt, turns
 
 
@@ -203,54 +190,33 @@ def held_out(lines: Sequence[int], seed: int) -> list[int]:
 # ---- a run
 
 
-class ColdStart:
-    """What `inspo.train` calls: learns demonstrations, and measures those held out before and after."""
+def learn(
+    demos: dict[int, Trajectory], cfg: ColdStartConfig, task: Task, policy: "Policy", optimizer: "Optimizer | None",
+    P: "Population", log: "Log",
+) -> "tuple[Policy, Instruction]":  # fmt: skip
+    """Trains `policy` on demonstrations, and measures those held out before and after."""
+    from extras.supervised import imitate, mean_logp
+    from training.checkpoint import digest
 
-    def __init__(self, demos: dict[int, Trajectory]):
-        self.demos, self.logp = demos, list[float]()
-        self.run: RunDirectory | None = None  # known once it has begun
-
-    def __call__(
-        self, cfg: ColdStartConfig, task: Task, policy: "Policy", optimizer: "Optimizer | None", P: "Population",
-        log: "Log",
-    ) -> "tuple[Policy, Instruction]":  # fmt: skip
-        from extras.supervised import imitate, mean_logp
-        from training.checkpoint import digest
-
-        self.run, aside = log.run, held_out(list(self.demos), cfg.seed)
-        remember(self.run, {"file": cfg.demos, "digest": digest(Path(cfg.demos)), "held_out": aside})
-        learned = [tau for line, tau in self.demos.items() if line not in set(aside)]
-        n = len(learned)
-        answered = sum(tau.stop == "answer" for tau in learned)
-        calls = sum(tau.served(tool.tag) for tau in learned for tool in task.tools)
-        log.note(
-            f"{many(n, 'demonstration')} to learn, {len(aside)} held out: {answered / n:.0%} answer,"
-            f" {calls / n:.1f} calls and {sum(sum(tau.mask) for tau in learned) / n:.0f} learned tokens each"
-        )
-        unseen = [self.demos[line] for line in aside]
-        before = [mean_logp(policy, unseen)] if unseen else []  # of the first policy: no checkpoint is loaded yet
-        found = imitate(cfg, learned, policy, P, log)
-        self.logp = [*before, mean_logp(policy, unseen)] if unseen else []
-        return found
-
-    def table(self, run: Path) -> str:
-        """Returns the Markdown table of a finished run: the policy before and after, under the first instruction."""
-        names = [f"{policy} policy, first instruction" for policy in ("first", "trained")]
-        summary = decoded((run / "summary.json").read_text())
-        kept = [stored(run, f"test-{policy}_policy-first_instruction") for policy in ("first", "trained")]
-        rows = {}
-        if all(kept):
-            of = f"(of {len(kept[0]):,})"
-            rows[f"rollouts with a valid action {of}"] = [sum(map(acts, some)) / len(some) for some in kept]
-            rows[f"rollouts that answer {of}"] = [sum(map(ends, some)) / len(some) for some in kept]
-        metric = summary["metric"]
-        rows[f"{label(metric)} (of {summary['questions']:,})"] = [summary["held_out"][name][metric] for name in names]
-        if self.logp:
-            aside = len(held_out(list(self.demos), summary["seed"]))
-            rows[f"log-prob of a token, of {many(aside, 'demonstration')} held out"] = self.logp
-        lines = [f"| {what} | {before:.3f} | {after:.3f} |" for what, (before, after) in rows.items()]
-        head = "| held-out questions, first instruction, greedy | before | after |\n|---|---|---|"
-        return "\n".join([head, *lines])
+    aside = held_out(list(demos), cfg.seed)
+    about = {"file": cfg.demos, "digest": digest(Path(cfg.demos)), "held_out": aside}
+    remember(log.run, about)
+    learned, unseen = [tau for line, tau in demos.items() if line not in set(aside)], [demos[line] for line in aside]
+    n = len(learned)
+    answered = sum(tau.stop == "answer" for tau in learned)
+    calls = sum(tau.served(tool.tag) for tau in learned for tool in task.tools)
+    log.note(
+        f"{many(n, 'demonstration')} to learn, {len(aside)} held out: {answered / n:.0%} answer,"
+        f" {calls / n:.1f} calls and {sum(sum(tau.mask) for tau in learned) / n:.0f} learned tokens each"
+    )
+    if not unseen:
+        return imitate(cfg, learned, policy, P, log)
+    before = mean_logp(policy, unseen)  # of the first policy: no checkpoint is loaded yet
+    trained = imitate(cfg, learned, policy, P, log)
+    after = mean_logp(policy, unseen)
+    log.run.write(DEMONSTRATIONS, json.dumps(about | {"log_prob": [before, after]}, indent=1))
+    log.note(f"log-prob of a token of the held-out demonstrations: {before:.3f} before, {after:.3f} after")
+    return trained
 
 
 def remember(run: "RunDirectory", about: dict[str, Any]) -> None:
@@ -259,28 +225,6 @@ def remember(run: "RunDirectory", about: dict[str, Any]) -> None:
     if file.is_file() and decoded(file.read_text())["digest"] != about["digest"]:
         raise Fault(f"--demos {about['file']} has changed since this run began: restore it, or start a new run")
     run.write(DEMONSTRATIONS, json.dumps(about, indent=1))
-
-
-def acts(row: dict[str, Any]) -> bool:
-    """Returns whether a stored rollout called a tool or answered at least once."""
-    return row["stop"] == "answer" or any(turn["tool"] for turn in row["turns"])
-
-
-def ends(row: dict[str, Any]) -> bool:
-    """Returns whether a stored rollout ended in an answer, or by a tool that ends episodes."""
-    return row["stop"] in ("answer", "over")
-
-
-def stored(run: Path, name: str) -> list[dict[str, Any]]:
-    """Returns the rows of trajectories/`name`.jsonl.gz; none without the file. Raises Fault."""
-    path = run / "trajectories" / f"{name}.jsonl.gz"
-    try:
-        with gzip.open(path, "rt") as file:
-            return [decoded(line) for line in file]
-    except FileNotFoundError:
-        return []
-    except (OSError, EOFError, ValueError):
-        raise Fault(f"{path} is cut short or damaged; move it away") from None
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -294,12 +238,7 @@ def main(argv: list[str] | None = None) -> None:
             status("reading the demonstrations")
             task = load_task(cfg)
             demos = demonstrations(cfg, task, load_tokenizer(cfg.model, task.format.stop(task)))
-    start = ColdStart(demos)
-    inspo.train(cfg, start, learner=Demonstrated)
-    with one_line():
-        if run := start.run:
-            run.write("cold_start.md", (table := start.table(run.path)) + "\n")
-            print(f"\n{table}\n\nstart a run from it with --model {run.path / 'policy'}")
+    inspo.train(cfg, partial(learn, demos), learner=Demonstrated)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ class Library(Tool):
     def __init__(self, corpus: str, topk: int):
         with open(corpus, encoding="utf-8") as file:
             self.contents = [json.loads(line)["contents"] for line in file]
-        self.index, self.topk = BM25.build(lambda: self.contents), topk
+        self.index, self.topk = BM25.build(self.contents), topk
 
     def submit(self, argument: str) -> "Future[list[str]]":
         found: Future[list[str]] = Future()

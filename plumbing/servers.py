@@ -38,12 +38,16 @@ def listen(host: str, port: int) -> socket.socket:
     return sock
 
 
-def serve(app: Any, sock: socket.socket, child: bool) -> None:
-    """Serves an ASGI app on a listening socket until interrupted, or, as a child, until standard input ends."""
+def serve(app: Any, sock: socket.socket, child: bool, http: Any = "auto") -> None:
+    """Serves an ASGI app on a listening socket until interrupted, or, as a child, until standard input ends.
+
+    `http`: uvicorn's protocol class, or the name of one.
+    """
     import uvicorn  # here, because the trainer imports this module too
 
     # 120 s: a trainer's connections stay open during its update step.
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=120))
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=120, http=http)
+    server = uvicorn.Server(config)
     if child:
         # A cluster may signal every process of a job, but the parent needs this server until it has saved, and stops
         # it when it is done. uvicorn would install its own handlers instead.

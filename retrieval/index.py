@@ -4,52 +4,25 @@ import hashlib
 import json
 from pathlib import Path
 
+import bm25s
 import numpy as np
 
 from plumbing.faults import Fault
 from retrieval.bm25 import BM25, Hits
 from retrieval.corpus import Corpus
 
-SAMPLES, SAMPLE = 256, 4096  # blocks of a file that every start reads, and their bytes
-
-
-def sampled(path: Path) -> str:
-    """Returns a hash of blocks spread evenly over a file; a file of a megabyte or less is read whole."""
-    size, digest = path.stat().st_size, hashlib.sha256()
-    with open(path, "rb") as f:
-        if size <= SAMPLES * SAMPLE:
-            digest.update(f.read())
-        else:
-            for k in range(SAMPLES):
-                f.seek((size - SAMPLE) * k // (SAMPLES - 1))
-                digest.update(f.read(SAMPLE))
-    return digest.hexdigest()
-
-
-def whole(path: Path) -> str:
-    """Returns a hash of all of a file."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as f:
-        while block := f.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def record(path: Path) -> dict[str, int | str]:
-    """Returns what index.json keeps of a file of the index."""
-    return {"size": path.stat().st_size, "sampled": sampled(path), "sha256": whole(path)}
+GARBLED = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)  # what a damaged file raises
 
 
 class Dense:
     """An encoder's vectors in a FAISS index of any kind; the score is the inner product."""
 
-    def __init__(self, encoder, index, name: str):
-        self.encoder, self.index, self.name = encoder, index, name
+    def __init__(self, encoder, index):
+        self.encoder, self.index = encoder, index
+        self.name = f"{type(index).__name__.removeprefix('Index')} {encoder.name}"
 
     def search(self, queries: list[str], k: int) -> list[Hits]:
         """Returns for each query its k nearest rows; fewer where an approximate index finds fewer."""
-        if not queries:
-            return []
         return self.nearest(self.encoder.queries(queries), k)
 
     def nearest(self, vectors: np.ndarray, k: int) -> list[Hits]:
@@ -58,11 +31,50 @@ class Dense:
         sign = 1 if self.index.metric_type == 0 else -1  # an L2 index returns distances: smaller is better
         return [
             sorted(
-                ((int(row), sign * float(score)) for row, score in zip(*found, strict=True) if row >= 0),
+                ((int(row), sign * float(score)) for row, score in zip(*hits, strict=True) if row >= 0),
                 key=lambda hit: (-hit[1], hit[0]),
             )
-            for found in zip(rows, scores, strict=True)
+            for hits in zip(rows, scores, strict=True)
         ]
+
+    def set_width(self, nprobe: int, ef: int) -> None:
+        """Sets how much of an approximate index a query visits: `nprobe` cells for IVF, a beam of `ef` for HNSW."""
+        import faiss
+
+        if hasattr(inner := faiss.downcast_index(self.index), "hnsw"):
+            inner.hnsw.efSearch = ef
+        elif ivf := faiss.try_extract_index_ivf(self.index):
+            ivf.nprobe = nprobe
+
+    def shard(self) -> None:
+        """Splits the index over the visible GPUs, fp16; raises Fault if this FAISS sees none."""
+        import faiss
+
+        if not getattr(faiss, "get_num_gpus", int)():
+            raise Fault(
+                "--shard_gpus: this FAISS sees no GPU; pip install faiss-gpu in place of faiss-cpu, or leave it out"
+            )
+        options = faiss.GpuMultipleClonerOptions()
+        options.shard, options.useFloat16 = True, True
+        self.index = faiss.index_cpu_to_all_gpus(self.index, options)
+
+    def warn_of_mismatch(self, corpus: Corpus, path: str) -> None:
+        """Prints a warning if vectors differ from those of their passages: another encoder, prefix or corpus order."""
+        rows = sorted({len(corpus) * k // 4 for k in range(4)})
+        expected = self.encoder.passages([corpus[row]["contents"] for row in rows])  # (4, d)
+        try:
+            stored = np.stack([self.index.reconstruct(row) for row in rows])  # (4, d)
+        except RuntimeError:  # IVF cannot return its vectors: compare with the passages that it finds instead
+            nearest = self.index.search(expected, 1)[1][:, 0]
+            stored = self.encoder.passages([corpus[int(row)]["contents"] for row in nearest])
+        cosine = (stored * expected).sum(1) / np.maximum(np.linalg.norm(stored, axis=1), 1e-9)  # (4,)
+        if cosine.min() < 0.9:
+            row = rows[int(cosine.argmin())]
+            print(
+                f"warning: --index {path}: vector {row} does not match passage {row} (cosine {cosine.min():.2f}); "
+                f"check --encoder, --family ({self.encoder.family}) and that the corpus is in the index's order",
+                flush=True,
+            )
 
 
 class Fused:
@@ -77,97 +89,69 @@ class Fused:
     def search(self, queries: list[str], k: int) -> list[Hits]:
         """Returns for each query the k best rows after fusion; ties in corpus order."""
         fused = []
-        for found in zip(*(part.search(queries, self.DEPTH) for part in self.parts), strict=True):
+        for rankings in zip(*(part.search(queries, self.DEPTH) for part in self.parts), strict=True):
             scores: dict[int, float] = {}
-            for hits in found:
+            for hits in rankings:
                 for rank, (row, _) in enumerate(hits, 1):
                     scores[row] = scores.get(row, 0.0) + 1 / (60 + rank)
             fused.append(sorted(scores.items(), key=lambda hit: (-hit[1], hit[0]))[:k])
         return fused
 
 
-def open_index(
-    path: str,
-    corpus: Corpus,
-    *,
-    encoder: str = "",
-    family: str = "",
-    device: str = "",
-    nprobe: int = 64,
-    ef: int = 128,
-    shard_gpus: bool = False,
-    verify: bool = False,
-) -> BM25 | Dense:
+def open_index(path: str, corpus: Corpus, encoder: str = "", family: str = "", device: str = "") -> BM25 | Dense:
     """Opens an index directory, or a FAISS file such as Search-R1's, over `corpus`; raises Fault if they do not match.
 
-    A directory records a hash of its files, of which blocks are compared, or, with `verify`, all bytes. It records its
-    encoder and family; `encoder` and `family` override them, for instance if the model has
-    moved. A query visits `nprobe` cells of an IVF index, and searches an HNSW graph with width `ef`. The file is
-    memory-mapped, or, with `shard_gpus`, read once and split over the visible GPUs in fp16.
+    A directory records its encoder and family; `encoder` and `family` override them, for instance if the model has
+    moved. Arrays and vectors are memory-mapped.
     """
-    folder = Path(path)
-    todo = "give a directory made by `build`, or a FAISS file"
-    if folder.is_file():
-        if not encoder:
-            raise Fault(f"--index {path}: a FAISS file; name the model that made it with --encoder")
-        meta = {"encoder": encoder, "family": family, "max_length": 256, "file": folder.name}
-        folder = folder.parent
-    else:
-        try:
-            meta = json.loads((folder / "index.json").read_text())
-            passages, digest, _ = meta["passages"], meta["digest"], meta["encoder"]
-            for name, written in meta["files"].items():
-                file, size = folder / name, written["size"]
-                if file.stat().st_size != size:
-                    raise Fault(f"{file}: incomplete, `build` wrote {size:,} bytes; copy it again")
-                if sampled(file) != written["sampled"] or (verify and whole(file) != written["sha256"]):
-                    raise Fault(f"{file}: not the bytes that `build` wrote; copy it again, or build the index again")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-            where = getattr(e, "filename", None) or folder / "index.json"
-            raise Fault(f"{where}: {getattr(e, 'strerror', None) or 'not what `build` wrote'}; {todo}") from None
-        if passages != len(corpus):
-            mismatch = f"built from {passages:,} passages, {corpus.path} has {len(corpus):,}"
-            raise Fault(f"--index {path}: {mismatch}; give the corpus it was built from")
-        if digest != corpus.digest:
-            mismatch = f"built from other passages than {corpus.path} has"
-            raise Fault(f"--index {path}: {mismatch}; give the corpus it was built from")
-        if meta["encoder"] == "bm25":
+    file, max_length = Path(path), 256
+    if not file.is_file():
+        manifest = _manifest(file, corpus)
+        if manifest["encoder"] == "bm25":
             try:
-                return BM25.open(folder, len(corpus))
-            except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
+                return BM25(bm25s.BM25.load(path, mmap=True))
+            except GARBLED as e:
                 raise Fault(f"--index {path}: its BM25 index cannot be read ({e}); build it again") from None
-        meta |= {key: value for key, value in (("encoder", encoder), ("family", family)) if value}
+        encoder, family = encoder or manifest["encoder"], family or manifest["family"]
+        file, max_length = file / "index.faiss", manifest["max_length"]
+    elif not encoder:
+        raise Fault(f"--index {path}: a FAISS file; name the model that made it with --encoder")
 
     from retrieval.encoder import Encoder  # here: torch takes seconds to import, and BM25 does not need it
 
-    index = read_faiss(folder / meta["file"])
+    index = read_faiss(file)
     if index.ntotal != len(corpus):
         mismatch = f"{index.ntotal:,} vectors, {corpus.path} has {len(corpus):,} passages"
         raise Fault(f"--index {path}: {mismatch}; give the corpus it was built from")
-    model = Encoder(meta["encoder"], meta["family"], meta["max_length"], device)
-    if index.d != model.dimension:
-        mismatch = f"vectors of {index.d} numbers, {model.name} makes {model.dimension}"
+    dense = Dense(Encoder(encoder, family, max_length, device), index)
+    if index.d != dense.encoder.dimension:
+        mismatch = f"vectors of {index.d} numbers, {encoder} makes {dense.encoder.dimension}"
         raise Fault(f"--index {path}: {mismatch}; give the --encoder it was built with")
-    set_width(index, nprobe, ef)
-    warn_of_mismatch(index, corpus, model, path)
-    name = f"{kind_of(index)} {model.name}"
-    if shard_gpus:
-        index = _on_gpus(index)
-    return Dense(model, index, name)
+    dense.warn_of_mismatch(corpus, path)
+    return dense
 
 
-def _on_gpus(index):
-    import faiss
+def fingerprint(path: Path) -> list[int | str]:
+    """What index.json records of a file: its size, and a hash of its first MiB."""
+    with open(path, "rb") as f:
+        return [path.stat().st_size, hashlib.sha256(f.read(1 << 20)).hexdigest()]
 
-    gpus = getattr(faiss, "get_num_gpus", int)()
+
+def _manifest(folder: Path, corpus: Corpus) -> dict:
+    """Reads index.json; raises Fault unless `folder` holds all that `build` wrote, for this corpus."""
     try:
-        if not gpus:
-            raise RuntimeError("this FAISS sees no GPU (pip install faiss-gpu in place of faiss-cpu)")
-        options = faiss.GpuMultipleClonerOptions()
-        options.shard, options.useFloat16 = True, True
-        return faiss.index_cpu_to_all_gpus(index, options, gpus)
-    except RuntimeError as e:
-        raise Fault(f"--shard_gpus: {str(e).splitlines()[0]}; leave it out to search on the CPU") from None
+        manifest = json.loads((folder / "index.json").read_text())
+        built_from, passages = manifest["digest"], manifest["passages"]
+        damaged = [name for name, written in manifest["files"].items() if fingerprint(folder / name) != written]
+    except GARBLED as e:
+        where, why = getattr(e, "filename", None) or folder / "index.json", getattr(e, "strerror", None) or "damaged"
+        raise Fault(f"{where}: {why}; give a directory made by retrieval/build.py, or a FAISS file") from None
+    if damaged:
+        raise Fault(f"{folder / damaged[0]}: not the file that was built; copy it again, or build the index again")
+    if built_from != corpus.digest:
+        mismatch = f"built from {passages:,} other passages than the {len(corpus):,} of {corpus.path}"
+        raise Fault(f"--index {folder}: {mismatch}; give the corpus it was built from")
+    return manifest
 
 
 def read_faiss(path: Path):
@@ -185,40 +169,4 @@ def read_faiss(path: Path):
                 index = faiss.read_index(file, faiss.IO_FLAG_READ_ONLY | beside)
             return index
     except RuntimeError as e:
-        reason = "no such file" if not path.exists() else str(e).rsplit(": ", 1)[-1].strip()
-        raise Fault(f"--index {path}: not a FAISS index ({reason}); give a file written by FAISS") from None
-
-
-def kind_of(index) -> str:
-    """Returns the kind of a FAISS index, "Flat", "IVF" or "HNSW"; any other by its class's name."""
-    name = type(index).__name__.removeprefix("Index")
-    return next((kind for kind in ("IVF", "HNSW", "Flat") if kind in name), name)
-
-
-def set_width(index, nprobe: int, ef: int) -> None:
-    """Sets how much of an approximate index a query visits: `nprobe` for IVF, `ef` for HNSW."""
-    import faiss
-
-    if hasattr(inner := faiss.downcast_index(index), "hnsw"):
-        inner.hnsw.efSearch = ef
-    elif ivf := faiss.try_extract_index_ivf(index):
-        ivf.nprobe = nprobe
-
-
-def warn_of_mismatch(index, corpus: Corpus, encoder, path: str) -> None:
-    """Prints a warning if vectors differ from those of their passages: another encoder, prefix or corpus order."""
-    rows = sorted({len(corpus) * k // 4 for k in range(4)})
-    expected = encoder.passages([corpus[row]["contents"] for row in rows])  # (4, d)
-    try:
-        stored = np.stack([index.reconstruct(row) for row in rows])  # (4, d)
-    except RuntimeError:  # IVF cannot return its vectors: compare with the passages that it finds instead
-        found = index.search(expected, 1)[1][:, 0]
-        stored = encoder.passages([corpus[int(row)]["contents"] for row in found])
-    cosine = (stored * expected).sum(1) / np.maximum(np.linalg.norm(stored, axis=1), 1e-9)  # (4,)
-    if cosine.min() < 0.9:
-        row = rows[int(cosine.argmin())]
-        print(
-            f"warning: --index {path}: vector {row} does not match passage {row} (cosine {cosine.min():.2f}); "
-            f"check --encoder, --family ({encoder.family}) and that the corpus is in the index's order",
-            flush=True,
-        )
+        raise Fault(f"--index {path}: not a FAISS index ({e}); give a file written by FAISS") from None

@@ -22,14 +22,13 @@ import pytest
 import requests
 import uvicorn
 from hypothesis import HealthCheck, given, settings
-from prometheus_client.parser import text_string_to_metric_families
 
+import retrieval_server
 from plumbing.servers import Child, listen
-from retrieval import build
 from retrieval.bm25 import BM25
 from retrieval.corpus import Corpus
 from retrieval.index import Fused, open_index
-from retrieval_server import MAX_BODY, make_app
+from retrieval_server import MAX_BODY, Patient, make_app
 from tasks.search import Search
 
 ROOT = Path(__file__).parents[1]
@@ -70,7 +69,8 @@ class Gate:
 def serving(index, corpus, **limits):
     """Serves index and corpus on a real socket, in a thread; yields the URL."""
     sock = listen("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(make_app(corpus, index, 3, **limits), log_level="warning"))
+    config = uvicorn.Config(make_app(corpus, index, 3, **limits), log_level="warning", http=Patient)
+    server = uvicorn.Server(config)
     server.capture_signals = contextlib.nullcontext
     thread = threading.Thread(target=server.run, args=([sock],), daemon=True)
     thread.start()
@@ -99,11 +99,9 @@ def ids(response):
     return [[document["id"] for document in hits] for hits in response.json()["result"]]
 
 
-def metrics(url):
-    """Returns every sample of /metrics as {name + status: value}."""
-    text = requests.get(url + "/metrics", timeout=5).text
-    samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
-    return {s.name + "".join(s.labels.get("status", "")): s.value for s in samples if "le" not in s.labels}
+def counts(url):
+    """What /health counts: queries received, cached, shared and waiting."""
+    return requests.get(url + "/health", timeout=5).json()
 
 
 @pytest.fixture
@@ -117,6 +115,75 @@ def pool():
         yield pool
 
 
+# --- connections ---
+
+HALF_OPEN = {
+    "silent": b"",
+    "half a header": b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Le",
+    "half a body": b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n{",
+    "half a chunk": b"POST /retrieve HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n20\r\n{",
+    "half a second request": b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n|GET /hea",
+}
+
+
+def ended(connection, seconds):
+    """Returns whether the server closes the connection within so many seconds; what it says before is read."""
+    connection.settimeout(seconds)
+    end = time.monotonic() + seconds
+    try:
+        while time.monotonic() < end:
+            if not connection.recv(4096):
+                return True
+    except ConnectionResetError:
+        return True
+    except TimeoutError:
+        return False
+    return False
+
+
+@pytest.mark.parametrize("sent", HALF_OPEN.values(), ids=HALF_OPEN)
+def test_a_request_that_never_arrives_ends_its_connection(corpus, monkeypatch, sent):
+    monkeypatch.setattr(retrieval_server, "READ_TIMEOUT", 0.4)
+    with serving(BM25.build(corpus.texts()), corpus) as url:
+        place = urlsplit(url)
+        with socket.create_connection((place.hostname, place.port)) as connection:
+            for part in sent.split(b"|"):
+                connection.sendall(part)
+                time.sleep(0.1)
+            assert ended(connection, 5)
+
+
+def test_a_request_in_work_and_a_kept_connection_are_not_cut_off(corpus, pool, monkeypatch):
+    monkeypatch.setattr(retrieval_server, "READ_TIMEOUT", 0.2)
+    gate = Gate(50)
+    with serving(gate, corpus) as url, requests.Session() as session:
+        gate.open.clear()
+        slow = pool.submit(session.post, url + "/retrieve", json={"queries": ["1"]}, timeout=30)
+        until(lambda: gate.batches)
+        time.sleep(0.5)
+        gate.open.set()
+        assert ids(slow.result()) == [["p1", "p2", "p3"]]
+        time.sleep(0.5)  # idle, for longer than a request may take to arrive
+        assert ids(session.post(url + "/retrieve", json={"queries": ["2"]}, timeout=30)) == [["p2", "p3", "p4"]]
+
+
+def test_connections_beyond_the_limit_are_closed_and_the_others_served(corpus, monkeypatch):
+    monkeypatch.setattr(retrieval_server, "MAX_CONNECTIONS", 8)
+    with serving(BM25.build(corpus.texts()), corpus) as url:
+        place = urlsplit(url)
+        until(lambda: requests.get(url + "/health", timeout=5).ok)
+        with contextlib.ExitStack() as stack:
+            held = [stack.enter_context(socket.create_connection((place.hostname, place.port))) for _ in range(7)]
+            time.sleep(0.1)
+            first = stack.enter_context(requests.Session())
+            assert first.get(url + "/health", timeout=5).ok
+            extra = stack.enter_context(socket.create_connection((place.hostname, place.port)))
+            assert ended(extra, 5)
+            assert first.get(url + "/health", timeout=5).ok
+            held.pop().close()
+        assert requests.get(url + "/health", timeout=5).ok
+
+
 # --- batches ---
 
 
@@ -127,7 +194,7 @@ def test_queued_queries_are_searched_together_and_duplicates_once(corpus, pool):
         first = pool.submit(ask, url, "1")
         until(lambda: gate.batches)
         rest = [pool.submit(ask, url, q) for q in "2 3 4 2 3 2 1".split()] + [pool.submit(ask, url, "5", "2", "5")]
-        until(lambda: metrics(url)["retrieval_queries_total"] == 11)
+        until(lambda: counts(url)["queries"] == 11)
         gate.open.set()
         assert ids(first.result()) == [["p1", "p2", "p3"]]
         found = [ids(answer.result()) for answer in rest]
@@ -135,11 +202,8 @@ def test_queued_queries_are_searched_together_and_duplicates_once(corpus, pool):
             assert answer == [[f"p{int(q) + i}" for i in range(3)]]
         assert found[-1] == [["p5", "p6", "p7"], ["p2", "p3", "p4"], ["p5", "p6", "p7"]]
         assert gate.batches == [(["1"], 3), (["2", "3", "4", "5"], 3)]
-        after = metrics(url)
-        assert after["retrieval_shared_total"] == 6 and after["retrieval_cached_total"] == 0
-        assert after["retrieval_batch_queries_count"] == 2 and after["retrieval_batch_queries_sum"] == 5
-        assert after["retrieval_requests_total200"] == 9 and after["retrieval_request_seconds_count"] == 9
-        assert after["retrieval_waiting"] == 0 and after["retrieval_passages"] == 50
+        after = counts(url)
+        assert [after[k] for k in ("queries", "shared", "cached", "waiting", "batches")] == [11, 6, 0, 0, 2]
 
 
 def test_a_batch_is_bounded(corpus, pool):
@@ -149,15 +213,16 @@ def test_a_batch_is_bounded(corpus, pool):
         first = pool.submit(ask, url, "0")
         until(lambda: gate.batches)
         rest = [pool.submit(ask, url, *map(str, range(5 * k + 1, 5 * k + 6))) for k in range(2)]
-        until(lambda: metrics(url)["retrieval_waiting"] == 10)
+        until(lambda: counts(url)["waiting"] == 10)
         gate.open.set()
         assert ids(first.result()) and all(len(ids(answer.result())) == 5 for answer in rest)
         assert [len(queries) for queries, _ in gate.batches] == [1, 4, 4, 2]
 
 
-def test_the_first_query_waits_for_others_but_not_beyond_a_full_batch(corpus, pool):
+def test_the_first_query_waits_for_others_but_not_beyond_a_full_batch(corpus, pool, monkeypatch):
+    monkeypatch.setattr(retrieval_server, "MAX_WAIT", 1.0)
     gate = Gate(50)
-    with serving(gate, corpus, max_batch=3, max_wait=1.0) as url:
+    with serving(gate, corpus, max_batch=3) as url:
         start = time.monotonic()
         first = pool.submit(ask, url, "1")
         time.sleep(0.2)
@@ -179,7 +244,7 @@ def test_an_answer_does_not_depend_on_its_neighbours_topk_or_scores(corpus, pool
         a = pool.submit(ask, url, "1", topk=2)
         b = pool.submit(ask, url, "1", topk=4)
         c = pool.submit(ask, url, "1", topk=2, return_scores=True)
-        until(lambda: metrics(url)["retrieval_waiting"] == 3)
+        until(lambda: counts(url)["waiting"] == 3)
         gate.open.set()
         assert blocker.result().ok
         assert ids(a.result()) == [["p1", "p2"]] and ids(b.result()) == [["p1", "p2", "p3", "p4"]]
@@ -197,7 +262,7 @@ def test_an_answer_is_cached_until_others_evict_it(corpus):
             ask(url, str(k))
         assert len(gate.batches) == 11
         assert ask(url, "1").content == first and len(gate.batches) == 12
-        assert metrics(url)["retrieval_cached_total"] == 1
+        assert counts(url)["cached"] == 1
 
 
 def test_long_queries_count_in_the_cache(corpus):
@@ -225,19 +290,20 @@ def test_without_a_cache_every_query_is_searched(corpus):
 # --- limits and faults ---
 
 
-def test_a_full_queue_refuses_with_retry_after_and_drops_nobody(corpus, pool):
+def test_a_full_queue_refuses_with_retry_after_and_drops_nobody(corpus, pool, monkeypatch):
+    monkeypatch.setattr(retrieval_server, "MAX_WAITING", 4)
     gate = Gate(50)
-    with serving(gate, corpus, max_queue=4) as url:
+    with serving(gate, corpus) as url:
         gate.open.clear()
         blocker = pool.submit(ask, url, "0")
         until(lambda: gate.batches)
         waiting = [pool.submit(ask, url, "1", "2"), pool.submit(ask, url, "3", "4")]
-        until(lambda: metrics(url)["retrieval_waiting"] == 4)
+        until(lambda: counts(url)["waiting"] == 4)
         refused = ask(url, "5")
         assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
         assert "queries are already waiting" in refused.json()["detail"]
         waiting.append(pool.submit(ask, url, "2", "0"))  # nothing new to queue: shares searches in flight
-        until(lambda: metrics(url)["retrieval_shared_total"] == 2)
+        until(lambda: counts(url)["shared"] == 2)
         gate.open.set()
         assert ids(blocker.result()) and [len(ids(answer.result())) for answer in waiting] == [2, 2, 2]
         assert ids(ask(url, "5")) == [["p5", "p6", "p7"]]
@@ -249,18 +315,18 @@ def test_a_full_queue_refuses_with_retry_after_and_drops_nobody(corpus, pool):
         gate.open.set()
         assert large.result().ok
         assert len(ids(ask(url, *map(str, range(10, 30))))) == 20  # more than the queue, but it is empty
-        assert metrics(url)["retrieval_requests_total503"] == 1
         assert not any("5" in queries for queries, _ in gate.batches[:2])
 
 
 def test_a_refused_client_retries_and_is_served(corpus, pool, monkeypatch):
+    monkeypatch.setattr(retrieval_server, "MAX_WAITING", 1)
     gate = Gate(50)
-    with serving(gate, corpus, max_queue=1) as url:
+    with serving(gate, corpus) as url:
         gate.open.clear()
         pool.submit(ask, url, "0")
         until(lambda: gate.batches)
         pool.submit(ask, url, "1")
-        until(lambda: metrics(url)["retrieval_waiting"] == 1)
+        until(lambda: counts(url)["waiting"] == 1)
         search = Search(url, topk=3)
         future = search.submit("5")
         until(lambda: search.faults == 1)
@@ -292,7 +358,6 @@ def test_a_failed_search_is_a_500_and_the_next_one_succeeds(corpus, capfd):
         assert ask(url, "2", "3", "4").status_code == 500
         gate.fault = None
         assert ids(ask(url, "1")) == [["p1", "p2", "p3"]]  # the failure was not cached
-        assert metrics(url)["retrieval_requests_total500"] == 2
     assert capfd.readouterr().err == "search failed: MemoryError: no room for the batch\n" * 2
 
 
@@ -308,7 +373,7 @@ def test_an_unreadable_row_fails_only_its_own_request(tmp_path, pool, capfd):
             f.seek(sum(map(len, lines[:7])))
             f.write(b"#" * 20)
         bad, good = pool.submit(ask, url, "7", "8"), pool.submit(ask, url, "30", "31")
-        until(lambda: metrics(url)["retrieval_waiting"] == 4)
+        until(lambda: counts(url)["waiting"] == 4)
         gate.open.set()
         assert blocker.result().ok and ids(good.result())[0] == ["p30", "p31", "p32"]
         assert bad.result().status_code == 500 and "row 7" in bad.result().json()["detail"]
@@ -326,7 +391,7 @@ def test_a_client_that_hangs_up_does_not_affect_others(corpus, pool):
             gone.sendall(f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
             until(lambda: gate.batches)
             other = pool.submit(ask, url, "1")
-            until(lambda: metrics(url)["retrieval_shared_total"] == 1)
+            until(lambda: counts(url)["shared"] == 1)
         time.sleep(0.1)
         gate.open.set()
         assert ids(other.result()) == [["p1", "p2", "p3"]] and len(gate.batches) == 1
@@ -340,7 +405,6 @@ def test_a_body_too_large_is_refused(corpus, chunked):
         with contextlib.suppress(requests.ConnectionError):  # the server may hang up before it has read everything
             answer = requests.post(url + "/retrieve", data=body, timeout=30)
             assert answer.status_code == 413 and "16 MiB" in answer.json()["detail"]
-        assert metrics(url)["retrieval_requests_total413"] == 1
         padded = b'{"queries": ["1"]}' + b" " * (MAX_BODY - 18)
         kind = {"Content-Type": "application/json"}
         assert requests.post(url + "/retrieve", data=padded, headers=kind, timeout=30).status_code == 200
@@ -348,7 +412,7 @@ def test_a_body_too_large_is_refused(corpus, chunked):
 
 def test_requests_generated_from_the_openapi_schema_find_no_fault(tmp_path):
     corpus = Corpus(make_corpus(tmp_path / "c"))
-    with serving(BM25.build(corpus.texts), corpus) as url:
+    with serving(BM25.build(corpus.texts()), corpus) as url:
         import schemathesis  # here: it takes seconds to import
 
         schema = schemathesis.openapi.from_url(url + "/openapi.json")
@@ -379,7 +443,8 @@ def dense(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dense")
     path = make_corpus(folder / "corpus.jsonl", 300)
     for encoder, index in ((str(get_model_path()), "vectors"), ("bm25", "words")):
-        build.main(["--corpus", path, "--encoder", encoder, "--index", str(folder / index)])
+        command = [sys.executable, "-m", "retrieval.build", "--corpus", path, "--encoder", encoder]
+        subprocess.run([*command, "--index", folder / index], cwd=ROOT, check=True, capture_output=True)
     return path, str(folder / "vectors"), str(folder / "words")
 
 
@@ -393,7 +458,7 @@ def test_64_clients_at_once_get_the_results_of_a_direct_computation(dense, tmp_p
     X = np.stack([index.index.reconstruct(row) for row in range(len(corpus))]).astype(np.float64)
     S = np.concatenate([index.encoder.queries([q]) for q in queries]).astype(np.float64) @ X.T  # one at a time
     with Child([SERVER, "--corpus", path, "--index", vectors], tmp_path / "log") as server:
-        assert requests.get(server.url + "/health", timeout=5).json()["index"].startswith("Flat ")
+        assert requests.get(server.url + "/health", timeout=5).json()["index"].startswith("FlatIP ")
         with ThreadPoolExecutor(64) as clients:
             answers = list(clients.map(lambda q: ask(server.url, q, topk=10, return_scores=True), queries))
         for q, answer in enumerate(answers):
@@ -403,8 +468,8 @@ def test_64_clients_at_once_get_the_results_of_a_direct_computation(dense, tmp_p
             np.testing.assert_allclose([hit["score"] for hit in hits], np.sort(S[q])[::-1][:10], atol=1e-5)
             np.testing.assert_allclose(S[q, rows], np.sort(S[q])[::-1][:10], atol=1e-5)  # order, up to rounding
         assert sum(int(a.json()["result"][0][0]["document"]["id"][1:]) == q for q, a in enumerate(answers)) > 110
-        counted = metrics(server.url)
-        assert counted["retrieval_batch_queries_sum"] == 128 and counted["retrieval_batch_queries_count"] < 64
+        counted = counts(server.url)
+        assert counted["queries"] == 128 and counted["batches"] < 64
     assert (tmp_path / "log").read_text() == ""
 
 
@@ -431,8 +496,8 @@ def test_two_indexes_are_fused(dense, tmp_path):
         pytest.param(
             ["--index", "VECTORS", "--shard_gpus"], "--shard_gpus: this FAISS sees no GPU", marks=pytest.mark.slow
         ),
-        (["--max_batch", "0"], "--max_batch: 0 is less than 1"),
-        (["--max_wait_ms", "nan"], "--max_wait_ms: nan is not a finite number of at least 0"),
+        (["--max_batch", "0"], "--max_batch: 0 is not from 1 to 1000000"),
+        (["--cache_mb", "nan"], "--cache_mb: nan is not from 0 to 1000000"),
         (["--family", "t5"], "--family: invalid choice: 't5'"),
         (["build"], "unrecognized arguments: build"),
     ],
@@ -451,7 +516,7 @@ def test_a_bad_command_line_fails_with_one_line(request, tmp_path, arguments, co
 def test_killing_one_of_two_servers_costs_the_client_nothing(tmp_path):
     path = make_corpus(tmp_path / "c", 400)
     corpus = Corpus(path)
-    right = BM25.build(corpus.texts)
+    right = BM25.build(corpus.texts())
     with Child([SERVER, "--corpus", path], tmp_path / "a") as a, Child([SERVER, "--corpus", path], tmp_path / "b") as b:
         search = Search(f"{a.url},{b.url}", topk=3)
         queries = [corpus[row]["contents"] for row in range(400)]

@@ -62,7 +62,7 @@ def test_every_answer_follows_from_the_passages_alone():
 
 def test_one_search_answers_a_question_of_one_hop_and_hardly_ever_one_of_several():
     passages = [row["contents"] for row in rows("corpus")]
-    server = BM25.build(lambda: passages)
+    server = BM25.build(passages)
     asked, found = Counter(), Counter()
     for row in rows("test"):
         asked[row["data_source"]] += 1

@@ -12,30 +12,25 @@ import argparse
 import json
 import subprocess
 import sys
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from config import HERE, PRESETS, SMOLLM
-from extras.real.pace import NAME, Pace, pace
-from journal.directory import writing
 from plumbing import stop
 from plumbing.faults import Fault, one_line
 from plumbing.outside import decoded
 
+NAME = "smollm2-135m"
 DEMOS, STEPS = 1024, 60  # of the cold start
 COLD = "after the cold start"
 
 
 class Part(NamedTuple):
-    """A command, what is there when it is done, and its work in thousands of tokens; rounded from runs (LOG.md)."""
+    """A command, and what is there when it is done."""
 
     what: str
     argv: list[str]  # without python
     leaves: Path
-    learned: float = 0  # forward and backward, of the policy and the reference
-    sampled: float = 0  # generated, the reading of prompts and results included
 
 
 def parts(out: Path, hub: bool, optimizer: str, seed: int) -> list[Part]:
@@ -45,7 +40,7 @@ def parts(out: Path, hub: bool, optimizer: str, seed: int) -> list[Part]:
 
     def measured(what: str, which: str, argv: list[str]) -> Part:
         folder = out / f"evaluation/{which}"
-        return Part(what, ["extras/table1.py", *argv, "--n", *asked, str(folder)], folder / "table.md", sampled=3)
+        return Part(what, ["extras/table1.py", *argv, "--n", *asked, str(folder)], folder / "table.md")
 
     return [
         Part(
@@ -62,7 +57,7 @@ def parts(out: Path, hub: bool, optimizer: str, seed: int) -> list[Part]:
                 "extras/cold_start.py", "--demos", str(out / "demos.jsonl"), "--model", NAME, "--T", str(STEPS),
                 "--eval_n", "24", "--seed", str(seed), "--out", str(cold),
             ],
-            cold / "cold_start.md", learned=180, sampled=6,
+            cold / "summary.json",
         ),
         Part(
             "INSPO",
@@ -70,36 +65,12 @@ def parts(out: Path, hub: bool, optimizer: str, seed: int) -> list[Part]:
                 "inspo.py", "--preset", NAME, "--model", str(cold / "policy"), "--optimizer_model", optimizer,
                 "--seed", str(seed), "--out", str(run),
             ],
-            run / "summary.json", learned=150, sampled=45,
+            run / "summary.json",
         ),
         measured("closed book, as it comes", "direct", [NAME, "--method", "direct"]),
         measured("one search with the question, as it comes", "rag", [NAME, "--method", "rag"]),
         measured("closed book, trained", "trained-direct", [str(run), "--method", "direct"]),
     ]  # fmt: skip
-
-
-def plan(todo: list[Part], here: Pace) -> str:
-    """Returns how long each part will take, in words."""
-    minutes = [1000 * (part.learned * here.learning + part.sampled * here.sampling) / 60 for part in todo]
-    lines = [
-        f"{part.what:44} {f'about {x:.0f} minutes' if x >= 1 else 'less than a minute'}"
-        for part, x in zip(todo, minutes, strict=True)
-    ]
-    lines.append(f"{'in all, with this machine to itself':44} about {sum(minutes):.0f} minutes")
-    speed = f"{1 / here.learning:,.0f} tokens/s learned, {1 / here.sampling:,.0f} sampled"
-    return "\n".join([*lines, f"measured here: {here.dtype}, {here.threads} threads, {speed}"])
-
-
-def remember(out: Path, setting: dict[str, Any]) -> None:
-    """Notes how `out` is made; raises Fault if what is there was made otherwise."""
-    note = out / "setting.json"
-    theirs = decoded(note.read_text()) if note.exists() else setting
-    if differs := [name for name in setting if theirs.get(name) != setting[name]]:
-        was, now = (x.get(differs[0]) for x in (theirs, setting))
-        raise Fault(f"{out} was begun with --{differs[0]} {was}, not {now}: choose another --out")
-    with writing(note):
-        out.mkdir(parents=True, exist_ok=True)
-        note.write_text(json.dumps(setting))
 
 
 def play(part: Part) -> None:
@@ -156,21 +127,17 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     out = args.out.absolute()
     with one_line("extras.real"), stop.listening(), stop.may_stop():
-        remember(out, {name: getattr(args, name) for name in ("optimizer_model", "seed")})
-        model, *rest = parts(out, args.hub, args.optimizer_model, args.seed)
-        if not model.leaves.exists():
-            play(model)
-        todo = [part for part in rest if not part.leaves.exists()]
-        if todo:
-            print(f"SmolLM2-135M-Instruct on real facts, into {args.out}", flush=True)
-            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as apart:  # whose memory is free afterwards
-                here = apart.submit(pace).result()
-            print(f"\n{plan(todo, here)}", flush=True)
+        setting, note = {"optimizer_model": args.optimizer_model, "seed": args.seed}, out / "setting.json"
+        if note.exists() and decoded(note.read_text()) != setting:
+            raise Fault(f"{out} was begun with another --seed or --optimizer_model: choose another --out")
+        out.mkdir(parents=True, exist_ok=True)
+        note.write_text(json.dumps(setting))
+        todo = [part for part in parts(out, args.hub, args.optimizer_model, args.seed) if not part.leaves.exists()]
+        print(f"SmolLM2-135M-Instruct on real facts, into {args.out}: 20 to 40 minutes on two cores", flush=True)
         for part in todo:
             play(part)
         found = table(out)
-        with writing(out / "real.md"):
-            (out / "real.md").write_text(found + "\n")
+        (out / "real.md").write_text(found + "\n")
         print(f"\n{found}\n\nthe run's page is {args.out}/inspo/report.html; python ask.py {args.out}/inspo asks it")
 
 

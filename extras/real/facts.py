@@ -350,7 +350,7 @@ def entities() -> list[Entity]:
     everything = _without_links_to_nothing(_without_titles_in_titles(everything))
     while True:
         texts = [e.passage for e in everything]
-        hits = BM25.build(texts.__iter__).search([e.title for e in everything], 1)
+        hits = BM25.build(texts).search([e.title for e in everything], 1)
         kept = [e for k, (e, best) in enumerate(zip(everything, hits, strict=True)) if best[0][0] == k]
         if len(kept) == len(everything):
             return everything

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gzip
 import io
 import json
 import re
@@ -206,22 +207,22 @@ def test_the_row_that_the_page_shows_is_one(tiny):
 
 
 BAD = {
-    "no assistant message": of("system", "user"),
-    "message 2 is a tool's": of("user", "tool", "end"),
-    "message 1 is a tool's": of("tool", "user", "end"),
-    "message 4 is a tool's, but no assistant": of("user", "call", "tool", "tool", "end"),
+    "the roles are system user;": of("system", "user"),
+    "the roles are user tool assistant;": of("user", "tool", "end"),
+    "the roles are tool user assistant;": of("tool", "user", "end"),
+    "the roles are user assistant tool tool assistant;": of("user", "call", "tool", "tool", "end"),
     "message 3 is a tool's, but message 2 calls none": of("user", told("assistant", "hm"), "tool", "end"),
-    "message 3 is a second turn": of("user", "call", "end"),
-    "message 4 is the user's": of("user", "call", "tool", "user", "end"),
+    "the roles are user assistant assistant;": of("user", "call", "end"),
+    "the roles are user assistant tool user assistant;": of("user", "call", "tool", "user", "end"),
     "message 2, the assistant's, has no content": of("user", told("assistant", " \n")),
     "message 1, the user's, has no content": of(told("user", ""), "end"),
-    "message 1, the user's, has no content ": of(told("user", None), "end"),
-    "role 'human'": of(told("human", "what?"), "end"),
-    "role None": of("user", "a text", "end"),
-    "no messages": {"conversation": []},
-    "no messages ": {"messages": []},
-    "no messages  ": [1],
-    "the assistant speaks first": of("end"),
+    "no messages": of(told("user", None), "end"),
+    "the roles are human assistant;": of(told("human", "what?"), "end"),
+    "no messages ": of("user", "a text", "end"),
+    "no messages  ": {"conversation": []},
+    "the roles are ;": {"messages": []},
+    "no messages   ": [1],
+    "the roles are assistant;": of("end"),
     "goes on after </search>": of("user", told("assistant", "<search> a </search> <information> b"), "tool", "end"),
     "goes on after </answer>": of("user", told("assistant", "<answer> a </answer> <search> b </search>")),
     "holds '<|im_end|>'": of("user", told("assistant", "a <|im_end|> <answer> a </answer>")),
@@ -264,7 +265,7 @@ def test_bad_files_are_one_line(tmp_path, tiny, tiny_path):
 def test_the_program_ends_with_that_line_before_anything_is_written(tmp_path, capsys):
     file, out = tmp_path / "demos.jsonl", tmp_path / "run"
     file.write_text(json.dumps(of("user")))
-    with pytest.raises(SystemExit, match=f"^--demos {file}:1: no assistant message[^\n]*$"):
+    with pytest.raises(SystemExit, match=f"^--demos {file}:1: the roles are user;[^\n]*$"):
         cold_start.main(["--demos", str(file), "--out", str(out)])
     with pytest.raises(SystemExit):
         cold_start.main(["--out", str(out)])
@@ -319,19 +320,13 @@ def reference(path, taus):
 
 def test_a_run_learns_what_it_is_shown_and_says_before_and_after(run, demos, task, world):
     out, said = run
-    lines, rows = json.loads((out / "demonstrations.json").read_text())["held_out"], read_jsonl(demos)
+    about, rows = json.loads((out / "demonstrations.json").read_text()), read_jsonl(demos)
+    lines = about["held_out"]
     assert len(lines) == len(rows) // 10 > 0
     aside = [encoded(rows[k - 1], k, task, world[1], CFG) for k in lines]
     wanted = [reference(path, aside) for path in (WORLD / "policy", out / "policy")]
-    [line] = [line for line in said.splitlines() if "held out |" in line]
-    assert [float(x) for x in line.split("|")[2:4]] == pytest.approx(wanted, abs=6e-4)
-    assert wanted[1] > wanted[0] + 0.1
-    table = (out / "cold_start.md").read_text()
-    assert table in said
-    end = json.loads((out / "summary.json").read_text())["held_out"]
-    ems = [end[f"{name} policy, first instruction"]["em"] for name in ("first", "trained")]
-    [line] = [line for line in table.splitlines() if line.startswith("| EM")]
-    assert [float(x) for x in line.split("|")[2:4]] == pytest.approx(ems, abs=6e-4)
+    assert about["log_prob"] == pytest.approx(wanted, abs=6e-4) and wanted[1] > wanted[0] + 0.1
+    assert f"held-out demonstrations: {wanted[0]:.3f} before, {wanted[1]:.3f} after" in said
 
 
 def test_what_is_held_out_is_never_trained_on(run, demos):
@@ -339,7 +334,8 @@ def test_what_is_held_out_is_never_trained_on(run, demos):
     lines, rows = json.loads((out / "demonstrations.json").read_text())["held_out"], read_jsonl(demos)
     shown = set()
     for t in range(1, 4):
-        shown |= {row["response"] for row in collect.stored(out, f"step-{t:06d}")}
+        with gzip.open(out / "trajectories" / f"step-{t:06d}.jsonl.gz", "rt") as file:
+            shown |= {json.loads(line)["response"] for line in file}
     for k in lines:
         said = [m["content"] for m in rows[k - 1]["messages"] if m["role"] == "assistant"]
         assert not any(all(text in response for text in said) for response in shown)
@@ -355,7 +351,8 @@ def test_a_killed_run_resumes_bit_for_bit(run, demos, tmp_path):
     process.communicate()
     assert not (out / "policy").exists()
     said = cold(*flags, "--resume")
-    assert (out / "cold_start.md").read_text() == (run[0] / "cold_start.md").read_text() in said
+    assert (out / "demonstrations.json").read_text() == (run[0] / "demonstrations.json").read_text()
+    assert "held-out demonstrations: " in said
     for new, old in zip(*(read_jsonl(path / "metrics.jsonl") for path in (out, run[0])), strict=True):
         assert {k: v for k, v in new.items() if "time/" not in k} == {k: v for k, v in old.items() if "time/" not in k}
     new, old = (path / "policy" / "model.safetensors" for path in (out, run[0]))
@@ -368,9 +365,10 @@ def test_with_fewer_than_ten_demonstrations_none_is_held_out_and_none_is_measure
     (tmp_path / "demos.jsonl").write_text("x")
     monkeypatch.setattr(supervised, "imitate", lambda cfg, taus, *others: learned.extend(taus))
     monkeypatch.setattr(supervised, "mean_logp", lambda *others: pytest.fail("nothing to measure"))
-    start, log = cold_start.ColdStart({1: demo}), SimpleNamespace(run=RunDirectory(tmp_path), note=print)
-    start(config_of(["--demos", str(tmp_path / "demos.jsonl")]), SearchQA(CFG), None, None, None, log)
-    assert learned == [demo] and start.logp == []
+    log = SimpleNamespace(run=RunDirectory(tmp_path), note=print)
+    cfg = config_of(["--demos", str(tmp_path / "demos.jsonl")])
+    cold_start.learn({1: demo}, cfg, SearchQA(CFG), None, None, None, log)
+    assert learned == [demo]
 
 
 def test_a_run_is_resumed_with_the_rows_that_it_began_with(tmp_path):
@@ -438,12 +436,9 @@ def test_a_run_s_rollouts_become_demonstrations_if_their_reward_says_so(played, 
     assert f"{len(rows)} rows, 0 of them new" in said and read_jsonl(out) == rows
     collected(run, "--out", tmp_path / "all.jsonl", "--least", "0")
     assert len(read_jsonl(tmp_path / "all.jsonl")) > len(rows)
-    assert "--n: " in collected(run, "--out", out, "--n", "3")[1]
-    (run / "trajectories" / "step-000002.jsonl.gz").write_bytes(b"\x1f\x8b cut")
-    assert "step-000002.jsonl.gz is cut short or damaged" in collected(run, "--out", tmp_path / "x.jsonl")[1]
     shutil.rmtree(run / "trajectories")
     (run / "trajectories").mkdir()
-    assert "no training rollouts" in collected(run, "--out", tmp_path / "x.jsonl")[1]
+    assert "nothing to demonstrate in 0 trajectories" in collected(run, "--out", tmp_path / "x.jsonl")[1]
 
 
 def completion(text):
@@ -485,7 +480,7 @@ def test_a_model_behind_a_chat_endpoint_plays_and_its_successes_are_kept(task, w
         assert kept["messages"][1]["content"] == "<think> hm </think> <search> base of it</search>"
         assert kept["messages"][2]["content"].startswith("<information>Doc 1(Title:")
         assert kept["messages"][3]["content"] == f"<answer>{questions[0].golds[0]}</answer>"
-        assert "1 trajectories have a reward below 1" in told and "1 trajectories have a turn" in told
+        assert "1 rows, 1 of them new; 2 trajectories left out" in told
         demo = encoded(kept, 0, task, world[1], CFG)
         assert demo.stop == "answer" and demo.served("search") == 1
 

@@ -12,7 +12,6 @@ import pytest
 
 from config import HERE, parse
 from extras.real import __main__ as real
-from extras.real import pace
 from extras.real.__main__ import Part
 from extras.table1 import main as evaluate
 from plumbing.faults import Fault
@@ -27,11 +26,11 @@ def test_every_part_is_a_command_with_flags_that_exist(tmp_path, monkeypatch):
     model, demos, cold, run, *rest = real.parts(tmp_path, False, "scripted", 3)
     learned = config_of(cold.argv[1:])
     assert learned.demos == demos.argv[-1] == str(demos.leaves) and learned.T == real.STEPS and learned.seed == 3
-    cfg, preset = parse(run.argv[1:]), parse(["--model", pace.NAME])
+    cfg, preset = parse(run.argv[1:]), parse(["--model", real.NAME])
     assert cfg.model == f"{learned.out}/policy" and cfg.seed == 3
     assert (cfg.T, cfg.corpus, cfg.N_P, cfg.lr) == (preset.T, preset.corpus, preset.N_P, preset.lr)
     assert learned.instruction == cfg.instruction  # so that the cold start's table is about the run's first one
-    assert [part.argv[1] for part in rest] == [pace.NAME, pace.NAME, cfg.out]
+    assert [part.argv[1] for part in rest] == [real.NAME, real.NAME, cfg.out]
     for part in (model, demos, *rest):
         done = subprocess.run([sys.executable, *part.argv, "--no_such"], cwd=HERE, capture_output=True, text=True)
         assert "unrecognized arguments: --no_such" in done.stderr
@@ -85,11 +84,13 @@ def test_a_request_to_stop_reaches_the_part_and_ends_in_a_line(tmp_path):
     assert "saved" in out and child.returncode and "stopped by SIGTERM" in err and "Traceback" not in err
 
 
-def test_what_was_begun_otherwise_is_not_gone_on_with(tmp_path):
-    real.remember(tmp_path / "a", {"seed": 0, "optimizer_model": "scripted"})
-    real.remember(tmp_path / "a", {"seed": 0, "optimizer_model": "scripted"})
-    with pytest.raises(Fault, match="--seed 0, not 1: choose another --out"):
-        real.remember(tmp_path / "a", {"seed": 1, "optimizer_model": "scripted"})
+def test_what_was_begun_otherwise_is_not_gone_on_with(tmp_path, monkeypatch):
+    monkeypatch.setattr(real, "parts", lambda *_: [])
+    monkeypatch.setattr(real, "table", lambda out: "| a | b |")
+    for _ in range(2):
+        real.main(["--out", str(tmp_path / "a")])
+    with pytest.raises(SystemExit, match="begun with another --seed or --optimizer_model: choose another --out"):
+        real.main(["--out", str(tmp_path / "a"), "--seed", "1"])
 
 
 def test_the_table_has_a_row_for_all_that_was_measured(tmp_path):
@@ -118,13 +119,3 @@ def test_the_table_has_a_row_for_all_that_was_measured(tmp_path):
     assert "| after the cold start, first instruction | 0.12 | 1.00 | 100 |" in lines
     assert "| trained by INSPO, best instruction | 0.90 | 2.10 | 100 |" in lines
     assert sum("| 1.00 | 5 |" in line for line in lines) == 3 and len(lines) == 6  # rag searches once
-
-
-def test_the_plan_tells_minutes_from_this_machine_s_pace(tmp_path, tiny_path, monkeypatch):
-    monkeypatch.setattr(pace, "SMOLLM", tiny_path)
-    here = pace.pace()
-    assert here.dtype == "float32" and 0 < here.learning < 0.1 and 0 < here.sampling < 0.1
-    todo = [Part("the cold start", [], tmp_path, learned=100), Part("INSPO", [], tmp_path, sampled=50)]
-    cold, run, every, speed = real.plan(todo, pace.Pace("bfloat16", 2, 0.006, 0.012)).splitlines()
-    assert cold.split()[-3:] == run.split()[-3:] == ["about", "10", "minutes"]
-    assert "about 20 minutes" in every and "bfloat16" in speed

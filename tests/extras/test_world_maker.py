@@ -74,7 +74,7 @@ def test_a_search_for_one_entity_finds_its_passage_first(full_world):
 
 
 def test_the_warm_start_searches_as_the_run_s_server_does(full_world):
-    server = BM25.build(lambda: full_world.passages)
+    server = BM25.build(full_world.passages)
     queries = [f"{relation} of {name}" for name, relation in list(full_world.facts)[::10]]
     queries += questions("test") + ["of", "nothing known", ""]
     for query in queries:
