@@ -1,8 +1,6 @@
-"""The files and patches of docs/forks.md and docs/objectives.md: each applies as the project stands, and does what
-is said."""
+"""The files of docs/forks.md and docs/objectives.md: each is short, and does what is said."""
 
 import gzip
-import importlib
 import json
 import os
 import re
@@ -11,48 +9,34 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
-from json_server import json_servers
-from transformers import AutoModelForCausalLM, MiniCPM3Config
 
 from journal.directory import read_jsonl
-from models.model import load_model, load_tokenizer
-from plumbing import client
-from plumbing.faults import Fault, Outage
-from tasks import Question
+from models.model import load_tokenizer
+from plumbing.faults import Fault
 from tasks.questions import em, f1, load_questions
 
 ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "docs" / "forks.md").read_text() + (ROOT / "docs" / "objectives.md").read_text()
-FORKS = dict(re.findall(r"^```diff (\S+)\n(.*?)^```$", PAGE, re.M | re.S))
+PAGE = "".join((ROOT / "docs" / name).read_text() for name in ("forks.md", "objectives.md"))
 FILES = dict(re.findall(r"^```(?:jsonl|python) (\S+)\n(.*?)^```$", PAGE, re.M | re.S))
 [COMMAND] = re.findall(r"^```sh\npython inspo.py (.*?)\n```$", PAGE, re.M | re.S)
 SCRIPTS = Path(__file__).parent / "forks"  # run in the copies
-ROOMS = "engines journal kernels models page plumbing retrieval tasks training world".split()
 ENV = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")} | {"OMP_NUM_THREADS": "1"}
 SMALL = "--T 2 --K_p 1 --K_e 1 --T_e 2 --D_B 2 --rounds 1 --save_every 3 --lr 1e-6 --G 2"
 
 
-def forked(path: Path, *names: str, moved: int = 0) -> Path:
-    """Returns a copy of the project at `path`, every line `moved` down, with these patches."""
-    for room in (".", *ROOMS):
-        (path / room).mkdir(parents=True)
-        for file in ROOT.glob(f"{room}/*.py"):
-            (path / room / file.name).write_text("# moved\n" * moved + file.read_text())
+def forked(path: Path) -> Path:
+    """Returns a copy of the project at `path`, with the page's files."""
+    done = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True)
+    for name in done.stdout.split():
+        if Path(name).parts[0] not in ("tests", "labs", "bench", "extras"):
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, path / name)
     (path / "page" / "static").symlink_to(ROOT / "page" / "static")
     (path / "world" / "files").symlink_to(ROOT / "world" / "files")
     for name, text in FILES.items():
         (path / name).write_text(text)
-    env = ENV | {"GIT_CEILING_DIRECTORIES": str(path.parent)}  # a repository around `path` would swallow the patch
-    for name in names:
-        done = subprocess.run(
-            ["git", "apply", "-"], input=FORKS[name], cwd=path, env=env, capture_output=True, text=True
-        )
-        if done.returncode:
-            pytest.fail(f"docs/forks.md: the patch `{name}` no longer applies: {done.stderr.strip()}", pytrace=False)
     return path
 
 
@@ -71,79 +55,75 @@ def finish(process: subprocess.Popen) -> str:
     return out
 
 
-def value(fork: Path, expression: str, imports: str) -> object:
-    """Returns the value of an expression in a copy of the project."""
-    return json.loads(finish(start(fork, "-c", f"import json\n{imports}\nprint(json.dumps({expression}))")))
+def value(fork: Path, expression: str, code: str) -> object:
+    """Returns the value of an expression in a copy of the project, where scripts of the page train nothing."""
+    still = "import inspo, json\ninspo.train = lambda *args, **kwargs: None\n"
+    return json.loads(finish(start(fork, "-c", f"{still}{code}\nprint(json.dumps({expression}))")))
 
 
 # ---- the page
 
 
-@pytest.mark.parametrize("name", FORKS)
-def test_a_patch_of_ten_lines_applies_where_lines_have_moved_and_leaves_python(name, tmp_path):
-    for moved in (0, 57):
-        fork = forked(tmp_path / f"fork{moved}", name, moved=moved)
-        [file] = re.findall(r"^\+\+\+ b/(\S+)$", FORKS[name], re.M)
-        text = (fork / file).read_text()
-        compile(text, file, "exec")
-        assert text != "# moved\n" * moved + (ROOT / file).read_text()
-    assert len(re.findall(r"^\+(?!\+\+ )", FORKS[name], re.M)) <= 10
+def test_a_fork_is_at_most_ten_lines_and_a_game_some_twenty():
+    lines = {name: sum(bool(line.strip()) for line in text.splitlines()) for name, text in FILES.items()}
+    scripts = {name: n for name, n in lines.items() if name.endswith(".py")}
+    assert len(scripts) == 9 and scripts.pop("my_game.py") <= 20 and max(scripts.values()) <= 10
 
 
-# ---- a judge, an objective, a prompt
-
-
-def said(text):
-    return {"choices": [{"message": {"content": text}}]}
-
-
-def test_a_judge_scores_and_is_asked_again_after_prose(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(forked(tmp_path / "fork"))
-    my_judge = importlib.import_module("my_judge")
-    taus = [SimpleNamespace(question=Question("q", "Who?", ("Ann",)), prediction="Bea")]
-    monkeypatch.setenv("JUDGE_MODEL", "m")
-    monkeypatch.setattr(client.time, "sleep", lambda seconds: None)
-    with json_servers() as start:
-        judge = start(said("Quite good."), said("7"))
-        monkeypatch.setenv("JUDGE_BASE_URL", f"{judge.url}/v1")
-        assert my_judge.graded(taus) == [0.7]
-        (path, _, body), _ = judge.requests
-        request = json.loads(body)
-        assert path == "/v1/chat/completions" and request["model"] == "m"
-        assert all(word in request["messages"][1]["content"] for word in ("Who?", "Ann", "Bea"))
-        monkeypatch.setenv("JUDGE_BASE_URL", start(said("Well done!")).url)
-        with pytest.raises(Outage, match="a number"):
-            my_judge.graded(taus)
-
+# ---- an objective, a pruning rule, a selection rule
 
 TERMS = """
 from types import SimpleNamespace as S
-from grpo import Learner
+from my_objective import DAPO
 part = [S(mask=[0, 1, 1, 1], advantage=2.0), S(mask=[1], advantage=-1.0)]
-x = Learner.terms(S(cfg=S(eps=0.2)), part, None)
+dapo = DAPO.__new__(DAPO)
+dapo.cfg = S(eps=0.2)
+x = dapo.terms(part, None)
 """
 
 
 def test_dapo_weighs_every_token_alike_and_clips_higher(tmp_path):
-    found = value(forked(tmp_path / "fork", "dapo"), "[[*x['adv']], [*x['w']], x['eps_low'], x['eps_high']]", TERMS)
+    found = value(forked(tmp_path / "fork"), "[[*x['adv']], [*x['w']], x['eps_low'], x['eps_high']]", TERMS)
     assert found == [[2, 2, 2, -1], [0.25] * 4, 0.2, 0.28]
 
 
 def test_another_surrogate_is_a_method_of_a_learner(tmp_path):
-    surrogate = "my_objective.CISPO.surrogate(None, logp=logp, rho=torch.tensor([1.5, 1.1]), adv=adv, w=adv).tolist()"
-    setup = "import torch, my_objective\nlogp, adv = torch.tensor([-2.0, -3.0]), torch.tensor([1.0, -1.0])"
+    surrogate = "CISPO.surrogate(None, logp=logp, rho=torch.tensor([1.5, 1.1]), adv=adv, w=adv).tolist()"
+    setup = "import torch\nfrom my_surrogate import CISPO\nlogp, adv = torch.tensor([[-2.0, -3.0], [1.0, -1.0]])"
     assert value(forked(tmp_path / "fork"), surrogate, setup) == pytest.approx([-2.56, 3.3])
-    assert "--eps" in finish(start(tmp_path / "fork", "my_objective.py", "--help_all"))
 
 
-def test_the_optimizer_is_asked_for_short_candidates(tmp_path):
-    prompt = "reflection_prompt('Search.', [('Who?', ('Ann',))], 3, 500)"
-    imports = "from reflect import reflection_prompt"
-    ours, theirs = (
-        value(forked(tmp_path / str(k), *names), prompt, imports) for k, names in enumerate([["concise"], []])
+POPULATION = """
+from my_pruning import Margin
+P = Margin(0.2, 5)
+for k, w in enumerate([0.1, 0.5, 0.45, 0.3, 0.41, 0.0, 0.39]):
+    P.join(f"I{k}", None, 0).rewards = [w]
+"""
+
+
+def test_the_margin_keeps_those_near_the_best(tmp_path):
+    left = (
+        "[P.prune(P.ranked(), 5, 1) and sorted(P.ids), P.prune(P.ranked(), 1, 2) and P.ids, P.prune(P.ranked(), 1, 3)]"
     )
-    assert "80 words" in ours and "<ins_3>" in ours
-    assert [line for line in ours.splitlines() if "80 words" not in line] == theirs.splitlines()
+    assert value(forked(tmp_path / "fork"), left, POPULATION) == [[1, 2, 3, 4, 6], [1, 2, 4], []]
+
+
+UCB = """
+from my_selection import UCB
+def p(tau_s, *rewards):
+    P = UCB(tau_s, 5)
+    for r in rewards:
+        P.join("I", None, 0).rewards = r
+    return P.probabilities().tolist()
+tried = [0.5] * 5, [0.45], [0.1]
+"""
+
+
+def test_ucb_prefers_the_untried_then_the_highest_bound(tmp_path):
+    cases = "[p(0.2, [], [], []), p(0.2, [0.9], [], []), p(0.2, *tried), p(0.01, *tried)]"
+    start, untried, wide, narrow = value(forked(tmp_path / "fork"), cases, UCB)
+    assert start == pytest.approx([1 / 3] * 3) and untried == [0, 0.5, 0.5]
+    assert wide == [0, 1, 0] and narrow == [1, 0, 0]  # the second was drawn less often: its bonus is larger
 
 
 # ---- one run of the world: its rewards, advantages, survivors, probabilities and calls
@@ -151,41 +131,24 @@ def test_the_optimizer_is_asked_for_short_candidates(tmp_path):
 
 @pytest.fixture(scope="module")
 def base_path(tiny_path, tmp_path_factory):
-    """The tiny policy as a base model: without a chat template."""
+    """The tiny policy as a base model, whose chat template is the text itself, as the page says."""
     path = shutil.copytree(tiny_path, tmp_path_factory.mktemp("models") / "base")
-    (path / "chat_template.jinja").unlink()
+    (path / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
     return str(path)
 
 
 @pytest.fixture(scope="module")
-def minicpm3_path(tmp_path_factory):
-    """A random MiniCPM3 that divides its logits by 64 / 16."""
-    path = tmp_path_factory.mktemp("models") / "minicpm3"
-    config = MiniCPM3Config(
-        vocab_size=600, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, q_lora_rank=32, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16,
-        dim_model_base=16, max_position_embeddings=512, bos_token_id=0, eos_token_id=2, pad_token_id=0,
-    )  # fmt: skip
-    config.initializer_range = 0.2
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config).save_pretrained(path)
-    return str(path)
-
-
-@pytest.fixture(scope="module")
-def runs(base_path, minicpm3_path, tmp_path_factory):
-    """(run of the world with forks of the algorithm, run of the page's own questions with those of agent and model)."""
+def runs(base_path, tmp_path_factory):
+    """(run of the world with forks of the algorithm, run of the page's own questions with its tool)."""
     path = tmp_path_factory.mktemp("runs")
-    fork = forked(path / "algorithm", "opo", "quarter", "ucb", "dropped")
+    fork = forked(path / "fork")
     flags = shlex.split(f"{SMALL} --batch 8 --mini 8 --eval_n 12 --task my_reward:F1")
-    world = start(fork, "inspo.py", "--out", path / "world", *flags)
+    world = start(fork, SCRIPTS / "together.py", "--out", path / "world", *flags)
 
-    fork = forked(path / "agent", "base-model", "logit-scale")
     flags = shlex.split(COMMAND.replace("\\\n", " "))
-    flags += ["--model", base_path, "--task", "my_tool:Counting"]
+    flags += ["--model", base_path, "--tools", "search,my_tool:count"]
     flags += shlex.split(f"{SMALL} --batch 2 --mini 2 --max_response 12 --max_prompt 2000")
-    own = start(fork, SCRIPTS / "play.py", base_path, minicpm3_path, path / "play.json", "--out", path / "own", *flags)
+    own = start(fork, SCRIPTS / "play.py", base_path, path / "play.json", "--out", path / "own", *flags)
     finish(world), finish(own)
     return path / "world", path / "own"
 
@@ -227,46 +190,8 @@ def test_opo_weighs_the_baseline_by_length(runs, tmp_path):
     assert any(tau["advantage"] for group in groups.values() for tau in group)
 
 
-POPULATION = """
-from population import Population
-P = Population(0.2, 5)
-for k, w in enumerate([0.1, 0.5, 0.45, 0.3, 0.41, 0.0, 0.39]):
-    P.join(f"I{k}", None, 0).rewards = [w]
-"""
-
-
-def test_the_margin_keeps_those_near_the_best(tmp_path):
-    left = (
-        "[P.prune(P.ranked(), 5, 1) and sorted(P.ids), P.prune(P.ranked(), 1, 2) and P.ids, P.prune(P.ranked(), 1, 3)]"
-    )
-    assert value(forked(tmp_path / "fork", "margin"), left, POPULATION) == [[1, 2, 3, 4, 6], [1, 2, 4], []]
-
-
 @pytest.mark.slow
-def test_a_quarter_is_kept(runs, tmp_path):
-    sizes = "[len(P) for t in (1, 2, 3) if P.prune(P.ranked(), 1, t) or True]"
-    assert value(forked(tmp_path / "fork", "quarter"), sizes, POPULATION) == [2, 1, 1]
-    pruned = {e["t"]: len(e["P"]) for e in read_jsonl(runs[0] / "population.jsonl") if e["event"] == "prune"}
-    assert pruned[1] == 2
-
-
-UCB = """
-from population import Population
-def p(tau_s, *rewards):
-    P = Population(tau_s, 5)
-    for r in rewards:
-        P.join("I", None, 0).rewards = r
-    return P.probabilities().tolist()
-tried = [0.5] * 5, [0.45], [0.1]
-"""
-
-
-@pytest.mark.slow
-def test_ucb_prefers_the_untried_then_the_highest_bound(runs, tmp_path):
-    cases = "[p(0.2, [], [], []), p(0.2, [0.9], [], []), p(0.2, *tried), p(0.01, *tried)]"
-    start, untried, wide, narrow = value(forked(tmp_path / "fork", "ucb"), cases, UCB)
-    assert start == pytest.approx([1 / 3] * 3) and untried == [0, 0.5, 0.5]
-    assert wide == [0, 1, 0] and narrow == [1, 0, 0]  # the second was drawn less often: its bonus is larger
+def test_all_questions_go_to_the_highest_bound(runs):
     for row in metrics(runs[0])[1:]:
         p = [x for x in row["p"].values() if x]
         assert p == pytest.approx([1 / len(p)] * len(p), abs=1e-4)
@@ -301,33 +226,33 @@ def test_the_papers_other_proposers_are_flags(tmp_path):
     assert re.search(r"<ins_0> I search once. </ins_0>\n<score_0> 25 </score_0>", history) and "Who is" not in history
 
 
-# ---- tool, questions, family of models
+# ---- tool, game, questions
 
 
 @pytest.mark.slow
-def test_a_new_tool_a_base_model_and_another_family(runs, base_path, minicpm3_path):
-    with pytest.raises(Fault, match="its logits are 0.25 times its head's output, not 1 times"):
-        load_model(minicpm3_path)
-    with pytest.raises(Fault, match="no chat template"):
-        load_tokenizer(base_path)
-
+def test_a_new_tool_and_a_game_are_played(runs):
     got = json.loads((runs[1].parent / "play.json").read_text())
-    assert got["scale"] == 0.25
-    assert got["prompt"] == "Count.\n\nQuestion: How many words?\n"
+    before, after = got["prompt"].split("Tools, whose results come between <result> and </result>:\n")
+    assert before == "Count.\n\n" and after == (
+        "<count> text </count>: Counts the words of a text.\n  text: The words\n\nQuestion: How many words?\n"
+    )
     assert got["stop"] == ["</search>", "</count>", "</answer>"]
-    invalid = "That was neither a search nor a count nor an answer."
+    invalid = "That was neither a search nor a call of count nor an answer."
     assert invalid in got["invalid"] and "<count> text </count>" in got["invalid"]
     call, thought, answer = "Let me see. <count> one two three </count>", "Three?", "<answer> 3 </answer>"
-    assert got["response"] == f"{call}\n\n<number>3</number>\n\n{thought}{got['invalid']}{answer}"
+    assert got["response"] == f"{call}\n\n<result>3</result>\n\n{thought}{got['invalid']}{answer}"
     assert got["sampled"] == call + thought + answer  # neither the result nor the message is trained on
     assert (got["counts"], got["prediction"]) == (1, "3")
     assert "cannot write </count>" in got["world"] and "\n" not in got["world"]
+
+    assert got["guesses"] == [[["higher"], ["right"]], [["lower"], ["not a move (ValueError)"], None], [None]]
+    assert got["ends"] == ["over", "answer", "answer"] and got["rewards"] == [1.0, 0.8, 0.0]
 
 
 @pytest.mark.slow
 def test_the_run_counts_the_new_tools_calls(runs):
     first, *_ = metrics(runs[1])
-    assert {"test/searches", "test/counts"} <= set(first)
+    assert {"test/searches", "test/count_calls"} <= set(first)
 
 
 @pytest.mark.slow
@@ -335,6 +260,14 @@ def test_a_base_model_reads_plain_text_and_is_exported_with_its_template(runs):
     tokenizer = load_tokenizer(str(runs[1] / "policy"))
     asked = tokenizer.apply_chat_template([{"role": "user", "content": "Who?"}], tokenize=False)
     assert asked == "Who?"
+
+
+@pytest.mark.slow
+def test_a_base_model_without_a_template_is_refused(base_path, tmp_path):
+    path = shutil.copytree(base_path, tmp_path / "base")
+    (path / "chat_template.jinja").unlink()
+    with pytest.raises(Fault, match="no chat template"):
+        load_tokenizer(str(path))
 
 
 @pytest.mark.slow

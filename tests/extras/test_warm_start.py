@@ -1,4 +1,4 @@
-"""The warm start from nothing, as `python -m extras.world.warm_start` runs it: instructions steer the resulting policy."""
+"""The warm start from nothing (`python -m extras.world.warm_start`): instructions steer the resulting policy."""
 
 import os
 import random

@@ -1,6 +1,6 @@
-"""Run in a forked copy: plays a scripted trajectory with the page's tool and a base model, and loads a MiniCPM3.
+"""Run in a copy of the project: plays the page's tool and game with a base model, turn by turn.
 
-    python play.py BASE_MODEL MINICPM3 RESULT [flags of inspo.py]
+    python play.py BASE_MODEL RESULT [flags of inspo.py]
 
 Writes what came of it to RESULT, as JSON, and then does the run: one process, since imports take seconds.
 """
@@ -11,14 +11,12 @@ from pathlib import Path
 
 import inspo
 from config import WORLD, parse
-from models.model import load_model, load_tokenizer, logit_scale
+from models.model import load_tokenizer
 from plumbing.faults import Fault
 from rollout import prompt_ids, rollout
 from tasks import Job, Question, load_task
 from tasks.formats import encode
 from tasks.tools import invalid_action, stop_strings
-
-TURNS = ["Let me see. <count> one two three </count>", "Three?", "<answer> 3 </answer>"]
 
 
 class Script:
@@ -26,8 +24,8 @@ class Script:
 
     max_rows, lockstep, unproven = 512, True, 0
 
-    def __init__(self, tokenizer):
-        self.tokenizer, self.turns = tokenizer, iter(TURNS)
+    def __init__(self, tokenizer, *turns):
+        self.tokenizer, self.turns = tokenizer, iter(turns)
 
     def begin(self, seed):
         pass
@@ -38,30 +36,42 @@ class Script:
             yield row, ids, [0.0] * len(ids)
 
 
-base, minicpm3, result, *flags = sys.argv[1:]
-cfg = parse(["--task", "my_tool:Counting"])
-task = load_task(cfg)
-tools = task.tools
-tokenizer = load_tokenizer(base, stop_strings(tools))
+def play(task, question, *turns):
+    job, engine = Job(0, "Count.", question, 0), Script(tokenizer, *turns)
+    [tau] = rollout(engine, tokenizer, task, [job], cfg, temperature=0, seed=0)
+    return tau
+
+
+base, result, *flags = sys.argv[1:]
+cfg = parse(["--tools", "search,my_tool:count"])
+task, game = load_task(cfg), load_task(parse(["--task", "my_game:Guess"]))
+tokenizer = load_tokenizer(base, stop_strings(task.tools))
 question = Question("q", "How many words?", ("3",), "s")
-[tau] = rollout(Script(tokenizer), tokenizer, task, [Job(0, "Count.", question, 0)], cfg, temperature=0, seed=0)
+tau = play(task, question, "Let me see. <count> one two three </count>", "Three?", "<answer> 3 </answer>")
+hidden = next(q for q in game.questions("train") if q.id == "20-5")
+guesses = [
+    play(game, hidden, *(f"<move> {x} </move>" for x in moves), "<answer> none </answer>")
+    for moves in ((22, 25), (27, "x"), ())
+]
 try:
-    load_tokenizer(str(WORLD / "policy"), stop_strings(tools))
+    load_tokenizer(str(WORLD / "policy"), stop_strings(task.tools))
     refusal = ""
 except Fault as e:
     refusal = str(e)
 Path(result).write_text(
     json.dumps(
         {
-            "stop": stop_strings(tools),
-            "invalid": invalid_action(tools),
+            "stop": stop_strings(task.tools),
+            "invalid": invalid_action(task.tools),
             "prompt": tokenizer.decode(prompt_ids(tokenizer, task, "Count.", question)),
             "response": tau.response,
             "prediction": tau.prediction,
             "counts": tau.served("count"),
             "sampled": tokenizer.decode([i for i, m in zip(tau.ids, tau.mask, strict=True) if m]),
             "world": refusal,
-            "scale": logit_scale(load_model(minicpm3).config),
+            "guesses": [[turn.result for turn in tau.turns] for tau in guesses],
+            "ends": [tau.stop for tau in guesses],
+            "rewards": game.reward(guesses),
         }
     )
 )
