@@ -8,9 +8,10 @@ python ask.py --run runs/NAME ID         # one of the held-out questions, which 
 from plumbing import stop  # isort: skip  (first: from here on a Ctrl-C is one line)
 import argparse
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
-from evaluation.agents import METHODS, Agent, agent, instruction_of, subject
+from evaluation.agents import METHODS, agent, instruction_of, subject
 from plumbing.faults import Fault, one_line
 from plumbing.outside import clean, printable
 from plumbing.status import status
@@ -24,15 +25,15 @@ FLAGS = {  # of inspo.py that may differ from the run's
 }  # fmt: skip
 
 
-def newest_run() -> Path:
+def newest_run() -> str:
     runs = sorted(Path("runs").glob("*/I_star.txt"), key=lambda path: path.stat().st_mtime)
     if not runs:
         raise Fault("no finished run under runs/; make train makes one, or name one with --run")
-    return runs[-1].parent
+    return str(runs[-1].parent)
 
 
 def held_out(task: Task) -> list[Question]:
-    """Returns the questions that are known; a run can be asked others where its files are gone."""
+    """The task's held-out questions; none where their file is gone, since others can be asked."""
     try:
         return task.questions("test")
     except Fault:
@@ -40,27 +41,20 @@ def held_out(task: Task) -> list[Question]:
 
 
 def question_of(task: Task, text: str, known: list[Question]) -> Question:
-    """Returns the known question of this id or text, or a new one. Fault if the task's questions are more than text."""
+    """The known question of this id or text, or a new one. Fault if the task's questions are more than text."""
     text = clean(text.strip())  # the shell's bytes may be no text
-    if isinstance(task, SearchQA) and not text.endswith("?") and text not in [q.id for q in known]:
-        text += "?"
-    for q in known:
-        if text in (q.id, q.text):
-            return q
+    asked = text if text.endswith("?") or not isinstance(task, SearchQA) else text + "?"
+    if found := [q for q in known if text == q.id or asked == q.text]:
+        return found[0]
     if any(q.data is not None for q in known):
         raise Fault(f"a question of {task.cfg.task} is more than its text: give the id of one, such as {known[0].id}")
-    return Question("asked", text, source="asked")
+    return Question("asked", asked, source="asked")
 
 
-def example_of(known: list[Question]) -> str:
-    if not known:
-        return ""
-    return f" For example: {known[0].text if known[0].data is None else known[0].id}"
-
-
-def folded(text: str) -> str:
-    """Returns a text in lines of a terminal's width."""
-    return "\n".join(textwrap.fill(line, 120) for line in text.splitlines())
+def typed() -> Iterator[str]:
+    print("\nA question a line, an empty line ends.")
+    while text := input("\n> ").strip():
+        yield text
 
 
 def show(tau: Trajectory) -> None:
@@ -69,30 +63,45 @@ def show(tau: Trajectory) -> None:
         print(printable(folded(f"\n  agent   {turn.text.strip()}")))
         for text in turn.result or []:
             print(printable(f"  {turn.tool:8}{' '.join(text.split())[:160]}"))
-    if tau.prediction is None:
-        print({"over": "\n  the end"}.get(tau.stop, f"\n  answer  none ({tau.stop})"))
-    else:
-        print(printable(f"\n  answer  {tau.prediction}"))
+    print(printable(f"\n  answer  {tau.prediction}" if tau.prediction else f"\n  the end ({tau.stop})"))
 
 
-def answer(player: Agent, q: Question, known: list[Question]) -> None:
-    """Plays a question and prints how; a known one is scored."""
-    if q in known:
-        print(printable(f"\n  asked   {q.text}"))
-    [tau] = player.play([q])
-    show(tau)
-    if q in known:
-        reward(player.task, [tau])
-        [metrics] = measure(player.task, [tau])
-        print(printable(f"  scored  {', '.join(f'{name} {x:.3g}' for name, x in metrics.items())}"))
+def folded(text: str) -> str:
+    """Wraps a text to the width of a terminal."""
+    return "\n".join(textwrap.fill(line, 120) for line in text.splitlines())
+
+
+def ask(args: argparse.Namespace) -> None:
+    status("loading the policy")
+    chosen = subject(args.run or newest_run())
+    if not chosen.I_star:
+        raise Fault(f"{args.run} holds no finished run (no I_star.txt)")
+    task = load_task(chosen.configured(args, FLAGS, engine="torch"))
+    instruction, known = instruction_of(chosen, task, METHODS["inspo"]), held_out(task)
+    with agent(chosen, task, instruction, args.temperature, args.seed) as player:
+        status("")
+        print(printable(f"{chosen.name}\n\n{folded(instruction)}"))
+        for text in [args.question] if args.question else typed():
+            try:
+                q = question_of(task, text, known)
+            except Fault as e:
+                print(printable(f"  {e}"))
+                continue
+            [tau] = player.play([q])
+            print(printable(f"\n  asked   {q.text}"))
+            show(tau)
+            if q in known:
+                reward(task, [tau])
+                [metrics] = measure(task, [tau])
+                print(printable(f"  scored  {', '.join(f'{name} {x:.3g}' for name, x in metrics.items())}"))
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("question", nargs="?", help="without one, questions are read from the keyboard")
-    parser.add_argument("--run", default="", help="a finished run, or a checkpoint; default: the newest in runs/")
-    for name in FLAGS:
-        parser.add_argument(f"--{name}", help=f"{FLAGS[name]}; default: as in training")
+    parser.add_argument("--run", default="", help="a finished run, or a checkpoint of it; default: the newest in runs/")
+    for name, text in FLAGS.items():
+        parser.add_argument(f"--{name}", help=f"{text}; default: as in training")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
@@ -101,32 +110,6 @@ def main(argv: list[str] | None = None) -> None:
     with one_line("ask.py"), stop.listening(), stop.may_stop():
         use_idle_cores()
         ask(args)
-
-
-def ask(args: argparse.Namespace) -> None:
-    run = args.run or str(newest_run())
-    status("loading the policy")
-    with subject(run) as chosen:
-        if not chosen.I_star:
-            raise Fault(f"{run} holds no finished run (no I_star.txt)")
-        task = load_task(chosen.configured(args, FLAGS, engine="torch"))
-        instruction, known = instruction_of(chosen, task, METHODS["inspo"]), held_out(task)
-        if args.question:
-            q = question_of(task, args.question, known)
-        with agent(chosen, task, instruction, args.temperature, args.seed) as player:
-            status("")
-            print(printable(f"{run}\n\n{folded(instruction)}"))
-            if args.question:
-                return answer(player, q, known)
-            print(printable(f"\nA question a line, an empty line ends.{example_of(known)}"))
-            try:
-                while text := input("\n> ").strip():
-                    try:
-                        answer(player, question_of(task, text, known), known)
-                    except Fault as e:
-                        print(printable(f"  {e}"))
-            except (EOFError, stop.Stopped):
-                print()
 
 
 if __name__ == "__main__":

@@ -11,16 +11,9 @@ import argparse
 from pathlib import Path
 
 from page.html import LIMIT, write
-from page.serve import serve
+from page.serve import app
 from plumbing.faults import Fault, one_line
-
-
-def prices(text: str) -> tuple[float, float]:
-    """Returns the two prices of a text like 1.25,10."""
-    prompt, reply = map(float, text.split(","))
-    if not (0 <= prompt < 1e9 and 0 <= reply < 1e9):
-        raise ValueError(text)
-    return prompt, reply
+from plumbing.servers import listen, serve
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -30,15 +23,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--serve", action="store_true", help="serve the page on 127.0.0.1 and follow the runs")
     parser.add_argument("--port", type=int, default=8080, help="port of --serve [8080]; 0: any free one")
     parser.add_argument("--trajectories", type=int, default=LIMIT, help=f"trajectories of training in it [{LIMIT}]")
-    parser.add_argument("--price", type=prices, help="dollars a million tokens of prompts and of replies: 1.25,10")
     args = parser.parse_args(argv)
     with one_line("report.py"):
         if args.trajectories < 1:
             raise Fault(f"--trajectories {args.trajectories}: must be at least 1")
         if args.serve:
-            return serve(args.runs, args.port, limit=args.trajectories, price=args.price)
+            return serve(app(args.runs, args.trajectories), listen("127.0.0.1", args.port), child=False)
         out = args.out or (args.runs[0] if len(args.runs) == 1 else Path()) / "report.html"
-        write(args.runs, out, limit=args.trajectories, price=args.price)
+        write(args.runs, out, limit=args.trajectories)
         print(f"{out} ({out.stat().st_size / 1e6:.1f} MB): open it in a browser")
 
 

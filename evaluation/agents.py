@@ -1,6 +1,4 @@
-"""What plays: a run, a checkpoint, a Hugging Face model or a chat endpoint becomes an agent of its task."""
-
-from __future__ import annotations
+"""What plays: a run, a Hugging Face model or a chat endpoint becomes an agent of its task."""
 
 import contextlib
 import dataclasses
@@ -12,7 +10,7 @@ from typing import Any, NamedTuple
 
 from config import PRESETS, Config, RolloutKnobs, TaskKnobs, evolves, out_of_range, read_config, read_instruction
 from engines import Engine
-from plumbing.faults import CheckpointFault, Fault
+from plumbing.faults import Fault
 from plumbing.outside import without_secrets
 from plumbing.servers import Servers
 from plumbing.trust import check_origin
@@ -28,17 +26,21 @@ SERVED = ("retriever", "corpus", "search_retries", "max_rows", "engine", "device
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """A model, with the configuration of its run or preset. `I_star`: "" if it has none."""
+    """A model, with the configuration of its run or preset."""
 
     name: str
     weights: str  # directory, hub id or URL
     cfg: Config
-    I_star: str = ""
+    I_star: str = ""  # "" if it has none
+    served: str = ""  # at a URL the model to ask; "": the only one there
     run: Path | None = None  # whose config.json it is
 
+    @property
+    def remote(self) -> bool:
+        return "://" in self.weights
+
     def configured(self, given: object, names: Collection[str], **knobs: Any) -> Config:
-        """Returns the configuration with the flags of these names that were given, and with `knobs`; Fault if it cannot
-        be."""
+        """Applies the flags of these names that were given, then `knobs`. Raises Fault if they cannot be."""
         flags = {name: value for name in names if (value := getattr(given, name)) is not None}
         if self.run:
             check_origin(self.run, {name: getattr(self.cfg, name) for name in names}, flags)
@@ -48,54 +50,28 @@ class Subject:
         return cfg
 
 
-@contextlib.contextmanager
-def subject(what: str) -> Iterator[Subject]:
-    """Yields what a command line names; a checkpoint's weights are written to a temporary directory meanwhile.
+def subject(what: str, served: str = "") -> Subject:
+    """Finds what a command line names; Fault for a run that has not finished.
 
-    `what`: directory of a run, one of its checkpoints, a preset (world), a Hugging Face directory or id, or a URL.
-    Raises Fault for a run that has not finished.
+    `what`: directory of a run, or of a checkpoint that export.py put there; a preset (world); another Hugging Face
+    directory or id; or a URL, where `served` is the model to ask.
     """
-    from journal.directory import RunDirectory, step_of  # with torch, which takes seconds to import
-
     path = Path(what)
-    if what.startswith(("http://", "https://")):
-        yield Subject(without_secrets(what).split("//")[1].split("/")[0].replace(":", "-"), what, Config())
-    elif what in PRESETS:
-        cfg = Config(**PRESETS[what])
-        yield Subject(what, cfg.model, cfg)
-    elif path.parent.name == "checkpoints" and path.is_dir():
-        run = path.parents[1]
-        cfg = read_config(run)
-        with tempfile.TemporaryDirectory() as folder:
-            to = _export(run, cfg.model, step_of(path), Path(folder) / path.name)
-            yield Subject(f"{run.name}-{path.name}", str(to), cfg, _I_star(to), run)
-    elif (path / "checkpoints").is_dir():
-        cfg = read_config(path)
-        if not _I_star(path):
-            saved = RunDirectory(path).checkpoints()
-            other = f"take {saved[-1]}" if saved else "there is no checkpoint yet"
-            raise Fault(f"{path} has no I_star.txt, so it has not finished: resume it, or {other}")
-        yield Subject(path.resolve().name, str(path / "policy"), cfg, _I_star(path), path)
-    else:
-        yield Subject(path.resolve().name, what, Config(model=what), _I_star(path))
-
-
-def _I_star(path: Path) -> str:
-    file = path / "I_star.txt"
-    return file.read_text().strip() if file.is_file() else ""
-
-
-def _export(run: Path, model: str, step: int, to: Path) -> Path:
-    """Writes a checkpoint of a run of `model` to a Hugging Face directory; Fault if the two do not fit."""
-    from journal.export import export_checkpoint
-
-    try:
-        export_checkpoint(run, step, to=to)
-    except (CheckpointFault, ValueError, RuntimeError) as e:  # torch's, about shapes and names
-        raise Fault(
-            f"{run}: the checkpoint of step {step} does not fit {model}: it is of another model or tokenizer ({e})"
-        ) from None
-    return to
+    runs = (p for p in (path, path.parent) if (p / "config.json").is_file() and (p / "checkpoints").is_dir())
+    run, file = next(runs, None), path / "I_star.txt"
+    I_star = file.read_text().strip() if file.is_file() else ""
+    if "://" in what:
+        name = without_secrets(what).split("//")[1].split("/")[0].replace(":", "-")
+        return Subject(name, what, Config(), served=served)
+    if what in PRESETS:
+        return Subject(what, PRESETS[what]["model"], Config(**PRESETS[what]))
+    if not run:
+        return Subject(path.resolve().name, what, Config(model=what), I_star)
+    if run == path and not I_star:
+        raise Fault(f"{what} has no I_star.txt, so it has not finished: resume it, or give a checkpoint of it that "
+                    f"`python export.py {what}` has written")  # fmt: skip
+    weights = path / "policy" if run == path else path
+    return Subject(path.resolve().name, str(weights), read_config(run), I_star, run=run)
 
 
 @dataclasses.dataclass
@@ -112,10 +88,10 @@ class Agent:
     temperature: float
     seed: int
     tools: str = ""
-    progress: Callable[[int], None] = lambda ended: None
+    progress: Callable[[int], Any] = lambda ended: None
 
     def play(self, questions: Sequence[Question]) -> list[Trajectory]:
-        """Returns a trajectory for each question, played as in training."""
+        """Plays each question once, as in training."""
         jobs = [Job(None, self.instruction, q, k) for k, q in enumerate(questions)]
         return rollout(
             self.engine, self.tokenizer, self.task, jobs, self.task.cfg, temperature=self.temperature, seed=self.seed,
@@ -138,13 +114,13 @@ METHODS = {"search_r1": Method(), "inspo": Method(I_star=True)}
 
 
 def method_of(chosen: Subject, methods: Mapping[str, Method]) -> str:
-    """Returns the name of the method that a model was trained for."""
-    found = (name for name, method in methods.items() if method.trained(chosen.cfg))
-    return next(found, "inspo" if chosen.I_star and evolves(chosen.cfg) else "search_r1")
+    """The name of the method that a model was trained for."""
+    trained = (name for name, method in methods.items() if method.trained(chosen.cfg))
+    return next(trained, "inspo" if chosen.I_star and evolves(chosen.cfg) else "search_r1")
 
 
 def instruction_of(chosen: Subject, task: Task, method: Method, file: str = "") -> str:
-    """Returns the instruction to play under: that in `file`, I_star, or the first one of the run or the task."""
+    """The instruction to play under: that in `file`, I_star, or the first one of the run or the task."""
     if file:
         return read_instruction("instruction", file)
     if method.I_star and not chosen.I_star:
@@ -154,56 +130,74 @@ def instruction_of(chosen: Subject, task: Task, method: Method, file: str = "") 
 
 @contextlib.contextmanager
 def agent(
-    chosen: Subject, task: Task, instruction: str, temperature: float, seed: int, *,
-    stop: tuple[str, ...] | None = None, served: str = "",
-) -> Iterator[Agent]:  # fmt: skip
+    chosen: Subject, task: Task, instruction: str, temperature: float, seed: int, stop: tuple[str, ...] | None = None
+) -> Iterator[Agent]:
     """Yields the agent that plays a task; closes its engine and its tools' servers.
 
-    `stop`: what ends its turns, by default what the task's tools need; `served`: the model to ask at a URL. Raises
-    Fault where something is missing.
+    `stop`: what ends its turns, by default what the task's tools need. Raises Fault where something is missing.
     """
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         task.check()
         tools = task.start(stack.enter_context(Servers(f"{folder}/log")))
-        ends = task.format.stop(task) if stop is None else stop
-        engine, tokenizer = _engine(chosen.weights, task.cfg, ends, served)
+        open_engine = chat if chosen.remote else local
+        engine, tokenizer = open_engine(chosen, task.cfg, task.format.stop(task) if stop is None else stop)
         stack.callback(engine.close)
         yield Agent(engine, tokenizer, task, instruction, temperature, seed, tools)
 
 
-def _engine(model: str, cfg: Config, stop: tuple[str, ...], served: str) -> tuple[Engine, Any]:
-    """Returns (engine, tokenizer) of a directory, a hub id or a URL."""
-    if model.startswith(("http://", "https://")):
-        from engines.chat_engine import ChatEngine, Words
+def chat(chosen: Subject, cfg: Config, stop: tuple[str, ...]) -> tuple[Any, Any]:
+    """Opens the chat endpoint at a URL, with its tokenizer of words."""
+    from engines.chat_engine import ChatEngine, Words
 
-        if cfg.format != "tags":
-            raise Fault(f"--format {cfg.format}: a chat endpoint renders its own template; give the model's directory")
-        words = Words()
-        return ChatEngine(model, served, words, stop, api_key=os.environ.get("OPENAI_API_KEY", "")), words
+    if cfg.format != "tags":
+        raise Fault(f"--format {cfg.format}: a chat endpoint renders its own template; give the model's directory")
+    words = Words()
+    key = os.environ.get("OPENAI_API_KEY", "")
+    return ChatEngine(chosen.weights, chosen.served, words, stop, api_key=key), words
+
+
+def local(chosen: Subject, cfg: Config, stop: tuple[str, ...]) -> tuple[Engine, Any]:
+    """Loads a directory or a hub id into the engine that training would choose; with its tokenizer."""
     import torch
 
     from engines.choose import choose_engine, device_of
     from engines.torch_engine import TorchEngine
-    from models.model import load_model, load_tokenizer, weights
+    from models.model import load_policy, weights
 
-    device = device_of(cfg)
-    try:
-        tokenizer, loaded = load_tokenizer(model, stop), load_model(model)
-    except Fault as e:
-        raise Fault(str(e).removeprefix("--model ")) from None
-    rows = loaded.get_input_embeddings().weight.shape[0]
+    path, device = chosen.weights, device_of(cfg)
+    model, tokenizer = load_policy(path, "cpu", stop)
+    rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
-        raise Fault(f"{model}: its tokenizer has {len(tokenizer)} tokens and its model {rows}: use the model's own")
-    # Merged adapters need float32.
-    dtype = "bfloat16" if device == "cuda" and not cfg.lora_rank else "float32"
+        raise Fault(f"{path}: its tokenizer has {len(tokenizer)} tokens and its model {rows}: use the model's own")
+    dtype = "bfloat16" if device == "cuda" and not cfg.lora_rank else "float32"  # merged adapters need float32
     if choose_engine(cfg, device)[0] == "torch":
-        return TorchEngine(loaded.to(device, getattr(torch, dtype)), tokenizer, stop, cfg.max_rows), tokenizer
+        return TorchEngine(model.to(device, getattr(torch, dtype)), tokenizer, stop, cfg.max_rows), tokenizer
     from engines.vllm_engine import VllmEngine
 
     engine = VllmEngine(
-        model, tokenizer, stop, max_len=cfg.max_prompt + cfg.max_response, memory=cfg.vllm_memory, seed=cfg.seed,
+        path, tokenizer, stop, max_len=cfg.max_prompt + cfg.max_response, memory=cfg.vllm_memory, seed=cfg.seed,
         dtype=dtype,
     )  # fmt: skip
-    engine.load(weights(loaded))
+    engine.load(weights(model))
     return engine, tokenizer
+
+
+def content_of(chosen: Subject) -> str:
+    """Digests the files of a model's directory; of the hub its commit, of a server what it says of its model."""
+    weights = Path(chosen.weights)
+    if chosen.remote:
+        with contextlib.closing(chat(chosen, chosen.cfg, ())[0]) as engine:
+            said = [str(engine.said[key]) for key in ("id", "root") if key in engine.said]  # without the time
+            return f"{' of '.join(said)} at {without_secrets(chosen.weights)}"
+    if weights.is_dir():
+        from training.checkpoint import digest
+
+        files = [path for path in sorted(weights.iterdir()) if path.is_file() and path.name[0] != "."]
+        return " ".join(f"{path.name} {digest(path)}" for path in files if path.suffix != ".md")
+    from transformers.utils import cached_file
+
+    from models.model import load_config
+
+    load_config(chosen.weights)  # raises a Fault where there is none
+    return f"commit {Path(str(cached_file(chosen.weights, 'config.json'))).parent.name} of {chosen.weights}"

@@ -5,13 +5,11 @@
     python evaluate.py http://127.0.0.1:8001/v1 --data my.jsonl --corpus passages.jsonl
     python evaluate.py --compare runs/evaluation/A runs/evaluation/B           # seeds of one arm: A0,A1,A2 B0,B1,B2
 
-WHAT is a run, one of its checkpoints, a Hugging Face directory or id, a preset, or the URL of an OpenAI-compatible chat
-endpoint (OPENAI_API_KEY). Greedy unless --temperature says otherwise. --out gets summary.json, table.md and
-results.jsonl, a line a question; the same command again continues where it was stopped, unless questions, instruction,
-weights or passages are others by then.
+WHAT is a run, a checkpoint that export.py wrote, a Hugging Face directory or id, a preset, or the URL of an
+OpenAI-compatible chat endpoint (OPENAI_API_KEY). Greedy unless --temperature says otherwise. --out gets summary.json,
+table.md and results.jsonl, a line a question; the same command again continues where it was stopped, unless questions,
+instruction, weights or passages are others by then. Benchmarks that --data_dir lacks come from the Hugging Face hub.
 """
-
-from __future__ import annotations
 
 import argparse
 import dataclasses
@@ -41,12 +39,9 @@ def main(
         help=f"test (the task's own held-out questions), valid, train; of search QA: world, {', '.join(SIZES)}, files",
     )  # fmt: skip
     parser.add_argument("--data_dir", default="data", help="folder of the benchmarks' files")
-    parser.add_argument("--hub", action="store_true", help="download what the folder lacks")
-    parser.add_argument("--skip_bad", action="store_true", help="leave out rows without a question or a gold answer")
     parser.add_argument("--n", type=int, default=0, help="questions of a set, a fixed sample by --seed; 0: all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    parser.add_argument("--samples", type=int, default=1, help="rollouts a question")
     parser.add_argument(
         "--instruction", default="", help="file; default: I_star for inspo, else the run's first one or the task's"
     )
@@ -59,10 +54,8 @@ def main(
     args = parser.parse_args(argv)
     if bool(args.what) == bool(args.compare):
         parser.error("give WHAT to evaluate, or --compare with two evaluations or more")
-    if args.samples < 1 or args.n < 0 or args.temperature < 0 or args.seed < 0:
-        parser.error("--samples must be at least 1; --n, --temperature and --seed must not be negative")
-    if args.samples > 1 and not args.temperature:
-        parser.error(f"--samples {args.samples}: greedy samples are all the same; give --temperature")
+    if args.n < 0 or args.temperature < 0 or args.seed < 0:
+        parser.error("--n, --temperature and --seed must not be negative")
     with one_line(program), stop.listening(), stop.may_stop():
         if args.compare:
             from evaluation.compare import compare  # here: torch and scipy take seconds to import

@@ -1,14 +1,14 @@
 """Two evaluations or more side by side: paired differences, McNemar's test, seeds as a second level, power."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from evaluation.measure import markdown
 from evaluation.statistics import (
+    Array,
     Difference,
     between_seeds,
     holm,
@@ -23,59 +23,59 @@ from journal.summary import label
 from plumbing.faults import Fault
 from plumbing.outside import decoded
 
-Row = dict[str, Any]
-Means = dict[str, dict[str, float]]  # set of questions -> question -> the task's first metric, mean over its samples
 TOLD_APART = ("what", "method", "instruction", "model", "seed", "n", "data", "questions")  # by what is compared
+
+
+class Evaluation(NamedTuple):
+    """What evaluate.py has written into a directory."""
+
+    path: Path
+    setting: dict[str, Any]
+    metric: str  # the main one
+    values: dict[str, Array]  # of that metric, by set of questions, in the order of the questions
 
 
 class Arm(NamedTuple):
     """What is compared: one evaluation, or one for each seed of a method."""
 
-    name: str
-    summaries: list[Row]
-    seeds: list[Means]
+    evaluations: list[Evaluation]
 
-    def mean(self, data: str) -> dict[str, float]:
+    @property
+    def name(self) -> str:
+        first, *others = self.evaluations
+        return first.path.name + (f" and {len(others)} more" if others else "")
+
+    def of_questions(self, data: str) -> Array:
         """Averages each question over the seeds."""
-        return {q: float(np.mean([seed[data][q] for seed in self.seeds])) for q in self.seeds[0][data]}
+        return np.mean([e.values[data] for e in self.evaluations], axis=0)
 
     def of_seeds(self, data: Sequence[str]) -> list[float]:
         """Averages each seed over its questions, then over the sets."""
-        return [float(np.mean([np.mean(list(seed[d].values())) for d in data])) for seed in self.seeds]
+        return [float(np.mean([e.values[d].mean() for d in data])) for e in self.evaluations]
 
 
-def read(directories: str) -> Arm:
-    """Reads the evaluations of one arm, separated by commas."""
-    paths = [Path(name) for name in directories.split(",")]
-    summaries, seeds = zip(*map(evaluation, paths), strict=True)
-    more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
-    return Arm(paths[0].name + more, list(summaries), list(seeds))
-
-
-def evaluation(path: Path) -> tuple[Row, Means]:
+def read(path: Path) -> Evaluation:
     """Reads summary.json and results.jsonl; Fault if they do not hold a finished evaluation."""
-    values: dict[str, dict[str, list[float]]] = {}
     try:
-        summary: Row = decoded((path / "summary.json").read_text())
-        for row in read_jsonl(path / "results.jsonl"):
-            samples = values.setdefault(row["data"], {}).setdefault(row["id"], [])
-            samples.append(float(row[summary["metrics"][0]]))
-        finished = {data: part["questions"] for data, part in summary["benchmarks"].items()}
+        summary = decoded((path / "summary.json").read_text())
+        metric, sizes = summary["metrics"][0], {data: part["questions"] for data, part in summary["benchmarks"].items()}
+        rows = read_jsonl(path / "results.jsonl")
+        values = {data: np.array([float(row[metric]) for row in rows if row["data"] == data]) for data in sizes}
+        finished = sizes == {data: len(x) for data, x in values.items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        finished = {}
-    if not finished or finished != {data: len(of_data) for data, of_data in values.items()}:
+        finished = False
+    if not finished:
         raise Fault(f"--compare {path}: no finished evaluation is in it; evaluate.py writes one")
-    means = {data: {q: sum(x) / len(x) for q, x in of_data.items()} for data, of_data in values.items()}
-    return summary | {"path": path}, means
+    return Evaluation(path, summary["setting"], metric, values)
 
 
-def check_comparable(one: Row, other: Row) -> None:
+def check_comparable(one: Evaluation, other: Evaluation) -> None:
     """Raises Fault unless two evaluations measure one thing on the same questions with the same gold answers."""
-    paths, settings = f"{one['path']} and {other['path']}", (one["setting"], other["setting"])
-    if one["metrics"][0] != other["metrics"][0] or settings[0]["task"] != settings[1]["task"]:
-        measured = [f"{x['metrics'][0]} of {x['setting']['task']}" for x in (one, other)]
+    paths = f"{one.path} and {other.path}"
+    measured = [f"{x.metric} of {x.setting['task']}" for x in (one, other)]
+    if measured[0] != measured[1]:
         raise Fault(f"--compare: {paths} measure {' and '.join(measured)}: compare evaluations of one task")
-    questions = [setting["questions"] for setting in settings]  # set -> digest of its questions and gold answers
+    questions = [x.setting["questions"] for x in (one, other)]  # set -> digest of its questions and gold answers
     unlike = [data for data in {**questions[0], **questions[1]} if questions[0].get(data) != questions[1].get(data)]
     if unlike:
         raise Fault(
@@ -84,43 +84,28 @@ def check_comparable(one: Row, other: Row) -> None:
         )
 
 
-def differing(settings: Sequence[Row]) -> list[str]:
-    """Names the settings in which evaluations differ, but for those that may."""
-    return [key for key in settings[0] if key not in TOLD_APART and any(s[key] != settings[0][key] for s in settings)]
-
-
 def compare(directories: Sequence[str]) -> str:
     """Returns a Markdown table of every arm against the first one, by set of questions and on average."""
-    first, *others = map(read, directories)
+    first, *others = (Arm([read(Path(name)) for name in names.split(",")]) for names in directories)
     if not others:
         raise Fault("--compare: give two evaluations or more")
-    summaries = [summary for arm in (first, *others) for summary in arm.summaries]
-    for summary in summaries:
-        check_comparable(summaries[0], summary)
-    head = ["", "benchmark", "questions", label(summaries[0]["metrics"][0]), "difference over questions, 95 %", "p"]
-    head += ["only this right, only that", "difference over seeds, 95 %", "p", "visible: questions, seeds"]
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    headline: list[float] = []
+    one, *rest = [e for arm in (first, *others) for e in arm.evaluations]
+    for evaluation in rest:
+        check_comparable(one, evaluation)
+    rows, headline = list[dict[str, str]](), list[float]()
     for arm in others:
-        found: dict[str, Difference] = {}
-        for data in first.seeds[0]:
-            a, b = arm.mean(data), first.mean(data)
-            x, y = np.array([a[q] for q in b]), np.array(list(b.values()))
-            found[data] = paired(x, y)
-            only = "{}, {}".format(*mcnemar(x, y)) if right_or_wrong(x, y) else ""
-            lines.append(_row(arm, first, [data], data, found[data], only))
-        whole = found[next(iter(found))]
-        if len(found) > 1:
-            whole = macro_difference(found)
-            lines.append(_row(arm, first, list(found), "average", whole))
-        seeds = between_seeds(arm.of_seeds(list(found)), first.of_seeds(list(found)))
+        differences = {data: paired(arm.of_questions(data), first.of_questions(data)) for data in one.values}
+        rows += [cells(arm, first, [data], difference) for data, difference in differences.items()]
+        if len(differences) > 1:
+            rows.append(cells(arm, first, list(one.values), macro_difference(differences)))
+        seeds = between_seeds(arm.of_seeds(list(one.values)), first.of_seeds(list(one.values)))
+        whole = macro_difference(differences) if len(differences) > 1 else differences[next(iter(differences))]
         headline.append(whole.p if np.isnan(seeds.p) else seeds.p)
-    out = [f"Differences from {first.name}.", "", *lines, ""]
+    out = [f"Differences from {first.name}.", "", markdown(rows)]
     if len(others) > 1:
-        adjusted = zip(others, holm(headline), strict=True)
-        told = ", ".join(f"{arm.name} {_p(p) or 'no test'}" for arm, p in adjusted)
-        out.append(f"Holm's p over the {len(others)} comparisons: {told}")
-    if unlike := differing([summary["setting"] for summary in summaries]):
+        adjusted = [f"{arm.name} {p_value(p) or 'no test'}" for arm, p in zip(others, holm(headline), strict=True)]
+        out.append(f"Holm's p over the {len(others)} comparisons: {', '.join(adjusted)}")
+    if unlike := [k for k in one.setting if k not in TOLD_APART and any(e.setting[k] != one.setting[k] for e in rest)]:
         out.append(f"Not all of these were made with the same {', '.join(unlike)}: summary.json has the values.")
     out.append(
         "Intervals over questions hold for these policies, those over seeds for other training runs. A test at 5 %\n"
@@ -130,16 +115,26 @@ def compare(directories: Sequence[str]) -> str:
     return "\n".join(out)
 
 
-def _row(arm: Arm, first: Arm, data: list[str], title: str, found: Difference, only: str = "") -> str:
+def cells(arm: Arm, first: Arm, data: list[str], difference: Difference) -> dict[str, str]:
+    """A row of the table: an arm against the first one on some sets of questions."""
     a, b = arm.of_seeds(data), first.of_seeds(data)
+    x, y = arm.of_questions(data[0]), first.of_questions(data[0])
     seeds = between_seeds(a, b)
-    tested = not np.isnan(seeds.p)
-    level = [f"{seeds.interval:+}", _p(seeds.p)] if tested else ["", ""]
-    visible = ", ".join(f"{d.visible:.3f}" for d in (found, seeds) if np.isfinite(d.visible))
-    cells = [arm.name, title, f"{found.interval.n:,}", f"{over_seeds(a).mean:.3f}, {over_seeds(b).mean:.3f}"]
-    cells += [f"{found.interval:+}", _p(found.p), only, *level, visible]
-    return f"| {' | '.join(cells)} |"
+    visible = difference.visible, seeds.visible
+    tested, single = not np.isnan(seeds.p), len(data) == 1 and right_or_wrong(x, y)
+    return {
+        "": arm.name,
+        "benchmark": data[0] if len(data) == 1 else "average",
+        "questions": f"{difference.interval.n:,}",
+        label(arm.evaluations[0].metric): f"{over_seeds(a).mean:.3f}, {over_seeds(b).mean:.3f}",
+        "difference over questions, 95 %": f"{difference.interval:+}",
+        "p": p_value(difference.p),
+        "only this right, only that": "{}, {}".format(*mcnemar(x, y)) if single else "",
+        "difference over seeds, 95 %": f"{seeds.interval:+}" if tested else "",
+        "p over seeds": p_value(seeds.p),
+        "visible: questions, seeds": ", ".join(f"{x:.3f}" for x in visible if np.isfinite(x)),
+    }
 
 
-def _p(p: float) -> str:
+def p_value(p: float) -> str:
     return "" if np.isnan(p) else f"{p:.3f}" if p >= 0.001 else f"{p:.0e}"

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import inspo
 from config import STATIC, RolloutKnobs, knob, parse
 from extras.table1 import SupervisedConfig
-from page.read import many
+from journal.summary import many
 from plumbing.faults import Fault, one_line
 from plumbing.outside import as_data, clean, control, decoded
 from plumbing.status import status

@@ -80,19 +80,19 @@ def read(run: Path, args: argparse.Namespace) -> Iterator[Played]:
 
 def play(args: argparse.Namespace, known: set[tuple[str, str]]) -> Iterator[Played]:
     """Yields what WHAT plays of the training questions, without those that are `known` under its instruction."""
-    with subject(args.what) as chosen:
-        task = load_task(chosen.configured(args, KNOBS))
-        instruction = instruction_of(chosen, task, Method(), args.instruction)
-        asked = subset(task.questions("train"), args.n, args.seed)
-        left = [q for q in asked if (instruction, q.id) not in known]
-        with agent(chosen, task, instruction, args.temperature, args.seed, served=args.served_model) as player:
-            print(player.tools or f"task: {task.cfg.task}", flush=True)
-            for first in range(0, len(left), CHUNK):
-                some = left[first : first + CHUNK]
-                seed = int(rng_of(args.seed, len(known), some[0].id).integers(2**31))
-                taus = dataclasses.replace(player, seed=seed).play(some)
-                reward(task, taus)
-                yield from ((task, instruction, tau.question, tau.record()) for tau in taus)
+    chosen = subject(args.what, args.served_model)
+    task = load_task(chosen.configured(args, KNOBS))
+    instruction = instruction_of(chosen, task, Method(), args.instruction)
+    asked = subset(task.questions("train"), args.n, args.seed)
+    left = [q for q in asked if (instruction, q.id) not in known]
+    with agent(chosen, task, instruction, args.temperature, args.seed) as player:
+        print(player.tools or f"task: {task.cfg.task}", flush=True)
+        for first in range(0, len(left), CHUNK):
+            some = left[first : first + CHUNK]
+            seed = int(rng_of(args.seed, len(known), some[0].id).integers(2**31))
+            taus = dataclasses.replace(player, seed=seed).play(some)
+            reward(task, taus)
+            yield from ((task, instruction, tau.question, tau.record()) for tau in taus)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

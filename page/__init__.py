@@ -1,1 +1,1 @@
-"""The page of a run: report.py writes it, and a run writes it at its end. Needs the standard library alone."""
+"""The page of a run: report.py writes it, and a run writes it at its end."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-from page.read import WIDE, Row, Run, number
+from page.read import Row, Run, number
 
+WIDE = 8  # sources of questions at most that have a curve of their own
 # Settings that say where a run ran and what it kept, not what it is.
 ASIDE = {"seed", "out", "resume", "device", "tracker", "retriever", "keep", "save_every", "engine", "vllm", "gpus"}
 ASIDE |= {"card", "dry_run", "patience", "micro_tokens", "max_rows", "token_rows", "token_limit", "compare"}
@@ -18,39 +19,35 @@ def curves(run: Run) -> Row:
     The scores at the run's end, which are in summary.json alone, are those of the last step. A metric that has more
     than WIDE sources is drawn of all of them together.
     """
-    final = run.held_out.get("trained policy, I_star") or run.held_out.get("trained policy, first instruction") or {}
     names = sorted({name for row in run.steps for name, value in row.items() if number(value) is not None} - {"t"})
     sources = Counter(name.partition("/")[0] for name in names if "/" in name)
     crowded = {f"{metric}/" for metric in names if sources[metric] > WIDE}
     names = [name for name in names if name[: name.find("/") + 1] not in crowded]
     series = {name: [number(row.get(name)) for row in run.steps] for name in names}
-    for name, value in final.items():
+    for name, value in run.summary.get("end", {}).items():
         if f"test/{name}" in series:
-            series[f"test/{name}"][-1] = number(value)
+            series[f"test/{name}"][-1] = value
     return {"t": [row["t"] for row in run.steps], "series": series}
 
 
 def groups(runs: list[Run]) -> list[Row]:
     """Returns [{"label", "runs"}]: runs with the same settings but for the seed; `runs` are places in the list."""
-    found: dict[str, list[int]] = {}
+    members: dict[str, list[int]] = {}
     for k, run in enumerate(runs):
         settings = {name: value for name, value in run.config.items() if name not in ASIDE}
-        found.setdefault(repr(sorted(settings.items())) if settings else run.name, []).append(k)
-    members = list(found.values())
-    differ = [
-        name for name in sorted({name for run in runs for name in run.config} - ASIDE)
-        if len({repr(runs[places[0]].config.get(name)) for places in members}) > 1
-    ]  # fmt: skip
+        members.setdefault(repr(sorted(settings.items())) if settings else run.name, []).append(k)
+    first = [runs[places[0]] for places in members.values()]
+    names = sorted({name for run in runs for name in run.config} - ASIDE)
+    differ = [name for name in names if len({repr(run.config.get(name)) for run in first}) > 1]
     out = []
-    for places in members:
-        run = runs[places[0]]
-        said = ", ".join(f"{name} {_brief(run.config.get(name))}" for name in differ)
-        alone = not said or len(said) > 60 or not run.config
-        label = run.name if alone else said
+    for run, places in zip(first, members.values(), strict=True):
+        label = ", ".join(f"{name} {_brief(run.config.get(name))}" for name in differ)
+        if not 0 < len(label) <= 60 or not run.config:
+            label = run.name
         out.append({"label": label + (f" ({len(places)} seeds)" if len(places) > 1 else ""), "runs": places})
     return out
 
 
 def _brief(value: object) -> str:
-    """Returns a setting as a label: of a path its last part."""
+    """A setting as a label: of a path its last part."""
     return str(value).rpartition("/")[2] or "none"

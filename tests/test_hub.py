@@ -88,11 +88,13 @@ def test_a_hub_out_of_reach_is_asked_once(hubs, monkeypatch):
     assert len(asked) == 1
 
 
-def test_evaluate_s_benchmarks_come_into_their_folder(hubs, tmp_path):
-    put(tmp_path / "hub/datasets" / benchmarks.HUB / "nq/test.jsonl", LINE)
+def test_evaluate_s_benchmarks_are_fetched_once_unless_they_are_in_their_folder(hubs, tmp_path):
+    put(tmp_path / "hub" / benchmarks.HUB.removeprefix("hf://") / "nq/test.jsonl", LINE)
     for _ in range(2):
-        assert [q.source for q in benchmarks.load("nq", tmp_path / "data", hub=True)] == ["nq"]
-    assert (tmp_path / "data/nq/test.jsonl").is_file() and len(hubs.fetched()) == 1
+        assert [q.source for q in benchmarks.load("nq", tmp_path / "data")] == ["nq"]
+    assert len(hubs.fetched()) == 1
+    put(tmp_path / "data/popqa/test.jsonl", LINE)
+    assert [q.source for q in benchmarks.load("popqa", tmp_path / "data")] == ["popqa"] and len(hubs.fetched()) == 1
 
 
 # ---- what is searched

@@ -1,23 +1,23 @@
 """What a model's folder, a server's address and a process of ours must not do or show."""
 
 import base64
+import contextlib
 import json
 import os
 import shutil
 import socket
 import struct
-import threading
-import time
 from pathlib import Path
 
 import pytest
+import requests
 from json_server import json_servers
+from test_page import served
 
 from config import HERE, WORLD, parse
 from engines.chat_engine import ChatEngine, Words
 from evaluation.agents import subject
 from models.model import load_config, load_model, load_tokenizer, skeleton
-from page.serve import server
 from plumbing.faults import Fault, OptimizerDown
 from plumbing.outside import without_secrets
 from plumbing.servers import Child
@@ -68,25 +68,18 @@ def test_a_known_family_needs_no_code(with_code):
 # ---- a page that is served
 
 
-def test_a_connection_that_asks_nothing_is_closed(monkeypatch, capfd):
-    monkeypatch.setattr("page.serve.TIMEOUT", 0.2)
-    run = Path(__file__).parent / "fixture" / "run"
-    with server([run], 0) as found:
-        threading.Thread(target=found.serve_forever, args=(0.01,), daemon=True).start()
-        try:
-            for sent in (b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: 127.0.0.1"):
-                with socket.create_connection(found.server_address, timeout=10) as half_open:
-                    half_open.sendall(sent)
-                    assert half_open.recv(1) == b""  # closed by the other side
-            with socket.create_connection(found.server_address) as gone:  # asks, reads nothing, closes abruptly
-                gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                gone.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1:80\r\n\r\n")
-            with socket.create_connection(found.server_address, timeout=10) as slow:  # asks, and reads nothing for long
-                slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-                slow.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1:80\r\n\r\n")
-                time.sleep(1)
-        finally:
-            found.shutdown()
+def test_connections_that_ask_nothing_or_break_off_keep_nobody_waiting(capfd):
+    with served(Path(__file__).parent / "fixture" / "run") as url, contextlib.ExitStack() as stack:
+        address = ("127.0.0.1", int(url.rpartition(":")[2]))
+        for sent in (b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: 127.0.0.1"):
+            stack.enter_context(socket.create_connection(address, timeout=10)).sendall(sent)
+        with socket.create_connection(address) as gone:  # asks, reads nothing, closes abruptly
+            gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            gone.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1:80\r\n\r\n")
+        slow = stack.enter_context(socket.create_connection(address, timeout=10))  # asks, and reads nothing for long
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1:80\r\n\r\n")
+        assert requests.get(url, timeout=10).text.startswith("<!doctype html>")
     assert "Traceback" not in capfd.readouterr().err
 
 
@@ -144,8 +137,7 @@ def test_a_path_goes_before_the_query_and_what_the_address_hides_is_not_shown():
         ]  # fmt: skip
         sent = base64.b64encode(b"ann:Gehe/im42").decode()
         assert server.requests[0][1]["Authorization"] == f"Basic {sent}"
-    with subject(url) as chosen:
-        assert chosen.name == f"127.0.0.1-{server.server_port}"
+    assert subject(url).name == f"127.0.0.1-{server.server_port}"
     for text in (str(fault.value), str(other.value), describe(optimizer)):
         assert "Geh" not in text and "ann" not in text
 

@@ -14,9 +14,9 @@ function drawCost(k) {
     h("div", {}, h("h3", {}, `Time: ${duration(cost.seconds)}`), phaseBar(cost.phases, false), phaseTable(cost))));
 }
 
-// Dollars for a million tokens, of prompts and of replies: from the address, or as report.py was told.
+// Dollars for a million tokens, of prompts and of replies: from the address.
 function priceFields(cost) {
-  const given = state.price ? state.price.split(",").map(Number) : DATA.price;
+  const given = state.price ? state.price.split(",").map(Number) : null;
   const valid = given && given.length === 2 && given.every((x) => Number.isFinite(x) && x >= 0);
   const total = valid ? (cost.prompt_tokens * given[0] + cost.completion_tokens * given[1]) / 1e6 : null;
   const amount = h("b", { class: "amount" }, total === null ? "give a price" : `$${total < 0.01 && total > 0 ? total.toFixed(4) : total.toFixed(2)}`);

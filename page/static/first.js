@@ -92,8 +92,6 @@ function reasons(won, I, run) {
     const rival = won.second ? `; the next, #${won.second.id}, has ${fixed(won.second.w)}` : "";
     out.push(`Its weight is ${fixed(won.w)}${rival}.`);
   }
-  if (I.rated) out.push(`It is rated ${I.rated}.`);
-  if (won.undecided.length) out.push(`At the last pruning a test could not tell ${won.undecided.map((id) => `#${id}`).join(", ")} from the leader: undecided.`);
   if (typeof I.r === "number") out.push(`When it joined at step ${I.born} it scored ${fixed(I.r)} on ${plural(I.questions, "question")}, its parent ${fixed(I.r_parent)}.`);
   else if (won.since === 0 && I.parents.length) out.push("It was there from the start, as a paraphrase of the first one.");
   const { "trained policy, first instruction": before, "trained policy, I_star": after } = run.learned.table;

@@ -30,7 +30,7 @@ onChange((now, before) => {
   const changed = (...keys) => keys.some((key) => now[key] !== before[key]);
   const k = runShown();
   if (changed("run")) return drawAll();
-  if (changed("ins", "diff")) drawInstruction(k);
+  if (changed("ins")) drawInstruction(k);
   if (changed("kind", "from", "to", "by", "outcome", "stop", "source", "calls", "ask")) {
     listed = PAGE;
     syncFilters();

@@ -1,7 +1,7 @@
 // What is shown, kept in the address: #section?key=value. A link, a reload and the back button restore the same view.
 
 const DEFAULTS = {
-  run: "0", ins: "", diff: "", kind: "", from: "", to: "", by: "", outcome: "", stop: "", source: "", calls: "", ask: "",
+  run: "0", ins: "", kind: "", from: "", to: "", by: "", outcome: "", stop: "", source: "", calls: "", ask: "",
   open: "", beside: "", paint: "logp", price: "",
 };
 const listeners = [];

@@ -62,7 +62,7 @@ function besideChoice(peers, row, beside) {
 
 function oneTrajectory(row, found, run, k) {
   if (!found) return h("article", { class: "trajectory" }, h("p", { class: "empty" }, "This trajectory could not be read."));
-  const link = findInstruction(run, row.ins) ? h("a", { href: address({ section: "instructions", ins: row.ins, diff: "" }) }, nameOf(row.ins)) : nameOf(row.ins);
+  const link = findInstruction(run, row.ins) ? h("a", { href: address({ section: "instructions", ins: row.ins }) }, nameOf(row.ins)) : nameOf(row.ins);
   const facts = [`${num(found.action_tokens)} tokens written`, plural(row.calls, "tool call"), `ended by ${row.stop}`];
   if (row.kind === "training" && found.advantage !== undefined) facts.push(`advantage ${signed(found.advantage)}`);
   return h("article", { class: "trajectory" },

@@ -87,8 +87,7 @@ function instructionBar(row, run, x, width, wide, totals, scale, k) {
     return svg("rect", { x: x(entry[0] - 0.5), width: Math.max(1, x(1) - x(0) + 0.3), y: row.y - size / 2, height: size, fill: blend(low, high, scale.share(entry[1] ?? scale.low)) });
   });
   const fate = I.left !== null ? `${I.why === "pruned" ? "pruned" : "replaced"} at ${I.left}` : won ? (run.status.state === "finished" ? "won" : "leads") : "in P at the end";
-  const interval = I.intervals[I.intervals.length - 1];
-  const weight = I.history.length ? `, w ${fixed(I.history[I.history.length - 1][1])}${interval ? ` ± ${fixed((interval[2] - interval[1]) / 2)}` : ""}` : "";
+  const weight = I.history.length ? `, w ${fixed(I.history[I.history.length - 1][1])}` : "";
   return treeRow(row, width, k, `Instruction ${I.id}, born at step ${I.born}, ${fate}${weight}`, won ? "won" : "",
     svg("line", { class: "life", x1: x(I.born), x2: x(last), y1: row.y, y2: row.y }), bars,
     svg("text", { class: "name", x: 34, y: row.y + 4, "text-anchor": "end" }, `#${I.id}`),
@@ -129,20 +128,16 @@ function drawInstruction(k) {
   for (const row of document.querySelectorAll(".tree .row")) row.classList.toggle("chosen", row.dataset.key === key);
   const I = findInstruction(run, key);
   if (!I) return replace(panel);
-  const parent = I.parents.length ? findInstruction(run, I.parents.includes(Number(state.diff)) && state.diff !== "" ? state.diff : String(I.parents[0])) : null;
+  const parent = I.parents.length ? findInstruction(run, String(I.parents[0])) : null;
   replace(panel,
     h("h3", {}, nameOf(key), key.startsWith("r") ? h("span", { class: "chip" }, "refused") : run.winner && run.winner.id === I.id ? h("span", { class: "chip good" }, run.status.state === "finished" ? "won" : "leads") : null),
     definitions(factsOf(I, run, k)),
     weightLine(I, weightScale(run)),
     parent ? diffText(parent.text, I.text) : h("p", { class: "instruction" }, I.text),
-    parent && h("p", { class: "note" }, "Against ", parentLinks(I, parent, k), ": ", h("ins", {}, "added"), ", ", h("del", {}, "removed"), "."),
+    parent && h("p", { class: "note" }, `Against #${parent.id}: `, h("ins", {}, "added"), ", ", h("del", {}, "removed"), "."),
     key.startsWith("r") ? null : h("p", { class: "more" }, h("a", { href: address({ section: "trajectories", by: key, kind: "", open: "" }) }, "Its trajectories")),
     I.call ? h("div", { class: "call" }) : null);
   if (I.call) drawCall($("#instruction .call"), k, I.call);
-}
-
-function parentLinks(I, shown, k) {
-  return I.parents.map((id, n) => [n ? ", " : "", id === shown.id ? `#${id}` : h("a", { href: address({ section: "instructions", diff: String(id), run: String(k) }) }, `#${id}`)]);
 }
 
 function nameOf(key) {
@@ -155,13 +150,11 @@ function findInstruction(run, key) {
 }
 
 function factsOf(I, run, k) {
-  const link = (id) => h("a", { href: address({ section: "instructions", ins: String(id), diff: "", run: String(k) }) }, `#${id}`);
-  const parents = I.parents.map((id, n) => [n ? " and " : "", link(id)]);
+  const link = (id) => h("a", { href: address({ section: "instructions", ins: String(id), run: String(k) }) }, `#${id}`);
+  const parents = I.parents.map(link);
   const facts = [];
   if ("id" in I) {
     facts.push(["Born", ["step ", String(I.born), I.parents.length ? [", a revision of ", parents] : ""]]);
-    if (I.rated) facts.push(["Rated", I.rated]);
-    if (I.undecided.length) facts.push(["Undecided", `at ${I.undecided.length === 1 ? "step" : "steps"} ${I.undecided.join(", ")}: a test could not tell it from the leader, so it stayed`]);
     facts.push(["Left", I.left === null ? "never" : `step ${I.left}, ${I.why === "pruned" ? "pruned" : "the next generation took its place"}`]);
   } else {
     facts.push(["Proposed", [`step ${I.t}, as a revision of `, parents]], ["Refused", I.why]);
@@ -176,10 +169,8 @@ function weightLine(I, scale) {
   if (points.length < 2) return null;
   const width = 260, height = 34, first = points[0][0], last = points[points.length - 1][0];
   const x = (t) => ((t - first) / (last - first)) * width, y = (w) => height - 2 - Math.min(1, Math.max(0, scale.share(w))) * (height - 4);
-  const sides = (side) => I.intervals.map((entry) => `${x(entry[0]).toFixed(1)},${y(entry[side]).toFixed(1)}`);
-  const band = I.intervals.length > 1 ? svg("polygon", { class: "band", points: [...sides(1), ...sides(2).reverse()].join(" ") }) : null;
   const d = points.map(([t, w], n) => `${n ? "L" : "M"}${x(t).toFixed(1)},${y(w).toFixed(1)}`).join("");
-  return h("p", { class: "weight" }, svg("svg", { width, height, role: "img", "aria-label": `weight from ${fixed(points[0][1])} to ${fixed(points[points.length - 1][1])}` }, band, svg("path", { d })),
+  return h("p", { class: "weight" }, svg("svg", { width, height, role: "img", "aria-label": `weight from ${fixed(points[0][1])} to ${fixed(points[points.length - 1][1])}` }, svg("path", { d })),
     h("span", { class: "note" }, `weight ${fixed(points[points.length - 1][1])} at step ${last}`));
 }
 
