@@ -84,7 +84,7 @@ fake-gpu: setup    ## whole presets on fake CUDA tensors: devices, dtypes, memor
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests/test_fake_gpu.py -n 2 $(ARGS)
 
 test-vllm: .venv-vllm/done  ## a real vLLM on the CPU, in an environment of its own
-	$(VLLM) -m pytest tests/test_vllm*.py $(ARGS)
+	$(VLLM) -m pytest tests/test_vllm*.py tests/extras/test_vllm*.py $(ARGS)
 
 test-trl: .venv-trl/done    ## objectives against TRL's, in an environment of its own
 	$(TRL) -m pytest tests/extras/test_objectives.py -k trl $(ARGS)

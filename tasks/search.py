@@ -142,13 +142,9 @@ def found(cfg: C) -> C:
     )
 
 
-def silent(url: str, topk: int) -> str:
-    """Returns why a search server does not answer, "" if it does."""
-    try:
-        Search(url, topk, retries=0).submit("is anyone there").result()
-    except ToolDown as e:
-        return str(e)
-    return ""
+def silent(url: str, topk: int) -> BaseException | None:
+    """Returns why a search server does not answer, None if it does."""
+    return Search(url, topk, retries=0).submit("is anyone there").exception()
 
 
 def index_of(corpus: str) -> str:

@@ -269,8 +269,10 @@ SMALLER = [c for c in dict.fromkeys(c._replace(page="", text="") for c in SHOWN)
 @pytest.mark.slow
 @pytest.mark.parametrize("command", SMALLER, ids=lambda c: f"{c.program} {' '.join(c.argv)}"[:100])
 def test_a_shown_command_prints_what_a_person_can_read(command, desk, tmp_path):
-    elsewhere = {"--resume": "tests/test_resume.py", "--task": "tests/extras/test_tasks.py",
-                 "--format": "tests/test_hermes.py", "search,weather:forecast": "tests/test_functions.py"}  # fmt: skip
+    elsewhere = {
+        "--resume": "tests/test_resume.py", "--task": "tests/extras/test_tasks.py",
+        "--format": "tests/extras/test_hermes.py", "search,weather:forecast": "tests/test_functions.py",
+    }  # fmt: skip
     for word, test in elsewhere.items():
         if word in command.argv:
             pytest.skip(test)

@@ -1,6 +1,6 @@
 """`--format hermes` beside vLLM: the ids that its chat endpoint gives its model, and turns that end with EOS alone.
 
-.venv-vllm/bin/python -m pytest tests/test_vllm_hermes.py
+.venv-vllm/bin/python -m pytest tests/extras/test_vllm_hermes.py
 """
 
 import json
@@ -25,7 +25,7 @@ from tasks.functions import TypedFunction
 from tasks.tools import Calculator
 
 pytest.importorskip("vllm")
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 ENV = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 ENV |= {"VLLM_LOGGING_LEVEL": "ERROR"}
 
