@@ -34,6 +34,7 @@ from reflect import (
     reflection_prompt,
 )
 from tasks import Job, Question, Task, check_questions, draw, first_instruction, load_task, reward, rng_of
+from training.device import check_preset_device
 
 if TYPE_CHECKING:  # torch takes seconds to import; --help does not wait for it
     from grpo import Learner
@@ -216,6 +217,9 @@ def train(
         task = load_task(cfg)
         first = first_instruction(task)
         leads = os.environ.get("RANK", "0") == "0"
+        if leads and not cfg.dry_run:
+            status("reading the questions")
+            together(lambda: check_questions(task), task.check, lambda: endpoint(cfg), lambda: check_preset_device(cfg))
         status("importing torch")
         import torch
 
@@ -224,7 +228,7 @@ def train(
         from journal.directory import RunDirectory
         from journal.log import Log
         from journal.screen import Screen
-        from training.checks import check, check_device, print_memory
+        from training.checks import check, print_memory
         from training.policy import Policy, worker_loop
         from training.ranks import Ranks
 
@@ -232,9 +236,6 @@ def train(
         if cfg.dry_run:
             return print_memory(cfg)
         torch.set_num_threads(cfg.threads)
-        if leads:
-            status("reading the questions")
-            together(lambda: check_device(cfg), lambda: check_questions(task), task.check, lambda: endpoint(cfg))
         device = device_of(cfg)
         ranks = Ranks(device, cfg.patience, dtype_of(cfg, device) if leads else "")
         with stop.listening(), ranks.fail_at_once(), contextlib.ExitStack() as stack:

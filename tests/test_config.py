@@ -110,7 +110,7 @@ def test_an_instruction_is_read_from_its_file(tmp_path):
     path = tmp_path / "i.txt"
     path.write_text("\n Be brief. \n")
     assert read_instruction("instruction", str(path)) == "Be brief."
-    for content, says in ((b" \n", "the file is empty"), (b"\xff\xfe", "not UTF-8")):
+    for content, says in ((b" \n", "the file is empty"), (b"\xff\xfe", "cannot be read as UTF-8")):
         path.write_bytes(content)
         with pytest.raises(Fault, match=f"--canary {path}: {says}"):
             read_instruction("canary", str(path))
@@ -183,7 +183,7 @@ def test_help_groups_the_flags_by_their_concerns(capsys):
     [
         (["--help"], 0, "--tau_s"),
         (["--G", "1"], 2, "--G 1"),
-        (["--train", "nosuch.jsonl"], 1, "--train nosuch.jsonl: no such file"),
+        (["--train", "nosuch.jsonl"], 1, "--train nosuch.jsonl: no such"),
         (["--preset", "world", "--model", "x", "--train", "nosuch.jsonl", "--valid", ""], 1, "--train nosuch.jsonl"),
         (["--test", "."], 1, "--test ."),
         (["--valid", "no.parquet"], 1, "--valid no.parquet"),

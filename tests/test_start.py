@@ -28,7 +28,8 @@ from tasks import Question
 from tasks.search import Search, try_search
 from tasks.search_qa import SEARCH_R1, SearchQA
 from training import checks
-from training.checks import check, check_copy, check_device, check_disk, disk
+from training.checks import check, check_copy, check_disk, disk
+from training.device import check_device
 from training.ranks import Ranks
 from world.optimizer import reply_to
 
@@ -165,13 +166,11 @@ def test_a_large_model_is_not_trained_on_a_cpu_that_nobody_asked_for():
         check(replace(cfg, device="cpu"), Ranks("cpu", 1), SearchQA(cfg), "")
 
 
-def test_lora_on_a_gpu_is_refused_unless_all_of_it_is_float32(monkeypatch):
-    monkeypatch.setattr(checks, "device_of", lambda cfg: "cuda")
-    for flags in (["--engine", "auto"], ["--engine", "torch"], ["--engine", "vllm", "--dtype", "float32"]):
+def test_lora_on_a_gpu_is_refused_unless_all_of_it_is_float32():
+    task, ranks = SearchQA(cfg := parse(["--lora_rank", "4", "--device", "cpu"])), SimpleNamespace(device="cuda", size=1)
+    for engine, dtype in (("auto", ""), ("torch", ""), ("vllm", "float32")):
         with pytest.raises(Fault, match="--lora_rank 4"):
-            check_device(parse(["--lora_rank", "4", *flags]))
-    check_device(parse(["--lora_rank", "4", "--engine", "torch", "--dtype", "float32"]))
-    check_device(parse([]))
+            check(replace(cfg, engine=engine, dtype=dtype), ranks, task, "")
 
 
 def test_under_torchrun_the_list_of_what_is_missing_comes_last_and_has_the_gpu(tmp_path):

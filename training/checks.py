@@ -10,19 +10,18 @@ import psutil
 import torch
 
 from config import Config, read_instruction
-from engines.choose import choose_engine, device_of, without_cuda
+from engines.choose import choose_engine
 from models import layers, lora
 from models.model import load_config, load_tokenizer, skeleton
 from plumbing.faults import Fault
 from plumbing.status import status
 from rollout import prompt_ids
 from tasks import Task
+from training.device import check_device
 from training.fit import shapes, with_room
 from training.ranks import Ranks
 from training.speed import CARDS
 from training.speed import table as speed_table
-
-WIDE = 896  # hidden units of a model whose step takes a CPU hours: the 0.5B's
 
 
 def print_memory(cfg: Config) -> None:
@@ -82,18 +81,6 @@ def check_copy(cfg: Config, ranks: Ranks) -> None:
         )
 
 
-def check_device(cfg: Config) -> None:
-    """Raises Fault if the device is missing, cannot train so, or is a CPU that nobody asked for and the model large."""
-    device = device_of(cfg)
-    if device == "cuda" and cfg.lora_rank and (cfg.engine, cfg.dtype) != ("torch", "float32"):
-        raise Fault(
-            f"--lora_rank {cfg.lora_rank}: in bf16 most of what adapters learn is rounded away on a GPU; train all"
-            " weights, or add --engine torch --dtype float32"
-        )
-    if device == "cpu" and not cfg.device and shapes(cfg.model).get_text_config().hidden_size >= WIDE:
-        raise Fault(f"--model {cfg.model}: {without_cuda()}; fix that, or take hours with --device cpu")
-
-
 def check(cfg: Config, ranks: Ranks, task: Task, instruction: str) -> tuple[str, str, Config]:
     """Returns ("vllm" or "torch", why), the engine to sample with, and `cfg` with --recompute decided; Fault if the run
     cannot work.
@@ -103,6 +90,12 @@ def check(cfg: Config, ranks: Ranks, task: Task, instruction: str) -> tuple[str,
     """
     if cfg.canary:
         read_instruction("canary", cfg.canary)
+    check_device(cfg)
+    if ranks.device == "cuda" and cfg.lora_rank and (cfg.engine, cfg.dtype) != ("torch", "float32"):
+        raise Fault(
+            f"--lora_rank {cfg.lora_rank}: in bf16 most of what adapters learn is rounded away on a GPU; train all"
+            " weights, or add --engine torch --dtype float32"
+        )
     engine, why = choose_engine(cfg, ranks.device)
     if ranks.device == "cuda":
         memory = torch.cuda.get_device_properties(0).total_memory / 1e9
