@@ -167,7 +167,8 @@ def test_a_large_model_is_not_trained_on_a_cpu_that_nobody_asked_for():
 
 
 def test_lora_on_a_gpu_is_refused_unless_all_of_it_is_float32():
-    task, ranks = SearchQA(cfg := parse(["--lora_rank", "4", "--device", "cpu"])), SimpleNamespace(device="cuda", size=1)
+    cfg, ranks = parse(["--lora_rank", "4", "--device", "cpu"]), SimpleNamespace(device="cuda", size=1)
+    task = SearchQA(cfg)
     for engine, dtype in (("auto", ""), ("torch", ""), ("vllm", "float32")):
         with pytest.raises(Fault, match="--lora_rank 4"):
             check(replace(cfg, engine=engine, dtype=dtype), ranks, task, "")
