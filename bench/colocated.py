@@ -1,75 +1,75 @@
-"""A random policy of Qwen2.5-3B's shape through vLLM in this process, beside its own weights; JSON last.
+"""vLLM in this process, with a random policy of Qwen2.5-3B's shape: its memory against the estimate; JSON last.
+
+    python -m bench.colocated
 
 vLLM starts, gets the weights, plays rows, sleeps, wakes with other weights, plays again. Each load is proven layer by
-layer. The GPU's free memory is read awake, asleep and awake again, and what vLLM takes of it stands beside
-training/fit.py's estimate: asleep the CUDA graphs alone. Weights are bfloat16, drawn on the device. Without a GPU the
-model is a toy, and no memory is read.
+layer. What vLLM takes of the GPU is compared with training/fit.py's estimate; asleep, CUDA graphs only. Weights are
+bfloat16, drawn on the device. Without a GPU the model is a toy, and no memory is read.
 """
 
-import argparse
 import json
-import os
-import sys
 import tempfile
-import time
 from dataclasses import replace
-from pathlib import Path
 
-HERE = Path(__file__).parent.parent
-sys.path.insert(0, str(HERE))  # ahead of bench/, where `kernels` is another file
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
+import torch
+from transformers import Qwen2Config
 
-import torch  # noqa: E402
-from transformers import Qwen2Config  # noqa: E402
-
-from bench.update import TOY  # noqa: E402
-from config import PRESETS, Config  # noqa: E402
-from engines.vllm_engine import VllmEngine  # noqa: E402
-from models.model import empty, load_tokenizer, weights  # noqa: E402
-from plumbing.faults import Fault, one_line  # noqa: E402
-from training.fit import KNOWN, RESERVE, estimate  # noqa: E402
+from bench.harness import parser_of, timed
+from bench.update import TOY
+from config import PRESETS, Config
+from engines.vllm_engine import VllmEngine
+from models.model import empty, load_tokenizer, weights
+from plumbing.faults import Fault, one_line
+from training.fit import KNOWN, estimate
 
 SMALL = TOY | {"num_attention_heads": 2}  # 32 wide, the least that vLLM takes on a CPU
 ROWS, PROMPT, TURN = 64, 512, 64  # tokens
-WORDS = 1000  # of the vocabulary, from which prompts are drawn
-SPARE = 4e9  # bytes that neither weights nor vLLM get: a forward pass's room besides
+SPARE = 4e9  # bytes that neither weights nor vLLM get: a forward pass's room
 
 
 def draw(model, seed: int) -> None:
     """Gives a model random weights: matrices N(0, 0.02), norms 1, biases 0."""
     torch.manual_seed(seed)
     with torch.no_grad():
-        for p in model.parameters():
-            if p.ndim > 1:
-                p.normal_(std=0.02)
         for name, p in model.named_parameters():
-            if p.ndim == 1:
-                p.fill_(0.0 if name.endswith("bias") else 1.0)
+            p.normal_(std=0.02) if p.ndim > 1 else p.fill_(0.0 if name.endswith("bias") else 1.0)
 
 
 def used(cuda: bool) -> float:
-    """Returns the bytes of the GPU that are taken, by whomever; 0 without one."""
+    """The GB of the GPU that are taken, by whomever; 0 without one."""
     if not cuda:
         return 0.0
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
-    return float(total - free)
+    return (total - free) / 1e9
 
 
-def play(engine: VllmEngine, prompts: list[list[int]]) -> float:
-    """Returns the seconds of a turn for each prompt."""
+def play(engine: VllmEngine, prompts: list[list[int]]) -> None:
+    """Plays a turn for each prompt."""
     engine.begin(0)
-    start, left = time.perf_counter(), len(prompts)
-    contexts = dict(enumerate(prompts))
+    left, contexts = len(prompts), dict(enumerate(prompts))
     while left:
         left -= sum(1 for _ in engine.generate(contexts, TURN, 1.0))
         contexts = {}
-    return time.perf_counter() - start
+
+
+def judge(x: dict, cuda: bool) -> dict:
+    """Returns the figures in a phrase, and which goals they miss."""
+    line = f"{x['parameters'] / 1e6:,.1f}M parameters: asleep in {x['sleep_s']:.2g} s"
+    line += f", awake with other weights in {x['wake_s']:.2g} s"
+    if not cuda:
+        return {"line": line, "missed": []}
+    took, estimated = x["vllm_gb"], x["estimate_gb"]
+    line += f"; vLLM takes {took['awake']:.1f} GB, estimated {estimated['awake']:.1f}, asleep {took['asleep']:.1f}"
+    line += f", estimated {estimated['asleep']:.1f}, then {took['awake_again']:.1f}"
+    missed = ["more than 10 % above the estimate awake"] * (max(took.values()) > 1.1 * estimated["awake"])
+    missed += ["more than 1 GB above the estimate asleep"] * (took["asleep"] > 1 + estimated["asleep"])
+    return {"line": line, "missed": missed}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     cuda = parser.parse_args().device == "cuda"
     if cuda and not torch.cuda.is_available():
@@ -78,46 +78,31 @@ def main() -> None:
     tokenizer = load_tokenizer(PRESETS["world"]["model"], ())
     model = empty(config, torch.bfloat16, "cuda" if cuda else "cpu")
     draw(model, 0)
-    total = float(torch.cuda.get_device_properties(0).total_memory) if cuda else 0.0
-    found = {"weights": used(cuda)}  # with the CUDA context
-    memory = (total - found["weights"] - SPARE) / total if cuda else 0.05
+    total = torch.cuda.get_device_properties(0).total_memory / 1e9 if cuda else 24.0
+    before = used(cuda)  # the weights, with the CUDA context
+    memory = (total - before - SPARE / 1e9) / total if cuda else 0.05
     cfg = replace(Config(), vllm="colocate", vllm_memory=memory, lora_rank=0)
-    fit = estimate(cfg, config, "vllm", 1, (total or 24e9) / 1e9)
-    parts = [part for part in fit.parts if part.name.startswith("vLLM")]
-    seconds = {}
+    parts = [part for part in estimate(cfg, config, "vllm", 1, total).parts if part.name.startswith("vLLM")]
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        start = time.perf_counter()
-        engine = VllmEngine(
-            folder, tokenizer, (), max_len=cfg.max_prompt + cfg.max_response if cuda else 1024, dtype="bfloat16",
-            memory=memory, seed=0,
-        )  # fmt: skip
-    seconds["start"] = time.perf_counter() - start
-    prompts = torch.randint(min(WORDS, config.vocab_size), (ROWS, PROMPT)).tolist()
+        max_len = cfg.max_prompt + cfg.max_response if cuda else 1024
+        engine = VllmEngine(folder, tokenizer, (), max_len=max_len, dtype="bfloat16", memory=memory, seed=0)
+    prompts = torch.randint(min(1000, config.vocab_size), (ROWS, PROMPT)).tolist()
     engine.load(weights(model))
-    seconds["turns"] = play(engine, prompts)
-    found["awake"] = used(cuda)
-    start = time.perf_counter()
-    engine.sleep()
-    seconds["sleep"], found["asleep"] = time.perf_counter() - start, used(cuda)
+    play(engine, prompts)
+    gb = {"awake": used(cuda)}
+    _, sleep_s, _ = timed(engine.sleep)
+    gb["asleep"] = used(cuda)
     draw(model, 1)
-    start = time.perf_counter()
-    engine.load(weights(model))
-    seconds["wake_and_load"] = time.perf_counter() - start
-    seconds["turns_again"] = play(engine, prompts)
-    found["awake_again"] = used(cuda)
-    gb = {name: round(x / 1e9, 2) for name, x in found.items()}
-    result = {"parameters": sum(p.numel() for p in model.parameters()), "unproven": engine.unproven, "rows": ROWS}
-    result |= {"vllm_memory": round(memory, 3), "used_gb": gb, "reserve_gb": round(RESERVE * total / 1e9, 2)}
-    result |= {f"{name}_s": round(x, 3) for name, x in seconds.items()}
-    result["vllm_gb"] = {name: round(gb[name] - gb["weights"], 2) for name in ("awake", "asleep", "awake_again")}
-    result["estimate_gb"] = {
-        "awake": round(sum(part.rollout for part in parts) / 1e9, 2),
-        "asleep": round(sum(part.update for part in parts) / 1e9, 2),
-    }
+    _, wake_s, _ = timed(lambda: engine.load(weights(model)))
+    play(engine, prompts)
+    gb["awake_again"] = used(cuda)
+    x = {"parameters": sum(p.numel() for p in model.parameters()), "unproven": engine.unproven, "sleep_s": sleep_s}
+    x |= {"wake_s": wake_s, "vllm_memory": memory, "vllm_gb": {name: taken - before for name, taken in gb.items()}}
+    x["estimate_gb"] = {"awake": sum(p.rollout for p in parts) / 1e9, "asleep": sum(p.update for p in parts) / 1e9}
     engine.close()
-    print(json.dumps(result))
+    print(json.dumps(x | judge(x, cuda)))
 
 
 if __name__ == "__main__":

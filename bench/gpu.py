@@ -3,7 +3,7 @@
 kernels  the tests that need a GPU: the Triton kernel in every setting, packed attention in bf16
 world    a run of the embedded world (FSDP2, NCCL, torch engine), killed and resumed: bench/resume.py
 update   an update of a random model of Qwen2.5-3B's shape: tokens/s, MFU, memory, gathering: bench/update.py
-head     the GRPO head beside Liger's, where that is installed: kernels/bench.py
+head     the GRPO head and Liger's, where that is installed: kernels/bench.py
 wide     the same at the shape of TRL's pull request 7244: 8,192 tokens, 4,096 wide, 151,936 words
 vllm     the world's run with vLLM: sleep, wake, reload, proof of weights, log-prob gap
 beside   a random model of Qwen2.5-3B's shape through vLLM: memory awake and asleep: bench/colocated.py
@@ -28,16 +28,12 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-HERE = Path(__file__).parent.parent
-sys.path.insert(0, str(HERE))
-
-from bench.processes import kill_tree  # noqa: E402
-from plumbing.faults import Fault, one_line  # noqa: E402
+from bench.harness import ROOT, kill_tree, parser_of, timed
+from plumbing.faults import Fault, one_line
 
 OFFLINE = {
     "HF_HUB_OFFLINE": "1",
@@ -47,7 +43,7 @@ OFFLINE = {
 }
 OFFLINE |= dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), "http://127.0.0.1:9")  # nobody
 RUN = "torch transformers triton numpy requests tenacity psutil simpleeval tqdm bm25s fastapi uvicorn cachetools"
-RUN += " prometheus_client matplotlib rich"
+RUN += " matplotlib rich"
 PROBE = """
 import importlib.metadata as metadata, json, torch
 def version(*names):
@@ -65,10 +61,6 @@ print(json.dumps(found))
 """
 
 
-class Missed(Exception):
-    """A part ran to its end, but not as it should: what was expected, in one line."""
-
-
 @dataclass
 class Part:
     """One part: what it needs, how long it may take, its command, and how its log is read."""
@@ -78,95 +70,41 @@ class Part:
     needs: str  # modules that must be installed
     gpu: list[str]  # arguments of python, on a GPU
     cpu: list[str]  # and on toy shapes
-    # (log, whether on a GPU) -> the figures in a phrase, and as numbers; raises Missed
-    read: Callable[[str, bool], tuple[str, dict]]
+    read: Callable[[str, bool], dict]  # (log, whether on a GPU) -> figures, with "line" and the goals "missed"
     cards: int = 1
 
 
-def read_tests(log: str, cuda: bool) -> tuple[str, dict]:
+def read_tests(log: str, cuda: bool) -> dict:
     counts = {word: int(n) for n, word in re.findall(r"(\d+) (passed|skipped|deselected)", log.splitlines()[-1])}
-    if not counts.get("passed"):
-        raise Missed("no test ran")
-    return f"{counts['passed']} tests passed, {counts.get('skipped', 0)} skipped", counts
+    line = f"{counts.get('passed', 0)} tests passed, {counts.get('skipped', 0)} skipped"
+    return counts | {"line": line, "missed": [] if counts.get("passed") else ["no test ran"]}
 
 
-def last_json(log: str) -> dict:
-    """Returns the last line of a log that is a JSON object."""
+def last_json(log: str, cuda: bool) -> dict:
+    """Reads the last line of a log that is a JSON object: what the scripts of bench/ print."""
     for line in reversed(log.splitlines()):
         if line.startswith("{"):
             return json.loads(line)
-    raise Missed("it printed no result")
+    return {"line": "it printed no result", "missed": ["result"]}
 
 
-def read_world(log: str, cuda: bool) -> tuple[str, dict]:
-    x = last_json(log)
-    killed = f", killed, resumed after step {x['resumed_after']}" if x["resumed_after"] else ""
-    over = f" on {x['ranks']} ranks" if x["ranks"] > 1 else ""
-    over += f", LoRA {x['lora_rank']}" if x["lora_rank"] else ""
-    text = f"{x['steps']} steps{over}{killed}; rollouts {x['rollout_s']:.2f} s, "
-    text += f"update {x['update_s']:.2f} s a step; log-prob gap {x['logp_gap_max']:.1e} nat"
-    if x["engine"] == "vllm":
-        text += f"; {x['unproven'] or 'no'} weights without proof"
-    if x["engine"] == "served":
-        text += "; all weights over NCCL" if not x["lora_rank"] else "; adapters over HTTP"
-        text += " (all weights over NCCL take two cards)" if cuda and x["cards"] < 2 else ""
-    return text, x
-
-
-def read_update(log: str, cuda: bool) -> tuple[str, dict]:
-    x = last_json(log)
-    text = f"{x['layers']} layers: {x['tokens_per_s']:,.0f} tokens/s"
-    text += f", MFU {x['mfu']:.1%}" if "mfu" in x else f", {x['tflops']:.3g} TFLOP/s"
-    if cuda:
-        text += f"; peak {x['peak_gb']:.1f} GB, estimated {x['estimate_gb']:.1f}"
-    if "waits" in x:
-        text += f"; the host waits {x['waits']:.1f} times a micro-batch"
-    text += f"; all weights gathered in {x['gather_s']:.2g} s; attention: {x['attention']}"
-    if "flash_over_own" in x:
-        text += f", {x['flash_over_own']:.2f} of the time with torch's own"
-    if cuda and x["peak_gb"] > 1.15 * x["estimate_gb"]:
-        raise Missed(f"more than 15 % above the estimate of memory: {text}")
-    return text, x
-
-
-def read_head(log: str, cuda: bool) -> tuple[str, dict]:
-    rows = {row["name"]: row for row in last_json(log)["rows"] if not row["masked"]}
+def read_head(log: str, cuda: bool) -> dict:
+    x = last_json(log, cuda)
+    if "rows" not in x:
+        return x
+    rows = {row["name"]: row for row in x["rows"] if not row["masked"]}
     ours, liger = rows["ours"], rows["Liger fused"]
     if ours["note"]:
-        raise Missed(f"ours: {ours['note']}")
-    text = f"{ours['ms']:.1f} ms"
-    text += f", {ours['peak_gb']:.2f} GB" if cuda else ""
-    figures = {"ms": {name: row.get("ms") for name, row in rows.items()}, "peak_gb": ours["peak_gb"]}
-    figures |= {"error": ours["error"], "liger_note": liger["note"]}
-    missed = ["errors above 0.02"] if not ours["error"] <= 0.02 else []
+        return {"line": f"ours: {ours['note']}", "missed": ["a result"]}
+    line = f"{ours['ms']:.1f} ms" + f", {ours['peak_gb']:.2f} GB" * cuda
+    missed = ["errors below 0.02"] if not ours["error"] <= 0.02 else []
     if liger["note"]:
-        text += f"; Liger fused: {liger['note']}"
+        line += f"; Liger fused: {liger['note']}"
     else:
-        figures |= {"liger_over_ours": liger["ratio"], "liger_peak_gb": liger["peak_gb"]}
-        text += f"; Liger fused takes {liger['ratio']:.2f} of that time"
-        if cuda:
-            text += f" and {liger['peak_gb']:.2f} GB"
-            missed += ["slower than Liger"] * (liger["ratio"] < 1)
-            missed += ["more memory than Liger"] * (ours["peak_gb"] > liger["peak_gb"])
-    if missed:
-        raise Missed(f"{' and '.join(missed)}: {text}")
-    return text, figures
-
-
-def read_beside(log: str, cuda: bool) -> tuple[str, dict]:
-    x = last_json(log)
-    text = f"{x['parameters'] / 1e6:,.1f}M parameters: asleep in {x['sleep_s']:.2g} s"
-    text += f", awake with other weights in {x['wake_and_load_s']:.2g} s"
-    if not cuda:
-        return text, x
-    took, estimate = x["vllm_gb"], x["estimate_gb"]
-    text += f"; vLLM takes {took['awake']:.1f} GB, estimated {estimate['awake']:.1f}, asleep {took['asleep']:.1f}"
-    text += f", estimated {estimate['asleep']:.1f}, then {took['awake_again']:.1f}"
-    missed = ["more than 10 % above the estimate awake"] * (max(took.values()) > 1.1 * estimate["awake"])
-    missed += ["more than 1 GB above the estimate asleep"] * (took["asleep"] > 1 + estimate["asleep"])
-    if missed:
-        raise Missed(f"{' and '.join(missed)}: {text}")
-    return text, x
+        line += f"; Liger fused takes {liger['ratio']:.2f} of that time" + f" and {liger['peak_gb']:.2f} GB" * cuda
+        missed += ["as fast as Liger"] * (cuda and liger["ratio"] < 1)
+        missed += ["no more memory than Liger"] * (cuda and ours["peak_gb"] > liger["peak_gb"])
+    return {"line": line, "missed": missed, "ours": ours, "liger": liger}
 
 
 TESTS = (
@@ -174,7 +112,7 @@ TESTS = (
 )
 # On a GPU every setting with the small vocabulary, two with Qwen's; test_kernels' half that runs the Triton kernel.
 ON_GPU = "(on_the_gpu and (37-64-1187 or beta-dtype1 or cispo-dtype1)) or on_a_gpu or triton- or triton]"
-WORLD = "bench/resume.py --device {} --engine {} --steps {} --kill_at {}".format
+WORLD = "-m bench.resume --device {} --engine {} --steps {} --kill_at {}".format
 LORA, TWO = ["--lora_rank", "8"], ["--ranks", "2"]
 HEAD = "-m kernels.bench --seconds 0.5"
 PARTS = [
@@ -183,11 +121,11 @@ PARTS = [
         [*TESTS, "equals_rows_torch or (test_settings and beta) or packed_attention"], read_tests,
     ),
     Part(
-        "world", 110, RUN, WORLD("cuda", "torch", 6, 3).split(), WORLD("cpu", "torch", 3, 2).split(), read_world,
+        "world", 110, RUN, WORLD("cuda", "torch", 6, 3).split(), WORLD("cpu", "torch", 3, 2).split(), last_json,
     ),
     Part(
-        "update", 130, "torch transformers triton numpy psutil requests tenacity simpleeval", ["bench/update.py"],
-        "bench/update.py --device cpu --steps 1 --trajectories 10".split(), read_update,
+        "update", 130, "torch transformers triton numpy psutil requests tenacity simpleeval", ["-m", "bench.update"],
+        "-m bench.update --device cpu --steps 1 --trajectories 10".split(), last_json,
     ),
     Part(
         "head", 90, "torch triton",
@@ -198,23 +136,23 @@ PARTS = [
         f"{HEAD} --tokens 8192 --shapes 4096x151936".split(), f"{HEAD} --tokens 16 --shapes 64x512".split(), read_head,
     ),
     Part(
-        "vllm", 140, f"vllm {RUN}", WORLD("cuda", "vllm", 6, 0).split(), WORLD("cpu", "vllm", 3, 0).split(), read_world,
+        "vllm", 140, f"vllm {RUN}", WORLD("cuda", "vllm", 6, 0).split(), WORLD("cpu", "vllm", 3, 0).split(), last_json,
     ),
     Part(
-        "beside", 180, "vllm torch transformers", ["bench/colocated.py"], "bench/colocated.py --device cpu".split(),
-        read_beside,
+        "beside", 180, "vllm torch transformers", ["-m", "bench.colocated"],
+        "-m bench.colocated --device cpu".split(), last_json,
     ),
     Part(
         "lora", 150, f"vllm {RUN}", [*WORLD("cuda", "vllm", 6, 3).split(), *LORA],
-        [*WORLD("cpu", "vllm", 3, 2).split(), *LORA], read_world,
+        [*WORLD("cpu", "vllm", 3, 2).split(), *LORA], last_json,
     ),
     Part(
         "url", 240, f"vllm {RUN}", WORLD("cuda", "served", 6, 3).split(), WORLD("cpu", "served", 3, 2).split(),
-        read_world,
+        last_json,
     ),
     Part(
         "ranks", 110, RUN, [*WORLD("cuda", "torch", 6, 3).split(), *TWO],
-        [*WORLD("cpu", "torch", 3, 2).split(), *TWO], read_world, cards=2,
+        [*WORLD("cpu", "torch", 3, 2).split(), *TWO], last_json, cards=2,
     ),
 ]  # fmt: skip
 
@@ -222,7 +160,7 @@ PARTS = [
 def missing(needs: str) -> str:
     """Returns what to install of these modules, as arguments of pip with the versions of requirements.txt; or ""."""
     pins = {}
-    for line in (HERE / "requirements.txt").read_text().splitlines():
+    for line in (ROOT / "requirements.txt").read_text().splitlines():
         if pin := re.match(r"(?:# )?([\w-]+)[<=>][^\s#;]*", line):
             pins[pin[1].replace("-", "_")] = pin[0].removeprefix("# ")
     absent = [name for name in needs.split() if not importlib.util.find_spec(name)]
@@ -239,41 +177,43 @@ def error_line(log: str) -> str:
 
 
 def attempt(part: Part, cards: int, limit: float, out: Path, env: dict[str, str]) -> dict:
-    """Runs a part, on the CPU if there are no cards; returns its status, seconds, limit, line for the table, log and
-    figures."""
+    """Runs a part, on the CPU if there are no cards; returns its status, seconds, limit, log, figures and line for the
+    table."""
     cuda = cards > 0
     row = {"name": part.name, "status": "SKIP", "seconds": 0.0, "limit": limit, "log": "", "figures": {}}
     if absent := missing(part.needs):
         return row | {"line": f"pip install {absent}"}
     if cuda and cards < part.cards:
         return row | {"line": f"it takes {part.cards} cards; here is {cards}"}
-    start, path = time.monotonic(), out / f"{part.name}.log"
-    row |= {"status": "FAIL", "log": str(path)}
-    with path.open("w") as file:
-        command = [sys.executable, *(part.gpu if cuda else part.cpu)]
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, cwd=HERE, env=env,
-            start_new_session=True,
-        )  # fmt: skip
-        try:
-            code = process.wait(limit)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            kill_tree(process)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # what outlived a part that ended by itself
-    row["seconds"] = round(time.monotonic() - start, 1)
+    path = out / f"{part.name}.log"
+    code, seconds, _ = timed(lambda: run([sys.executable, *(part.gpu if cuda else part.cpu)], limit, path, env))
+    row |= {"status": "FAIL", "log": str(path), "seconds": round(seconds, 1)}
     log = path.read_text(errors="replace")
     if code is None:
         return row | {"line": f"not done after {limit:g} s; last: {error_line(log)}"}
     if code:
         return row | {"line": f"killed by signal {-code}; last: " * (code < 0) + error_line(log)}
-    try:
-        line, figures = part.read(log, cuda)
-    except Missed as e:
-        return row | {"line": str(e)}
-    return row | {"status": "PASS", "line": line, "figures": figures}
+    figures = part.read(log, cuda)
+    if figures["missed"]:
+        return row | {"line": f"missed: {' and '.join(figures['missed'])}: {figures['line']}", "figures": figures}
+    return row | {"status": "PASS", "line": figures["line"], "figures": figures}
+
+
+def run(command: list[str], limit: float, log: Path, env: dict[str, str]) -> int | None:
+    """Runs a command and ends all that it started; returns its exit code, None if it was not done in time."""
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, env=env,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            return process.wait(limit)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            kill_tree(process)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # what outlived a part that ended by itself
 
 
 def probe(env: dict[str, str]) -> dict:
@@ -304,12 +244,10 @@ def table(machine: dict, rows: list[dict]) -> str:
         "|---|---|---|",
         f"| {versions} | CUDA {machine['cuda'] or 'none'} | |",
     ]
-    lines += [f"| {row['name']} | {row['status']}, {row['seconds']:.0f} s | {cell(row['line'])} |" for row in rows]
+    for row in rows:
+        line = row["line"].replace("|", "\\|")
+        lines.append(f"| {row['name']} | {row['status']}, {row['seconds']:.0f} s | {line} |")
     return "\n".join(lines)
-
-
-def cell(text: str) -> str:
-    return text.replace("|", "\\|")
 
 
 def limit_of(text: str) -> tuple[str, float]:
@@ -320,7 +258,7 @@ def limit_of(text: str) -> tuple[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", choices=[part.name for part in PARTS], help="these parts alone")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: toy shapes, without a GPU")
     parser.add_argument("--limit", nargs="+", type=limit_of, default=[], metavar="PART=SECONDS",

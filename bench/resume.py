@@ -1,4 +1,6 @@
-"""A few steps of the embedded world, killed and resumed (`python bench/resume.py --engine torch`); JSON last.
+"""A few steps of the embedded world, killed and resumed; JSON last.
+
+    python -m bench.resume --engine torch
 
 The run prunes, evolves and saves on the way; --kill_at 0 lets it end in peace. With `--engine vllm` every step puts
 vLLM to sleep, wakes it, sends it the weights and has it prove that it computes with them. `--lora_rank 8` trains
@@ -8,7 +10,6 @@ none, it gets adapters (`--lora_rank 8` unless another is given). Exits with 1 a
 missing or there twice, or if no gradient arrived.
 """
 
-import argparse
 import contextlib
 import json
 import math
@@ -25,37 +26,21 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-HERE = Path(__file__).parent.parent
-sys.path.insert(0, str(HERE))
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
+import requests
+import torch
 
-import requests  # noqa: E402
-import torch  # noqa: E402
-
-from bench.processes import kill_tree  # noqa: E402
-from bench.step import BEST  # noqa: E402
-from config import PRESETS  # noqa: E402
-from plumbing.faults import Fault, one_line  # noqa: E402
+from bench.harness import BEST, ROOT, kill_tree, parser_of
+from config import PRESETS
+from journal.directory import read_jsonl
+from plumbing.faults import Fault, one_line
 
 FLAGS = "--batch 8 --mini 4 --G 5 --K_p 1 --K_e 2 --T_e 5 --D_B 4 --eval_n 8 --save_every 1".split()
 
 
-def rows_of(run: Path) -> list[dict]:
-    """Returns the complete lines of a run's metrics.jsonl."""
-    metrics = run / "metrics.jsonl"
-    lines = metrics.read_text().split("\n")[:-1] if metrics.exists() else []
-    return [json.loads(line) for line in lines]
-
-
-def saved(run: Path) -> bool:
-    """Returns whether a run has written a checkpoint."""
-    return any((run / "checkpoints").glob("step-*"))
-
-
 def play(command: list[str], run: Path, kill_at: int) -> str:
-    """Runs the command, killing it once step `kill_at` is logged and a checkpoint is there, which is written beside the
-    next step (0: never); prints and returns its output."""
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=HERE)
+    """Runs the command, killing it once step `kill_at` is logged and a checkpoint, which is written during the next
+    step, is there (0: never); prints and returns its output."""
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
     lines: list[str] = []
 
     def pass_on() -> None:  # at once: a part that hangs is killed, and its last line then tells where
@@ -65,7 +50,9 @@ def play(command: list[str], run: Path, kill_at: int) -> str:
 
     reader = threading.Thread(target=pass_on, daemon=True)
     reader.start()
-    while process.poll() is None and not (kill_at and len(rows_of(run)) > kill_at and saved(run)):
+    while process.poll() is None:
+        if kill_at and len(read_jsonl(run / "metrics.jsonl")) > kill_at and any(run.glob("checkpoints/step-*")):
+            break
         time.sleep(0.02)
     code = process.poll()
     kill_tree(process)
@@ -109,7 +96,7 @@ def served(cuda: bool, card: int, lora_rank: int, log: Path) -> Iterator[str]:
     env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     command = [sys.executable, *start, "serve", world["model"], *shlex.split(flags)]
     with log.open("w") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, cwd=HERE, env=env)
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, env=env)
         try:
             url, end = f"http://127.0.0.1:{port}", time.monotonic() + START * (1 if cuda else 3)
             while not answers(f"{url}/health"):
@@ -130,19 +117,32 @@ def answers(url: str) -> bool:
         return False
 
 
+def describe(x: dict, cuda: bool) -> str:
+    """The figures in a phrase."""
+    killed = f", killed, resumed after step {x['resumed_after']}" if x["resumed_after"] else ""
+    over = f" on {x['ranks']} ranks" * (x["ranks"] > 1) + f", LoRA {x['lora_rank']}" * bool(x["lora_rank"])
+    line = f"{x['steps']} steps{over}{killed}; rollouts {x['rollout_s']:.2f} s, "
+    line += f"update {x['update_s']:.2f} s a step; log-prob gap {x['logp_gap_max']:.1e} nat"
+    if x["engine"] == "vllm":
+        line += f"; {x['unproven'] or 'no'} weights without proof"
+    if x["engine"] == "served":
+        line += "; adapters over HTTP" if x["lora_rank"] else "; all weights over NCCL"
+        line += " (all weights over NCCL take two cards)" * (cuda and x["cards"] < 2)
+    return line
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="", help="(cuda if there is one)")
+    parser = parser_of(__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--engine", choices=("torch", "vllm", "served"), default="torch")
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--kill_at", type=int, default=3, help="the step after which it is killed; 0: none")
+    parser.add_argument("--kill_at", type=int, default=3, help="the step after which it is killed, from 2 on; 0: none")
     parser.add_argument("--lora_rank", type=int, default=0, help="of adapters; 0: all weights are trained")
     parser.add_argument("--ranks", type=int, default=1, help="processes, a card each")
     args = parser.parse_args()
     if args.kill_at == 1:
         raise Fault("--kill_at 1: a step's checkpoint follows its line of metrics, so none is there yet; from 2 on")
-
-    cuda = args.device != "cpu" and torch.cuda.is_available()
+    cuda = args.device == "cuda"
     cards = torch.cuda.device_count() if cuda else 0
     if args.engine == "served" and cards < 2:
         args.lora_rank = args.lora_rank or 8
@@ -152,38 +152,32 @@ def main() -> None:
         run, instruction = Path(tmp, "run"), Path(tmp, "instruction.txt")
         instruction.write_text(BEST)  # under it the first policy scores, so there are gradients
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.ranks}"]
-        command = [sys.executable, *torchrun * (args.ranks > 1), "inspo.py"]
-        command += ["--out", str(run), "--instruction", str(instruction)]
-        command += [*FLAGS, "--T", str(args.steps)]
+        command = [sys.executable, *torchrun * (args.ranks > 1), "inspo.py", "--out", str(run), "--device", args.device]
+        command += ["--instruction", str(instruction), *FLAGS, "--T", str(args.steps)]
+        command += ["--lora_rank", str(args.lora_rank)] if args.lora_rank else []
         if args.engine == "served":
             url = stack.enter_context(served(cuda, min(1, max(0, cards - 1)), args.lora_rank, Path(tmp, "serve.log")))
             command += ["--engine", "vllm", "--vllm", url]
         else:
             command += ["--engine", args.engine]
-        command += ["--lora_rank", str(args.lora_rank)] if args.lora_rank else []
-        command += ["--device", args.device] if args.device else []
-        start = time.monotonic()
         if args.kill_at:
             play(command, run, args.kill_at)
-        first = time.monotonic() - start
         text = play(command + ["--resume"] * bool(args.kill_at), run, 0)
-        rows = rows_of(run)
+        rows = read_jsonl(run / "metrics.jsonl")
     resumed = re.search(r"resumed after step (\d+)", text)
     unproven = re.search(r"(\d+) weights cannot be read back", text)
     if args.kill_at and not resumed:
         raise Fault("it was not resumed, but began anew")
     if [row["t"] for row in rows] != list(range(args.steps + 1)):
         raise Fault(f"metrics.jsonl has the steps {[row['t'] for row in rows]}, not 0 to {args.steps}")
-    norms, gaps = ([row[name] for row in rows[1:]] for name in ("grad_norm", "logp_gap"))
+    norms = [row["grad_norm"] for row in rows[1:]]
     if not max(norms) > 0 or not all(map(math.isfinite, norms)):
         raise Fault(f"the gradients' norms are {norms}")
-    found = {name: getattr(args, name) for name in ("engine", "lora_rank", "ranks", "steps")} | {"cards": cards}
-    found |= {"resumed_after": int(resumed[1]) if resumed else None}
-    found |= {"logp_gap_mean": statistics.mean(gaps), "logp_gap_max": max(gaps), "grad_norm_max": max(norms)}
-    found |= {"unproven": int(unproven[1]) if unproven else 0}
-    found |= {f"{name}_s": statistics.median(row[f"time/{name}"] for row in rows[1:]) for name in ("rollout", "update")}
-    found |= {"killed_after_s": first if args.kill_at else None, "total_s": time.monotonic() - start}
-    print(json.dumps(found))
+    x = {name: getattr(args, name) for name in ("engine", "lora_rank", "ranks", "steps")} | {"cards": cards}
+    x |= {"resumed_after": int(resumed[1]) if resumed else None, "unproven": int(unproven[1]) if unproven else 0}
+    x |= {"logp_gap_max": max(row["logp_gap"] for row in rows[1:]), "grad_norm_max": max(norms)}
+    x |= {f"{name}_s": statistics.median(row[f"time/{name}"] for row in rows[1:]) for name in ("rollout", "update")}
+    print(json.dumps(x | {"line": describe(x, cuda), "missed": []}))
 
 
 if __name__ == "__main__":

@@ -1,34 +1,27 @@
-"""Rollouts with vLLM while searches take time, against synchronous rounds and raw generation (`make bench-rollout`).
+"""Rollouts with vLLM while searches take time, against synchronous rounds and raw generation; JSON last.
 
-Generates the same numbers of tokens in three ways, in turns; JSON last:
+    python -m bench.rollout        # where vLLM is installed
+
+Generates the same numbers of tokens in three ways, in turns:
   ours    `rollout`: a row's next turn begins when its own search returns
   rounds  like Search-R1: all rows generate, then all queries are searched, then the next round begins
-  raw     LLM.generate alone: one request per trajectory, whose prompt is the trajectory's prompt and observations, and
+  raw     LLM.generate only: one request per trajectory, whose prompt is the trajectory's prompt and observations, and
           which generates as many tokens as the trajectory sampled; no tool, no waiting
 Every search takes `--latency` seconds longer than the real server. The lengths of turns (30 to 400 tokens, lognormal)
 and the number of searches per trajectory (0 to 3) are drawn beforehand and the same for all three. The policy is small,
 with random weights, and writes no action of its own.
 """
 
-import argparse
 import json
 import multiprocessing
-import os
 import statistics
-import sys
 import tempfile
 import threading
-import time
 from concurrent.futures import Future
-from pathlib import Path
 
-HERE = Path(__file__).parent.parent
-sys.path[:0] = [str(HERE), str(HERE / "tests")]
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
-from bench.step import BEST  # noqa: E402
-from plumbing.faults import one_line  # noqa: E402
-from tasks.search import Search  # noqa: E402
+from bench.harness import BEST, parser_of, search_server, timed
+from plumbing.faults import one_line
+from tasks.search import Search
 
 LONGEST = 400  # tokens per turn
 
@@ -41,13 +34,13 @@ class Late(Search):
 
     def submit(self, argument: str) -> Future:
         delayed: Future = Future()
-        found = self.search.submit(argument)
+        result = self.search.submit(argument)
 
         def start_timer(_):
-            threading.Timer(self.latency, lambda: delayed.set_result(found.result())).start()
+            threading.Timer(self.latency, lambda: delayed.set_result(result.result())).start()
 
-        found.add_done_callback(start_timer)
-        return delayed if self.latency else found
+        result.add_done_callback(start_timer)
+        return delayed if self.latency else result
 
 
 class Rounds:
@@ -65,13 +58,16 @@ class Rounds:
         yield from ended
 
 
-def grow(path: str, layers: int) -> None:
-    """Adds layers to the narrow model in `path`, so that a step costs little more with many rows than with few."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+def grow(source: str, folder: str, layers: int) -> str:
+    """Writes a random policy like a narrow one, but deep: its step costs little more with many rows than with few."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    config = AutoConfig.from_pretrained(path)
+    config = AutoConfig.from_pretrained(source)
     config.num_hidden_layers, config.layer_types = layers, ["full_attention"] * layers
-    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    config.max_position_embeddings = 2048
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    return folder
 
 
 def raw(pipe, path: str, sampling_params: dict) -> None:
@@ -91,30 +87,27 @@ def raw(pipe, path: str, sampling_params: dict) -> None:
         prompts, counts = pipe.recv()
         params = [SamplingParams(**sampling_params | {"max_tokens": n}) for n in counts]
         llm.reset_prefix_cache()
-        start = time.perf_counter()
-        out = llm.generate([TokensPrompt(prompt_token_ids=ids) for ids in prompts], params, use_tqdm=False)
-        seconds = time.perf_counter() - start
+        inputs = [TokensPrompt(prompt_token_ids=ids) for ids in prompts]
+        out, seconds, _ = timed(lambda: llm.generate(inputs, params, use_tqdm=False))  # noqa: B023
         assert [len(o.outputs[0].token_ids) for o in out] == counts
         pipe.send(seconds)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--trajectories", type=int, default=64, help="played at once")
     parser.add_argument("--latency", type=float, nargs="*", default=[0.0, 0.1, 0.5], help="seconds")
     parser.add_argument("--repeat", type=int, default=3, help="the median counts")
-    parser.add_argument("--layers", type=int, default=24, help="of the policy, which is 64 wide")
+    parser.add_argument("--layers", type=int, default=24, help="of the policy, which is narrow")
     args = parser.parse_args()
 
     import numpy as np
     import torch
-    from tiny_model import make_tiny_model
 
     import engines.vllm_engine as vllm_engine
     from config import PRESETS, Config
     from engines.vllm_engine import VllmEngine, sampling
     from models.model import load_policy, weights
-    from plumbing.servers import Child
     from rollout import rollout
     from tasks import Job
     from tasks.search_qa import SearchQA
@@ -141,8 +134,7 @@ def main() -> None:
     cfg = Config(**PRESETS["world"] | {"max_response": LONGEST, "max_prompt": 2048 - LONGEST})
     task = SearchQA(cfg)
     temporary = tempfile.TemporaryDirectory()
-    path = make_tiny_model(temporary.name)
-    grow(path, args.layers)
+    path = grow(cfg.model, temporary.name, args.layers)
     model, tokenizer = load_policy(path, "cpu")
     never = "no such words are written"  # a stop string, checked after every token like the tags of a run
     # EOS must not end a turn before its planned length.
@@ -155,35 +147,31 @@ def main() -> None:
     searches = rng.integers(0, 4, args.trajectories)  # 1.5 on average
     engine.plans = [np.clip(rng.lognormal(4.2, 0.9, n + 1), 30, LONGEST).astype(int).tolist() for n in searches]
     jobs = [Job(None, BEST, q, k) for k, q in enumerate(task.questions("train")[: args.trajectories])]
+    spawn = multiprocessing.get_context("spawn")
+    ours, theirs = spawn.Pipe()
+    spawn.Process(target=raw, args=(theirs, path, vllm_engine.sampling(engine, 1, 1.0)), daemon=True).start()
+    theirs.close()  # so that recv() fails, instead of waiting forever, if the child dies
+    ours.recv()
 
     def play(engine_or_rounds, latency, seed):
         """Returns the trajectories and the tokens sampled per second."""
         engine.engine.reset_prefix_cache()
         task.tools = [Late(task.search, latency)]
-        start = time.perf_counter()
-        taus = rollout(engine_or_rounds, tokenizer, task, jobs, cfg, temperature=1.0, seed=seed)
-        return taus, sum(sum(tau.mask) for tau in taus) / (time.perf_counter() - start)
-
-    ours, theirs = multiprocessing.get_context("spawn").Pipe()
-    child = multiprocessing.get_context("spawn").Process(
-        target=raw, args=(theirs, path, vllm_engine.sampling(engine, 1, 1.0)), daemon=True
-    )
-    child.start()
-    theirs.close()  # so that recv() fails, instead of waiting for ever, if the child dies
-    ours.recv()
+        taus, seconds, _ = timed(
+            lambda: rollout(engine_or_rounds, tokenizer, task, jobs, cfg, temperature=1.0, seed=seed)
+        )
+        return taus, sum(sum(tau.mask) for tau in taus) / seconds
 
     def generate(taus) -> float:
         """Returns the tokens per second of LLM.generate for the same numbers of tokens."""
-        prompts = [[i for i, m in zip(tau.ids, tau.mask, strict=True) if not m] for tau in taus]
         counts = [sum(tau.mask) for tau in taus]
-        ours.send((prompts, counts))
+        ours.send(([[i for i, m in zip(tau.ids, tau.mask, strict=True) if not m] for tau in taus], counts))
         return sum(counts) / ours.recv()
 
-    found: dict = {"threads": torch.get_num_threads(), "trajectories": args.trajectories, "rows": []}
-    serve = [str(HERE / "retrieval_server.py"), "--corpus", cfg.corpus]
-    with tempfile.TemporaryDirectory() as tmp, Child(serve, f"{tmp}/log") as server:
-        task.connect(server.url)
-        taus, _ = play(engine, 0.0, 0)  # warm
+    rows = []
+    with search_server(cfg.corpus) as url:
+        task.connect(url)
+        taus, _ = play(engine, 0.0, 0)  # warms up
         for latency in args.latency:
             speeds: dict[str, list[float]] = {"ours": [], "rounds": [], "raw": []}
             for k in range(args.repeat):
@@ -192,14 +180,12 @@ def main() -> None:
                 speeds["raw"].append(generate(taus))
                 speeds["rounds"].append(play(Rounds(engine), latency, 1 + k)[1])
             row = {"latency_ms": round(1000 * latency)} | {k: round(statistics.median(v)) for k, v in speeds.items()}
-            row |= {"of raw": round(row["ours"] / row["raw"], 2), "x rounds": round(row["ours"] / row["rounds"], 2)}
-            found["rows"].append(row)
-            print("  ".join(f"{k} {v}" for k, v in row.items()), flush=True)
-    found["searches"] = round(sum(t.served("search") for t in taus) / len(taus), 2)
-    found["tokens_sampled"] = round(sum(sum(t.mask) for t in taus) / len(taus), 1)
-    found["tokens"] = round(sum(len(t.ids) for t in taus) / len(taus), 1)
+            rows.append(row | {"of raw": row["ours"] / row["raw"], "x rounds": row["ours"] / row["rounds"]})
+            print("  ".join(f"{k} {v:.4g}" for k, v in rows[-1].items()), flush=True)
     engine.close()
-    print(json.dumps(found))
+    tokens = sum(sum(tau.mask) for tau in taus) / len(taus)
+    result = {"threads": torch.get_num_threads(), "trajectories": args.trajectories, "tokens_sampled": tokens}
+    print(json.dumps(result | {"rows": rows}))
 
 
 if __name__ == "__main__":

@@ -1,174 +1,59 @@
-"""One training step, of the embedded default or of --model, part by part (`make bench-step`); JSON last.
+"""One training step, of the embedded default or of --model: seconds of rollouts and update; JSON last.
 
-In float32 the update is also predicted with the formulas of `--dry_run`, from the rates that this CPU reaches in
-products of the model's shapes, in attention and in copying. Prediction and update take turns; both are in CPU seconds,
-which other programs on the machine disturb less, and their medians are compared.
+    OMP_NUM_THREADS=1 python -m bench.step
 
-Rollouts use the world's best instruction, under which they are longest, and a real search server. In bfloat16 they
-begin with the engine's copy of the weights, as after an update.
+Rollouts use the world's best instruction, under which they are longest, and a real search server. CPU seconds are less
+disturbed by other programs than the clock's. For the world also the time from `python inspo.py` to the end of its
+first step.
 """
 
-import argparse
 import contextlib
 import json
-import math
-import os
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-HERE = Path(__file__).parent.parent
-sys.path.insert(0, str(HERE))
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
-from config import PRESETS, Config, parse  # noqa: E402
-from models.model import blocks  # noqa: E402
-from plumbing.faults import one_line  # noqa: E402
-from training.speed import Assumed, Card, Lengths, shape_of, update_flops, update_seconds  # noqa: E402
-
-BEST = (
-    "Think in <think> </think>, search with <search> </search>, read <information> </information>, answer in <answer> "
-    "</answer>. Search one entity at a time. State the fact found after each search. Answer with the exact name only. "
-    "Keep searching until the last fact is found."
-)
+from bench.harness import ROOT, Player, add_policy, config_of, parser_of, search_server, timed
+from config import PRESETS
+from plumbing.faults import one_line
 
 
-def add_policy(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that say whose steps are measured."""
-    parser.add_argument("--model", default="world", help="a preset (world, smollm2-135m), or a folder with --preset")
-    parser.add_argument("--preset", help="the preset whose other flags the model of a folder takes")
-    parser.add_argument("--dtype", help="float32 or bfloat16; without it, as a run chooses")
-
-
-def config(args: argparse.Namespace, **changes: Any) -> Config:
-    """Returns the preset's Config, changed; its learning rate is 0: all steps start from the same policy."""
-    given = {name: getattr(args, name) for name in ("model", "preset", "dtype")}
-    flags = [x for name, value in given.items() if value for x in (f"--{name}", value)]
-    return parse(flags, mode="static", lr=0.0, **changes)
-
-
-def first_step(out: str) -> float:
+def first_step() -> float:
     """Returns the seconds from `python inspo.py` to the end of its first step, imports and servers included."""
-    subprocess.run([sys.executable, "inspo.py", "--out", out, "--T", "1", "--eval_n", "1"], cwd=HERE, check=True,
-                   stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # fmt: skip
-    row = json.loads((Path(out) / "metrics.jsonl").read_text().splitlines()[-1])
-    return row["time/total"]
-
-
-def card_here(model: Any, tokens: int, lengths: Lengths) -> Card:
-    """Returns what this CPU reaches in float32 at a micro-batch's own shapes.
-
-    FLOP/s are those of all products and attentions of a forward and a backward pass, one after another; bytes/s those
-    of a copy in memory. Seconds are the CPU's.
-    """
-    import torch
-    import torch.nn.functional as F
-
-    config, shape = model.config, shape_of(model.config, torch.float32)
-    n, seconds = lengths.total, 0.0
-    scored, rows = tokens * lengths.sampled // n, tokens // n
-    head = model.get_output_embeddings().weight
-    for weight in [p.detach() for block in blocks(model) for p in block.parameters() if p.ndim == 2] + [head.detach()]:
-        count = scored if len(weight) == shape.vocabulary else tokens
-        x, g = torch.randn(count, weight.shape[1]), torch.randn(count, weight.shape[0])
-        for product in (lambda x=x, w=weight: x @ w.T, lambda g=g, w=weight: g @ w, lambda g=g, x=x: g.T @ x):
-            seconds += timed(product)
-    dim = shape.width // config.num_hidden_layers // config.num_attention_heads
-    q, k, v = torch.randn(3, 1, config.num_attention_heads, n, dim, requires_grad=True)
-
-    def attention() -> None:
-        for _ in range(rows * config.num_hidden_layers):
-            F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
-
-    seconds += timed(attention)
-    flops = update_flops(shape, tokens, scored, rows * n * n / 2, recompute=0)
-    a, b = torch.randn(2, 1 << 24)  # 64 MB each: more than a core's own caches
-    return Card(flops / seconds, 2 * a.nbytes / timed(lambda: b.copy_(a)), math.inf, math.inf, 0.0, "")
-
-
-def timed(work: Callable[[], object]) -> float:
-    """Returns the CPU seconds of a call, after one that is not counted."""
-    work()
-    start = time.process_time()
-    work()
-    return time.process_time() - start
+    with tempfile.TemporaryDirectory() as out:
+        command = [sys.executable, "inspo.py", "--out", f"{out}/run", "--T", "1", "--eval_n", "1"]
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+        return json.loads(Path(out, "run", "metrics.jsonl").read_text().splitlines()[-1])["time/total"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     add_policy(parser)
     parser.add_argument("--repeat", type=int, default=5, help="the median counts")
-    parser.add_argument("--micro_tokens", type=int, nargs="*", default=[], help="of the update (the preset's)")
     args = parser.parse_args()
     if args.repeat < 1:
         parser.error("--repeat: at least 1")
-
     import torch
 
-    from engines.choose import dtype_of
-    from grpo import micro_batches
-    from plumbing.servers import Child
-    from tasks import Job, reward
-    from tasks.search_qa import SearchQA
-    from training.policy import Policy
-    from training.ranks import Ranks
-
-    cfg = config(args)
-    task, ranks = SearchQA(cfg), Ranks("cpu", cfg.patience, dtype_of(cfg, "cpu"))
-    questions = task.questions("train")[: cfg.batch]
-    jobs = [Job(None, BEST, q, k) for k, q in enumerate(questions) for _ in range(cfg.G)]
-    found: dict = {"model": cfg.model, "dtype": ranks.dtype, "threads": torch.get_num_threads()}
-    found["torch"] = torch.__version__
-    serve = [str(HERE / "retrieval_server.py"), "--corpus", cfg.corpus]
-    with contextlib.ExitStack() as stack:
-        tmp = stack.enter_context(tempfile.TemporaryDirectory())
-        task.connect(stack.enter_context(Child(serve, f"{tmp}/log")).url)
-        policy = stack.enter_context(contextlib.closing(Policy(cfg, ranks, "torch", task)))
-        times = []
-        for k in range(args.repeat + 1):
-            policy.worker.synced = policy.worker.shared  # as after an update
-            start = time.monotonic(), time.process_time()
-            taus = policy.rollout(k, "rollout", jobs)
-            times.append((time.monotonic() - start[0], time.process_time() - start[1]))
-        wall, cpu = (statistics.median(column) for column in zip(*times[1:], strict=True))
-        found |= {"rollout_s": round(wall, 3), "rollout_cpu_s": round(cpu, 3)}
-        found |= {"trajectories": len(taus), "searches": sum(t.served("search") for t in taus) / len(taus)}
-        found["tokens_per_trajectory"] = round(sum(len(t.ids) for t in taus) / len(taus), 1)
-        reward(task, taus)
-        policy.learner.set_advantages(taus)
-        tokens = sum(len(tau.ids) for tau in taus)
-        mean, sampled = round(tokens / len(taus)), round(sum(sum(tau.mask) for tau in taus) / len(taus))
-        prompt = round(sum(tau.prompt_tokens for tau in taus) / len(taus))
-        lengths = Lengths("measured", prompt, mean - prompt - sampled, sampled, row=0, longest=0, searches=0, rounds=0)
-        model, rates = policy.learner.model, Assumed(flops=1, bandwidth=1, link=1)
-        shape = shape_of(model.config, torch.float32)
-        for micro in args.micro_tokens or [cfg.micro_tokens]:
-            policy.learner.cfg, rows, predictions = replace(cfg, micro_tokens=micro), [], []
-            for _ in range(args.repeat + 1):
-                if ranks.dtype == "float32":
-                    card = card_here(model, tokens // len(micro_batches(taus, micro)), lengths)
-                    predictions.append(sum(update_seconds(policy.learner.cfg, shape, card, 1, lengths, rates).values()))
-                start = time.monotonic(), time.process_time()
-                policy.update(1, taus)
-                rows.append((time.monotonic() - start[0], time.process_time() - start[1]))
-            wall, cpu = (statistics.median(column) for column in zip(*rows[1:], strict=True))
-            found[f"update_s micro_tokens={micro}"] = round(wall, 3)
-            found[f"measured_cpu_s micro_tokens={micro}"] = round(cpu, 3)
-            if predictions:
-                predicted = statistics.median(predictions[1:])
-                found[f"predicted_cpu_s micro_tokens={micro}"] = round(predicted, 3)
-                found[f"measured / predicted micro_tokens={micro}"] = round(cpu / predicted, 2)
-        if cfg.model == PRESETS["world"]["model"]:
-            found["start_to_end_of_first_step_s"] = round(first_step(f"{tmp}/run"), 2)
-    for name, value in found.items():
-        print(f"{name:42} {value}")
-    print(json.dumps(found))
+    cfg = config_of(args)
+    rows = []
+    with search_server(cfg.corpus) as url, contextlib.closing(Player(cfg, server=url)) as player:
+        for t in range(args.repeat + 1):
+            taus, *rollout = timed(lambda t=t: player.rollout(t))
+            rows.append([*rollout, *timed(lambda t=t, taus=taus: player.update(t, taus))[1:]])
+    seconds = [statistics.median(column) for column in zip(*rows[1:], strict=True)]  # the first warms up
+    result = {"model": cfg.model, "dtype": player.dtype, "threads": torch.get_num_threads(), "torch": torch.__version__}
+    names = ("rollout_s", "rollout_cpu_s", "update_s", "update_cpu_s")
+    result |= {name: round(value, 3) for name, value in zip(names, seconds, strict=True)}
+    result |= {"trajectories": len(taus), "searches": sum(tau.served("search") for tau in taus) / len(taus)}
+    result["tokens_per_trajectory"] = round(sum(len(tau.ids) for tau in taus) / len(taus), 1)
+    if cfg.model == PRESETS["world"]["model"]:
+        result["start_to_end_of_first_step_s"] = round(first_step(), 2)
+    for name, value in result.items():
+        print(f"{name:30} {value}")
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -49,9 +49,9 @@ class Library(Tool):
 class LibraryQA(SearchQA):
     """Search QA whose search needs no server."""
 
-    def connect(self, address: str, *args: Any) -> None:
-        self.search = Library(self.cfg.corpus, self.cfg.topk)
-        self.tools = [self.search]
+    def __init__(self, cfg: Config):
+        super().__init__(cfg)
+        self.tools = [Library(cfg.corpus, cfg.topk)]
 
 
 class Player:

@@ -15,8 +15,9 @@ from config import WORLD
 from models.model import load_policy
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))  # one in each of two parallel workers
-# A script's background job ignores Ctrl-C, and so would the programs that the tests interrupt.
+# A script's background job ignores Ctrl-C, with nohup a hang-up, too, and so would the programs that the tests signal.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, lambda *_: None)  # ignored here, but not in programs that are started
 # A suite that is killed tears its fixtures down, as after a Ctrl-C: they end the servers that they started.
 signal.signal(signal.SIGTERM, signal.default_int_handler)
 

@@ -24,7 +24,6 @@ from transformers import AutoModelForCausalLM
 
 import export
 import inspo
-from bench.chaos import hear_signals
 from engines.vllm_engine import vllm_installed
 from grpo import Learner
 from journal.directory import read_jsonl
@@ -45,7 +44,7 @@ ENV = os.environ | {"OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}  # test
 def popen(argv: list[str], env: dict) -> subprocess.Popen:
     pipe = subprocess.PIPE
     return subprocess.Popen(
-        argv, stdout=pipe, stderr=pipe, text=True, env=env, cwd=ROOT, start_new_session=True, preexec_fn=hear_signals
+        argv, stdout=pipe, stderr=pipe, text=True, env=env, cwd=ROOT, start_new_session=True
     )
 
 

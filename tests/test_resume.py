@@ -1,7 +1,7 @@
 """A run that is stopped at its n-th call of policy, optimizer or judge, for every n, and resumed: the same files.
 
 Log, directory and Algorithm 1 are the real ones. The policy is a number that every update moves, so that hundreds of
-runs take seconds; tests/test_stop.py and bench/chaos.py do the same to real ones.
+runs take seconds; tests/test_stop.py and `make chaos` do the same to real ones.
 """
 
 import contextlib

@@ -419,13 +419,14 @@ def test_passages_that_an_encoder_cannot_distinguish_are_no_fault(bert, tmp_path
 # --- the command: faults and kills ---
 
 
-def test_a_build_compares_vectors_with_passages(folder, tmp_path, bert, monkeypatch, capsys):
-    real = build.encode
-    monkeypatch.setattr(build, "encode", lambda *given: np.roll(real(*given), 1, axis=0))  # each a row too late
-    for kind, name in (("Flat", "a"), ("IVF8,Flat", "b")):
-        index = str(tmp_path / name)
-        build.main(["--corpus", str(folder / "corpus"), "--encoder", bert, "--index", index, "--type", kind])
-        assert f"warning: --index {index}: vector" in capsys.readouterr().out  # also with IVF, which cannot return them
+def test_a_build_compares_vectors_with_passages(folder, flat, shallow, tmp_path, monkeypatch, capsys):
+    vectors = flat.index.reconstruct_n(0, N)
+    monkeypatch.setattr(build, "encode", lambda *_: np.roll(vectors, shift, axis=0))
+    for kind in ("Flat", "IVF8,Flat"):  # which cannot return its vectors
+        for shift in (0, 1):  # each a row too late
+            argv = ["--corpus", str(folder / "corpus"), "--encoder", shallow, "--type", kind]
+            build.main([*argv, "--index", str(tmp_path / f"{kind}{shift}")])
+            assert ("warning: --index" in capsys.readouterr().out) == bool(shift)
 
 
 @pytest.fixture(scope="module")

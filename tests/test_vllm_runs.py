@@ -1,6 +1,5 @@
 """Whole runs of inspo.py with vLLM (its CPU build) in every process: one, two, killed and resumed, a stale layer."""
 
-import json
 import os
 import random
 import signal
@@ -110,14 +109,3 @@ def test_a_layer_that_stays_as_it_was_stops_the_run_and_is_named(tmp_path):
     [line] = [line for line in done.stderr.splitlines() if "lm_head" in line]
     assert "is not what was sent" in line and "Traceback" not in done.stderr
     assert len(metrics(out)) == 0  # nothing was sampled with it
-
-
-def test_the_parts_of_make_gpu_with_vllm_alone_run_on_toys(tmp_path):
-    """vLLM beside the trainer's weights; a `vllm serve` that a killed run has left and a resumed one takes again."""
-    command = [sys.executable, "bench/gpu.py", "--device", "cpu", "--only", "beside", "url", "--out", tmp_path]
-    done = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stdout + done.stderr
-    beside, url = json.loads(done.stdout.splitlines()[-1])["parts"]
-    assert beside["status"] == "PASS" and beside["figures"]["unproven"] == 0
-    assert url["status"] == "PASS" and url["line"].endswith("adapters over HTTP")
-    assert url["figures"]["resumed_after"] in (1, 2) and url["figures"]["logp_gap_max"] < 1e-4

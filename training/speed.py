@@ -3,7 +3,6 @@
 Nothing here is measured on a GPU. Training is products of matrices, at a share of the card's FLOP/s, and between them
 operations that read and write activations, at a share of its bandwidth; FSDP2's traffic runs beside both. Decoding
 takes the longer of its arithmetic and its reading. The policy is dense, and its attention has no window.
-`bench/step.py` compares the training parts with what they take on a CPU.
 """
 
 import math

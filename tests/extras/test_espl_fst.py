@@ -15,7 +15,6 @@ from test_inspo import ENV, ROOT, SMALL, load_file, metrics
 from test_stop import mapped
 
 import inspo
-from bench.chaos import hear_signals
 from config import PRESETS, Config, parse, validate
 from extras import espl, fst, selection
 from extras.espl import ESPLConfig, Pool, crossover_prompt, mate, mixed, mutation_prompt
@@ -382,7 +381,7 @@ def test_a_script_runs_in_any_directory_and_listens_to_ctrl_c_from_the_start(tmp
 def start(script, *flags, cwd):
     pipe = subprocess.PIPE
     argv = [sys.executable, script, *flags]
-    return subprocess.Popen(argv, stdout=pipe, stderr=pipe, text=True, env=ENV, cwd=cwd, preexec_fn=hear_signals)
+    return subprocess.Popen(argv, stdout=pipe, stderr=pipe, text=True, env=ENV, cwd=cwd)
 
 
 def test_the_scripted_optimizer_answers_every_prompt():

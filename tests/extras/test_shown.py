@@ -31,7 +31,7 @@ SMALL = {  # program -> the flags with which it is run small here; or where else
     "extras/objectives.py": RUN, "extras/table1.py train": RUN.replace("--G 2", "--G 5"),
     "extras/cold_start.py": RUN, "extras/collect.py": "--least 0", "extras.real.demos": "--n 20",
     "extras/table1.py": "--n 4", "evaluate.py": "--n 4", "evaluate.py --compare": "", "ask.py": "", "export.py": "",
-    "report.py": "", "bench/step.py": "--repeat 1", "extras/drift.py": "--runs 2",
+    "report.py": "", "bench.step": "--repeat 1", "extras/drift.py": "--runs 2",
     "extras.campaign default": f"--extra '{RUN}' --seeds 0",
 }  # fmt: skip
 ELSEWHERE = {
@@ -41,9 +41,9 @@ ELSEWHERE = {
     "extras.campaign": "tests/extras/test_campaign.py", "extras.campaign real": "tests/extras/test_campaign.py",
     "labs": "tests/labs/test_labs.py", "marimo": "tests/labs/test_labs.py",
     "pytest": "itself", "ruff": "make lint", "mypy": "make lint", "pip": ".ci/run",
-    "bench/chaos.py": "tests/test_chaos.py", "bench/mutants.py": "it runs these tests", "bench/retrieval.py": "minutes",
-    "bench/rollout.py": "it wants vLLM", "bench/trl.py": "it wants TRL", "bench/gpu.py": "it wants a GPU",
-    "bench/resume.py": "it wants a GPU", "bench/update.py": "it wants a GPU",
+    "bench.chaos": "tests/bench/test_chaos.py", "bench.mutants": "it runs these tests", "bench.retrieval": "minutes",
+    "bench.rollout": "it wants vLLM", "bench.trl": "it wants TRL", "bench.gpu": "it wants a GPU",
+    "bench.resume": "it wants a GPU", "bench.update": "it wants a GPU", "retrieval.build": "tests/test_retrieval_*.py",
     "kernels.bench": "tests/test_triton.py", "my_objective.py": "tests/test_forks.py",
 }  # fmt: skip
 
@@ -153,8 +153,6 @@ def flags_of(program: str) -> set[str]:
         out = help_of(*how, *words, "--help")
         if "--help_all" in out:
             out += help_of(*how, *words, "--help_all")
-        if script == "retrieval_server.py":
-            out += help_of(script, "build", "--help")
         HELP[program] = set(re.findall(r"--[a-zA-Z][\w-]*", out))
     return HELP[program]
 

@@ -1,0 +1,51 @@
+"""A small seed of `make chaos`: real runs that are killed, stopped and starved, and resumed."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from test_inspo import ENV, ROOT
+
+from bench.chaos import MOMENTS
+
+DISTURBED = ["SIGHUP", "SIGKILL of one rank", "search server killed"]
+MARKS = {1: pytest.mark.slow, 2: pytest.mark.ranks}
+
+
+def rows_of(tmp_path, *flags):
+    log = tmp_path / "rows.jsonl"
+    command = [sys.executable, "-m", "bench.chaos", "--log", str(log), *map(str, flags)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=ENV)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(n, marks=mark) for n, mark in MARKS.items()])
+def test_whatever_happens_to_a_run_it_resumes_to_the_bit(ranks, tmp_path):
+    rows = rows_of(tmp_path, "--runs", 3, "--ranks", ranks, "--seed", 1, "--only", *DISTURBED)
+    assert len(rows) == 3 and not any(row["fault"] for row in rows)
+
+
+@pytest.mark.slow
+def test_from_any_moment_a_run_resumes_to_the_bit(tmp_path):
+    rows = rows_of(tmp_path, "--runs", len(MOMENTS), "--ranks", 1, "--only", "SIGKILL of all", "SIGTERM")
+    assert {row["moment"] for row in rows} == set(MOMENTS) and not any(row["fault"] for row in rows)
+
+
+def test_the_files_show_what_a_run_does(tmp_path):
+    def shown():
+        return {name for name, condition in MOMENTS.items() if condition(tmp_path)}
+
+    assert shown() == set()
+    (tmp_path / "config.json").write_text("{}")
+    assert shown() == {"start"}
+    (tmp_path / "reflections.jsonl").write_text('{"t": 0, "accepted": [0]}\n')  # the first population's
+    (tmp_path / "metrics.jsonl").write_text('{"t": 0}\n')
+    assert shown() == {"start", "step"}
+    (tmp_path / "checkpoints/.step-000002.tmp").mkdir(parents=True)
+    assert shown() == {"start", "step", "checkpoint"}
+    (tmp_path / "checkpoints/.step-000002.tmp").rmdir()
+    (tmp_path / "reflections.jsonl").write_text('{"t": 0}\n{"t": 3, "call": {}}\n')
+    (tmp_path / "I_star.txt").touch()
+    assert shown() == {"start", "step", "evolution", "end"}
