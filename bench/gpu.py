@@ -7,8 +7,8 @@ head     the GRPO head beside Liger's, where that is installed: kernels/bench.py
 wide     the same at the shape of TRL's pull request 7244: 8,192 tokens, 4,096 wide, 151,936 words
 vllm     the world's run with vLLM: sleep, wake, reload, proof of weights, log-prob gap
 beside   a random model of Qwen2.5-3B's shape through vLLM: memory awake and asleep: bench/colocated.py
-lora     the world's run with vLLM and LoRA: vLLM computes with the trainer's adapters; killed and resumed
-url      the same with a `vllm serve` of its own: adapters over HTTP, or, with a second card, all weights over NCCL
+lora     the world's run with vLLM and LoRA, killed and resumed
+url      the world's run with a `vllm serve` on the second of two cards, weights over NCCL, killed and resumed
 ranks    the world's run over two cards, killed and resumed
 
 Each part is a process with a time limit of its own; whatever happens to one, the next one runs. It PASSes, FAILs or is
@@ -77,7 +77,7 @@ class Part:
     limit: float  # seconds
     needs: str  # modules that must be installed
     gpu: list[str]  # arguments of python, on a GPU
-    cpu: list[str]  # and on toy shapes
+    cpu: list[str]  # and on toy shapes; [] where it takes cards
     # (log, whether on a GPU) -> the figures in a phrase, and as numbers; raises Missed
     read: Callable[[str, bool], tuple[str, dict]]
     cards: int = 1
@@ -108,8 +108,7 @@ def read_world(log: str, cuda: bool) -> tuple[str, dict]:
     if x["engine"] == "vllm":
         text += f"; {x['unproven'] or 'no'} weights without proof"
     if x["engine"] == "served":
-        text += "; all weights over NCCL" if not x["lora_rank"] else "; adapters over HTTP"
-        text += " (all weights over NCCL take two cards)" if cuda and x["cards"] < 2 else ""
+        text += "; weights over NCCL"
     return text, x
 
 
@@ -209,8 +208,7 @@ PARTS = [
         [*WORLD("cpu", "vllm", 3, 2).split(), *LORA], read_world,
     ),
     Part(
-        "url", 240, f"vllm {RUN}", WORLD("cuda", "served", 6, 3).split(), WORLD("cpu", "served", 3, 2).split(),
-        read_world,
+        "url", 240, f"vllm {RUN}", WORLD("cuda", "served", 6, 3).split(), [], read_world, cards=2,
     ),
     Part(
         "ranks", 110, RUN, [*WORLD("cuda", "torch", 6, 3).split(), *TWO],
@@ -245,7 +243,7 @@ def attempt(part: Part, cards: int, limit: float, out: Path, env: dict[str, str]
     row = {"name": part.name, "status": "SKIP", "seconds": 0.0, "limit": limit, "log": "", "figures": {}}
     if absent := missing(part.needs):
         return row | {"line": f"pip install {absent}"}
-    if cuda and cards < part.cards:
+    if cards < part.cards and (cuda or not part.cpu):
         return row | {"line": f"it takes {part.cards} cards; here is {cards}"}
     start, path = time.monotonic(), out / f"{part.name}.log"
     row |= {"status": "FAIL", "log": str(path)}

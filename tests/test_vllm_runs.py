@@ -113,11 +113,12 @@ def test_a_layer_that_stays_as_it_was_stops_the_run_and_is_named(tmp_path):
 
 
 def test_the_parts_of_make_gpu_with_vllm_alone_run_on_toys(tmp_path):
-    """vLLM beside the trainer's weights; a `vllm serve` that a killed run has left and a resumed one takes again."""
-    command = [sys.executable, "bench/gpu.py", "--device", "cpu", "--only", "beside", "url", "--out", tmp_path]
+    """vLLM beside the trainer's weights; adapters, killed and resumed; a server over NCCL takes two cards."""
+    command = [sys.executable, "bench/gpu.py", "--device", "cpu", "--only", "beside", "lora", "url", "--out", tmp_path]
     done = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
-    beside, url = json.loads(done.stdout.splitlines()[-1])["parts"]
+    beside, lora, url = json.loads(done.stdout.splitlines()[-1])["parts"]
     assert beside["status"] == "PASS" and beside["figures"]["unproven"] == 0
-    assert url["status"] == "PASS" and url["line"].endswith("adapters over HTTP")
-    assert url["figures"]["resumed_after"] in (1, 2) and url["figures"]["logp_gap_max"] < 1e-4
+    assert lora["status"] == "PASS" and "LoRA 8" in lora["line"]
+    assert lora["figures"]["resumed_after"] in (1, 2) and lora["figures"]["logp_gap_max"] < 1e-4
+    assert url["status"] == "SKIP" and "2 cards" in url["line"]
