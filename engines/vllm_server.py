@@ -1,36 +1,29 @@
 """Generation by one or more `vllm serve`, on this machine or others.
 
-Turns go to vLLM's endpoint for token ids; weights reach the servers over NCCL, with vLLM's weight transfer. With LoRA
-the servers have read the frozen weights themselves, and read the adapters from a directory that both sides see. Their
-layers are out of reach; what can be seen of a load is that a server then answers otherwise.
+Turns go to vLLM's endpoint for token ids; weights reach the servers over NCCL, with vLLM's weight transfer. Their layers
+are out of reach; what can be seen of a load is that a server then answers otherwise.
 """
 
-import contextlib
 import socket
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 
 from engines import FinishedTurn
 from engines.remote import RemoteTurns
-from engines.vllm_engine import LORA, VERSION, StaleWeights, check_vllm, lora_settings, probed, sampling
-from models import lora
+from engines.vllm_engine import VERSION, StaleWeights, check_vllm, probed, sampling
 from models.model import load_config, skeleton
 from plumbing.client import Client, RequestFailed
 from plumbing.faults import EngineFault, Fault
 from plumbing.outside import at, without_secrets
 
-# Mean change of a weight, or of a B, after which a server that answers as before has not taken it. In bfloat16 1e-8 of
-# a weight shows in the log-probs, and 1e-6 of a B of rank 32; 1e-7 of a B does not (LOG.md).
+# Mean change of a weight after which a server that answers as before has not taken it: in bfloat16 1e-8 shows (LOG.md).
 SHOWS = 1e-5
 
 
@@ -42,9 +35,8 @@ class VllmServer:
     """An Engine: one or more `vllm serve`, and the connection that brings them the weights.
 
     `urls`: the servers, separated by commas; a row stays with one server, which has cached its context. Every rank
-    constructs its own and calls `load` together with the others; rank 0 sends. `lora_rank`, `lora_alpha`: of the
-    policy's adapters, which are written below `folder`. Raises Fault with the command to start a server that is
-    unsuitable, EngineDown when one stops answering, StaleWeights when one was restarted.
+    constructs its own and calls `load` together with the others; rank 0 sends. Raises Fault with the command to start
+    a server that is unsuitable, EngineDown when one stops answering, StaleWeights when one was restarted.
     """
 
     max_rows = sys.maxsize
@@ -52,12 +44,9 @@ class VllmServer:
     retries, timeout = 4, 600.0  # of a request; seconds to wait for its answer
     backend = "nccl"
 
-    def __init__(
-        self, urls: str, tokenizer: Any, stop: tuple[str, ...], *, model: str, max_len: int, lora_rank: int = 0,
-        lora_alpha: int = 1, folder: Path = Path(),
-    ):  # fmt: skip
+    def __init__(self, urls: str, tokenizer: Any, stop: tuple[str, ...], *, model: str, max_len: int):
         check_vllm()
-        self.model, self.lora_rank, self.lora_alpha, self.folder = model, lora_rank, lora_alpha, folder.absolute()
+        self.model = model
         self.urls = [at(url) for url in urls.split(",")]
         self.tokenizer, self.stop, self.loads = tokenizer, stop, 0
         self.rank = dist.get_rank() if dist.is_initialized() else 0
@@ -72,21 +61,18 @@ class VllmServer:
         self.workers = [config["parallel_config"]["world_size"] for config in configs]
         self.source = WeightSource(model, getattr(torch, configs[0]["model_config"]["dtype"].removeprefix("torch.")))
         self.unproven = len(self.source.parameters)
-        self.sender = None if lora_rank else self.connect()
+        self.sender = self.connect()
         # What the servers said at first, or when they last said anything else, and a sample of the weights then.
         self.answers, self.known = self.probe(), Sample()
 
     def inspect(self, url: str, max_len: int) -> dict[str, Any]:
         """Returns a server's configuration; raises Fault with the command that starts a suitable one."""
         place = urlsplit(url)
-        modes, takes = "VLLM_SERVER_DEV_MODE=1", f"""--weight-transfer-config '{{"backend": "{self.backend}"}}'"""
-        if self.lora_rank:
-            modes += " VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
-            takes = f"--enable-lora --max-lora-rank {lora_settings(self.model, self.lora_rank)['max_lora_rank']}"
         command = (
-            f"{modes} vllm serve {self.model} --host {place.hostname} --port {place.port} --dtype bfloat16 "
+            f"VLLM_SERVER_DEV_MODE=1 vllm serve {self.model} --host {place.hostname} --port {place.port} --dtype bfloat16 "
             f"--max-model-len {max_len} --logprobs-mode processed_logprobs --enable-scale-out "
-            f"""--hf-overrides '{{"head_dtype": "float32"}}' {takes}"""
+            f"""--hf-overrides '{{"head_dtype": "float32"}}' """
+            f"""--weight-transfer-config '{{"backend": "{self.backend}"}}'"""
         )
         try:
             found = self.request(url, "/version")["version"]
@@ -99,26 +85,13 @@ class VllmServer:
                 raise EngineDown(f"{url} takes {longest} tokens, {max_len} are needed")
             if mode != "processed_logprobs":
                 raise EngineDown(f"{url} has --logprobs-mode {mode}, which leaves the temperature out")
-            if self.lora_rank:
-                self.inspect_lora(url, config)
-            elif backend != self.backend:
+            if backend != self.backend:
                 raise EngineDown(f"{url} has the weight transfer {backend}, not {self.backend}")
             self.request(url, "/resume", {})  # a killed run may have left it paused
             self.generate_turn(url, [self.tokenizer.eos_token_id], sampling(self, 1, 1.0))
         except EngineDown as e:
             raise Fault(without_secrets(f"--vllm {e}; start it with: {command}")) from e
         return config
-
-    def inspect_lora(self, url: str, config: dict[str, Any]) -> None:
-        """Raises EngineDown unless a server has read the frozen weights itself and takes adapters of this rank."""
-        served, how = config["model_config"]["model"], config["load_config"]["load_format"]
-        room = (config["lora_config"] or {}).get("max_lora_rank", 0)
-        if served != self.model:
-            raise EngineDown(f"{url} serves {served}, not {self.model}, whose weights it needs below the adapters")
-        if how == "dummy":
-            raise EngineDown(f"{url} has --load-format dummy; nobody sends it the weights below the adapters")
-        if room < self.lora_rank:
-            raise EngineDown(f"{url} takes adapters up to rank {room}, not {self.lora_rank}")
 
     def connect(self) -> Any:
         """Returns vLLM's sender of weights, once trainer and servers have met at a free port of this machine."""
@@ -172,8 +145,6 @@ class VllmServer:
     def generate_turn(self, url: str, ids: list[int], sampling_params: dict[str, Any]) -> tuple[list[int], list[float]]:
         """Returns the ids and log-probabilities of one turn."""
         body = {"token_ids": ids, "sampling_params": sampling_params}
-        if self.lora_rank and self.loads:  # a server without them answers that there is no such model
-            body["model"] = LORA[0]
         answer = self.request(url, "/inference/v1/generate", body)["choices"][0]
         versions = {span["version"] for span in answer["weight_versions"]}
         if self.loads and versions != {str(self.loads)}:
@@ -196,24 +167,20 @@ class VllmServer:
         try:
             if self.rank == 0:
                 self.request_all("/pause")  # ends forgotten turns: vLLM would crash if their weights changed
-            if self.sender:
-                self.source.weights = weights
-                self.sender.send_weights()
-                sent = self.source.sample
-            else:
-                sent = self.send_adapters(weights)
+            self.source.weights = weights
+            self.sender.send_weights()
             if self.rank == 0 and not all(answer["success"] for answer in self.request_all("/reset_prefix_cache")):
                 urls = without_secrets(",".join(self.urls))
                 raise EngineDown(f"{urls}: could not drop the prefix cache of the old weights")
-        except (EngineDown, OSError, SafetensorError) as e:  # the last two: the adapters cannot be written
-            fault = [EngineDown(str(e))]
+        except EngineDown as e:
+            fault = [e]
         for _ in weights:  # after a fault on rank 0, the other ranks still wait for it to gather the rest
             pass
         if self.rank == 0:
             try:
                 self.request_all("/resume")
                 if not fault[0]:
-                    self.require_another_answer(sent)
+                    self.require_another_answer(self.source.sample)
             except EngineFault as e:
                 fault = [fault[0] or e]
         if dist.is_initialized():  # no rank starts a turn earlier, and all raise the fault
@@ -231,33 +198,12 @@ class VllmServer:
         """Raises StaleWeights if a server answers as it did with weights that were clearly others than these."""
         answers = self.probe()
         same = [url for url, now, then in zip(self.urls, answers, self.answers, strict=True) if now == then]
-        first = not self.known and not self.lora_rank  # it may have read from its own files what it is sent
+        first = not self.known  # it may have read from its own files what it is sent
         if same and not first and sent.distance(self.known) > SHOWS:
             place = without_secrets(same[0])
             raise StaleWeights(f"{place} answers as before, after load {self.loads}: it has not taken the weights")
         if not same or first:
             self.answers, self.known = answers, sent
-
-    def send_adapters(self, weights: Iterator[tuple[str, torch.Tensor]]) -> "Sample":
-        """Has the servers read the adapters among the weights, which rank 0 writes; returns a sample of all B.
-
-
-        Not by `load_inplace`: vLLM 0.32 then reads them from disk again in every forward pass.
-        """
-        adapters = [pair for pair in weights if lora.is_adapter(pair[0])]
-        if self.rank == 0:
-            with contextlib.suppress(EngineDown):  # those of the last load, or of an earlier run, if there are any
-                self.request_all("/v1/unload_lora_adapter", *[{"lora_name": LORA[0]}] * len(self.urls), read=str)
-            with tempfile.TemporaryDirectory(prefix=".adapters-", dir=self.folder) as path:
-                lora.export(adapters, self.lora_rank, self.lora_alpha, self.model, Path(path))
-                body = {"lora_name": LORA[0], "lora_path": path}
-                self.request_all("/v1/load_lora_adapter", *[body] * len(self.urls), read=str)
-            self.request_all("/update_weight_version", *[{"new_version": str(self.loads)}] * len(self.urls))
-        sample = Sample()
-        for name, tensor in adapters:
-            if ".lora_B." in name:  # as long as it is zero, an A adds nothing
-                sample.note(name, tensor)
-        return sample
 
     @staticmethod
     def barrier() -> None:
@@ -303,7 +249,7 @@ class VllmServer:
 
     def close(self) -> None:
         self.pool.shutdown(wait=False, cancel_futures=True)
-        if self.rank == 0 and self.sender:
+        if self.rank == 0:
             with ThreadPoolExecutor(1) as pool:  # both sides must shut down at once; ignore servers that are gone
                 pool.submit(self.request_all, "/shutdown_weight_transfer_engine")
                 self.sender.shutdown()

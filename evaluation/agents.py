@@ -170,7 +170,7 @@ def local(chosen: Subject, cfg: Config, stop: tuple[str, ...]) -> tuple[Engine, 
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
         raise Fault(f"{path}: its tokenizer has {len(tokenizer)} tokens and its model {rows}: use the model's own")
-    dtype = "bfloat16" if device == "cuda" and not cfg.lora_rank else "float32"  # merged adapters need float32
+    dtype = "bfloat16" if device == "cuda" else "float32"
     if choose_engine(cfg, device)[0] == "torch":
         return TorchEngine(model.to(device, getattr(torch, dtype)), tokenizer, stop, cfg.max_rows), tokenizer
     from engines.vllm_engine import VllmEngine

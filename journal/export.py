@@ -8,7 +8,7 @@ from config import Config, read_config
 from engines.choose import dtype_of
 from journal.directory import RunDirectory, step_of
 from models import lora
-from models.model import empty, export, load_config, load_model, load_tokenizer, weights
+from models.model import empty, export, load_config, load_model, load_tokenizer
 from plumbing.faults import Fault
 from population import Population
 from training import checkpoint
@@ -39,15 +39,15 @@ def export_checkpoint(
     except (LookupError, TypeError, ValueError) as e:
         raise Fault(f"{chosen}/state.pt is of another program ({type(e).__name__}: {e})") from None
     config = load_config(cfg.model)
-    merge = cfg.lora_rank and not adapters  # such a checkpoint lacks the weights that did not change
-    model = load_model(cfg.model) if merge else empty(config, torch.float32, "cpu")
-    lora.add(model, cfg.lora_rank, cfg.lora_alpha)
+    computed = getattr(torch, dtype_of(cfg, "cuda" if torch.cuda.is_available() else "cpu"))
+    model = empty(config, torch.float32, "cpu")
+    if cfg.lora_rank:  # its checkpoints lack the weights that did not change
+        model = lora.add(load_model(cfg.model).to(computed), cfg.lora_rank, cfg.lora_alpha, cfg.seed)
     tensors = {"model": {k: v for k, v in model.state_dict().items() if lora.is_adapter(k) or not cfg.lora_rank}}
     checkpoint.load(tensors, chosen, alone=True)
     if adapters:
-        lora.export(weights(model, frozen=False), cfg.lora_rank, cfg.lora_alpha, cfg.model, to)
+        lora.export(model, cfg.lora_alpha, cfg.seed, cfg.model, to)
     else:
-        computed = getattr(torch, dtype_of(cfg, "cuda" if torch.cuda.is_available() else "cpu"))
         export(config, model, load_tokenizer(cfg.model), to, computed)
     (to / "I_star.txt").write_text(P.best().text + "\n")
     return to, step_of(chosen), P.best().id

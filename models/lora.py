@@ -1,40 +1,97 @@
-"""LoRA: the policy's weights W are frozen, and small matrices A and B learn beside them: W + scale * B A.
+"""LoRA: the policy's weights W are frozen, small matrices A and B are trained, and a layer computes with W + scale * B A.
 
-The adapters are peft's, on every linear layer but the head. The policy keeps its class and its forward pass; what
-changes is that a layer's `weight` is called `base_layer.weight`, and that `lora_A.default.weight` (rank, in) and
-`lora_B.default.weight` (out, rank) stand beside it. peft is imported where adapters are made alone: it takes seconds.
+That sum is one plain weight, which trainer, engine and export share. In bfloat16 it would round back to W: a step of
+training is far below half a unit in W's last place. So it is dithered: each place of W has a number of its own, always
+the same, that decides from which value on the sum is rounded up. Averaged over places every step arrives, and with
+B = 0 the policy is W to the bit. (Adding B (A x) to W x, as peft and vLLM do, loses steps as rounding W + B A does.)
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import nn
+
+LOSS = """\
+The policy computed with W + scale * B A, in bfloat16 dithered by a generator of seed {seed} (models/lora.py). Whoever adds
+B (A x) to W x in bfloat16 instead, as peft and vLLM do, loses most of a small update (five sixths where B is 1e-4):
+load W in float32, or take the merged export.
+"""
 
 
-def add(model: Any, rank: int, alpha: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
-    """Freezes a model and puts adapters on it, in place, scaled by alpha / rank; returns it. Rank 0 adds none.
+class LoRALinear(nn.Linear):
+    """A linear layer with adapters; `add` turns a plain one into it."""
 
-    A is random and B zero, so that the model computes what it did before. `dtype`: the adapters', whatever the model's.
+    lora_A: torch.Tensor  # (rank, in)
+    lora_B: torch.Tensor  # (out, rank)
+    dither: torch.Tensor  # (out + in,), 0 to 65,535: entry i + j is for place (i, j) of the weight
+    scale: float
+    off = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.off:
+            return F.linear(x, self.weight, self.bias)
+        out: torch.Tensor = Product.apply(x, self.weight, self.bias, self.lora_A, self.lora_B, self.scale, self.dither)
+        return out
+
+
+class Product(torch.autograd.Function):
+    """y = x W'^T + bias with W' = W + scale * B A; neither W' is kept for the backward pass nor its gradient made."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, W: torch.Tensor, bias: torch.Tensor | None, A: torch.Tensor, B: torch.Tensor,
+        scale: float, dither: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        ctx.save_for_backward(x, W, A, B)
+        ctx.scale, ctx.dither = scale, dither
+        return F.linear(x, merge(W, A, B, scale, dither), bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        x, W, A, B = ctx.saved_tensors
+        dx = dy @ merge(W, A, B, ctx.scale, ctx.dither)
+        rows, d_rows = x.flatten(0, -2), ctx.scale * dy.flatten(0, -2)
+        dA, dB = (d_rows @ B).T @ rows, d_rows.T @ (rows @ A.T)
+        return dx, None, None, dA, dB, None, None
+
+
+def merge(W: torch.Tensor, A: torch.Tensor, B: torch.Tensor, scale: float, dither: torch.Tensor) -> torch.Tensor:
+    """Returns W + scale * B A in the dtype of W (out, in), in bfloat16 dithered."""
+    A, B = A.to(W.dtype), B.to(W.dtype)
+    if W.dtype != torch.bfloat16:
+        return torch.addmm(W, B, A, alpha=scale)
+    total = W.float().add_(B @ A, alpha=scale)
+    # The upper half of a float32 is a bfloat16: whatever carries over from the lower one rounds it up.
+    total.view(torch.int32).add_(dither.as_strided(W.shape, (1, 1)))
+    return total.view(torch.bfloat16)[:, 1::2].contiguous()
+
+
+def add(model: Any, rank: int, alpha: int, seed: int = 0) -> Any:
+    """Freezes a model and puts float32 adapters on every linear layer but the head, in place; returns it.
+
+    A is random and B zero, so that the model computes what it did before. Rank 0 adds none.
     """
     if not rank:
         return model
-    from peft import inject_adapter_in_model
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        inject_adapter_in_model(_config(rank, alpha), model)
-    for name, p in model.named_parameters():
-        if is_adapter(name):
-            p.data = p.data.to(dtype)
+    generator = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        p.requires_grad_(False)
+    for layer in model.modules():
+        if type(layer) is nn.Linear and layer is not model.get_output_embeddings():
+            (n_out, n_in), device = layer.weight.shape, layer.weight.device
+            A = nn.init.kaiming_uniform_(torch.empty(rank, n_in), a=5**0.5, generator=generator)
+            dither = torch.randint(2**16, (n_out + n_in,), generator=generator, dtype=torch.int32)
+            layer.__class__ = LoRALinear
+            layer.scale = alpha / rank
+            layer.lora_A = nn.Parameter(A.to(device))
+            layer.lora_B = nn.Parameter(torch.zeros(n_out, rank, device=device))
+            layer.register_buffer("dither", dither.to(device), persistent=False)
     return model
-
-
-def _config(rank: int, alpha: int) -> Any:
-    from peft import LoraConfig
-
-    return LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=alpha, target_modules="all-linear")
 
 
 def is_adapter(name: str) -> bool:
@@ -42,43 +99,35 @@ def is_adapter(name: str) -> bool:
     return ".lora_" in name
 
 
-def plain(name: str) -> str:
-    """Returns a parameter's name in the model without adapters."""
-    return name.replace(".base_layer.", ".")
-
-
-def layers(model: Any) -> dict[str, Any]:
-    """Returns the layers with an adapter, by the plain names of their weights; {} without LoRA."""
-    return {f"{name}.weight": layer for name, layer in model.named_modules() if hasattr(layer, "lora_A")}
+def layers(model: Any) -> dict[str, LoRALinear]:
+    """Returns the layers with adapters, by the names of their weights; {} without LoRA."""
+    return {f"{name}.weight": layer for name, layer in model.named_modules() if isinstance(layer, LoRALinear)}
 
 
 @contextlib.contextmanager
 def off(model: Any) -> Iterator[None]:
-    """Makes a policy compute as its first version, which it does exactly; a model without adapters stays as it is.
-
-    Not by peft's `disable_adapters`: it also changes requires_grad, on which FSDP2 relies.
-    """
-    adapted = layers(model).values()
-    for layer in adapted:
-        layer.set_scale("default", 0)
+    """Makes a policy compute as its first version, which it does exactly; a model without adapters stays as it is."""
+    for layer in layers(model).values():
+        layer.off = True
     try:
         yield
     finally:
-        for layer in adapted:
-            layer.set_scale("default", 1)
+        for layer in layers(model).values():
+            layer.off = False
 
 
-def merged(W: torch.Tensor, A: torch.Tensor, B: torch.Tensor, scale: float) -> torch.Tensor:
-    """Returns W + scale * B A in float32."""
-    return torch.addmm(W.float(), B.float(), A.float(), alpha=scale)
-
-
-def export(adapters: Iterable[tuple[str, torch.Tensor]], rank: int, alpha: int, base: str, path: Path) -> None:
-    """Writes (name, whole A or B) to a directory that peft and vLLM load on top of `base`, a path or id."""
+def export(model: Any, alpha: int, seed: int, base: str, path: Path) -> None:
+    """Writes a model's adapters to a new directory, for peft to load on top of `base`, a path or hub id."""
     from safetensors.torch import save_file
 
-    config = _config(rank, alpha)
-    config.base_model_name_or_path, config.inference_mode = base, True
-    config.save_pretrained(path)
-    tensors = {f"base_model.model.{name.replace('.default', '')}": p.cpu() for name, p in adapters}
+    adapted = layers(model)
+    rank = len(next(iter(adapted.values())).lora_A)
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": alpha, "inference_mode": True,
+        "target_modules": sorted({name.split(".")[-2] for name in adapted}), "base_model_name_or_path": base,
+    }  # fmt: skip
+    path.mkdir(parents=True)
+    (path / "adapter_config.json").write_text(json.dumps(config, indent=1))
+    (path / "README.md").write_text(LOSS.format(seed=seed))
+    tensors = {f"base_model.model.{k}.weight": p.detach() for k, p in model.named_parameters() if is_adapter(k)}
     save_file(tensors, path / "adapter_model.safetensors")

@@ -255,16 +255,14 @@ def dither(model: Any, seed: int) -> Any:
 def fill(model: Any, source: Any) -> Any:
     """Copies the weights of `source` into `model`, one tensor at a time; returns `model`.
 
-    Rank 0 has `source`, whole and on its CPU; the other ranks pass None. A model without adapters is filled with the
-    weights below those of `source`.
+    Rank 0 has `source`, whole and on its CPU; the other ranks pass None.
     """
     values = dict(source.named_parameters()) | dict(source.named_buffers()) if source else {}
-    values = {lora.plain(name): value for name, value in values.items()}
     for name, target in [*model.named_parameters(), *model.named_buffers()]:
         sharded = isinstance(target, DTensor)
         device = target.device_mesh.device_type if sharded else target.device
         if source:
-            full = values[lora.plain(name)].to(device, target.dtype).contiguous()
+            full = values[name].to(device, target.dtype).contiguous()
         else:
             full = torch.empty(target.shape, dtype=target.dtype, device=device)
         if dist.is_initialized():
@@ -276,48 +274,34 @@ def fill(model: Any, source: Any) -> Any:
     return model
 
 
-def weights(model: Any, frozen: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, whole tensor) for every parameter, or only for the trained ones; all ranks must iterate together.
-
-    With LoRA the adapters come as they are, beside their weights: merged and rounded to bfloat16, most of a small
-    update would vanish.
-    """
-    for name, p in model.named_parameters():
-        if frozen or p.requires_grad:
-            yield name, _whole(p)
-
-
-def merged(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (Hugging Face name, whole tensor) of the policy without adapters: W + scale * B A, in float32.
+@torch.no_grad()
+def weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields (Hugging Face name, whole tensor) of the policy as it computes, adapters merged into their weights.
 
     One tensor at a time; all ranks must iterate together.
     """
     adapted = lora.layers(model)
     for name, p in model.named_parameters():
-        plain = lora.plain(name)
-        if plain in adapted:
-            layer = adapted[plain]
-            A, B = (_whole(part["default"].weight) for part in (layer.lora_A, layer.lora_B))
-            yield plain, lora.merged(_whole(p), A, B, layer.scaling["default"])
+        if layer := adapted.get(name):
+            A, B = whole(layer.lora_A), whole(layer.lora_B)
+            yield name, lora.merge(whole(p), A, B, layer.scale, layer.dither)
         elif not lora.is_adapter(name):
-            yield plain, _whole(p)
+            yield name, whole(p)
 
 
-def _whole(p: torch.Tensor) -> torch.Tensor:
+def whole(p: torch.Tensor) -> torch.Tensor:
     return (p.full_tensor() if isinstance(p, DTensor) else p).detach()
 
 
 def export(config: Any, model: Any, tokenizer: Any, path: Path | None, computed: torch.dtype) -> None:
     """Writes a plain Hugging Face directory in the dtype of `config`, or in a wider one in which it was `computed`.
 
-    All ranks call this together; only the one with a `path` writes. A policy with adapters is merged, in float32.
+    All ranks call this together; only the one with a `path` writes.
     """
-    # bfloat16 has no room for the small steps of a training in float32: what is written would be another policy. A sum
-    # with adapters has none in bfloat16, even if its two parts were computed in it.
-    computed = torch.float32 if lora.layers(model) else computed
+    # bfloat16 has no room for the small steps of a training in float32: what is written would be another policy.
     dtype = torch.promote_types(config.dtype or torch.float32, computed)
     state = {}
-    for name, tensor in merged(model):
+    for name, tensor in weights(model):
         if path:
             state[name] = tensor.to("cpu", dtype, copy=True)
     if path:

@@ -9,6 +9,7 @@ Takes two updates on BATCHES, a pickle of (Config, mini-batches). OUT gets resul
 import argparse
 import gc
 import pickle
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,7 +18,13 @@ import torch.distributed.checkpoint as dcp
 
 from grpo import Learner
 from models import lora
-from models.model import blocks, export, fill, load_config, load_model, load_tokenizer, merged, shard, skeleton
+from models.model import blocks, export, fill, load_config, load_model, load_tokenizer, shard, skeleton, weights
+
+
+def compare(sent: torch.Tensor, layer: lora.LoRALinear, _: object) -> None:
+    """Asserts that a layer, gathered, computes with what an engine is sent, to the bit."""
+    computed = lora.merge(layer.weight, layer.lora_A, layer.lora_B, layer.scale, layer.dither)
+    assert torch.equal(sent.to(computed.dtype), computed)
 
 
 def main() -> None:
@@ -39,8 +46,8 @@ def main() -> None:
     for whole in [model] + [source] * (rank == 0):
         lora.add(whole, cfg.lora_rank, cfg.lora_alpha)
     model = fill(shard(model, "cpu", compute=torch.bfloat16 if args.bf16 else None), source)
-    plain = {lora.plain(name): p.to(frozen) for name, p in source.named_parameters()} if source else {}
-    for (name, whole), (_, copy) in zip(merged(model), merged(reference), strict=True):
+    plain = {name: p.to(frozen) for name, p in source.named_parameters()} if source else {}
+    for (name, whole), (_, copy) in zip(weights(model), weights(reference), strict=True):
         assert torch.equal(whole, copy.to(whole.dtype)) and (source is None or torch.equal(copy, plain[name]))
     shares = sum(p.to_local().numel() for p in model.parameters())
     whole = sum(p.numel() for p in model.parameters())
@@ -58,7 +65,10 @@ def main() -> None:
         metrics.append(learner.update(1, minibatches))
         dcp.save(learner.state_dict(), checkpoint_id=args.out / "dcp")
     metrics.append(learner.update(2, minibatches))
-    final = {name: tensor.clone() for name, tensor in merged(model)}
+    final = {name: tensor.clone() for name, tensor in weights(model)}
+    for name, layer in lora.layers(model).items():
+        layer.register_forward_pre_hook(partial(compare, final[name]))
+    learner.logprobs(minibatches[0][:1])
     export(config, model, load_tokenizer(args.policy), args.out / "policy" if rank == 0 else None, frozen)
     if rank == 0:
         torch.save({"metrics": metrics, "weights": final}, args.out / "result.pt")

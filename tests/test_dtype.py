@@ -25,12 +25,17 @@ def steps(run) -> list[dict]:
     return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in read_jsonl(run / "metrics.jsonl")]
 
 
+@pytest.fixture(scope="module", params=["", "--lora_rank 8"])
+def flags(request):
+    return [*SMALL.split(), *request.param.split()]
+
+
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(flags, tmp_path_factory):
     out = tmp_path_factory.mktemp("bf16") / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RunDirectory, "drop_optimizers", lambda run: None)  # a resumed run needs them
-        inspo.main([*SMALL.split(), "--out", str(out)])
+        inspo.main([*flags, "--out", str(out)])
     return out
 
 
@@ -39,6 +44,7 @@ def test_engine_and_trainer_agree_within_bfloat16(run):
     assert len(gaps) == 3 and all(1e-6 < gap < 5e-3 for gap in gaps)  # float32 has 2e-7, one rounded logit 1e-2
 
 
+@pytest.mark.parametrize("flags", [""], indirect=True)
 def test_small_updates_are_kept_in_float32(run, tmp_path):
     dcp_to_torch_save(run / "checkpoints" / "step-000003", tmp_path / "state.pt")
     last = torch.load(tmp_path / "state.pt", weights_only=True)["model"]
@@ -85,16 +91,20 @@ def test_of_a_small_step_all_arrives_on_average():
     assert arrived(dither(on_the_grid(512, 512), 3)) == pytest.approx(1, abs=0.1)
 
 
-def test_an_update_in_bfloat16_moves_the_policy_as_one_in_float32_does(path, tmp_path):
+@pytest.mark.parametrize("rank, lr, batch", [(0, 5e-6, 6), (32, 1e-4, 24)])
+def test_an_update_in_bfloat16_moves_the_policy_as_one_in_float32_does(path, tmp_path, rank, lr, batch):
     """From a policy that is published in bfloat16, at a learning rate below the spacing of its weights."""
     model, tokenizer = load_policy(path, "cpu")
     model.bfloat16().save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     gained = {}
     for dtype in ("float32", "bfloat16"):
-        cfg = Config(model=str(tmp_path), lr=5e-6, warmup=0.0, engine="torch", micro_tokens=10**6, batch=6, mini=6, G=4)
+        cfg = Config(
+            model=str(tmp_path), lr=lr, warmup=0.0, engine="torch", micro_tokens=10**6, batch=batch, mini=batch, G=4,
+            lora_rank=rank,
+        )  # fmt: skip
         policy = Policy(cfg, Ranks("cpu", 1, dtype), "torch", load_task(cfg))
-        learner, taus = policy.worker.learner, batch_of(6, seed=3)
+        learner, taus = policy.worker.learner, batch_of(batch, seed=3)
         learner.max_gap = float("inf")
         for tau in taus:
             tau.ids = [i % len(tokenizer) for i in tau.ids]
@@ -103,16 +113,17 @@ def test_an_update_in_bfloat16_moves_the_policy_as_one_in_float32_does(path, tmp
         policy.update(1, taus)
         gained[dtype] = float(A @ (learner.logprobs(taus) - before).to(A.dtype))
         policy.close()
-    assert gained["float32"] > 0 and gained["bfloat16"] == pytest.approx(gained["float32"], rel=0.3)
+    assert gained["float32"] > 0
+    assert gained["bfloat16"] == pytest.approx(gained["float32"], rel=0.15 if rank else 0.3), gained
 
 
-def test_a_run_in_bfloat16_resumes_to_the_bit(run, tmp_path):
+def test_a_run_in_bfloat16_resumes_to_the_bit(run, flags, tmp_path):
     out = shutil.copytree(run, tmp_path / "run")
     for name in ("step-000002", "step-000003"):
         shutil.rmtree(out / "checkpoints" / name)
     for name in ("summary.json", "policy"):
         shutil.rmtree(out / name) if (out / name).is_dir() else (out / name).unlink()
-    inspo.main([*SMALL.split(), "--out", str(out), "--resume"])
+    inspo.main([*flags, "--out", str(out), "--resume"])
     assert steps(out) == steps(run)
     name = "policy/model.safetensors"
     assert (out / name).read_bytes() == (run / name).read_bytes()

@@ -166,14 +166,6 @@ def test_a_large_model_is_not_trained_on_a_cpu_that_nobody_asked_for():
         check(replace(cfg, device="cpu"), Ranks("cpu", 1), SearchQA(cfg), "")
 
 
-def test_lora_on_a_gpu_is_refused_unless_all_of_it_is_float32():
-    cfg, ranks = parse(["--lora_rank", "4", "--device", "cpu"]), SimpleNamespace(device="cuda", size=1)
-    task = SearchQA(cfg)
-    for engine, dtype in (("auto", ""), ("torch", ""), ("vllm", "float32")):
-        with pytest.raises(Fault, match="--lora_rank 4"):
-            check(replace(cfg, engine=engine, dtype=dtype), ranks, task, "")
-
-
 def test_under_torchrun_the_list_of_what_is_missing_comes_last_and_has_the_gpu(tmp_path):
     """The paper's command on a machine without a hub, passages, a key or a GPU."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ROOT / "inspo.py"]

@@ -22,6 +22,7 @@ import requests
 import torch
 import urllib3
 from test_engine import contexts_of, plain_logprobs
+from test_lora import trained
 from test_model import make_family, own_logps
 from tiny_model import STOP
 
@@ -222,6 +223,14 @@ def test_new_weights_are_used_at_once_and_no_cache_of_the_old_ones(pair, engine)
     assert off(other, contexts, turns(engine, contexts, 10, 1.0), 1.0) < 1e-4
     engine.load(weights(model))
     assert turns(engine, contexts, 10, 1.0) == before
+
+
+def test_a_policy_with_adapters_comes_with_them_merged(pair, engine):
+    adapted, contexts = trained(pair[1]), contexts_of(pair[2])
+    assert off(adapted, contexts, turns(engine, contexts, 10, 1.0), 1.0) > 0.01
+    engine.load(weights(adapted))
+    assert engine.unproven == 0
+    assert off(adapted, contexts, turns(engine, contexts, 10, 1.0), 1.0) < 1e-4
 
 
 def test_after_sleep_a_load_brings_it_back(pair, engine):

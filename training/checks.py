@@ -91,11 +91,6 @@ def check(cfg: Config, ranks: Ranks, task: Task, instruction: str) -> tuple[str,
     if cfg.canary:
         read_instruction("canary", cfg.canary)
     check_device(cfg)
-    if ranks.device == "cuda" and cfg.lora_rank and (cfg.engine, cfg.dtype) != ("torch", "float32"):
-        raise Fault(
-            f"--lora_rank {cfg.lora_rank}: in bf16 most of what adapters learn is rounded away on a GPU; train all"
-            " weights, or add --engine torch --dtype float32"
-        )
     engine, why = choose_engine(cfg, ranks.device)
     if ranks.device == "cuda":
         memory = torch.cuda.get_device_properties(0).total_memory / 1e9

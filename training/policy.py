@@ -186,17 +186,16 @@ class Worker:
             reference = fill(shares, source)
         elif apart:
             reference = copy.deepcopy(source)
-        self.shared = engine == "torch" and not ranks.grouped  # the engine samples from the trainer's own model
+        # Does the engine sample from the trainer's own model? With LoRA it would merge its weights for every token.
+        self.shared = engine == "torch" and not ranks.grouped and not cfg.lora_rank
         self.synced = self.shared  # the engine has the policy's present weights
-        self.has_frozen = False  # the engine has the weights that never change, of a run with LoRA
         self.engine: Engine
         if engine == "vllm":
             self.engine = self.vllm(ends, ranks.dtype)
         elif self.shared:
             self.engine = TorchEngine(model, self.tokenizer, ends, cfg.max_rows)
         else:
-            # Adapters in the dtype in which FSDP gathers the trainer's, so that both compute one policy.
-            whole = fill(self.adapted(empty(self.config, compute, ranks.device), compute), source)
+            whole = fill(empty(self.config, compute, ranks.device), source)
             self.engine = TorchEngine(whole, self.tokenizer, ends, cfg.max_rows)
         if cfg.recompute:
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -215,20 +214,17 @@ class Worker:
         if cfg.vllm != "colocate":
             from engines.vllm_server import VllmServer
 
-            return VllmServer(
-                cfg.vllm, self.tokenizer, ends, model=cfg.model, max_len=max_len, lora_rank=cfg.lora_rank,
-                lora_alpha=cfg.lora_alpha, folder=Path(cfg.out or "runs"),
-            )  # fmt: skip
+            return VllmServer(cfg.vllm, self.tokenizer, ends, model=cfg.model, max_len=max_len)
         from engines.vllm_engine import VllmEngine
 
         return VllmEngine(
             cfg.model, self.tokenizer, ends, max_len=max_len, dtype=dtype, memory=cfg.vllm_memory,
-            seed=cfg.seed + self.ranks.rank, lora_rank=cfg.lora_rank, lora_alpha=cfg.lora_alpha,
+            seed=cfg.seed + self.ranks.rank,
         )  # fmt: skip
 
-    def adapted(self, model: Any, dtype: torch.dtype = torch.float32) -> Any:
-        """Returns the model with the adapters of a run with LoRA, in this dtype; otherwise as it is."""
-        return lora.add(model, self.cfg.lora_rank, self.cfg.lora_alpha, self.cfg.seed, dtype)
+    def adapted(self, model: Any) -> Any:
+        """Returns the model with the adapters of a run with LoRA; otherwise as it is."""
+        return lora.add(model, self.cfg.lora_rank, self.cfg.lora_alpha, self.cfg.seed)
 
     def first_policy(self) -> Any:
         """Returns the policy from before training on rank 0, whole and on the CPU; None on the other ranks."""
@@ -274,10 +270,10 @@ class Worker:
         return list(taus.items())
 
     def sync(self) -> None:
-        """Gives the engine the policy's present weights, unless it has them; frozen ones once."""
+        """Gives the engine the policy's present weights, unless it has them."""
         if not self.synced:
-            self.engine.load(weights(self.learner.model, frozen=not self.has_frozen))
-            self.synced = self.has_frozen = True
+            self.engine.load(weights(self.learner.model))
+            self.synced = True
 
     def update(self, t: int, taus: list[Trajectory]) -> tuple[dict[str, float], dict[int, dict[str, list[float]]]]:
         """Calls `Learner.update` with the engine asleep; returns its metrics, and by place in `taus` the tokens that
