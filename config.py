@@ -65,9 +65,6 @@ class TaskKnobs:
     reward: str = knob("", "a function that scores in place of the task: module:function (docs/tasks.md)", more=True)
     train: str = knob("", "training questions, .jsonl or .parquet, or one on the hub: hf://datasets/OWNER/NAME/FILE")
     valid: str = knob("", "questions that choose the best checkpoint; empty: some of --train are set aside")
-    valid_n: int = knob(
-        500, "questions set aside from --train without --valid, at most a tenth of it", least=0, more=True
-    )
     test: str = knob("", "held-out questions, for reports alone")
     corpus: str = knob("", "passages, .jsonl: the run serves them with BM25 (unless --retriever is given)")
     retriever: str = knob(
@@ -131,21 +128,14 @@ class GRPOKnobs(RolloutKnobs):
         32768, "tokens a forward pass of a rank; affects speed and memory alone", least=1, more=True
     )
     warmup: float = knob(0.1, "share of T in which lr rises", more=True)
-    adam_beta1: float = knob(0.9, "AdamW: decay of the mean gradient", more=True)
-    adam_beta2: float = knob(0.999, "AdamW: decay of the mean squared gradient", more=True)
-    adam_eps: float = knob(1e-8, "AdamW: epsilon", more=True)
-    weight_decay: float = knob(0.01, "AdamW: weight decay", least=0, more=True)
     max_grad_norm: float = knob(1.0, "gradients are clipped to this norm", more=True)
 
     def check(self) -> str:
-        for name in ("eps", "adam_eps", "max_grad_norm"):
+        for name in ("eps", "max_grad_norm"):
             if not getattr(self, name) > 0:
                 return f"--{name} {getattr(self, name)}: must be above 0"
         if not 0 <= self.warmup < 1:
             return f"--warmup {self.warmup}: a share of T, from 0 to below 1"
-        for name in ("adam_beta1", "adam_beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                return f"--{name} {getattr(self, name)}: from 0 to below 1"
         if self.G < 2:
             return f"--G {self.G}: an advantage needs a group of at least 2 trajectories (Eq. 3)"
         if self.batch % self.mini:
@@ -246,7 +236,6 @@ class EngineKnobs:
         of=("h100", "h200", "a100", "rtx4090"),
         more=True,
     )
-    gpu_mem: float = knob(0.0, "memory of each, in GB, of --dry_run; 0: the card's", least=0, more=True)
 
     def check(self) -> str:
         if self.vllm != "colocate" and not self.vllm.startswith(("http://", "https://")):
@@ -276,19 +265,10 @@ class KeepKnobs:
     canary: str = knob(
         "", "file with an instruction to score at every evaluation; does training keep its meaning?", more=True
     )
-    token_rows: int = knob(
-        10, "trajectories a step, in whole groups, stored with the data of their tokens; 0: none", least=0, more=True
-    )
-    token_limit: int = knob(
-        2000, "action tokens stored of such a trajectory; the page says how many are missing", least=0, more=True
-    )
     profile: int = knob(
         0, "step whose rollouts and update are traced with torch.profiler into the run's directory; 0: none", least=0,
         more=True,
     )  # fmt: skip
-    compare: int = knob(
-        24, "questions of a verification or final evaluation whose trajectories are stored; 0: none", least=0, more=True
-    )
 
     def check(self) -> str:
         if self.tracker and not importlib.util.find_spec(self.tracker):

@@ -122,8 +122,8 @@ class Learner:
         if cfg.beta:
             self.reference = model if cfg.lora_rank else reference.requires_grad_(False).eval()
         self.optimizer = torch.optim.AdamW(  # CHOICE-17
-            [p for p in model.parameters() if p.requires_grad], lr=cfg.lr, betas=(cfg.adam_beta1, cfg.adam_beta2),
-            eps=cfg.adam_eps, weight_decay=cfg.weight_decay, fused=True,
+            [p for p in model.parameters() if p.requires_grad], lr=cfg.lr, betas=(0.9, 0.999), eps=1e-8,
+            weight_decay=0.01, fused=True,
         )  # fmt: skip
 
     def set_advantages(self, taus: Sequence[Trajectory]) -> None:

@@ -93,7 +93,7 @@ def trl_trainer(ours: Ours, rounds: int, out: str):
         disable_tqdm=True, save_strategy="no", logging_strategy="no", max_steps=rounds,
         per_device_train_batch_size=rows, gradient_accumulation_steps=n // rows, num_generations=cfg.G,
         max_completion_length=cfg.max_response, temperature=1.0, top_k=0, top_p=1.0, learning_rate=0.0,
-        weight_decay=cfg.weight_decay, max_grad_norm=cfg.max_grad_norm, optim="adamw_torch_fused", beta=cfg.beta,
+        weight_decay=0.01, max_grad_norm=cfg.max_grad_norm, optim="adamw_torch_fused", beta=cfg.beta,
         epsilon=cfg.eps, loss_type="grpo", scale_rewards="group", shuffle_dataset=False,
     )  # fmt: skip
     seen = {job.group: job for job in ours.jobs}.values()

@@ -30,8 +30,8 @@ from training import checkpoint
 
 # Knobs that a resumed run may change: they affect where and how fast it runs, not what it computes.
 FREE = {"out", "resume", "device", "tracker", "retriever", "keep", "save_every", "search_retries", "optimizer_retries"}
-FREE |= {"engine", "vllm", "vllm_memory", "recompute", "offload_reference", "patience", "gpus", "card", "gpu_mem"}
-FREE |= {"micro_tokens", "max_rows", "fused_layers", "token_rows", "token_limit", "compare", "profile", "async_save"}
+FREE |= {"engine", "vllm", "vllm_memory", "recompute", "offload_reference", "patience", "gpus", "card"}
+FREE |= {"micro_tokens", "max_rows", "fused_layers", "profile", "async_save"}
 FREE |= {"threads"}  # but with another number sums may be rounded differently
 
 

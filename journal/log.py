@@ -177,7 +177,7 @@ class Log:
         """Returns a trajectory's row, with the data of its tokens if it is one of the watched."""
         row = tau.record()
         if tau.tokens:
-            row["token_data"] = token_data(tau, self.policy.worker.tokenizer, self.piece, self.cfg.token_limit)
+            row["token_data"] = token_data(tau, self.policy.worker.tokenizer, self.piece)
         return row
 
     def played(self, t: int, round: int, parent: Instruction, taus: Sequence[Trajectory]) -> None:
@@ -186,7 +186,7 @@ class Log:
         `candidate` is 0 for the parent and k for the k-th accepted revision of the round.
         """
         questions = list(dict.fromkeys(tau.question.id for tau in taus))
-        chosen = {questions[k] for k in spread(len(questions), self.cfg.compare)}
+        chosen = {questions[k] for k in spread(len(questions), 24)}
         each = max(1, len(questions) * self.cfg.gate_samples)
         rows = [
             tau.record() | {"parent": parent.id, "candidate": k // each}
@@ -261,7 +261,7 @@ class Log:
             self.spread[keep] = statistics.pstdev(row[self.metrics[0]] for row in rows)
         kept = [
             taus[k].record() | {"setting": keep, "metrics": rows[k]}
-            for k in spread(len(taus), self.cfg.compare if keep else 0)
+            for k in spread(len(taus), 24 if keep else 0)
         ]
         if kept:
             self.run.write_trajectories(f"test-{keep.replace(', ', '-').replace(' ', '_')}", kept)

@@ -48,7 +48,7 @@ def pieces(tokenizer: Tokenizer, piece: Callable[[int], str], ids: Sequence[int]
     return out
 
 
-def token_data(tau: Trajectory, tokenizer: Tokenizer, piece: Callable[[int], str], limit: int) -> dict[str, Any]:
+def token_data(tau: Trajectory, tokenizer: Tokenizer, piece: Callable[[int], str], limit: int = 2000) -> dict[str, Any]:
     """Returns the columns of a watched trajectory's first `limit` action tokens, and how many there are in all.
 
     turns: action tokens of each turn; text: of each token; engine: its log-prob as sampled; the others as in

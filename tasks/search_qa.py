@@ -65,7 +65,7 @@ class SearchQA(Task):
             raise Fault(f"--{flag} {e}") from None
         if cfg.valid or split == "test":
             return every
-        n = min(cfg.valid_n, len(every) // 10)
+        n = min(500, len(every) // 10)
         aside = set(rng_of(cfg.seed, 0, "valid").permutation(len(every))[:n].tolist())  # CHOICE-25
         return [q for k, q in enumerate(every) if (k in aside) == (split == "valid")]
 

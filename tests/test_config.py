@@ -233,10 +233,10 @@ REFUSED = """
 --G 1|--K_p 0|--K_e 0|--T 0|--T_e -1|--N_parent 0|--window 0|--D_B -1|--gate_samples 0|--failures 0|--buffer 0
 --save_every 0|--eval_n -1|--seed -1|--lr -1|--lr nan|--tau_s inf|--max_optimizer_tokens -1|--max_overhead nan
 --temperature 0|--tau_s 0|--eps 0|--beta -0.1|--beta nan|--warmup 1|--warmup nan|--vllm 10.0.0.1:8000|--vllm_memory 1
---vllm_memory nan|--lora_rank -1|--lora_alpha 0|--adam_beta1 1|--adam_beta1 -0.1|--adam_beta2 1.5|--adam_beta2 nan
---adam_eps 0|--weight_decay -0.01|--weight_decay nan|--max_grad_norm 0|--valid_n -1|--max_observation 31|--top_n 0
+--vllm_memory nan|--lora_rank -1|--lora_alpha 0
+--max_grad_norm 0|--max_observation 31|--top_n 0
 --rounds 0|--keep 0|--patience 0|--gpus 0|--temperature 2.1|--instruction /nowhere/i.txt|--canary /nowhere/i.txt
---compare -1|--token_rows -1|--micro_tokens 0|--max_rows 0|--optimizer_retries -1|--search_retries -1
+--micro_tokens 0|--max_rows 0|--optimizer_retries -1|--search_retries -1
 """
 
 
@@ -266,8 +266,8 @@ def test_flags_that_do_not_go_together_are_refused(refuses, argv, said):
 @pytest.mark.parametrize(
     "argv",
     [
-        "--tools search,calculator", "--tools none", "--valid_n 0", "--weight_decay 0", "--adam_beta1 0",
-        "--adam_beta2 0", "--beta 0", "--T_e 0", "--warmup 0", "--eval_every 0", "--N_P 1", "--gate_samples 4",
+        "--tools search,calculator", "--tools none", "--beta 0", "--T_e 0", "--warmup 0",
+        "--eval_every 0", "--N_P 1", "--gate_samples 4",
         "--max_observation 32", "--G 2", "--D_B 0",
     ],
 )  # fmt: skip

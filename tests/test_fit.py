@@ -116,17 +116,17 @@ def test_a_frozen_head_has_no_gradient():
 @pytest.mark.parametrize(
     "argv, verdict",
     [
-        (["qwen2.5-7b", "--gpu_mem", "80", "--lora_rank", "32"], "a smaller --vllm_memory"),
-        (["qwen2.5-7b", "--gpu_mem", "80", "--lora_rank", "32", "--vllm_memory", "0.7"], "It fits"),
-        (["qwen2.5-1.5b", "--gpu_mem", "24", "--lora_rank", "32"], "It fits"),
-        (["qwen2.5-0.5b", "--gpu_mem", "24"], "It fits"),
-        (["qwen2.5-7b", "--gpu_mem", "80"], "--lora_rank 32"),
-        (["qwen2.5-1.5b", "--gpu_mem", "24"], "--lora_rank 32"),
+        (["qwen2.5-7b", "--lora_rank", "32"], "a smaller --vllm_memory"),
+        (["qwen2.5-7b", "--lora_rank", "32", "--vllm_memory", "0.7"], "It fits"),
+        (["qwen2.5-1.5b", "--card", "rtx4090", "--lora_rank", "32"], "It fits"),
+        (["qwen2.5-0.5b", "--card", "rtx4090"], "It fits"),
+        (["qwen2.5-7b"], "--lora_rank 32"),
+        (["qwen2.5-1.5b", "--card", "rtx4090"], "--lora_rank 32"),
     ],
 )
 def test_one_gpu_is_told_when_adapters_make_it_fit(argv, verdict):
     cfg = parse(["--dry_run", "--gpus", "1", "--model", *argv])
-    fitted = estimate(cfg, fit.shapes(cfg.model), "vllm", cfg.gpus, cfg.gpu_mem)
+    fitted = estimate(cfg, fit.shapes(cfg.model), "vllm", cfg.gpus, speed.CARDS[cfg.card].memory)
     assert verdict in (fitted.fault().split("; try ")[-1] or fitted.table())
 
 
@@ -229,7 +229,7 @@ def test_the_presets_shapes_need_no_hub(monkeypatch):
 
 def test_the_command_prints_the_table_and_refuses_what_cannot_fit(capsys):
     argv = ["--model", "qwen2.5-7b", "--dry_run"]
-    inspo.main([*argv, "--gpus", "8", "--gpu_mem", "80"])
+    inspo.main([*argv, "--gpus", "8"])
     stdout, stderr = capsys.readouterr()
     assert stderr == "" and "7,616M parameters on 8 x 80 GB" in stdout
     cfg, fitted = with_room(CFG7, B7, "vllm", 8, 80)
@@ -238,7 +238,7 @@ def test_the_command_prints_the_table_and_refuses_what_cannot_fit(capsys):
     inspo.main([*argv, "--card", "h200"])
     assert "7,616M parameters on 8 x 141 GB" in capsys.readouterr().out
     with pytest.raises(SystemExit) as end:
-        inspo.main([*argv, "--gpus", "1", "--gpu_mem", "24"])
+        inspo.main([*argv, "--gpus", "1", "--card", "rtx4090"])
     assert "do not fit" in end.value.code and "\n" not in end.value.code
 
 

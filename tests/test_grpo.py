@@ -214,14 +214,9 @@ def flat(model):
     return torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
 
 
-@pytest.mark.parametrize(
-    "knobs", [{}, {"adam_beta1": 0.5}, {"adam_beta2": 0.9}, {"adam_eps": 1e-3}, {"weight_decay": 0.3}], ids=str
-)
-def test_an_update_is_a_step_of_adamw(model, reference, knobs):
-    learner, taus = learner_of(model, reference, **knobs), batch_of(2)
+def test_an_update_is_a_step_of_adamw(model, reference):
+    learner, taus = learner_of(model, reference), batch_of(2)
     beta1, beta2, eps, decay = (0.9, 0.999, 1e-8, 0.01)
-    beta1, beta2 = knobs.get("adam_beta1", beta1), knobs.get("adam_beta2", beta2)
-    eps, decay = knobs.get("adam_eps", eps), knobs.get("weight_decay", decay)
     want, m, v = flat(learner.model), 0.0, 0.0
     for k in (1, 2):  # with one step alone the betas would cancel out
         [g], metrics, _ = gradients(learner, [taus], t=k + 1)

@@ -214,7 +214,7 @@ def test_full_rank_learns_what_full_training_of_the_same_layers_learns_and_rank_
         model = copy.deepcopy(world[0])
         for name, p in model.named_parameters():
             p.requires_grad_(name.endswith("_proj.weight"))
-        cfg = settings_of(beta=0.0, lora_rank=rank, warmup=0.0, T=1000, weight_decay=0.0)
+        cfg = settings_of(beta=0.0, lora_rank=rank, warmup=0.0, T=1000)
         learner = Learner(lora.add(model, rank, rank), None, cfg)
         for _ in range(40):
             learner.update(1, [taus])

@@ -306,24 +306,23 @@ def split(tmp_path, n=40, **knobs):
 
 def test_validation_questions_are_those_of_valid(tmp_path):
     valid = write(tmp_path / "valid.jsonl", ROW | {"id": "v1"}, ROW | {"id": "v0"})
-    train, chosen, test = split(tmp_path, valid=str(valid), valid_n=3)
+    train, chosen, test = split(tmp_path, valid=str(valid))
     assert chosen == ["v1", "v0"] and train == [f"q{k}" for k in range(40)] and test == ["held out"]
 
 
 def test_without_valid_some_training_questions_are_set_aside(tmp_path):
     everyone = [f"q{k}" for k in range(40)]
-    train, chosen, test = split(tmp_path, valid_n=3)
-    assert len(chosen) == 3 and test == ["held out"]
+    train, chosen, test = split(tmp_path)
+    assert len(chosen) == 4 and test == ["held out"]
     assert train == [q for q in everyone if q not in chosen]  # in their order, and none is trained on
     assert chosen == [q for q in everyone if q in chosen]
-    assert split(tmp_path, valid_n=3)[1] == chosen  # a resumed run sets the same ones aside
-    assert any(split(tmp_path, valid_n=3, seed=seed)[1] != chosen for seed in (1, 2))
+    assert split(tmp_path)[1] == chosen  # a resumed run sets the same ones aside
+    assert any(split(tmp_path, seed=seed)[1] != chosen for seed in (1, 2))
 
 
-def test_at_most_a_tenth_is_set_aside_and_none_if_valid_n_is_0(tmp_path):
-    assert [len(part) for part in split(tmp_path, valid_n=500)] == [36, 4, 1]
-    assert [len(part) for part in split(tmp_path, n=9, valid_n=500)] == [9, 0, 1]
-    assert [len(part) for part in split(tmp_path, valid_n=0)] == [40, 0, 1]
+def test_a_tenth_is_set_aside_and_at_most_500(tmp_path):
+    assert [len(part) for part in split(tmp_path, n=9)] == [9, 0, 1]
+    assert [len(part) for part in split(tmp_path, n=6000)] == [5500, 500, 1]
 
 
 # --- the fixture

@@ -201,7 +201,7 @@ def test_the_exported_directory_is_a_plain_hugging_face_model(two, one, path):
 
 # ---- whole runs
 
-SCORED = ["--eval_every", 4, "--valid", "", "--valid_n", 30]  # evaluations on questions of --train set aside
+SCORED = ["--eval_every", 4, "--valid", ""]  # evaluations on questions of --train set aside
 
 
 @pytest.fixture(scope="module")

@@ -215,12 +215,11 @@ def test_two_nodes_need_a_search_server_that_both_can_reach(monkeypatch, url):
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_questions_set_aside_for_valid_are_never_trained_on(seed):
-    cfg = replace(parse(["--mode", "static"]), valid="", valid_n=50, seed=seed)
+    cfg = replace(parse(["--mode", "static"]), valid="", seed=seed)
     train, valid = (SearchQA(cfg).questions(split) for split in ("train", "valid"))
-    everyone = SearchQA(replace(cfg, valid_n=0)).questions("train")
-    assert len(valid) == 50 and len(train) == len(everyone) - 50
+    everyone = SearchQA(replace(cfg, valid=cfg.test)).questions("train")
+    assert len(valid) == len(everyone) // 10 and len(train) == len(everyone) - len(valid)
     assert {q.id for q in train} | {q.id for q in valid} == {q.id for q in everyone}
-    assert len(SearchQA(replace(cfg, valid_n=500)).questions("valid")) == len(everyone) // 10  # at most a tenth
     assert SearchQA(replace(cfg, seed=9)).questions("valid") != valid
     given = SearchQA(replace(cfg, valid=cfg.test))
     assert given.questions("valid") == given.questions("test") and given.questions("train") == everyone

@@ -26,7 +26,7 @@ from training.speed import table as speed_table
 
 def print_memory(cfg: Config) -> None:
     """Prints the memory that --gpus of --card would need, and a step's seconds; Fault if it does not fit."""
-    config, gpu_mem = shapes(cfg.model), cfg.gpu_mem or CARDS[cfg.card].memory
+    config, gpu_mem = shapes(cfg.model), CARDS[cfg.card].memory
     cfg, fit = with_room(cfg, config, "torch" if cfg.engine == "torch" else "vllm", cfg.gpus, gpu_mem)
     status("")
     print(fit.table(), flush=True)

@@ -67,7 +67,7 @@ class Policy:
         temperature = self.cfg.temperature if temperature is None else temperature
         size, total = self.ranks.size, len(jobs)  # this rank speaks for the others
         self.worker.progress = lambda done: self.progress(purpose, min(done * size, total), total)
-        whole = None if purpose != "evaluate" else frozenset(spread(len(jobs), self.cfg.compare))
+        whole = None if purpose != "evaluate" else frozenset(spread(len(jobs), 24))
         shares = self.on_all_ranks(Worker.rollout, list(jobs), temperature, seed, whole)
         numbered = sorted((pair for share in shares for pair in share), key=lambda pair: pair[0])
         self.seconds[purpose.split()[0]] += time.perf_counter() - began
@@ -76,12 +76,12 @@ class Policy:
     def update(self, t: int, taus: Sequence[Trajectory]) -> dict[str, float]:
         """Takes step t of GRPO on the rewarded trajectories (Eq. 2); returns the metrics of the whole batch.
 
-        `tokens` of a sample of the trajectories, --token_rows in whole groups, then holds what the update saw of them.
+        `tokens` of a sample of the trajectories, some 10 in whole groups, then holds what the update saw of them.
         Raises Fault when MAX_SKIPPED optimizer steps in a row had no finite gradient.
         """
         began, self.t = time.perf_counter(), t
         groups = list(dict.fromkeys(tau.group for tau in taus))
-        watched = {groups[k] for k in spread(len(groups), math.ceil(self.cfg.token_rows / self.cfg.G))}
+        watched = {groups[k] for k in spread(len(groups), math.ceil(10 / self.cfg.G))}
         sent = list(taus)
         for tau in taus:
             tau.watched = tau.group in watched

@@ -85,7 +85,7 @@ function signed(x) {
 function tokenNote(tokens) {
   if (!tokens) return null;
   const cut = tokens.n - tokens.text.length;
-  return cut > 0 ? h("p", { class: "note" }, `The data of the last ${plural(cut, "token")} of ${num(tokens.n)} were not stored (--token_limit).`) : null;
+  return cut > 0 ? h("p", { class: "note" }, `The data of the last ${plural(cut, "token")} of ${num(tokens.n)} were not stored.`) : null;
 }
 
 // ---- blocks

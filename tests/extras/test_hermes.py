@@ -496,7 +496,7 @@ def test_a_run_evolves_descriptions_and_its_doors_know_the_format(tmp_path, monk
     model, run = chat_model(tmp_path / "model"), tmp_path / "run"
     data = [flag for part in ("train", "test") for flag in (f"--{part}", str(FIXTURE / f"{part}.jsonl"))]
     shape = "--T 2 --batch 2 --mini 2 --G 2 --N_P 3 --K_p 2 --K_e 1 --T_e 2 --D_B 0 --rounds 1 --max_turns 2".split()
-    shape += "--max_response 8 --max_prompt 1500 --save_every 1 --eval_n 2 --eval_every 0 --valid_n 0".split()
+    shape += "--max_response 8 --max_prompt 1500 --save_every 1 --eval_n 2 --eval_every 0".split()
     flags = ["--model", model, *data, "--corpus", str(FIXTURE / "corpus.jsonl"), *shape, "--out", str(run)]
     flags += ["--format", "hermes", "--evolve", "tools", "--tools", "search,calculator", "--engine", "torch"]
     with json_servers() as start:
