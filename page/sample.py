@@ -41,7 +41,7 @@ def sample(run: Run, tree: Row, limit: int) -> tuple[Row, dict[str, str]]:
     if not index["rows"]:
         run.missing.append("trajectories/ is empty: no trajectory can be shown.")
     elif steps and not any(row[COLUMNS.index("tokens")] for row in index["rows"]):
-        run.missing.append("No trajectory has the data of its tokens (--token_rows 0).")
+        run.missing.append("No trajectory has the data of its tokens.")
     return index | {"questions": list(questions), "seen": len(index["rows"])}, pages
 
 

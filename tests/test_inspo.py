@@ -537,7 +537,7 @@ def test_a_run_stores_what_its_page_shows(whole):
     for t in range(1, 11):
         rows = trajectories(out, t)
         watched = [row for row in rows if "token_data" in row]
-        assert len(watched) == 4 == len(rows)  # --token_rows 10 is all of them
+        assert len(watched) == 4 == len(rows)  # 10 are watched: all of them
         for row in watched:
             data = row["token_data"]
             assert data["n"] == row["action_tokens"] == len(data["logp"]) == len(data["engine"]) == sum(data["turns"])
