@@ -133,7 +133,7 @@ def main(argv: list[str] | None = None) -> None:
         out.mkdir(parents=True, exist_ok=True)
         note.write_text(json.dumps(setting))
         todo = [part for part in parts(out, args.hub, args.optimizer_model, args.seed) if not part.leaves.exists()]
-        print(f"SmolLM2-135M-Instruct on real facts, into {args.out}: 20 to 40 minutes on two cores", flush=True)
+        print(f"SmolLM2-135M-Instruct on real facts, into {args.out}: 20 to 30 minutes on two idle cores", flush=True)
         for part in todo:
             play(part)
         found = table(out)
