@@ -11,7 +11,7 @@ starts over.
 import argparse
 import json
 import os
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import faiss
@@ -48,10 +48,13 @@ def encode(corpus: Corpus, encoders: list[Encoder], folder: Path) -> np.ndarray:
         tqdm(total=n, initial=min(n, CHUNK * int(done.sum())), desc="encoding", unit=" passages") as bar,
         ThreadPoolExecutor(len(encoders)) as pool,
     ):
+        threads = [pool.submit(work, encoder) for encoder in encoders]
         try:
-            list(pool.map(work, encoders))
+            wait(threads, return_when=FIRST_EXCEPTION)
         finally:
             list(chunks)  # after a failure or Ctrl-C the other threads find nothing left to do
+        for thread in threads:
+            thread.result()
     return vectors
 
 
