@@ -65,7 +65,7 @@ class TaskKnobs:
     reward: str = knob("", "a function that scores in place of the task: module:function (docs/tasks.md)", more=True)
     train: str = knob("", "training questions, .jsonl or .parquet, or one on the hub: hf://datasets/OWNER/NAME/FILE")
     valid: str = knob("", "questions that choose the best checkpoint; empty: some of --train are set aside")
-    test: str = knob("", "held-out questions, for reports alone")
+    test: str = knob("", "held-out questions, used only in reports")
     corpus: str = knob("", "passages, .jsonl: the run serves them with BM25 (unless --retriever is given)")
     retriever: str = knob(
         "", "URL of a search server, several with commas, for fail-over; empty, without --corpus: that on port 8000"
@@ -125,7 +125,7 @@ class GRPOKnobs(RolloutKnobs):
     lora_rank: int = knob(0, "rank of LoRA adapters on all linear layers but the head; 0: train all weights", least=0)
     lora_alpha: int = knob(32, "LoRA's scale is this / --lora_rank", least=1, more=True)
     micro_tokens: int = knob(
-        32768, "tokens a forward pass of a rank; affects speed and memory alone", least=1, more=True
+        32768, "tokens a forward pass of a rank; affects only speed and memory", least=1, more=True
     )
     warmup: float = knob(0.1, "share of T in which lr rises", more=True)
     max_grad_norm: float = knob(1.0, "gradients are clipped to this norm", more=True)
@@ -215,7 +215,7 @@ class EngineKnobs:
     vllm: str = knob("colocate", "colocate: vLLM in every rank, asleep during updates; or URLs of `vllm serve`")
     vllm_memory: float = knob(0.5, "share of a GPU's memory for colocated vLLM: its weights, activations and KV cache")
     max_rows: int = knob(
-        512, "rows the torch engine generates at once; affects speed and memory alone", least=1, more=True
+        512, "rows the torch engine generates at once; affects only speed and memory", least=1, more=True
     )
     recompute: int = knob(
         -1, "1: recompute a block's activations in the backward pass; 0: keep them; -1: keep what a GPU has room for",
@@ -252,16 +252,16 @@ class KeepKnobs:
     """what is kept and measured"""
 
     eval_every: int = knob(
-        100, "steps between evaluations on --valid and --test; 0: --test at start and end alone", least=0
+        100, "steps between evaluations on --valid and --test; 0: only --test, at the start and the end", least=0
     )
     eval_n: int = knob(0, "questions of an evaluation, a fixed sample with every source in its share; 0: all", least=0)
     save_every: int = knob(25, "steps between checkpoints", least=1)
     async_save: int = knob(
-        1, "1: a checkpoint is copied to the CPU's memory and written beside the next step; 0: training waits for it",
+        1, "1: a checkpoint is copied to the CPU's memory and written during the next step; 0: training waits for it",
         of=(0, 1), more=True,
     )  # fmt: skip
     keep: int = knob(2, "newest checkpoints to keep; the best on --valid is kept too", least=1, more=True)
-    tracker: str = knob("", "wandb or tensorboard, if installed, beside metrics.jsonl", of=("", "wandb", "tensorboard"))
+    tracker: str = knob("", "also log to wandb or tensorboard, if installed", of=("", "wandb", "tensorboard"))
     canary: str = knob(
         "", "file with an instruction to score at every evaluation; does training keep its meaning?", more=True
     )
@@ -296,7 +296,7 @@ class Config(KeepKnobs, EngineKnobs, ReflectionKnobs, PopulationKnobs, GRPOKnobs
         if self.offload_reference and self.lora_rank:
             return "--offload_reference: with --lora_rank the reference is the policy, its adapters off; leave it out"
         if self.dry_run or os.environ.get("RANK", "0") != "0":
-            return ""  # rank 0 alone reads files; other nodes may lack them
+            return ""  # only rank 0 reads files; other nodes may lack them
         for name in ("instruction", "canary"):
             path = getattr(self, name)
             if path and not Path(path).is_file():
@@ -306,7 +306,7 @@ class Config(KeepKnobs, EngineKnobs, ReflectionKnobs, PopulationKnobs, GRPOKnobs
         return ""
 
 
-ABOUT = {"program": "inspo.py", "commit": "unknown", "id": ""}  # what config.json has beside the knobs, or had not yet
+ABOUT = {"program": "inspo.py", "commit": "unknown", "id": ""}  # what config.json has besides the knobs
 C = TypeVar("C", bound=Config)
 
 # Search-R1's questions, of the Hugging Face hub: 169,615 of NQ and HotpotQA to train on, and the 51,713 of the paper's

@@ -12,7 +12,7 @@ from plumbing.faults import Fault
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
-REMEDY = "mend it, or choose another model"
+REMEDY = "fix it, or choose another model"
 TODAY = datetime(2024, 7, 26)  # what Llama 3's template takes where it has no clock
 
 

@@ -1,4 +1,4 @@
-"""Faults that a person can mend. Libraries raise them; each program's `main` prints them as one line."""
+"""Faults that a user can fix. Libraries raise them; each program's `main` prints them as one line."""
 
 import contextlib
 import json

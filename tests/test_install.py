@@ -28,7 +28,7 @@ def named(text):
 
 
 BASE, REST = TEXT["requirements.txt"].split(GPU)
-ONLY_GPU, OPTIONAL = REST.split("# Used if")
+ONLY_GPU, OPTIONAL = REST.split("# Optional")
 EVERY = {"base": named(BASE), "gpu": named(ONLY_GPU), "optional": named(OPTIONAL)}
 EVERY["cpu"] = named(TEXT["requirements/cpu.txt"])
 EVERY |= {  # the Makefile's, whose reason is the line before

@@ -51,7 +51,7 @@ def diagnose(response: str) -> dict[str, str]:
 
 
 def diagnose_by_gold(response: str, golds: str) -> dict[str, str]:
-    """The same for questions that are not the world's: what was asked, found and said, beside the right answers."""
+    """The same for questions that are not the world's: what was asked, found and said, with the right answers."""
     question, _, acted = response.partition("\n")
     asked = words(question)[1:]  # without "Question:"
     queries = [words(query) for query in re.findall(r"<search>(.*?)</search>", acted, re.S)]
@@ -94,7 +94,7 @@ def revise(rng: random.Random, clauses: list[str], add: list[str], frame: str = 
 
 
 def reply_to(prompt: str, seed: int, guess: bool = False) -> str:
-    """Returns the reply to a prompt (reflect.py); it depends on the arguments alone.
+    """Returns the reply to a prompt (reflect.py); it depends only on the arguments.
 
     It reads text, whatever the prompt: the instruction in <ins_0>, another one to cross it with in <other>, failures as
     examples, and how many candidates are asked for.
