@@ -47,7 +47,10 @@ def load_questions(path: str | Path, skip: Callable[[str], None] | None = None) 
     if not questions:
         raise Fault(f"{path}: no question in it; give a file with at least one row")
     shared = Counter(q.id for q in questions.values())
-    return [replace(q, id=f"{q.source}-{q.id}") if shared[q.id] > 1 else q for q in questions.values()]
+    named = {f"{q.source}-{q.id}" if shared[q.id] > 1 else q.id: q for q in questions.values()}
+    if len(named) < len(questions):
+        raise Fault(f"{path}: questions have one id once their source stands before it; make the ids unique")
+    return [replace(q, id=id) for id, q in named.items()]
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, object]]:

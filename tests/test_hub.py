@@ -188,14 +188,15 @@ def run(cwd, argv, **env):
 
 @pytest.mark.parametrize("preset", [name for name in PRESETS if name.startswith("qwen")])
 def test_a_preset_says_all_that_is_missing(tmp_path, preset):
-    """Data, something to search, an optimizer: there is no hub here, no search server, no key."""
+    """Data, something to search, an optimizer, a GPU: there is no hub here, no search server, no key, no card."""
     if not search.silent(search.DEFAULT, 3):
         pytest.skip("a search server runs on this machine")
     code, out, err = run(tmp_path, [HERE / "inspo.py", "--model", preset], HF_HUB_OFFLINE="1")
     assert code == 1 and out == "" and not (tmp_path / "runs").exists()
-    data, test, searched, optimizer = err.splitlines()[1:]
+    data, test, searched, optimizer, card = err.splitlines()[1:]
     assert f"--train {SEARCH_R1}/train.parquet: " in data and f"--test {SEARCH_R1}/test.parquet: " in test
     assert "--corpus" in searched and "--retriever" in searched and "OPENAI_API_KEY" in optimizer
+    assert "--model" in card and "CUDA" in card
 
 
 PAPER = "--preset qwen2.5-3b --model own/policy"

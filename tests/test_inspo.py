@@ -426,7 +426,7 @@ BAD = [
     (["--resume", "--out", "EMPTY"], "holds no run"),
     (["--tracker", "wandb"], "not installed"),
     (["--instruction", "FILE"], "is empty"),
-    (["--tools", "search,telescope"], "there is no telescope"),
+    (["--tools", "search,telescope"], "--tools search,telescope: choose"),
 ]
 BAD.append((["--tools", "search,calculator"], "its tokenizer cannot write </calculate>"))
 if not vllm_installed():

@@ -474,7 +474,7 @@ def test_two_questions_with_one_id_are_refused():
         def questions(self, split):
             return [Question("1", "One?"), Question("2", "Two?"), Question("1", "Uno?")]
 
-    with pytest.raises(Fault, match="2 questions to train on have the id '1'"):
+    with pytest.raises(Fault, match="train questions have the id '1'"):
         check_questions(Twice(Config()))
 
 
