@@ -1,7 +1,7 @@
 """Generation by one or more `vllm serve`, on this machine or others.
 
-Turns go to vLLM's endpoint for token ids; weights reach the servers over NCCL, with vLLM's weight transfer. Their layers
-are out of reach; what can be seen of a load is that a server then answers otherwise.
+Turns go to vLLM's endpoint for token ids; weights reach the servers over NCCL, with vLLM's weight transfer. Their
+layers are out of reach; what can be seen of a load is that a server then answers otherwise.
 """
 
 import socket

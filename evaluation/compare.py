@@ -10,8 +10,8 @@ from evaluation.measure import markdown
 from evaluation.statistics import (
     Array,
     Difference,
+    adjusted,
     between_seeds,
-    holm,
     macro_difference,
     mcnemar,
     over_seeds,
@@ -92,7 +92,7 @@ def compare(directories: Sequence[str]) -> str:
     one, *rest = [e for arm in (first, *others) for e in arm.evaluations]
     for evaluation in rest:
         check_comparable(one, evaluation)
-    rows, headline = list[dict[str, str]](), list[float]()
+    rows, headline = list[dict[str, str]](), list[Difference]()
     for arm in others:
         differences = {data: paired(arm.of_questions(data), first.of_questions(data)) for data in one.values}
         rows += [cells(arm, first, [data], difference) for data, difference in differences.items()]
@@ -100,11 +100,12 @@ def compare(directories: Sequence[str]) -> str:
             rows.append(cells(arm, first, list(one.values), macro_difference(differences)))
         seeds = between_seeds(arm.of_seeds(list(one.values)), first.of_seeds(list(one.values)))
         whole = macro_difference(differences) if len(differences) > 1 else differences[next(iter(differences))]
-        headline.append(whole.p if np.isnan(seeds.p) else seeds.p)
+        headline.append(whole if np.isnan(seeds.p) else seeds)
     out = [f"Differences from {first.name}.", "", markdown(rows)]
     if len(others) > 1:
-        adjusted = [f"{arm.name} {p_value(p) or 'no test'}" for arm, p in zip(others, holm(headline), strict=True)]
-        out.append(f"Holm's p over the {len(others)} comparisons: {', '.join(adjusted)}")
+        p = adjusted(dict(enumerate(headline)))
+        shown = [f"{arm.name} {p_value(p[k]) if k in p else 'no test'}" for k, arm in enumerate(others)]
+        out.append(f"Holm's p over the {len(others)} comparisons: {', '.join(shown)}")
     if unlike := [k for k in one.setting if k not in TOLD_APART and any(e.setting[k] != one.setting[k] for e in rest)]:
         out.append(f"Not all of these were made with the same {', '.join(unlike)}: summary.json has the values.")
     out.append(

@@ -236,7 +236,8 @@ def table(summary: Row) -> str:
         cells[title] |= {key: f"{part[key]:.2f}" for key in summary["tools"]}
         cells[title] |= {"gold recall": f"{part['gold_recall']:.3f}"} if recall else {}
         cells[title] |= {"sampled tokens": f"{part['sampled_tokens']:.0f}"}
-        cells[title] |= {f"{label(main)}, hops {h}": shown(x) for h, x in part[f"{main}_by_hops"].items()}
+        hops = part[f"{main}_by_hops"]
+        cells[title] |= {f"{label(main)}, {h} hop{'s' * (h != '1')}": shown(x) for h, x in hops.items()}
     if len(cells) > 1:
         average = summary["average"]
         cells["average"] = {"": "average", "questions": f"{average['n']:,}", f"{label(main)}, 95 %": shown(average)}

@@ -18,7 +18,7 @@ Values = Sequence[float] | Array
 K = TypeVar("K")
 LEVEL, POWER = 0.95, 0.8
 Z = float(stats.norm.ppf((1 + LEVEL) / 2))  # 1.96
-DIGITS = 9  # values that differ by rounding count as equal: 57/300 and 0.19
+DIGITS = 12  # values that differ by rounding count as equal: 57/300 and 0.19
 
 
 class Interval(NamedTuple):

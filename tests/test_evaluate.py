@@ -420,7 +420,7 @@ def test_each_fault_is_one_line_that_says_what_to_do(tmp_path, finished, monkeyp
         (["world", "--corpus", tmp_path / "gone"], "--corpus"),
         (["world", "--instruction", tmp_path / "gone"], "--instruction"),
         (["world", "--topk", 0], "--topk 0: must be at least 1"),
-        (["world", "--task", "nothing"], "--task nothing: give it as module:Class"),
+        (["world", "--task", "nothing"], "--task nothing: give it as module:"),
         ([tmp_path / "nothing", "--data", "world", "--corpus", WORLD / "corpus.jsonl"], "nothing: "),
         (["--compare", tmp_path / "x", tmp_path / "y"], "x: no finished evaluation is in it"),
     ):

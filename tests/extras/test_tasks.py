@@ -229,6 +229,7 @@ class Flaky:
 def judging(monkeypatch):
     """Returns a function that starts a judge, for runs of this process; it is retried quickly, and briefly."""
     monkeypatch.setenv("JUDGE_MODEL", "a-judge")
+    monkeypatch.setattr("plumbing.client.MAX_WAIT", 0.02)
     with contextlib.ExitStack() as stack:
 
         def start(answer):
