@@ -69,8 +69,8 @@ class VllmServer:
         """Returns a server's configuration; raises Fault with the command that starts a suitable one."""
         place = urlsplit(url)
         command = (
-            f"VLLM_SERVER_DEV_MODE=1 vllm serve {self.model} --host {place.hostname} --port {place.port} --dtype bfloat16 "
-            f"--max-model-len {max_len} --logprobs-mode processed_logprobs --enable-scale-out "
+            f"VLLM_SERVER_DEV_MODE=1 vllm serve {self.model} --host {place.hostname} --port {place.port} "
+            f"--dtype bfloat16 --max-model-len {max_len} --logprobs-mode processed_logprobs --enable-scale-out "
             f"""--hf-overrides '{{"head_dtype": "float32"}}' """
             f"""--weight-transfer-config '{{"backend": "{self.backend}"}}'"""
         )
