@@ -1,8 +1,6 @@
 """One training step, of the embedded default or of --model, part by part (`make bench-step`); JSON last.
 
-In float32 the update is also predicted with the formulas of `--dry_run`, from the rates that this CPU reaches in
-products of the model's shapes, in attention and in copying. Prediction and update take turns; both are in CPU seconds,
-which other programs on the machine disturb less, and their medians are compared.
+CPU seconds are there too: other programs on the machine disturb them less.
 
 Rollouts use the world's best instruction, under which they are longest, and a real search server. In bfloat16 they
 begin with the engine's copy of the weights, as after an update.
@@ -11,14 +9,12 @@ begin with the engine's copy of the weights, as after an update.
 import argparse
 import contextlib
 import json
-import math
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,9 +24,7 @@ sys.path.insert(0, str(HERE))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from config import PRESETS, Config, parse  # noqa: E402
-from models.model import blocks  # noqa: E402
 from plumbing.faults import one_line  # noqa: E402
-from training.speed import Assumed, Card, Lengths, shape_of, update_flops, update_seconds  # noqa: E402
 
 BEST = (
     "Think in <think> </think>, search with <search> </search>, read <information> </information>, answer in <answer> "
@@ -61,45 +55,6 @@ def first_step(out: str) -> float:
     return row["time/total"]
 
 
-def card_here(model: Any, tokens: int, lengths: Lengths) -> Card:
-    """Returns what this CPU reaches in float32 at a micro-batch's own shapes.
-
-    FLOP/s are those of all products and attentions of a forward and a backward pass, one after another; bytes/s those
-    of a copy in memory. Seconds are the CPU's.
-    """
-    import torch
-    import torch.nn.functional as F
-
-    config, shape = model.config, shape_of(model.config, torch.float32)
-    n, seconds = lengths.total, 0.0
-    scored, rows = tokens * lengths.sampled // n, tokens // n
-    head = model.get_output_embeddings().weight
-    for weight in [p.detach() for block in blocks(model) for p in block.parameters() if p.ndim == 2] + [head.detach()]:
-        count = scored if len(weight) == shape.vocabulary else tokens
-        x, g = torch.randn(count, weight.shape[1]), torch.randn(count, weight.shape[0])
-        for product in (lambda x=x, w=weight: x @ w.T, lambda g=g, w=weight: g @ w, lambda g=g, x=x: g.T @ x):
-            seconds += timed(product)
-    dim = shape.width // config.num_hidden_layers // config.num_attention_heads
-    q, k, v = torch.randn(3, 1, config.num_attention_heads, n, dim, requires_grad=True)
-
-    def attention() -> None:
-        for _ in range(rows * config.num_hidden_layers):
-            F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
-
-    seconds += timed(attention)
-    flops = update_flops(shape, tokens, scored, rows * n * n / 2, recompute=0)
-    a, b = torch.randn(2, 1 << 24)  # 64 MB each: more than a core's own caches
-    return Card(flops / seconds, 2 * a.nbytes / timed(lambda: b.copy_(a)), math.inf, math.inf, 0.0, "")
-
-
-def timed(work: Callable[[], object]) -> float:
-    """Returns the CPU seconds of a call, after one that is not counted."""
-    work()
-    start = time.process_time()
-    work()
-    return time.process_time() - start
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_policy(parser)
@@ -112,7 +67,6 @@ def main() -> None:
     import torch
 
     from engines.choose import dtype_of
-    from grpo import micro_batches
     from plumbing.servers import Child
     from tasks import Job, reward
     from tasks.search_qa import SearchQA
@@ -142,28 +96,15 @@ def main() -> None:
         found["tokens_per_trajectory"] = round(sum(len(t.ids) for t in taus) / len(taus), 1)
         reward(task, taus)
         policy.learner.set_advantages(taus)
-        tokens = sum(len(tau.ids) for tau in taus)
-        mean, sampled = round(tokens / len(taus)), round(sum(sum(tau.mask) for tau in taus) / len(taus))
-        prompt = round(sum(tau.prompt_tokens for tau in taus) / len(taus))
-        lengths = Lengths("measured", prompt, mean - prompt - sampled, sampled, row=0, longest=0, searches=0, rounds=0)
-        model, rates = policy.learner.model, Assumed(flops=1, bandwidth=1, link=1)
-        shape = shape_of(model.config, torch.float32)
         for micro in args.micro_tokens or [cfg.micro_tokens]:
-            policy.learner.cfg, rows, predictions = replace(cfg, micro_tokens=micro), [], []
+            policy.learner.cfg, rows = replace(cfg, micro_tokens=micro), []
             for _ in range(args.repeat + 1):
-                if ranks.dtype == "float32":
-                    card = card_here(model, tokens // len(micro_batches(taus, micro)), lengths)
-                    predictions.append(sum(update_seconds(policy.learner.cfg, shape, card, 1, lengths, rates).values()))
                 start = time.monotonic(), time.process_time()
                 policy.update(1, taus)
                 rows.append((time.monotonic() - start[0], time.process_time() - start[1]))
             wall, cpu = (statistics.median(column) for column in zip(*rows[1:], strict=True))
             found[f"update_s micro_tokens={micro}"] = round(wall, 3)
             found[f"measured_cpu_s micro_tokens={micro}"] = round(cpu, 3)
-            if predictions:
-                predicted = statistics.median(predictions[1:])
-                found[f"predicted_cpu_s micro_tokens={micro}"] = round(predicted, 3)
-                found[f"measured / predicted micro_tokens={micro}"] = round(cpu / predicted, 2)
         if cfg.model == PRESETS["world"]["model"]:
             found["start_to_end_of_first_step_s"] = round(first_step(f"{tmp}/run"), 2)
     for name, value in found.items():

@@ -34,6 +34,7 @@ import torch.distributed as dist  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 
 from config import Config  # noqa: E402
+from extras.speed import CARDS  # noqa: E402
 from grpo import Learner, micro_batches, minibatches, prefix_of  # noqa: E402
 from models.flash import OWN, choose  # noqa: E402
 from models.model import blocks, shard, skeleton, weights  # noqa: E402
@@ -41,7 +42,6 @@ from plumbing.faults import Fault, one_line  # noqa: E402
 from tasks import Question, Trajectory  # noqa: E402
 from training.fit import KNOWN, RESERVE, estimate  # noqa: E402
 from training.ranks import Ranks  # noqa: E402
-from training.speed import CARDS  # noqa: E402
 
 PEAK = {"H20": 148.0, "B200": 2250.0, "L40S": 362.0}  # dense bf16 TFLOP/s, beside those of --dry_run
 PEAK |= {name.upper(): card.flops / 1e12 for name, card in CARDS.items()}
