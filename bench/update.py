@@ -8,7 +8,7 @@ a prompt of 300 tokens, a trajectory 2 to 8 turns of 40 to 120 sampled tokens wi
 policy. A smaller card gets fewer layers. Without a GPU the model is a toy, which only tests the script.
 
 tokens/s  all tokens of the trajectories / seconds of the update
-MFU       as `time/mfu` of a run: recomputation does not count, a group's prompt counts once
+MFU       8 FLOPs a parameter and token: forward, backward and the reference's pass, without attention
 peak      of the allocator, with the estimate of training/fit.py without an engine
 gather    all weights, one whole tensor at a time: what a sync streams into the engine
 """
@@ -24,12 +24,12 @@ from torch.distributed.tensor import DTensor
 
 from bench.harness import parser_of, timed
 from config import Config
+from extras.speed import CARDS
 from grpo import Learner, micro_batches, minibatches
 from models.flash import OWN, choose
 from models.model import shard, skeleton, weights
 from plumbing.faults import Fault, one_line
 from tasks import Question, Trajectory
-from training import speed
 from training.fit import KNOWN, RESERVE, estimate
 from training.ranks import Ranks
 
@@ -114,9 +114,10 @@ def measure(args: argparse.Namespace) -> dict:
     reference = build(config, args.device, compute, frozen=True)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     learner = Learner(model, reference, cfg, max_gap=Learner.MAX_GAP[dtype])
-    card, shape = speed.card_here(), speed.shape_of(config)
+    name = torch.cuda.get_device_name() if cuda else args.device
+    card = next((card for key, card in CARDS.items() if key.upper() in name.upper()), None)
     parameters = sum(p.numel() for p in model.parameters())
-    print(f"{card.name if card else args.device}, torch {torch.__version__}: {config.num_hidden_layers} layers, "
+    print(f"{name}, torch {torch.__version__}: {config.num_hidden_layers} layers, "
           f"{parameters / 1e6:,.0f}M parameters, at most {micro:,} tokens a forward pass", flush=True)  # fmt: skip
 
     def waited(work):
@@ -139,7 +140,7 @@ def measure(args: argparse.Namespace) -> dict:
         parts = minibatches(taus, cfg)
         update, seconds, _ = timed(lambda t=t, parts=parts: waited(lambda: learner.update(t, parts)))
         row = {"t": t, "update_s": seconds, "tokens_per_s": sum(len(tau.ids) for tau in taus) / seconds}
-        row |= {"mfu": speed.reached(cfg, shape, card, 1, taus, seconds)} if card else {}
+        row |= {"mfu": 8 * parameters * row["tokens_per_s"] / card.flops} if card else {}
         row |= {"peak_gb": torch.cuda.max_memory_allocated() / 1e9} if cuda else {}
         row |= {name: update[name] for name in ("logp_gap", "kl", "grad_norm")}
         print("  ".join(f"{k} {v:.4g}" for k, v in row.items()), flush=True)

@@ -166,7 +166,7 @@ class Log:
         if n := row.get("skipped_updates"):
             self.note(f"step {t:3d}  optimizer steps skipped, as loss or gradient were not finite: {n}")
         self.row |= {f"time/{name}": seconds for name, seconds in self.policy.seconds.items()}
-        self.row |= pace(taus, self.policy.seconds) | self.policy.mfu(taus)
+        self.row |= pace(taus, self.policy.seconds)
         self.logged = time.perf_counter()
         # Rewards are all that takes time beside rollouts and update: a judge may take more than both.
         self.row["time/reward"] = max(0.0, began - self.step_began - sum(self.policy.seconds.values()))

@@ -1,4 +1,4 @@
-"""LoRA: the policy's weights W are frozen, small matrices A and B are trained, and a layer computes with W + scale * B A.
+"""LoRA: the policy's weights W are frozen, small matrices A and B are trained; a layer computes with W + scale * B A.
 
 That sum is one plain weight, which trainer, engine and export share. In bfloat16 it would round back to W: a step of
 training is far below half a unit in W's last place. So it is dithered: each place of W has a number of its own, always
@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import nn
 
 LOSS = """\
-The policy computed with W + scale * B A, in bfloat16 dithered by a generator of seed {seed} (models/lora.py). Whoever adds
-B (A x) to W x in bfloat16 instead, as peft and vLLM do, loses most of a small update (five sixths where B is 1e-4):
-load W in float32, or take the merged export.
+The policy computed with W + scale * B A, in bfloat16 dithered by a generator of seed {seed} (models/lora.py). Whoever
+adds B (A x) to W x in bfloat16 instead, as peft and vLLM do, loses most of a small update (four fifths where B is
+1e-4): load W in float32, or take the merged export.
 """
 
 

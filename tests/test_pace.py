@@ -2,20 +2,15 @@
 
 import gzip
 import json
-from dataclasses import replace
 
 import pytest
 from test_inspo import run_here
-from torch.utils.flop_counter import FlopCounterMode
 
 from config import parse
-from grpo import Learner
 from journal.directory import read_jsonl
 from journal.pace import Trace, pace
 from plumbing.faults import DiskFault
 from tasks import Question, Trajectory
-from training import speed
-from training.speed import Card, shape_of
 
 
 def tau(prompt, *turns):
@@ -45,28 +40,6 @@ def test_a_run_has_its_pace_and_the_trace_that_was_asked_for(tmp_path):
     assert "aten::mm" in names and any("Backward" in str(name) for name in names)  # of rollouts, and of the update
     for row in read_jsonl(tmp_path / "run/metrics.jsonl")[1:]:
         assert row["time/sampled_per_s"] > 0 and row["time/trained_per_s"] > 0 and row["time/peak_gb"] > 0.05
-
-
-def test_a_run_says_its_mfu_where_the_card_is_known(tmp_path, monkeypatch):
-    """The update's FLOPs are those that torch counts; on a CPU it counts none of the attention."""
-    card = Card(flops=1e12, bandwidth=1.0, link=1.0, host=1.0, memory=1.0, name="")
-    monkeypatch.setattr(speed, "card_here", lambda: card)
-    monkeypatch.setattr(speed, "shape_of", lambda *args, **knobs: replace(shape_of(*args, **knobs), width=0))
-    flags = "--mode static --T 1 --batch 2 --mini 2 --G 2 --eval_n 2 --beta 0".split()
-    counts, update = [], Learner.update
-
-    def counted(learner, t, parts):
-        with FlopCounterMode(display=False) as counter:
-            found = update(learner, t, parts)
-        counts.append(counter.get_total_flops())
-        return found
-
-    monkeypatch.setattr(Learner, "update", counted)
-    code, _, stderr = run_here(*flags, "--out", tmp_path / "run")
-    assert code == 0, stderr
-    row = read_jsonl(tmp_path / "run/metrics.jsonl")[1]
-    [flops] = counts
-    assert row["time/mfu"] * row["time/update"] * 1e12 == pytest.approx(flops, rel=0.01)
 
 
 def test_a_step_that_there_is_not_cannot_be_traced(capsys):

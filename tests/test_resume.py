@@ -108,9 +108,6 @@ class Policy:
         self.seconds["update"] += 0.1
         return {"loss": self.weight, "kl": 0.0}
 
-    def mfu(self, taus):
-        return {}
-
     def save(self, path):
         state = {"w": self.weight, "optimizer": {"lr": 0.1}}
         return lambda: checkpoint.save(state, path, 0, alone=True)

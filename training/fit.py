@@ -16,6 +16,7 @@ from models import lora
 from models.layers import fuse_shapes
 from models.model import blocks, load_config, skeleton
 
+CARDS = {"h100": 80, "h200": 141, "a100": 80, "rtx4090": 24}  # --card -> GB (1e9 bytes)
 RESERVE = 0.06  # share of a GPU that shapes cannot predict: CUDA context, NCCL buffers, fragmentation
 GRAPHS = 30e6  # bytes of vLLM's CUDA graphs, a layer: an allowance
 SAMPLER = 4  # float32 matrices (rows, V) of vLLM's V1 sampler: logits, log-probs, probabilities, noise; V2 makes fewer
@@ -66,11 +67,11 @@ class Fit:
     """The estimate for one setting."""
 
     title: str  # model and GPUs
-    parts: list[Part]
     usable: float  # bytes
+    parts: list[Part]
     notes: list[str]
-    starved: str  # why vLLM's share is too small, if the sum fits; "" if it is large enough
     kv_tokens: float = 0.0  # room in vLLM's KV cache
+    starved: str = ""  # why vLLM's share is too small, if the sum fits
 
     @property
     def update(self) -> float:
@@ -86,11 +87,8 @@ class Fit:
         def row(name: str, *columns: float) -> str:
             return f"{name:<72}" + "".join(f"{x / 1e9:10.1f}" if x else f"{'-':>10}" for x in columns)
 
-        lines = [
-            f"{self.title}: GB on each GPU, computed from shapes",
-            "",
-            f"{'part':<72}{'update':>10}{'rollout':>10}",
-        ]
+        lines = [f"{self.title}: GB on each GPU, computed from shapes", ""]
+        lines += [f"{'part':<72}{'update':>10}{'rollout':>10}"]
         lines += [row(part.name, part.update, part.rollout) for part in self.parts if part.update or part.rollout]
         lines += ["-" * 92, row("sum", self.update, self.rollout)]
         lines += [row(f"usable (all but {RESERVE:.0%}: CUDA, NCCL, fragmentation)", self.usable, self.usable), ""]
@@ -116,30 +114,60 @@ class Fit:
 
 def estimate(cfg: Config, config: Any, engine: str, gpus: int, gpu_mem: float) -> Fit:
     """Returns the memory of each of `gpus` GPUs of `gpu_mem` GB (1e9 bytes), for a model with this config."""
-    model = skeleton(config, torch.bfloat16)
-    P = sum(p.numel() for p in model.parameters())  # a tied head is the embedding and counts once
-    lora.add(model, cfg.lora_rank, cfg.lora_alpha)
-    share, frozen = (  # FSDP2 pads dim 0
+    model = lora.add(skeleton(config, torch.bfloat16), cfg.lora_rank, cfg.lora_alpha)
+    moment, working = of_update(cfg, model, gpus)
+    title = f"{parameters(model) / 1e6:,.0f}M parameters{', LoRA,' * bool(cfg.lora_rank)} on {gpus} x {gpu_mem:.0f} GB"
+    note = f"The update is largest in {moment}."
+    fit = Fit(title, (1 - RESERVE) * gpu_mem * 1e9, [*of_state(cfg, model, gpus), *working], [note])
+    if engine == "torch":
+        fit.parts += of_torch_engine(cfg, model)
+    elif cfg.vllm == "colocate":
+        add_vllm(fit, cfg, model, gpus, cfg.vllm_memory * gpu_mem * 1e9)
+    return fit
+
+
+def parameters(model: Any) -> int:
+    """Returns the policy's parameters; a tied head is the embedding and counts once, adapters do not count."""
+    return sum(p.numel() for name, p in model.named_parameters() if not lora.is_adapter(name))
+
+
+def of_state(cfg: Config, model: Any, gpus: int) -> list[Part]:
+    """Returns what a rank holds all the time; FSDP2 pads dim 0 of what it cuts."""
+    share, frozen = (
         sum(math.ceil(len(p) / gpus) * (p.numel() // len(p)) for p in model.parameters() if p.requires_grad == trained)
         for trained in (True, False)
     )
-    per_block = [sum(p.numel() for p in block.parameters()) for block in blocks(model)]
-    block, root = max(per_block), sum(p.numel() for p in model.parameters()) - sum(per_block)
-    # Of a block, of the root (embedding, last norm and head) and of the head: what has a gradient, with LoRA adapters.
-    head_weight = model.get_output_embeddings().weight
-    V, H = head_weight.shape
-    d_block = max(sum(p.numel() for p in block.parameters() if p.requires_grad) for block in blocks(model))
-    d_root, d_head = (0, 0) if cfg.lora_rank else (root, V * H)
-    widest = max(len(p) for part in blocks(model) for p in part.parameters() if p.ndim == 2)
+    more, trained = "more GPUs", "adapters" if cfg.lora_rank else "policy"
+    parts = [
+        Part("policy (frozen, bfloat16 shares)", 2 * frozen, 2 * frozen, more),
+        Part(f"{trained} (float32 shares)", 4 * share, 4 * share, more),
+        Part("moments of AdamW (float32 shares)", 8 * share, 8 * share, more if cfg.lora_rank else "--lora_rank 32"),
+        Part("gradients (float32 shares)", 4 * share, 0, more),
+    ]
+    if cfg.beta and not cfg.lora_rank:
+        reference = 0 if cfg.offload_reference else 2 * share
+        parts.append(Part("reference (bfloat16 shares)", reference, reference, "--offload_reference"))
+    return parts
+
+
+def of_update(cfg: Config, model: Any, gpus: int) -> tuple[str, list[Part]]:
+    """Returns when the update needs most, and what it needs then."""
     # A turn may start at max_prompt and be followed by its observation. A trajectory longer than micro_tokens is packed
     # alone.
     longest = cfg.max_prompt + cfg.max_response + cfg.max_observation
     tokens = max(cfg.micro_tokens, longest)
+    fewer = "a smaller --micro_tokens" if cfg.micro_tokens > longest else "a smaller --max_prompt"
+    per_block = [sum(p.numel() for p in block.parameters()) for block in blocks(model)]
+    block, root = max(per_block), sum(p.numel() for p in model.parameters()) - sum(per_block)
+    # Of a block, of the root (embedding, last norm and head) and of the head: what has a gradient, with LoRA adapters.
+    V, H = model.get_output_embeddings().weight.shape
+    d_block = max(sum(p.numel() for p in block.parameters() if p.requires_grad) for block in blocks(model))
+    d_root, d_head = (0, 0) if cfg.lora_rank else (root, V * H)
     kept, again = activations(model.bfloat16(), tokens, cfg.recompute, cfg.fused_layers)
 
-    # Candidates for the peak of the update, with the bytes of: gathered weights, gradients being reduced, activations,
-    # activations of one block, the head. bfloat16 has 2 bytes, float32 4. FSDP2 reduces in float32; it has one block
-    # prefetched and one still in reduction. The reference runs earlier and needs less.
+    # Candidates for the peak, with the bytes of: gathered weights, gradients being reduced, activations, activations of
+    # one block, the head. bfloat16 has 2 bytes, float32 4. FSDP2 reduces in float32; it has one block prefetched and
+    # one still in reduction. The reference runs earlier and needs less.
     moments = {
         "the forward pass of the head": (
             2 * root + 2 * block, 0, kept, 0, 4 * min(CHUNK, tokens) * V + 4 * d_head + (2 + 4) * tokens * H,
@@ -154,20 +182,7 @@ def estimate(cfg: Config, config: Any, engine: str, gpus: int, gpu_mem: float) -
     }  # fmt: skip
     peak = max(moments, key=lambda name: sum(moments[name]))
     gathered, reduced, kept, again, head = moments[peak]
-    notes = [f"The update is largest in {peak}."]
-
-    more, state = "more GPUs", 0 if cfg.offload_reference else 2 * share
-    fewer = "a smaller --micro_tokens" if cfg.micro_tokens > longest else "a smaller --max_prompt"
-    trained = "adapters" if cfg.lora_rank else "policy"
-    parts = [
-        Part("policy (frozen, bfloat16 shares)", 2 * frozen, 2 * frozen, more),
-        Part(f"{trained} (float32 shares)", 4 * share, 4 * share, more),
-        Part("moments of AdamW (float32 shares)", 8 * share, 8 * share, more if cfg.lora_rank else "--lora_rank 32"),
-        Part("gradients (float32 shares)", 4 * share, 0, more),
-    ]
-    if cfg.beta and not cfg.lora_rank:
-        parts += [Part("reference (bfloat16 shares)", state, state, "--offload_reference")]
-    parts += [
+    return peak, [
         Part("policy (embedding, head and two blocks, gathered in bfloat16)", gathered, 0),
         Part("gradients being reduced", reduced, 0),
         Part(f"activations kept of {tokens:,} tokens", kept, 0, fewer if cfg.recompute else "--recompute 1"),
@@ -175,53 +190,52 @@ def estimate(cfg: Config, config: Any, engine: str, gpus: int, gpu_mem: float) -
         Part("the head's logits and gradients", head, 0),
     ]
 
-    title = f"{P / 1e6:,.0f}M parameters{', LoRA,' if cfg.lora_rank else ''} on {gpus} x {gpu_mem:.0f} GB"
-    row = cfg.max_prompt + cfg.max_response  # tokens of the engine's longest row
-    kv, starved, kv_tokens = kv_bytes(config), "", 0.0
-    if engine == "torch":
-        cache = 2 * kv * row * cfg.max_rows  # remaining rows are copied before the old cache is freed
-        parts += [
-            Part("torch engine (weights)", 2 * P, 2 * P, "--engine vllm"),
-            Part(f"torch engine (KV cache of {cfg.max_rows} rows, twice)", 0, cache, "a smaller --max_rows"),
-            Part("torch engine (logits)", 0, 3 * 4 * V * cfg.max_rows, "a smaller --max_rows"),
-        ]
-    elif cfg.vllm == "colocate":
-        # vLLM measures its own peak at its start and gives the KV cache what is left of its share, all of which has to
-        # be free then: policy and reference are there already, moments are not.
-        graphs = GRAPHS * len(per_block)
-        work = max(
-            2 * (2 * H + 3 * widest) * MAX_BATCHED_TOKENS,  # residual, hidden states, gate and up, their product
-            SAMPLER * 4 * V * MAX_SEQS,
-        )
-        served = 2 * sum(p.numel() for p in model.parameters())  # with the adapters, for which vLLM has room
-        room = max(0, cfg.vllm_memory * gpu_mem * 1e9 - served - work - graphs)
-        kv_tokens = room / kv
-        parts += [
-            Part("vLLM (weights)", 0, served, "a smaller --vllm_memory"),
-            Part("vLLM (activations, or the sampler's logits)", 0, work),
-            Part("vLLM (KV cache)", 0, room, "a smaller --vllm_memory"),
-            Part("vLLM (CUDA graphs, an allowance; also while asleep)", graphs, graphs),
-        ]
-        if room < kv * row:
-            starved = (
-                f"{title} do not fit: the {cfg.vllm_memory * gpu_mem:.1f} GB of vLLM have no room for its weights"
-                f" ({served / 1e9:.1f}), activations and CUDA graphs ({(work + graphs) / 1e9:.1f}) and one context of"
-                f" {row:,} tokens; try a larger --vllm_memory"
-            )
-        mine = math.ceil(cfg.batch / gpus) * cfg.G  # a rank plays whole groups
-        notes.append(
-            f"vLLM's cache has room for {kv_tokens:,.0f} tokens of {kv / 1e3:.1f} kB; a rank's {mine:,} trajectories"
-            f" can need {mine * row:,}.\n"
-            f"{min(mine, MAX_SEQS, int(kv_tokens / row)):,} of them run at once, however long they are."
-        )
-    taus = cfg.batch * cfg.G
-    sampled = taus * min((cfg.max_turns + 1) * cfg.max_response, row)
-    notes.append(
-        f"A step is {taus:,} trajectories: at most {sampled:,} tokens to sample, and"
-        f" {taus * longest:,} to train on.\n"
-        "(Upper bounds: what --max_turns, --max_response, --max_observation and --max_prompt allow.)"
+
+def of_torch_engine(cfg: Config, model: Any) -> list[Part]:
+    # Remaining rows are copied before the old cache is freed.
+    cache = 2 * kv_bytes(model.config) * (cfg.max_prompt + cfg.max_response) * cfg.max_rows
+    logits = 3 * 4 * len(model.get_output_embeddings().weight) * cfg.max_rows
+    return [
+        Part("torch engine (weights)", 2 * parameters(model), 2 * parameters(model), "--engine vllm"),
+        Part(f"torch engine (KV cache of {cfg.max_rows} rows, twice)", 0, cache, "a smaller --max_rows"),
+        Part("torch engine (logits)", 0, logits, "a smaller --max_rows"),
+    ]
+
+
+def add_vllm(fit: Fit, cfg: Config, model: Any, gpus: int, share: float) -> None:
+    """Adds vLLM in this process with a `share` of the GPU, in bytes.
+
+    It measures its own peak at its start and gives the KV cache what is left of its share, all of which has to be free
+    then: policy and reference are there already, moments are not.
+    """
+    V, H = model.get_output_embeddings().weight.shape
+    widest = max(len(p) for block in blocks(model) for p in block.parameters() if p.ndim == 2)
+    served, graphs = 2 * parameters(model), GRAPHS * len(blocks(model))
+    work = max(
+        2 * (2 * H + 3 * widest) * MAX_BATCHED_TOKENS,  # residual, hidden states, gate and up, their product
+        SAMPLER * 4 * V * MAX_SEQS,
     )
-    return Fit(title, parts, (1 - RESERVE) * gpu_mem * 1e9, notes, starved, kv_tokens)
+    room = max(0, share - served - work - graphs)
+    fit.parts += [
+        Part("vLLM (weights)", 0, served, "a smaller --vllm_memory"),
+        Part("vLLM (activations, or the sampler's logits)", 0, work),
+        Part("vLLM (KV cache)", 0, room, "a smaller --vllm_memory"),
+        Part("vLLM (CUDA graphs, an allowance; also while asleep)", graphs, graphs),
+    ]
+    kv, row = kv_bytes(model.config), cfg.max_prompt + cfg.max_response  # the longest row
+    fit.kv_tokens = room / kv
+    if room < kv * row:
+        fit.starved = (
+            f"{fit.title} do not fit: the {share / 1e9:.1f} GB of vLLM have no room for its weights"
+            f" ({served / 1e9:.1f}), activations and CUDA graphs ({(work + graphs) / 1e9:.1f}) and one context of"
+            f" {row:,} tokens; try a larger --vllm_memory"
+        )
+    mine = math.ceil(cfg.batch / gpus) * cfg.G  # a rank plays whole groups
+    fit.notes.append(
+        f"vLLM's cache has room for {fit.kv_tokens:,.0f} tokens of {kv / 1e3:.1f} kB; a rank's {mine:,} trajectories"
+        f" can need {mine * row:,}.\n"
+        f"{min(mine, MAX_SEQS, int(fit.kv_tokens / row)):,} of them run at once, however long they are."
+    )
 
 
 def with_room(cfg: Config, config: Any, engine: str, gpus: int, gpu_mem: float) -> tuple[Config, Fit]:

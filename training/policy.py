@@ -28,7 +28,7 @@ from plumbing import stop
 from plumbing.faults import CheckpointFault, DiskFault, EngineFault, Fault, Outage
 from rollout import play, rollout, spread
 from tasks import Job, Task, Trajectory, load_task, rng_of
-from training import checkpoint, speed
+from training import checkpoint
 from training.ranks import Ranks
 
 S = ParamSpec("S")
@@ -49,7 +49,6 @@ class Policy:
         self.t = 0  # the last step whose update has begun
         self.seconds: defaultdict[str, float] = defaultdict(float)  # by what they were spent on
         self.in_step = True  # whether all ranks wait for the next call
-        self.shape: speed.Shape | None = None
         self.progress: Callable[[str, int, int], None] = lambda purpose, done, total: None  # told of rollouts under way
         if ranks.size > 1:
             ranks.broadcast((cfg, engine, task.address()))
@@ -98,15 +97,6 @@ class Policy:
                 " start a new run with a lower --lr, or look at the rewards of this one (trajectories/)"
             )
         return answers[0][0]
-
-    def mfu(self, taus: Sequence[Trajectory]) -> dict[str, float]:
-        """Returns {"time/mfu": of the last update, of these trajectories}; {} where the GPU's FLOP/s are not known."""
-        card, seconds = speed.card_here(), self.seconds["update"]
-        if not card or not seconds:
-            return {}
-        if not self.shape:
-            self.shape = speed.shape_of(self.worker.config, rank=self.cfg.lora_rank)
-        return {"time/mfu": speed.reached(self.cfg, self.shape, card, self.ranks.size, taus, seconds)}
 
     def save(self, path: Path) -> Callable[[], dict[str, str]]:
         """Begins to write weights and optimizer, as they are now, into a directory, for any number of ranks to load.

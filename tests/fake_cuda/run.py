@@ -42,8 +42,7 @@ from kernels import rows_triton  # noqa: E402
 from models.model import skeleton  # noqa: E402
 from tasks import Question, Trajectory  # noqa: E402
 from tasks.formats import Tags  # noqa: E402
-from training.fit import shapes, with_room  # noqa: E402
-from training.speed import CARDS  # noqa: E402
+from training.fit import CARDS, shapes, with_room  # noqa: E402
 
 OURS = {str(path) for part in ("*.py", "[!t]*/*.py", "training/*.py") for path in HERE.glob(part)}
 LENGTH, PROMPT, TURN = 2272, 449, 161  # tokens of every trajectory
@@ -255,7 +254,7 @@ def main():
             hidden = sample(cfg)
         print(json.dumps({"hidden": str(hidden.dtype), "products": TRACKER.products}))
         return
-    cfg, fit = with_room(cfg, shapes(cfg.model), "vllm", ranks, CARDS[cfg.card].memory)
+    cfg, fit = with_room(cfg, shapes(cfg.model), "vllm", ranks, CARDS[cfg.card])
     full = 2 * ranks * (cfg.micro_tokens // PAIR)  # trajectories in one full micro-batch of every rank
     cfg = replace(cfg, G=2, mini=full)  # two of these in a mini-batch
     pretend(ranks)
