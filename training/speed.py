@@ -393,7 +393,7 @@ def step_seconds(
     if kv_tokens:
         parts["weights to vLLM"] = sync_seconds(shape, card, gpus, assumed)
         if evolves(cfg) and cfg.T_e > cfg.K_e:
-            jobs = (1 + cfg.N_P - cfg.N_parent) * cfg.D_B * cfg.gate_samples  # the parent's and its revisions'
+            jobs = (1 + cfg.N_P - cfg.N_parent) * cfg.D_B  # the parent's and its revisions'
             once = sum(rollout_seconds(*play, jobs, 1, lengths, assumed).values())
             parts["verification before T_e, spread over K_e steps"] = lengths.rounds * once / cfg.K_e
     # The next one waits for a checkpoint that takes longer than the steps between them.
