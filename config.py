@@ -7,6 +7,7 @@ else a Config holds. A Config is all of them, so that a run has one flat set of 
 import argparse
 import dataclasses
 import importlib.util
+import inspect
 import math
 import os
 import time
@@ -14,7 +15,7 @@ import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from plumbing.faults import Fault, tell_torchrun
 from plumbing.outside import JOINERS, decoded, printable
@@ -37,8 +38,6 @@ def knob(default: Any, doc: str, *, least: float | None = None, of: tuple[Any, .
 @dataclass(frozen=True)
 class RunKnobs:
     """the run"""
-
-    FIXED: ClassVar[tuple[str, ...]] = ("static",)  # modes in which instructions never change
 
     mode: str = knob("inspo", "inspo; or static: Search-R1's baseline, one fixed instruction", of=("inspo", "static"))
     model: str = knob("world", "a preset (world, smollm2-135m, qwen2.5-0.5b to -7b), Hugging Face id or local folder")
@@ -176,7 +175,6 @@ class ReflectionKnobs:
     D_B: int = knob(200, "|D_B|: questions on which candidates are verified; 0: they join unverified (Fig. 3)", least=0)
     rounds: int = knob(5, "rounds of generate and verify in one evolution, at most (App. C)", least=1)
     top_n: int = knob(6, "n of Alg.1 L21: candidates that may join in one round", least=1, more=True)
-    gate_samples: int = knob(1, "rollouts a question of D_B, for parent and candidates alike", least=1, more=True)
     buffer: int = knob(10240, "trajectories in the replay buffer", least=1, more=True)
     max_instruction: int = knob(
         1500, "tokens of a candidate instruction, counted with the optimizer's tokenizer", least=1, more=True
@@ -187,10 +185,6 @@ class ReflectionKnobs:
     max_optimizer_tokens: int = knob(
         0, "tokens to and from the optimizer after which it is not asked; 0: no limit", least=0
     )
-    max_overhead: float = knob(
-        0.0, "verification rollouts, as a share of training rollouts so far, at which evolution pauses; 0: no limit",
-        least=0, more=True,
-    )  # fmt: skip
     optimizer_retries: int = knob(
         4, "times a call to the optimizer is repeated before the evolution is given up", least=0, more=True
     )
@@ -262,13 +256,6 @@ class KeepKnobs:
     )  # fmt: skip
     keep: int = knob(2, "newest checkpoints to keep; the best on --valid is kept too", least=1, more=True)
     tracker: str = knob("", "also log to wandb or tensorboard, if installed", of=("", "wandb", "tensorboard"))
-    canary: str = knob(
-        "", "file with an instruction to score at every evaluation; does training keep its meaning?", more=True
-    )
-    profile: int = knob(
-        0, "step whose rollouts and update are traced with torch.profiler into the run's directory; 0: none", least=0,
-        more=True,
-    )  # fmt: skip
 
     def check(self) -> str:
         if self.tracker and not importlib.util.find_spec(self.tracker):
@@ -280,27 +267,17 @@ class KeepKnobs:
 class Config(KeepKnobs, EngineKnobs, ReflectionKnobs, PopulationKnobs, GRPOKnobs, RolloutKnobs, TaskKnobs, RunKnobs):
     """All knobs. Defaults are the paper's 3B column (§4, App. B); sizes in tokens are the policy's tokens."""
 
-    PROGRAM: ClassVar[str] = "inspo.py"  # a method with a script of its own has its own knobs too, in a subclass
-
-    def a_step(self) -> str:
-        """Returns what a step learns from, in words."""
-        return f"{self.batch} questions x {self.G}"
-
     def check(self) -> str:
         """Returns what makes this configuration impossible, in one line; "" if nothing does. Every class has its own
         part of it."""
         if self.engine != "torch" and self.temperature > 2:
             return f"--temperature {self.temperature}: vLLM takes 2 at most (--engine torch any)"
-        if self.profile > self.T:
-            return f"--profile {self.profile}: the last step is {self.T} (--T)"
         if self.offload_reference and self.lora_rank:
             return "--offload_reference: with --lora_rank the reference is the policy, its adapters off; leave it out"
         if self.dry_run or os.environ.get("RANK", "0") != "0":
             return ""  # only rank 0 reads files; other nodes may lack them
-        for name in ("instruction", "canary"):
-            path = getattr(self, name)
-            if path and not Path(path).is_file():
-                return f"--{name} {path}: no such file"
+        if self.instruction and not Path(self.instruction).is_file():
+            return f"--instruction {self.instruction}: no such file"
         if self.out and not self.resume and Path(self.out, "config.json").exists():
             return holds_a_run(self.out)
         return ""
@@ -393,10 +370,8 @@ def parse(argv: list[str] | None = None, kind: type[C] = Config, **changes: Any)
 
 def _parser(kind: type[Config], changes: dict[str, Any], everything: bool = False) -> Parser:
     """Returns the parser of all flags; its help has those that most runs need, or with `everything` all."""
-    parser = Parser(
-        kind.PROGRAM, usage=f"{kind.PROGRAM} [--flag value ...]", allow_abbrev=False,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )  # fmt: skip
+    program, layout = program_of(kind), argparse.RawTextHelpFormatter
+    parser = Parser(program, usage=f"{program} [--flag value ...]", allow_abbrev=False, formatter_class=layout)
     parser.description = (
         "INSPO: train a search agent while its instruction evolves (arXiv 2512.01945).\n"
         "Without flags: the embedded world. [default; the paper's, where the world's differs]"
@@ -420,6 +395,11 @@ def _parser(kind: type[Config], changes: dict[str, Any], everything: bool = Fals
     return parser
 
 
+def program_of(kind: type[Config]) -> str:
+    """Returns the script whose flags these are; one with knobs of its own has a subclass of Config for them."""
+    return "inspo.py" if kind is Config else os.path.relpath(inspect.getfile(kind), HERE)
+
+
 def read_config(run: Path, kind: type[C] = Config, resume: bool = False) -> C:  # type: ignore[assignment]
     """Returns the Config of the run in a directory; raises Fault.
 
@@ -436,10 +416,11 @@ def read_config(run: Path, kind: type[C] = Config, resume: bool = False) -> C:  
     except (OSError, ValueError) as e:
         raise Fault(f"{path} is damaged ({type(e).__name__}: {e}): restore it from a copy") from None
     program, commit, _ = (found.pop(name, default) for name, default in ABOUT.items())
-    if resume and program != kind.PROGRAM:
-        raise Fault(f"--resume: {run} was started by {program}, not {kind.PROGRAM}: resume it with that")
+    own = program_of(kind)
+    if resume and program != own:
+        raise Fault(f"--resume: {run} was started by {program}, not {own}: resume it with that")
     fields = {f.name: f.type for f in dataclasses.fields(kind)}
-    unknown = [name for name in found if name not in fields and program == kind.PROGRAM]
+    unknown = [name for name in found if name not in fields and program == own]
     missing = [name for name in fields if name not in found]
     if unknown or missing:
         differs = f"it has --{unknown[0]}, which this one lacks" if unknown else f"it lacks --{missing[0]}"
@@ -507,9 +488,9 @@ def out_of_range(cfg: Config, names: Iterable[str]) -> str:
     return ""
 
 
-def evolves(cfg: RunKnobs) -> bool:
+def evolves(cfg: Config) -> bool:
     """Returns whether instructions change, which takes an optimizer."""
-    return cfg.mode not in cfg.FIXED
+    return cfg.mode != "static" and (cfg.N_P > 1 or cfg.T_e > 0)
 
 
 def scripted(cfg: RunKnobs) -> bool:

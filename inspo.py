@@ -14,10 +14,10 @@ import contextlib
 import os
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from plumbing import stop  # isort: skip  (first: from here on a Ctrl-C is one line)
-from config import Config, parse, warnings
+from config import Config, parse
 from plumbing.faults import Fault, OptimizerDown, one_line, together
 from plumbing.servers import Servers
 from plumbing.status import status
@@ -38,20 +38,22 @@ from training.device import check_preset_device
 
 if TYPE_CHECKING:  # torch takes seconds to import; --help does not wait for it
     from grpo import Learner
+    from journal.checkpoints import Checkpoints
     from journal.log import Log
     from training.policy import Policy
+    from training.ranks import Ranks
 
 
 def inspo(
-    cfg: Config, task: Task, policy: Policy, optimizer: Optimizer | None, P: Population, log: Log
+    cfg: Config, task: Task, policy: Policy, evolution: Evolution, checkpoints: Checkpoints, log: Log
 ) -> tuple[Policy, Instruction]:  # Alg.1 L1
     """Trains `policy` on a task while its instructions, P, evolve; returns it with the best instruction."""
-    D = {q.id: q for q in task.questions("train")}
-    B = ReplayBuffer(cfg.buffer)
-    first, stopped = log.restore(P, B)  # step 1; or the step to resume, and in which phase of it the run was stopped
+    D, P, B = evolution.D, evolution.P, evolution.B
+    first, stopped = checkpoints.restore()  # step 1; or the step to resume, and in which phase of it it was stopped
     if not P.family:
-        first_population(cfg, P, task, optimizer, log)  # Alg.1 L2
-    log.begin()
+        evolution.begin()  # Alg.1 L2
+    if not log.held_out:
+        log.begin(policy.evaluate(0, P.family[0], "test"))
     for t in range(first, cfg.T + 1):  # Alg.1 L3
         if not stopped:
             # Policy optimization with dynamic instructions                                      # Alg.1 L4
@@ -63,143 +65,153 @@ def inspo(
             policy.learner.set_advantages(taus)  # Eq.3
             update = policy.update(t, taus)  # Alg.1 L8 Eq.5
             P.attribute(taus)  # Alg.1 L9
-            log.step(t, taus, P, update)
+            log.step(t, taus, P, update | policy.pace(taus))
             if t % cfg.K_p == 0 and len(P) > cfg.N_parent:  # Alg.1 L10 CHOICE-4 CHOICE-5
                 ranked = P.ranked()  # Alg.1 L11 CHOICE-16
                 pruned = P.prune(ranked, cfg.N_parent, t)  # Alg.1 L12
                 log.pruned(t, P, pruned)
             # Experience-driven instruction generation                                           # Alg.1 L14
             B.add(t, taus, task.shown)  # Alg.1 L15
-        if stopped != "evaluate" and t % cfg.K_e == 0 and t < cfg.T_e and optimizer:  # Alg.1 L16 CHOICE-2
-            evolve(cfg, t, P, B, task, policy, optimizer, D, log)
+        if stopped != "evaluate" and t % cfg.K_e == 0 and t < cfg.T_e and evolution.optimizer:  # Alg.1 L16 CHOICE-2
+            evolution.evolve(t, policy)
 
         stopped = ""
-        evaluate_and_save(cfg, t, P, log)
+        evaluated = cfg.eval_every > 0 and t % cfg.eval_every == 0 and t < cfg.T  # the last policy's is `compare`'s
+        for split in ("valid", "test") if evaluated else ():
+            log.evaluated(split, policy.evaluate(t, P.best(), split))
+        log.end_step(t, P)
+        if evaluated or t % cfg.save_every == 0 or t == cfg.T:
+            checkpoints.save(t)
     return policy, P.best()  # Alg.1 L26
 
 
-def evaluate_and_save(cfg: Config, t: int, P: Population, log: Log) -> None:
-    """Ends step t: evaluates every --eval_every steps, saves every --save_every, after an evaluation and in the end."""
-    if evaluated := cfg.eval_every > 0 and t % cfg.eval_every == 0 and t < cfg.T:
-        log.evaluate_step(t, P.best())
-    log.end_step(t)
-    if evaluated or t % cfg.save_every == 0 or t == cfg.T:
-        log.save(t)
+class Evolution:
+    """How instructions evolve: the population P, the replay buffer B, and the LLM-based optimizer that revises.
 
-
-def evolve(
-    cfg: Config, t: int, P: Population, B: ReplayBuffer, task: Task, policy: Policy, optimizer: Optimizer,
-    D: dict[str, Question], log: Log,
-) -> None:  # fmt: skip
-    """Replaces P by its parents and verified revisions of them; without a revision P and W stay as they are."""
-    P_parent = P.ranked()[: cfg.N_parent]  # Alg.1 L17
-    P_new: list[Candidate] = []
-    used = {normalize(I.text) for I in P_parent}
-    shortfall = "too few revisions verified"
-    for round in range(cfg.rounds):
-        room = cfg.N_P - len(P_parent) - len(P_new)
-        if room == 0:  # Alg.1 L18 CHOICE-6
-            break
-        rng = rng_of(cfg.seed, t, f"evolve {round}")
-        I_parent = P_parent[rng.integers(len(P_parent))]  # Alg.1 L19
-        tau_fail = B.failures(rng, cfg.failures, I_parent.id)
-        D_B = [D[q] for q in B.questions(rng, cfg.D_B, tau_fail)]
-        if not tau_fail or (cfg.D_B and not D_B):
-            shortfall = "no failure to learn from" if not tau_fail else "no question left to verify on"
-            break
-        if limit := log.limit((1 + cfg.N_P - cfg.N_parent) * len(D_B) * cfg.gate_samples):
-            shortfall = limit
-            break
-        try:
-            I_new = propose(cfg, t, round, P, I_parent, tau_fail, used, task, optimizer, log)  # Alg.1 L20
-        except OptimizerDown as e:
-            shortfall = f"the optimizer gave no reply ({e})"
-            break
-        if not I_new:
-            continue
-        verified = verify(cfg, t, round, task, policy, I_parent, I_new, D_B, log)  # Alg.1 L21
-        joining = P.admit(verified, min(room, cfg.top_n))
-        P_new += joining
-        log.verified(t, round, I_parent, D_B, verified, joining)
-    joined = P.succeed(P_parent, P_new, t)  # Alg.1 L23
-    log.evolved(t, P, P_parent, joined, shortfall)
-
-
-def first_population(cfg: Config, P: Population, task: Task, optimizer: Optimizer | None, log: Log) -> None:
-    """Fills P with P_0: the first instruction, up to N_P - 1 paraphrases of it from one call to the optimizer.
-
-    An optimizer that does not even answer that one is a Fault: the run would be the static baseline.
+    Another way is a subclass with an `evolve` of its own.
     """
-    I_0 = P.join(log.first, None, 0)
-    if optimizer and cfg.N_P > 1:
+
+    def __init__(self, cfg: Config, task: Task, optimizer: Optimizer | None, P: Population, log: Log):
+        self.cfg, self.task, self.P, self.log = cfg, task, P, log
+        self.optimizer: Any = optimizer  # None: nothing evolves
+        self.B, self.D = ReplayBuffer(cfg.buffer), {q.id: q for q in task.questions("train")}
+        self.t = self.round = 0  # the evolution under way; 0: of the first population
+        self.used: set[str] = set()  # the texts in it, normalized: none is proposed again
+
+    def begin(self) -> None:
+        """Fills P with P_0: the first instruction, up to N_P - 1 paraphrases of it from one call to the optimizer.
+
+        An optimizer that does not even answer that one is a Fault: the run would be the static baseline.
+        """
+        I_0 = self.P.join(self.task.instruction, None, 0)
+        self.used = {normalize(I_0.text)}
         try:
-            # CHOICE-22
-            paraphrases = propose(cfg, 0, 0, P, I_0, [], {normalize(I_0.text)}, task, optimizer, log)
-            for text in paraphrases[: cfg.N_P - 1]:
-                P.join(text, I_0.id, 0)
+            paraphrases = self.propose(I_0, []) if self.optimizer and self.cfg.N_P > 1 else []  # CHOICE-22
         except OptimizerDown as e:
-            remedy = "check OPENAI_BASE_URL, OPENAI_API_KEY and --optimizer_model, or choose --mode static"
-            raise Fault(f"the optimizer gave no reply to its first call: {e}; {remedy}") from None
-    log.started(P)
+            raise Fault(
+                f"the optimizer gave no reply to its first call: {e}; check OPENAI_BASE_URL, OPENAI_API_KEY and"
+                " --optimizer_model, or choose --mode static"
+            ) from None
+        for text in paraphrases[: self.cfg.N_P - 1]:
+            self.P.join(text, I_0.id, 0)
+        self.log.started(self.P)
+
+    def evolve(self, t: int, policy: Policy) -> None:
+        """Replaces P by its parents and verified revisions of them; without a revision P and W stay as they are."""
+        cfg, P, B = self.cfg, self.P, self.B
+        P_parent = P.ranked()[: cfg.N_parent]  # Alg.1 L17
+        P_new: list[Candidate] = []
+        self.t, self.used = t, {normalize(I.text) for I in P_parent}
+        shortfall = "too few revisions verified"
+        for round in range(cfg.rounds):
+            room = cfg.N_P - len(P_parent) - len(P_new)
+            if room == 0:  # Alg.1 L18 CHOICE-6
+                break
+            self.round, rng = round, rng_of(cfg.seed, t, f"evolve {round}")
+            I_parent = P_parent[rng.integers(len(P_parent))]  # Alg.1 L19
+            tau_fail = B.failures(rng, cfg.failures, I_parent.id)
+            D_B = [self.D[q] for q in B.questions(rng, cfg.D_B, tau_fail)]
+            if not tau_fail or (cfg.D_B and not D_B):
+                shortfall = "no failure to learn from" if not tau_fail else "no question left to verify on"
+                break
+            try:
+                I_new = self.propose(I_parent, tau_fail)  # Alg.1 L20
+            except OptimizerDown as e:
+                shortfall = f"the optimizer gave no reply ({e})"
+                break
+            if I_new:
+                verified = self.verify(policy, I_parent, I_new, D_B)  # Alg.1 L21
+                joining = P.admit(verified, min(room, cfg.top_n))
+                P_new += joining
+                self.log.verified(t, round, D_B, verified, joining)
+        joined = P.succeed(P_parent, P_new, t)  # Alg.1 L23
+        self.log.evolved(t, P, P_parent, joined, shortfall)
+
+    def propose(self, I_parent: Instruction, tau_fail: list[Experience]) -> list[str]:
+        """Returns well-formed revisions of a parent by the optimizer, and adds them to `used`. Raises OptimizerDown."""
+        n = self.cfg.N_P - self.cfg.N_parent  # CHOICE-24
+        golds = [gold for e in tau_fail for gold in e.golds]
+        return self.ask(I_parent, self.prompt(I_parent, tau_fail, n), golds, n)
+
+    def prompt(self, I_parent: Instruction, tau_fail: list[Experience], n: int) -> str:
+        """Returns the prompt of the proposer (App. E): reflection on failures, or one of the paper's two ablations."""
+        cfg, task = self.cfg, self.task
+        if cfg.proposer == "history" and tau_fail:
+            tried = [(I.text, I.w) for I in self.P.family if I.rewards]
+            return history_prompt(sorted(tried, key=lambda pair: pair[1]), n)  # CHOICE-15
+        if cfg.proposer == "reflection" and tau_fail:
+            failures, observations = [(e.text, e.golds) for e in tau_fail], task.format.results(task.tools)
+            return reflection_prompt(I_parent.text, failures, n, cfg.prompt_budget, observations)
+        return paraphrase_prompt(I_parent.text, n)
+
+    def ask(self, I_parent: Instruction, prompt: str, golds: list[str], n: int) -> list[str]:
+        """Returns at most `n` well-formed instructions of the optimizer's reply to a prompt that shows these golds."""
+        call = self.optimizer.ask(prompt, f"t{self.t} r{self.round}")
+        self.log.call(self.t, self.round, I_parent, call)  # before anything else can fail: it has been paid for
+        unfit = partial(self.task.format.unfit, task=self.task)
+        accepted, rejected = candidates(
+            call.reply, I_parent.text, self.used, golds, self.cfg.max_instruction, n, unfit
+        )
+        self.log.proposed(self.t, self.round, I_parent, call, list(accepted), rejected)
+        return list(accepted.values())
+
+    def verify(
+        self, policy: Policy, I_parent: Instruction, I_new: list[str], D_B: list[Question]
+    ) -> list[Candidate]:
+        """Returns the revisions by falling mean reward on D_B, each with its parent's on the same questions."""
+        texts: list[tuple[int | None, str]] = [(I_parent.id, I_parent.text), *((None, text) for text in I_new)]
+        plays = [(id, text, q) for id, text in texts for q in D_B]
+        jobs = [Job(id, text, q, group) for group, (id, text, q) in enumerate(plays)]  # CHOICE-13
+        taus = policy.rollout(self.t, f"verify {self.round}", jobs)
+        reward(self.task, taus)
+        self.log.played(self.t, self.round, I_parent, taus)
+        n, rewards = len(D_B), [tau.reward for tau in taus]
+        r_parent, *r_new = (rewards[k * n : (k + 1) * n] for k in range(1 + len(I_new)))
+        verified = [Candidate(I, I_parent.id, r, r_parent) for I, r in zip(I_new, r_new, strict=True)]
+        return sorted(verified, key=lambda c: -c.r)  # --D_B 0 asks nothing: all join, in the optimizer's order
 
 
-def propose(
-    cfg: Config, t: int, round: int, P: Population, I_parent: Instruction, tau_fail: list[Experience], used: set[str],
-    task: Task, optimizer: Optimizer, log: Log,
-) -> list[str]:  # fmt: skip
-    """Returns well-formed revisions of a parent by the optimizer, and adds them to `used`. Raises OptimizerDown."""
-    n = cfg.N_P - cfg.N_parent  # CHOICE-24
-    golds = [gold for e in tau_fail for gold in e.golds]
-    prompt = prompt_of(cfg, P, I_parent, tau_fail, n, task)
-    return ask(cfg, t, round, prompt, n, I_parent, golds, used, task, optimizer, log)
-
-
-def ask(
-    cfg: Config, t: int, round: int, prompt: str, n: int, I_parent: Instruction, golds: list[str], used: set[str],
-    task: Task, optimizer: Optimizer, log: Log,
-) -> list[str]:  # fmt: skip
-    """Returns at most `n` well-formed instructions of the optimizer's reply to a prompt that shows these golds."""
-    call = optimizer.ask(prompt, f"t{t} r{round}")
-    log.call(t, round, I_parent, call)  # before anything else can fail: it has been paid for
-    unfit = partial(task.format.unfit, task=task)
-    accepted, rejected = candidates(call.reply, I_parent.text, used, golds, cfg.max_instruction, n, unfit)
-    log.proposed(t, round, I_parent, call, list(accepted), rejected)
-    return list(accepted.values())
-
-
-def prompt_of(
-    cfg: Config, P: Population, I_parent: Instruction, tau_fail: list[Experience], n: int, task: Task
-) -> str:
-    """Returns the prompt of the proposer (App. E): reflection on failures, or one of the paper's two ablations."""
-    if cfg.proposer == "history" and tau_fail:
-        tried = [(I.text, I.w) for I in P.family if I.rewards]
-        return history_prompt(sorted(tried, key=lambda pair: pair[1]), n)  # CHOICE-15
-    if cfg.proposer == "reflection" and tau_fail:
-        failures, observations = [(e.text, e.golds) for e in tau_fail], task.format.results(task.tools)
-        return reflection_prompt(I_parent.text, failures, n, cfg.prompt_budget, observations)
-    return paraphrase_prompt(I_parent.text, n)
-
-
-def verify(
-    cfg: Config, t: int, round: int, task: Task, policy: Policy, I_parent: Instruction, I_new: list[str],
-    D_B: list[Question], log: Log,
-) -> list[Candidate]:  # fmt: skip
-    """Returns the revisions by falling mean reward on D_B, each beside its parent on the same questions."""
-    texts, m = [I_parent.text, *I_new], cfg.gate_samples
-    plays = [(I_parent.id if k == 0 else None, text, q) for k, text in enumerate(texts) for q in D_B]
-    jobs = [Job(*play, group) for group, play in enumerate(plays) for _ in range(m)]  # CHOICE-13
-    taus = policy.rollout(t, f"verify {round}", jobs)
-    reward(task, taus)
-    log.played(t, round, I_parent, taus)
-    means = [sum(tau.reward for tau in taus[i : i + m]) / m for i in range(0, len(taus), m)]  # by text, by question
-    r_parent, *r_new = (means[k * len(D_B) : (k + 1) * len(D_B)] for k in range(len(texts)))
-    verified = [Candidate(I, I_parent.id, r, r_parent) for I, r in zip(I_new, r_new, strict=True)]
-    return sorted(verified, key=lambda c: -c.r)  # --D_B 0 asks nothing: all join, in the optimizer's order
+def compare(T: int, policy: Policy, I_0: Instruction, I_star: Instruction, log: Log) -> None:
+    """Evaluates both policies under both instructions, but for the first pair, which a run begins with."""
+    log.compared("trained policy, first instruction", policy.evaluate(T, I_0, "test"))
+    if I_star.text != I_0.text:
+        log.compared("trained policy, I_star", policy.evaluate(T, I_star, "test"))
+        policy.reset()
+        log.compared("first policy, I_star", policy.evaluate(T, I_star, "test"))
 
 
 def population_of(cfg: Config) -> Population:
     """Returns an empty population that follows Eq. 4 and 6."""
     return Population(cfg.tau_s, cfg.window)
+
+
+def make_policy(cfg: Config, ranks: Ranks, task: Task, learner: type[Learner] | None = None) -> Policy:
+    """Makes pi_theta, on all ranks together: FSDP cuts what is trained over them, and vLLM samples, or plain torch."""
+    from grpo import Learner
+    from training.policy import Policy, fsdp, plain_torch, vllm, whole
+
+    models, engine = fsdp if ranks.grouped else whole, vllm if cfg.engine == "vllm" else plain_torch
+    return Policy(cfg, ranks, task, learner or Learner, models, engine)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -208,31 +220,28 @@ def main(argv: list[str] | None = None) -> None:
 
 def train(
     cfg: Config,
-    algorithm: Callable[..., tuple[Policy, Instruction]] = inspo,
-    population: Callable[..., Population] = population_of,
     learner: type[Learner] | None = None,
+    population: Callable[..., Population] = population_of,
+    evolution: type[Evolution] = Evolution,
+    algorithm: Callable[..., tuple[Policy, Instruction]] = inspo,
 ) -> None:
     """Starts what a run needs and trains with `algorithm` on rank 0; other ranks do what its policy asks of them."""
     with one_line():
         task = load_task(cfg)
-        first = first_instruction(task)
-        leads = os.environ.get("RANK", "0") == "0"
-        if leads and not cfg.dry_run:
+        task.instruction = first_instruction(task)
+        if leads := os.environ.get("RANK", "0") == "0" and not cfg.dry_run:
             status("reading the questions")
             together(lambda: check_questions(task), task.check, lambda: endpoint(cfg), lambda: check_preset_device(cfg))
         status("importing torch")
         import torch
 
         from engines.choose import device_of, dtype_of
-        from grpo import Learner
+        from journal.checkpoints import Checkpoints
         from journal.directory import RunDirectory
         from journal.log import Log
-        from journal.screen import Screen
         from training.checks import check, print_memory
-        from training.policy import Policy, worker_loop
         from training.ranks import Ranks
 
-        learner = learner or Learner
         if cfg.dry_run:
             return print_memory(cfg)
         torch.set_num_threads(cfg.threads)
@@ -240,23 +249,29 @@ def train(
         ranks = Ranks(device, cfg.patience, dtype_of(cfg, device) if leads else "")
         with stop.listening(), ranks.fail_at_once(), contextlib.ExitStack() as stack:
             if ranks.rank:
-                return worker_loop(cfg, ranks, learner)
+                fitted, address = ranks.broadcast()
+                task.connect(address)
+                return make_policy(fitted, ranks, task, learner).follow()
             with stop.may_stop():
-                engine, why, fitted = check(cfg, ranks, task, first)
+                fitted, why = check(cfg, ranks, task)
                 run = stack.enter_context(RunDirectory.opened(cfg))
                 serve = stack.enter_context(Servers(run.path / "servers.log"))
                 status("starting servers")
                 tools = task.start(serve)
                 optimizer = connect(cfg, serve, run.rows("reflections"))
                 status("loading the policy")
-                policy = stack.enter_context(contextlib.closing(Policy(fitted, ranks, engine, task, learner)))
-                status("")
-            screen = stack.enter_context(Screen(cfg.T, [tool.plural for tool in task.tools]))
-            log = Log(cfg, run, policy, task, first, screen)
-            log.introduce(f"{engine} engine: {why}", tools, describe(optimizer), warnings(cfg))
-            with log.rescued():
-                policy, I_star = algorithm(cfg, task, policy, optimizer, population(cfg), log)
-                log.finish(I_star)
+                ranks.broadcast((fitted, task.address()))
+                policy = stack.enter_context(contextlib.closing(make_policy(fitted, ranks, task, learner)))
+            log = stack.enter_context(Log(cfg, run, task, policy.tokenizer))
+            policy.progress = log.screen.rollouts
+            log.introduce(f"{policy.describe()}, {fitted.engine} engine: {why}", tools, describe(optimizer))
+            evolving = evolution(cfg, task, optimizer, population(cfg), log)
+            checkpoints = Checkpoints(run, policy, evolving.P, evolving.B, log)
+            with checkpoints.rescued():
+                policy, I_star = algorithm(cfg, task, policy, evolving, checkpoints, log)
+                checkpoints.export(I_star)
+                compare(cfg.T, policy, evolving.P.family[0], I_star, log)
+                log.finish(evolving.P, I_star)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ class Instruction:
     verified: float | None = None  # its mean reward on D_B when it joined
     left: int | None = None  # step at which it was pruned or replaced
     rewards: list[float] = field(default_factory=list)  # r_bar of the last `window` steps that sampled it
-    notes: dict[str, Any] = field(default_factory=dict)  # what a subclass of Population keeps of it: plain data
 
     @property
     def w(self) -> float:
@@ -111,10 +110,6 @@ class Population:
         """Returns argmax w; right after an evolution, with all weights 0, that is the first parent."""
         return self.ranked()[0]
 
-    def noted(self) -> dict[str, Any]:
-        """Returns columns that a subclass adds to the rows of metrics.jsonl and population.jsonl; "says": words."""
-        return {}
-
     def state_dict(self) -> dict[str, Any]:
         return {"family": [asdict(I) for I in self.family], "active": list(self.ids)}
 
@@ -140,7 +135,6 @@ class Candidate:
     parent: int  # id of the instruction it revises
     rewards: list[float]
     parent_rewards: list[float]
-    why: str = ""  # why it did not join: set by `admit` of a subclass of Population that has a reason of its own
 
     @property
     def r(self) -> float:

@@ -238,14 +238,15 @@ class Optimizer:
     """Client of an OpenAI-compatible chat endpoint; plumbing/client.py says what it retries.
 
     `url` is the base, as in OPENAI_BASE_URL. `paid` maps keys to the calls that an earlier process of this run has
-    logged (`paid_calls`): they are not paid for again.
+    logged (`paid_calls`): they are not paid for again. After `max_tokens`, theirs too, no more are made; 0: no limit.
     """
 
     def __init__(
         self, url: str, model: str, api_key: str = "", timeout: float = 300, retries: int = 4,
-        paid: dict[str, Call] | None = None, revive: Callable[[], str] = lambda: "",
+        paid: dict[str, Call] | None = None, revive: Callable[[], str] = lambda: "", max_tokens: int = 0,
     ):  # fmt: skip
-        self.url, self.model, self.paid = url, model, paid or {}
+        self.url, self.model, self.paid, self.max_tokens = url, model, paid or {}, max_tokens
+        self.tokens = sum(call.prompt_tokens + call.completion_tokens for call in self.paid.values())
         self._client = Client([url], timeout, retries, api_key, revive=revive)
 
     def ask(self, prompt: str, when: str) -> Call:
@@ -253,6 +254,8 @@ class Optimizer:
         key = f"{when} " + hashlib.sha256(f"{self.model}\n{prompt}".encode()).hexdigest()[:16]
         if key in self.paid:
             return replace(self.paid[key], paid_before=True)
+        if self.max_tokens and self.tokens >= self.max_tokens:
+            raise OptimizerDown(f"--max_optimizer_tokens {self.max_tokens} is used up: {self.tokens} tokens")
         start = time.perf_counter()
         body = {"model": self.model, "messages": [{"role": "user", "content": prompt}]}
         try:
@@ -260,7 +263,7 @@ class Optimizer:
                 reply, cut, usage = self._client.ask("/chat/completions", body, _read_completion)
         except Outage as e:  # also of its revival
             raise OptimizerDown(str(e)) from e
-        return Call(
+        call = Call(
             key=key,
             prompt=prompt,
             reply=reply[:MAX_REPLY],
@@ -270,6 +273,8 @@ class Optimizer:
             paid_before=False,
             cut=cut or len(reply) > MAX_REPLY,
         )
+        self.tokens += call.prompt_tokens + call.completion_tokens
+        return call
 
 
 def _read_completion(answer: Any) -> tuple[str, bool, dict[str, Any]]:
@@ -324,16 +329,17 @@ def connect(
     """
     if not evolves(cfg):
         return None
-    paid = paid_calls(rows)
+    knobs: dict[str, Any] = {"retries": cfg.optimizer_retries, "max_tokens": cfg.max_optimizer_tokens}
+    knobs["paid"] = paid_calls(rows)
     if scripted(cfg):
         control = ["--guess"] if cfg.optimizer_model == "guessing" else []
 
         def own() -> str:
             return serve("-m", "world.optimizer", "--seed", str(cfg.seed), *control) + "/v1"
 
-        return Optimizer(own(), cfg.optimizer_model, retries=cfg.optimizer_retries, paid=paid, revive=own)
+        return Optimizer(own(), cfg.optimizer_model, revive=own, **knobs)
     url, key = endpoint(cfg)
-    return Optimizer(url, cfg.optimizer_model, key, retries=cfg.optimizer_retries, paid=paid)
+    return Optimizer(url, cfg.optimizer_model, key, **knobs)
 
 
 def describe(optimizer: Optimizer | None) -> str:

@@ -49,16 +49,16 @@ class Player:
     def __init__(self, cfg: Config, instruction: str = BEST, server: str = ""):
         """`server`: the URL that is searched, if anything is."""
         from engines.choose import dtype_of
+        from inspo import make_policy
         from tasks import Job
         from tasks.search_qa import SearchQA
-        from training.policy import Policy
         from training.ranks import Ranks
 
         self.cfg, self.task, self.dtype = cfg, SearchQA(cfg), dtype_of(cfg, "cpu")
         if server:
             self.task.connect(server)
-        self.policy = Policy(cfg, Ranks("cpu", cfg.patience, self.dtype), "torch", self.task)
-        self.engine, self.tokenizer = self.policy.worker.engine, self.policy.worker.tokenizer
+        self.policy = make_policy(cfg, Ranks("cpu", cfg.patience, self.dtype), self.task)
+        self.engine, self.tokenizer = self.policy.engine, self.policy.tokenizer
         questions = self.task.questions("train")[: cfg.batch]
         self.jobs = [Job(None, instruction, q, group) for group, q in enumerate(questions) for _ in range(cfg.G)]
 

@@ -17,7 +17,9 @@ from mutmut.stats import status_by_exit_code
 
 GOAL = 0.9
 NAMES = {
-    "inspo": "inspo evaluate_and_save evolve first_population propose ask prompt_of verify population_of",
+    "inspo": "inspo compare " + " ".join(
+        f"xǁEvolutionǁ{name}" for name in ("population", "begin", "evolve", "propose", "prompt", "ask", "verify")
+    ),
     "grpo": "group_advantages xǁLearnerǁset_advantages xǁLearnerǁterms",
     "reflect": "parse candidates check _names normalize paraphrase_prompt history_prompt "
     "reflection_prompt examples shorten _middle_out",

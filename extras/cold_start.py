@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import inspo
 from config import STATIC, RolloutKnobs, knob, parse
@@ -36,10 +36,10 @@ from tasks.tools import Function
 if TYPE_CHECKING:  # torch takes seconds to import; --help does not wait for it
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
+    from journal.checkpoints import Checkpoints
     from journal.directory import RunDirectory
     from journal.log import Log
-    from population import Instruction, Population
-    from reflect import Optimizer
+    from population import Instruction
     from training.policy import Policy
 
 DEMONSTRATIONS = "demonstrations.json"  # in a run: the file that it learns from, the rows held out, their log-prob
@@ -50,7 +50,6 @@ HELD_OUT = 64  # demonstrations at most that are never trained on
 class ColdStartConfig(SupervisedConfig):
     """the cold start (docs/cold_start.md)"""
 
-    PROGRAM: ClassVar[str] = "extras/cold_start.py"
     demos: str = knob("", "demonstrations to learn, .jsonl: a conversation a line")
 
     def check(self) -> str:
@@ -191,8 +190,8 @@ def held_out(lines: Sequence[int], seed: int) -> list[int]:
 
 
 def learn(
-    demos: dict[int, Trajectory], cfg: ColdStartConfig, task: Task, policy: "Policy", optimizer: "Optimizer | None",
-    P: "Population", log: "Log",
+    demos: dict[int, Trajectory], cfg: ColdStartConfig, task: Task, policy: "Policy", evolution: "inspo.Evolution",
+    checkpoints: "Checkpoints", log: "Log",
 ) -> "tuple[Policy, Instruction]":  # fmt: skip
     """Trains `policy` on demonstrations, and measures those held out before and after."""
     from extras.supervised import imitate, mean_logp
@@ -210,9 +209,9 @@ def learn(
         f" {calls / n:.1f} calls and {sum(sum(tau.mask) for tau in learned) / n:.0f} learned tokens each"
     )
     if not unseen:
-        return imitate(cfg, learned, policy, P, log)
+        return imitate(cfg, learned, policy, evolution, checkpoints, log)
     before = mean_logp(policy, unseen)  # of the first policy: no checkpoint is loaded yet
-    trained = imitate(cfg, learned, policy, P, log)
+    trained = imitate(cfg, learned, policy, evolution, checkpoints, log)
     after = mean_logp(policy, unseen)
     log.run.write(DEMONSTRATIONS, json.dumps(about | {"log_prob": [before, after]}, indent=1))
     log.note(f"log-prob of a token of the held-out demonstrations: {before:.3f} before, {after:.3f} after")
@@ -238,7 +237,7 @@ def main(argv: list[str] | None = None) -> None:
             status("reading the demonstrations")
             task = load_task(cfg)
             demos = demonstrations(cfg, task, load_tokenizer(cfg.model, task.format.stop(task)))
-    inspo.train(cfg, partial(learn, demos), learner=Demonstrated)
+    inspo.train(cfg, Demonstrated, algorithm=partial(learn, demos))
 
 
 if __name__ == "__main__":

@@ -26,14 +26,6 @@ class Fit(NamedTuple):
         var = self.cov.diagonal() + self.cov[leader, leader] - 2 * self.cov[leader]
         return self.a[leader] - self.a, self.error(var, self.part == self.part[leader])
 
-    def se(self, active: Sequence[int]) -> Array:
-        """Returns the standard errors of the effects of `active`, each against the mean of those linked to it."""
-        each = np.eye(len(self.a))[active]
-        linked = self.part[active] == self.part[active][:, None]
-        contrast = each - linked @ each / linked.sum(1, keepdims=True)
-        var = np.einsum("ij,jk,ik->i", contrast, self.cov, contrast)
-        return self.error(var, linked.sum(1) > 1)
-
     def error(self, var: Array, linked: npt.NDArray[np.bool_]) -> Array:
         return np.where(linked & (self.df > 0), np.sqrt(np.maximum(0, var)), np.inf)
 

@@ -12,19 +12,17 @@ from plumbing import stop  # noqa: F401  # isort: skip  (first: from here on a C
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import trueskill
 
 from config import knob, parse
-from extras.alternate import alternate
 from extras.objectives import ObjectiveConfig, ObjectiveLearner
-from inspo import ask, train
-from journal.log import Log
+from inspo import Evolution, train
 from plumbing.faults import OptimizerDown
-from population import Array, Experience, Instruction, Population, ReplayBuffer
-from reflect import Optimizer, examples, normalize, shorten, token_counter
+from population import Array, Experience, Instruction, Population
+from reflect import examples, normalize, shorten, token_counter
 from tasks import Job, Question, Task, Trajectory, rng_of
 from training.policy import Policy
 
@@ -48,7 +46,7 @@ wrong attempt at each:
 {attempts}
 
 What did the right attempts do that the wrong ones left out? Change the instruction in at most two places so that it
-says so: mend a sentence or add one, of at most 32 words, that holds for other questions too.
+says so: fix a sentence or add one, of at most 32 words, that holds for other questions too.
 {one}"""
 
 CROSSOVER = """An agent was tried under two instructions on the same questions. The first did better on the whole:
@@ -81,7 +79,6 @@ Put the new instruction into <ins_1>...</ins_1>."""
 class ESPLConfig(ObjectiveConfig):
     """E-SPL (docs/selection.md)"""
 
-    PROGRAM: ClassVar[str] = "extras/espl.py"
     mode: str = knob("espl", "espl", of=("espl",), more=True)
     rivals: int = knob(3, "programs that play the same problems: the newest and some of the latest; 0: all", least=0)
     crossover: float = knob(0.0, "probability of a child of two parents in a step")
@@ -96,30 +93,20 @@ class ESPLConfig(ObjectiveConfig):
         return ""
 
 
-def espl(
-    cfg: ESPLConfig, task: Task, policy: Policy, optimizer: Optimizer | None, P: "Pool", log: Log
-) -> tuple[Policy, Instruction]:
-    """Trains `policy` while the programs P evolve; returns it with the newest one."""
-    return alternate(
-        cfg, task, policy, optimizer, P, log, lambda t, B, D, o: offspring(cfg, t, P, B, task, o, D, log)
-    )
-
-
 class Pool(Population):
     """A queue of programs: the newest and some of the latest play the same problems, and TrueSkill rates them by it.
 
-    A program's notes: "rating", (mu, sigma), and "other", the second parent of a crossover. Weights stay what they are
-    elsewhere, and nobody is drawn by them.
+    Weights are what they are elsewhere, but no program is drawn by them.
     """
 
     def __init__(self, tau_s: float, window: int, rivals: int):
         super().__init__(tau_s, window)
         self.rivals = rivals
+        self.ratings: list[tuple[float, float]] = []  # mu and sigma, by id
 
     def join(self, text: str, parent: int | None, t: int, verified: float | None = None) -> Instruction:
-        I = super().join(text, parent, t, verified)
-        I.notes["rating"] = [SKILL.mu, SKILL.sigma]
-        return I
+        self.ratings.append((SKILL.mu, SKILL.sigma))
+        return super().join(text, parent, t, verified)
 
     def draw(self, rng: np.random.Generator, questions: Sequence[Question], G: int) -> list[Job]:
         """Returns as many groups as there are questions, of the first of them: all under the same programs."""
@@ -154,18 +141,13 @@ class Pool(Population):
         ranks = [0]
         for j, after in zip(order, order[1:], strict=False):
             ranks.append(ranks[-1] + (means[j] - means[after] > TIE))
-        before = [(SKILL.create_rating(*self.rating(j)),) for j in order]
+        before = [(SKILL.create_rating(*self.ratings[j]),) for j in order]
         for j, (rating,) in zip(order, SKILL.rate(before, ranks), strict=True):
-            self.family[j].notes["rating"] = [rating.mu, rating.sigma]
-
-    def rating(self, j: int) -> tuple[float, float]:
-        """Returns (mu, sigma)."""
-        mu, sigma = self.family[j].notes["rating"]
-        return mu, sigma
+            self.ratings[j] = rating.mu, rating.sigma
 
     def ranked(self) -> list[Instruction]:
         """Returns the active programs by falling mu."""
-        return sorted(self.active, key=lambda I: -self.rating(I.id)[0])
+        return sorted(self.active, key=lambda I: -self.ratings[I.id][0])
 
     def best(self) -> Instruction:
         """Returns the newest program, which is what E-SPL evaluates."""
@@ -176,58 +158,67 @@ class Pool(Population):
 
         mu: theirs, weighted by precision; sigma^2 = 1 / (sum of precisions) + GROWTH^2, which for one is its own + 1.
         """
-        precision = [self.rating(j)[1] ** -2 for j in parents]
-        mu = sum(p * self.rating(j)[0] for p, j in zip(precision, parents, strict=True)) / sum(precision)
+        precision = [self.ratings[j][1] ** -2 for j in parents]
+        mu = sum(p * self.ratings[j][0] for p, j in zip(precision, parents, strict=True)) / sum(precision)
         child = self.join(text, parents[0], t)
-        child.notes["rating"] = [mu, math.sqrt(1 / sum(precision) + GROWTH**2)]
-        if len(parents) > 1:
-            child.notes["other"] = parents[1]
+        self.ratings[child.id] = mu, math.sqrt(1 / sum(precision) + GROWTH**2)
         return child
 
     def forget(self, size: int, t: int) -> None:
         """Drops the oldest programs beyond `size`."""
         self._drop(self.active[: max(0, len(self.ids) - size)], t)
 
-    def noted(self) -> dict[str, Any]:
-        """Returns the ratings as intervals of two sigma."""
-        of = {str(I.id): [round(mu, 4), round(2 * s, 4)] for I in self.active for mu, s in [self.rating(I.id)]}
-        return {"rating": {"name": "by TrueSkill (2 sigma)", "on_w": False, "of": of}}
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"ratings": self.ratings}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.ratings = [(mu, sigma) for mu, sigma in state["ratings"]]
 
 
-def offspring(
-    cfg: ESPLConfig, t: int, P: Pool, B: ReplayBuffer, task: Task, optimizer: Optimizer, D: dict[str, Question],
-    log: Log,
-) -> None:  # fmt: skip
-    """Adds a mutation of the step's best program, and with probability --crossover its child with another one."""
-    step = [e for e in B.items if e.t == t]
-    played = by_program(step)
-    best = max(played, key=lambda j: (mean(r for rewards in played[j].values() for r in rewards), j))
-    used = {normalize(I.text) for I in P.active}
-    children: list[tuple[str, list[int]]] = []
-    shortfall = log.limit(0)
-    try:
-        crossed = rng_of(cfg.seed, t, "crossover").random() < cfg.crossover
-        if not shortfall and crossed and (found := mate(played, best)):
-            other, wins = found
-            texts = [[D[q].text for q in wins[j]] for j in (best, other)]
-            prompt = crossover_prompt(P.family[best].text, P.family[other].text, *texts)
-            golds = [gold for j in (best, other) for q in wins[j] for gold in D[q].golds]
-            new = ask(cfg, t, 0, prompt, 1, P.family[best], golds, used, task, optimizer, log)
-            children += [(text, [best, other]) for text in new]
+class ESPL(Evolution):
+    """From the first instruction alone: after every step its best program mutates, and may be crossed with another."""
+
+    cfg: ESPLConfig
+    P: Pool
+
+    def begin(self) -> None:
+        self.P.join(self.task.instruction, None, 0)
+        self.log.started(self.P)
+
+    def evolve(self, t: int, policy: Policy) -> None:
+        """Adds a mutation of the step's best program, and with probability --crossover its child with another one."""
+        cfg, P, D = self.cfg, self.P, self.D
+        if t == cfg.T:  # no step would play what is new
+            return
+        step = [e for e in self.B.items if e.t == t]
+        played = by_program(step)
+        best = max(played, key=lambda j: (mean(r for rewards in played[j].values() for r in rewards), j))
+        self.t, self.used = t, {normalize(I.text) for I in P.active}
+        children: list[tuple[str, list[int]]] = []
         tried = mixed([e for e in step if e.instruction == best])[: cfg.failures]
-        shortfall = shortfall or ("" if tried else f"no question that #{best} got both right and wrong")
-        if not shortfall:
-            prompt = mutation_prompt(P.family[best].text, tried, cfg.prompt_budget, task)
-            golds = [gold for _, e in tried for gold in e.golds]
-            new = ask(cfg, t, 1, prompt, 1, P.family[best], golds, used, task, optimizer, log)
-            children += [(text, [best]) for text in new]
-    except OptimizerDown as e:
-        shortfall = f"the optimizer gave no reply ({e})"
-    joined = [P.bear(text, parents, t) for text, parents in children]
-    P.forget(cfg.N_P, t)
-    says = f"{len(joined)} joined" if joined else f"nobody joined: {shortfall or 'no well-formed candidate'}"
-    mu, sigma = P.rating(best)
-    log.joined(t, P, f"best #{best} (rated {mu:.1f} ± {2 * sigma:.1f}); {says}", joined)
+        shortfall = "no well-formed candidate" if tried else f"no question that #{best} got both right and wrong"
+        try:
+            crossed = rng_of(cfg.seed, t, "crossover").random() < cfg.crossover
+            if crossed and (found := mate(played, best)):
+                other, wins = found
+                texts = [[D[q].text for q in wins[j]] for j in (best, other)]
+                prompt = crossover_prompt(P.family[best].text, P.family[other].text, *texts)
+                golds = [gold for j in (best, other) for q in wins[j] for gold in D[q].golds]
+                self.round = 0
+                children += [(text, [best, other]) for text in self.ask(P.family[best], prompt, golds, 1)]
+            if tried:
+                prompt = mutation_prompt(P.family[best].text, tried, cfg.prompt_budget, self.task)
+                golds = [gold for _, e in tried for gold in e.golds]
+                self.round = 1
+                children += [(text, [best]) for text in self.ask(P.family[best], prompt, golds, 1)]
+        except OptimizerDown as e:
+            shortfall = f"the optimizer gave no reply ({e})"
+        joined = [P.bear(text, parents, t) for text, parents in children]
+        P.forget(cfg.N_P, t)
+        mu, sigma = P.ratings[best]
+        says = f"{len(joined)} joined" if joined else f"none joined: {shortfall}"
+        self.log.joined(t, P, joined, f"best #{best} (rated {mu:.1f} ± {2 * sigma:.1f}); {says}")
 
 
 def mutation_prompt(instruction: str, tried: Sequence[tuple[Experience, Experience]], budget: int, task: Task) -> str:
@@ -289,7 +280,7 @@ def population_of(cfg: ESPLConfig) -> Pool:
 
 
 def main(argv: list[str] | None = None) -> None:
-    train(parse(argv, ESPLConfig, **PRESET), espl, population_of, ObjectiveLearner)
+    train(parse(argv, ESPLConfig, **PRESET), ObjectiveLearner, population_of, ESPL)
 
 
 if __name__ == "__main__":

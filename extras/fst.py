@@ -12,19 +12,17 @@ if not __package__:
 from plumbing import stop  # noqa: F401  # isort: skip  (first: from here on a Ctrl-C is one line)
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from config import knob, parse
-from extras.alternate import alternate
 from extras.objectives import ObjectiveConfig, ObjectiveLearner
-from inspo import ask, train, verify
-from journal.log import Log
+from inspo import Evolution, train
 from plumbing.faults import OptimizerDown
-from population import Array, Experience, Instruction, Population, ReplayBuffer
-from reflect import Optimizer, examples, normalize
+from population import Array, Experience, Population, ReplayBuffer
+from reflect import examples, normalize
 from tasks import Job, Question, Task, reward, rng_of
 from training.policy import Policy
 
@@ -49,7 +47,6 @@ Put the new instruction into <ins_1>...</ins_1>."""
 
 @dataclass(frozen=True)
 class FSTConfig(ObjectiveConfig):
-    PROGRAM: ClassVar[str] = "extras/fst.py"
     mode: str = knob("fst", "fst", of=("fst",), more=True)
 
     def check(self) -> str:
@@ -58,15 +55,6 @@ class FSTConfig(ObjectiveConfig):
         if self.buffer < self.batch * self.G:
             return f"--buffer {self.buffer}: FST learns from whole steps of {self.batch * self.G} trajectories"
         return ""
-
-
-def fst(
-    cfg: FSTConfig, task: Task, policy: Policy, optimizer: Optimizer | None, P: "Front", log: Log
-) -> tuple[Policy, Instruction]:
-    """Trains `policy` while the prompts P evolve; returns it with the one of greatest weight."""
-    return alternate(
-        cfg, task, policy, optimizer, P, log, lambda t, B, D, o: gepa(cfg, t, P, B, task, policy, o, D, log)
-    )
 
 
 class Front(Population):
@@ -91,57 +79,77 @@ class Front(Population):
         self._drop([I for I in self.active if I.id not in kept], t)
 
 
-def gepa(
-    cfg: FSTConfig, t: int, P: Front, B: ReplayBuffer, task: Task, policy: Policy, optimizer: Optimizer,
-    D: dict[str, Question], log: Log,
-) -> None:  # fmt: skip
-    """A round of GEPA: `rounds` revisions of prompts drawn by what they win; the N_P that win most are kept.
+class GEPA(Evolution):
+    """From the first instruction alone: `rounds` revisions of prompts drawn by what they win, of which N_P stay.
 
     A revision passes if it has strictly more reward than its parent on the questions whose failures were shown.
     """
-    rng = rng_of(cfg.seed, t, "gepa")
-    D_B = [D[q] for q in B.questions(rng, cfg.D_B, [])]
-    shown = ReplayBuffer(cfg.buffer)  # what the optimizer may see: no question that prompts are chosen by
-    shown.items = [e for e in B.items if e.question not in {q.id for q in D_B}]
-    most = (len(P) + cfg.rounds) * len(D_B) + 2 * cfg.rounds * cfg.failures
-    if shortfall := log.limit(most * cfg.gate_samples):
-        return log.joined(t, P, f"nobody joined: {shortfall}", [])
-    prompts: list[tuple[int | None, str]] = [(I.id, I.text) for I in P.active]
-    r = rewards_on(cfg, t, "verify front", task, policy, prompts, D_B, log)  # (prompts, questions)
-    wins, used, passed = instance_wins(r), {normalize(text) for _, text in prompts}, list[tuple[str, int]]()
-    for round in range(cfg.rounds):
-        I_parent = P.active[rng.choice(len(P), p=wins / wins.sum())]
-        tau_fail = shown.failures(rng, cfg.failures, I_parent.id)
-        if not tau_fail:
-            spared = B.failures(rng, 1, I_parent.id)
-            shortfall = "D_B took every failure" if spared else "no failure to learn from"
-            break
-        golds = [gold for e in tau_fail for gold in e.golds]
-        prompt = feedback_prompt(I_parent.text, tau_fail, cfg.prompt_budget, task)
-        try:
-            I_new = ask(cfg, t, round, prompt, 1, I_parent, golds, used, task, optimizer, log)
-        except OptimizerDown as e:
-            shortfall = f"the optimizer gave no reply ({e})"
-            break
-        if I_new:
-            batch = [D[e.question] for e in tau_fail]
-            [c] = verify(cfg, t, round, task, policy, I_parent, I_new, batch, log)
-            better = c.r > c.r_parent
-            c.why = "nowhere among the best" if better else "not above its parent"  # unless it joins
-            log.verified(t, round, I_parent, batch, [c], [c] if better else [])
-            passed += [(c.text, I_parent.id)] * better
-    if passed:
-        new = [(None, text) for text, _ in passed]
-        r = np.concatenate([r, rewards_on(cfg, t, "verify passed", task, policy, new, D_B, log)])
-    wins, means = instance_wins(r), r.mean(1)
-    order = sorted(range(len(r)), key=lambda k: (-wins[k], -means[k]))[: cfg.N_P]
-    kept = [P.ids[k] for k in order if k < len(prompts) and wins[k]]
-    won = [(k, *passed[k - len(prompts)]) for k in sorted(order) if k >= len(prompts) and wins[k]]
-    if won:
-        P.keep(kept, t)
-    joined = [P.join(text, parent, t, float(means[k])) for k, text, parent in won]
-    says = f"{len(passed)} passed, {len(joined)} joined" if joined else f"nobody joined: {shortfall or 'none wins'}"
-    log.joined(t, P, f"front of {len(P)} on {len(D_B)} questions; {says}", joined)
+
+    P: Front
+
+    def begin(self) -> None:
+        self.P.join(self.task.instruction, None, 0)
+        self.log.started(self.P)
+
+    def evolve(self, t: int, policy: Policy) -> None:
+        cfg, P = self.cfg, self.P
+        if t == cfg.T:  # no step would play what is new
+            return
+        rng = rng_of(cfg.seed, t, "gepa")
+        D_B = [self.D[q] for q in self.B.questions(rng, cfg.D_B, [])]
+        shown = ReplayBuffer(cfg.buffer)  # what the optimizer may see: no question that prompts are chosen by
+        shown.items = [e for e in self.B.items if e.question not in {q.id for q in D_B}]
+        prompts: list[tuple[int | None, str]] = [(I.id, I.text) for I in P.active]
+        self.t, self.used = t, {normalize(text) for _, text in prompts}
+        r = self.rewards_on(policy, "verify front", prompts, D_B)  # (prompts, questions)
+        wins, passed, shortfall = instance_wins(r), list[tuple[str, int]](), "none wins"
+        for round in range(cfg.rounds):
+            self.round = round
+            I_parent = P.active[rng.choice(len(P), p=wins / wins.sum())]
+            tau_fail = shown.failures(rng, cfg.failures, I_parent.id)
+            if not tau_fail:
+                spared = self.B.failures(rng, 1, I_parent.id)
+                shortfall = "D_B took every failure" if spared else "no failure to learn from"
+                break
+            golds = [gold for e in tau_fail for gold in e.golds]
+            prompt = feedback_prompt(I_parent.text, tau_fail, cfg.prompt_budget, self.task)
+            try:
+                I_new = self.ask(I_parent, prompt, golds, 1)
+            except OptimizerDown as e:
+                shortfall = f"the optimizer gave no reply ({e})"
+                break
+            if I_new:
+                batch = [self.D[e.question] for e in tau_fail]
+                [c] = self.verify(policy, I_parent, I_new, batch)
+                better = c.r > c.r_parent
+                self.log.verified(t, round, batch, [c], [c] if better else [])
+                passed += [(c.text, I_parent.id)] * better
+        if passed:
+            new = [(None, text) for text, _ in passed]
+            r = np.concatenate([r, self.rewards_on(policy, "verify passed", new, D_B)])
+        wins, means = instance_wins(r), r.mean(1)
+        order = sorted(range(len(r)), key=lambda k: (-wins[k], -means[k]))[: cfg.N_P]
+        kept = [P.ids[k] for k in order if k < len(prompts) and wins[k]]
+        won = [(k, *passed[k - len(prompts)]) for k in sorted(order) if k >= len(prompts) and wins[k]]
+        if won:
+            P.keep(kept, t)
+        joined = [P.join(text, parent, t, float(means[k])) for k, text, parent in won]
+        says = f"{len(passed)} passed, {len(joined)} joined" if joined else f"none joined: {shortfall}"
+        self.log.joined(t, P, joined, f"front of {len(P)} on {len(D_B)} questions; {says}")
+
+    def rewards_on(
+        self, policy: Policy, purpose: str, prompts: Sequence[tuple[int | None, str]], D_B: Sequence[Question]
+    ) -> Array:
+        """Returns the rewards (prompts, questions) of the policy under each prompt: its id and its text."""
+        plays = [(id, text, q) for id, text in prompts for q in D_B]
+        jobs = [Job(id, text, q, group) for group, (id, text, q) in enumerate(plays)]
+        taus = policy.rollout(self.t, purpose, jobs)
+        reward(self.task, taus)
+        self.log.ledger.verification_rollouts += len(taus)
+        row = {"t": self.t, "scored": [text for _, text in prompts], "D_B": [q.id for q in D_B], "rollouts": len(taus)}
+        self.log.run.append("reflections", row)
+        r: Array = np.array([tau.reward for tau in taus], float).reshape(len(prompts), len(D_B))
+        return r
 
 
 def feedback_prompt(instruction: str, tau_fail: Sequence[Experience], budget: int, task: Task) -> str:
@@ -149,20 +157,6 @@ def feedback_prompt(instruction: str, tau_fail: Sequence[Experience], budget: in
     observations = task.format.results(task.tools)
     shown = examples([(e.text, e.golds) for e in tau_fail], budget, observations)
     return FEEDBACK.format(instruction=instruction, examples="\n".join(shown))
-
-
-def rewards_on(
-    cfg: FSTConfig, t: int, purpose: str, task: Task, policy: Policy, prompts: Sequence[tuple[int | None, str]],
-    D_B: Sequence[Question], log: Log,
-) -> Array:  # fmt: skip
-    """Returns the mean rewards (prompts, questions) of the policy under each prompt: its id and its text."""
-    m = cfg.gate_samples
-    plays = [(*prompt, q) for prompt in prompts for q in D_B]
-    taus = policy.rollout(t, purpose, [Job(*play, group) for group, play in enumerate(plays) for _ in range(m)])
-    reward(task, taus)
-    log.scored(t, [text for _, text in prompts], D_B)
-    r: Array = np.array([tau.reward for tau in taus]).reshape(len(prompts), len(D_B), m).mean(2)
-    return r
 
 
 def instance_wins(r: Array) -> npt.NDArray[np.int64]:
@@ -185,7 +179,7 @@ def population_of(cfg: FSTConfig) -> Front:
 
 
 def main(argv: list[str] | None = None) -> None:
-    train(parse(argv, FSTConfig, **PRESET), fst, population_of, ObjectiveLearner)
+    train(parse(argv, FSTConfig, **PRESET), ObjectiveLearner, population_of, GEPA)
 
 
 if __name__ == "__main__":

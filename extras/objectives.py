@@ -18,7 +18,7 @@ import os
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -253,7 +253,6 @@ OBJECTIVES = {
 class ObjectiveConfig(Config):
     """the objective (docs/objectives.md)"""
 
-    PROGRAM: ClassVar[str] = "extras/objectives.py"
     objective: str = knob("grpo", "its name; grpo is the paper's Eq. 2 and 3", of=tuple(OBJECTIVES))
 
     def check(self) -> str:

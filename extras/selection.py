@@ -1,7 +1,7 @@
 """Other rules of choosing instructions, alone or together; docs/selection.md has the formulas and what they cost.
 
     python extras/selection.py --rank paired                         # rivals share questions, a test prunes
-    python extras/selection.py --gate lower_bound --gate_samples 2   # a revision has to be hardly worse for certain
+    python extras/selection.py --gate lower_bound --rounds 2         # a revision has to be hardly worse for certain
     python extras/selection.py --gate fill                           # places left go to revisions not shown to be worse
     python extras/selection.py --groups question                     # Eq. 3 compares a question's rollouts under all
     python extras/selection.py --rank paired --objective consistent  # any of objectives.py, and the flags of inspo.py
@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from scipy.special import stdtrit  # quantiles of Student's t; scipy.stats would take most of a second to import
@@ -36,7 +36,6 @@ SURE, TOLERANCE = 0.8, 0.01  # of the lower bound: certainty, and the loss of me
 class SelectionConfig(ObjectiveConfig):
     """choosing instructions (docs/selection.md)"""
 
-    PROGRAM: ClassVar[str] = "extras/selection.py"
     rank: str = knob(
         "paper", "paper; paired: rivals share questions, and a test prunes those behind for certain",
         of=("paper", "paired"),
@@ -94,11 +93,8 @@ class Fill(Rule):
 
     def admit(self, verified: Sequence[Candidate], room: int) -> list[Candidate]:
         joining = super().admit(verified, room)
-        for c in [c for c in verified if c not in joining]:
-            if significantly_worse(c.rewards, c.parent_rewards):
-                c.why = "significantly worse than its parent"
-            else:
-                self.spare.append(c)
+        others = (c for c in verified if c not in joining)
+        self.spare += [c for c in others if not significantly_worse(c.rewards, c.parent_rewards)]
         return joining
 
     def succeed(self, parents: Sequence[Instruction], new: Sequence[Candidate], t: int) -> list[Instruction]:
@@ -119,13 +115,7 @@ class LowerBound(Rule):
     """A candidate joins if it loses at most TOLERANCE against its parent for certain."""
 
     def admit(self, verified: Sequence[Candidate], room: int) -> list[Candidate]:
-        passed = []
-        for c in verified:
-            if lower_bound(c.rewards, c.parent_rewards) + TOLERANCE >= c.r_parent:
-                passed.append(c)
-            else:
-                c.why = f"it may be more than {TOLERANCE} below its parent"
-        return passed[:room]
+        return [c for c in verified if lower_bound(c.rewards, c.parent_rewards) + TOLERANCE >= c.r_parent][:room]
 
 
 def lower_bound(r: Sequence[float], r_parent: Sequence[float]) -> float:
@@ -145,15 +135,12 @@ class Paired(Rule):
 
     Every question goes to --rivals of them, so that its difficulty and the policy's progress cancel. Weights are mean
     rewards on the common questions. All are drawn alike, not by Eq. 4: whoever is behind for certain leaves.
-
-    An instruction's note "rating" is its weight with its standard error.
     """
 
     def __init__(self, cfg: SelectionConfig):
         super().__init__(cfg)
         self.design: Design | None = None  # of this generation; None before its first question
         self.looks = 0  # prunings so far in it
-        self.undecided: list[int] = []  # whom the step's pruning kept because nothing could be said of them
 
     def draw(self, rng: np.random.Generator, questions: Sequence[Question], G: int) -> list[Job]:
         """Returns as many groups as there are questions, of the first of them: each under its instructions in turn."""
@@ -172,7 +159,7 @@ class Paired(Rule):
         return np.full(len(self.ids), 1 / len(self.ids))
 
     def attribute(self, taus: Iterable[Trajectory]) -> None:
-        """Adds a step's questions to the comparison, and sets weights and ratings by it."""
+        """Adds a step's questions to the comparison, and sets weights by it."""
         rewards: dict[str, dict[int, list[float]]] = {}
         for tau in taus:
             assert tau.instruction is not None
@@ -180,7 +167,6 @@ class Paired(Rule):
         for by_id in rewards.values():
             self.learn([list(by_id)], [[sum(r) / len(r) for r in by_id.values()]])
         self.weigh()
-        self.undecided = []
 
     def learn(self, blocks: Sequence[Sequence[int]], r: Sequence[Sequence[float]]) -> None:
         """Adds questions that went to as many instructions each: ids and mean rewards (questions, instructions)."""
@@ -189,17 +175,13 @@ class Paired(Rule):
         design.add(np.array([[rows[j] for j in block] for block in blocks]), np.array(r, float))
 
     def weigh(self) -> None:
-        """Sets w = mean reward on the common questions + effect, and the ratings.
-
-        There are none before the rewards have left a residual to judge by.
-        """
+        """Sets w = mean reward on the common questions + effect."""
         assert self.design
-        fit, rows = self.design.fit(), [self.row(j) for j in self.ids]
-        weights = (self.design.level(fit) + fit.a)[rows].tolist()
-        for I, k, w, se in zip(self.active, rows, weights, fit.se(rows).tolist(), strict=True):
-            if self.design.drawn[k, k]:
-                I.rewards = [w]
-                I.notes = {"rating": [w, se]} if 0 < se < math.inf else {}
+        fit = self.design.fit()
+        weights = self.design.level(fit) + fit.a
+        for I in self.active:
+            if self.design.drawn[k := self.row(I.id), k]:
+                I.rewards = [float(weights[k])]
 
     def row(self, j: int) -> int:
         """Returns an instruction's row in the design."""
@@ -209,11 +191,10 @@ class Paired(Rule):
     def prune(self, ranked: Sequence[Instruction], N_parent: int, t: int) -> list[Instruction]:
         """Drops those that are significantly behind the leader, the last ones first; returns the dropped ones.
 
-        At most floor(|P|/2), and never below N_parent. `undecided`: the rivals of whom nothing can be said yet.
+        At most floor(|P|/2), and never below N_parent.
         """
         self.looks += 1
         behind = self.behind(ranked)
-        self.undecided = [I.id for I in ranked[1:] if I not in behind]
         room = len(ranked) - max(N_parent, len(ranked) - len(ranked) // 2)
         return self._drop(behind[max(0, len(behind) - room) :], t)
 
@@ -236,44 +217,31 @@ class Paired(Rule):
         """With a new generation the comparison begins anew."""
         joined = super().succeed(parents, new, t)
         if joined:
-            self.design, self.looks, self.undecided = None, 0, []
-            for I in parents:
-                I.notes = {}
+            self.design, self.looks = None, 0
         return joined
-
-    def noted(self) -> dict[str, Any]:
-        """Returns the ratings as 95 % intervals, and after a pruning who is undecided."""
-        of = {str(I.id): I.notes["rating"] for I in self.active if I.notes}
-        intervals = {j: [round(w, 4), round(1.96 * se, 4)] for j, (w, se) in of.items()}
-        name = "on the questions that rivals share (95 %, against their mean)"
-        noted: dict[str, Any] = {"rating": {"name": name, "on_w": True, "of": intervals}} if of else {}
-        if self.undecided:
-            says = f"; undecided: {', '.join(f'#{j}' for j in self.undecided)}"
-            noted |= {"undecided": list(self.undecided), "says": says}
-        return noted
 
     def state_dict(self) -> dict[str, Any]:
         design = self.design.state_dict() if self.design else None
-        return super().state_dict() | {"design": design, "looks": self.looks, "undecided": list(self.undecided)}
+        return super().state_dict() | {"design": design, "looks": self.looks}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.design = Design.of(state["design"]) if state["design"] else None
-        self.looks, self.undecided = state["looks"], list(state["undecided"])
+        self.looks = state["looks"]
 
 
 RULES = {"paired": Paired, "question": ByQuestion, "lower_bound": LowerBound, "fill": Fill}
 
 
 def population_of(cfg: SelectionConfig) -> Population:
-    """Returns an empty population that follows the rules that --rank, --gate and --groups name, and else the paper."""
+    """Returns an empty population that follows the rules of --rank, --gate and --groups, and else the paper."""
     rules = [RULES[name] for name in (cfg.gate, cfg.rank, cfg.groups) if name in RULES]
     P: Population = type("Chosen", (*rules, Rule), {})(cfg)
     return P
 
 
 def main(argv: list[str] | None = None) -> None:
-    train(parse(argv, SelectionConfig), population=population_of, learner=ObjectiveLearner)
+    train(parse(argv, SelectionConfig), ObjectiveLearner, population_of)
 
 
 if __name__ == "__main__":

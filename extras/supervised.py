@@ -7,25 +7,23 @@ of Search-R1's SFT rows (axolotl) are not published: T, lr, batch and the schedu
 
 import json
 import math
-import time
 from typing import Any, ClassVar
 
 import numpy as np
 
 from config import Config
-from extras.alternate import begin
 from extras.prompts import wording
 from grpo import Array, Learner, Terms
-from inspo import evaluate_and_save
+from inspo import Evolution
+from journal.checkpoints import Checkpoints
 from journal.directory import read_jsonl
 from journal.log import Log
 from plumbing.faults import Fault
-from population import Instruction, Population, ReplayBuffer
-from reflect import Optimizer
+from population import Instruction
 from rollout import prompt_ids
 from tasks import Job, Question, Task, Trajectory, draw, reward
 from tasks.formats import encode
-from training.policy import Policy, Worker
+from training.policy import Policy, of_rank_0, on_all_ranks
 
 
 class Demonstrated(Learner):
@@ -39,7 +37,7 @@ class Demonstrated(Learner):
 
 
 def supervised(
-    cfg: Config, task: Task, policy: Policy, optimizer: Optimizer | None, P: Population, log: Log
+    cfg: Config, task: Task, policy: Policy, evolution: Evolution, checkpoints: Checkpoints, log: Log
 ) -> tuple[Policy, Instruction]:
     """Trains `policy` on the questions of its task; returns it with the instruction of all demonstrations.
 
@@ -47,15 +45,20 @@ def supervised(
     sampling, as in Search-R1). Raises Fault if it has none. The signature is `inspo`'s.
     """
     D = task.questions("train")
-    examples = own_successes(cfg, task, policy, D, log) if task.tools else gold_answers(cfg, task, policy, D, log.first)
-    return imitate(cfg, examples, policy, P, log)
+    examples = own_successes(cfg, task, policy, D, log) if task.tools else gold_answers(cfg, task, policy, D)
+    return imitate(cfg, examples, policy, evolution, checkpoints, log)
 
 
 def imitate(
-    cfg: Config, examples: list[Trajectory], policy: Policy, P: Population, log: Log
+    cfg: Config, examples: list[Trajectory], policy: Policy, evolution: Evolution, checkpoints: Checkpoints, log: Log
 ) -> tuple[Policy, Instruction]:
     """Trains `policy` on demonstrations, `batch` a step for T steps; returns it with the first instruction."""
-    first, stopped = begin(P, ReplayBuffer(cfg.buffer), log)
+    P = evolution.P
+    first, stopped = checkpoints.restore()
+    if not P.family:
+        evolution.begin()
+    if not log.held_out:
+        log.begin(policy.evaluate(0, P.best(), "test"))
     for t in range(first, cfg.T + 1):
         if not stopped:
             log.begin_step(t)
@@ -64,18 +67,23 @@ def imitate(
             if "logp_gap" in update:  # not where every optimizer step was skipped
                 # No engine sampled a demonstration: the "gap" to log-probs of 0 is the trainer's log-prob itself.
                 update["logp"] = -update.pop("logp_gap")
-            log.updated(t, taus, update, time.perf_counter())
+            log.updated(t, taus, update | {"time/update": policy.seconds["update"]})
         stopped = ""
-        evaluate_and_save(cfg, t, P, log)
+        evaluated = cfg.eval_every > 0 and t % cfg.eval_every == 0 and t < cfg.T
+        for split in ("valid", "test") if evaluated else ():
+            log.evaluated(split, policy.evaluate(t, P.best(), split))
+        log.end_step(t, P)
+        if evaluated or t % cfg.save_every == 0 or t == cfg.T:
+            checkpoints.save(t)
     return policy, P.best()
 
 
-def gold_answers(cfg: Config, task: Task, policy: Policy, D: list[Question], instruction: str) -> list[Trajectory]:
+def gold_answers(cfg: Config, task: Task, policy: Policy, D: list[Question]) -> list[Trajectory]:
     """Returns a demonstration of each question's first gold answer, in the words that the instruction asks for."""
-    tokenizer, target = policy.worker.tokenizer, wording(cfg.model).target
+    tokenizer, target = policy.tokenizer, wording(cfg.model).target
     examples = []
     for k, q in enumerate(D):
-        ids = prompt_ids(tokenizer, task, instruction, q)
+        ids = prompt_ids(tokenizer, task, task.instruction, q)
         tau = demonstration(q, k, ids, [0] * len(ids), len(ids), q.golds[0])
         tau.response = target.format(answer=q.golds[0])
         written = [*encode(tokenizer, tau.response), tokenizer.eos_token_id]
@@ -92,7 +100,7 @@ def own_successes(cfg: Config, task: Task, policy: Policy, D: list[Question], lo
     questions = {q.id: q for q in D}
     kept = read_jsonl(log.run.path / "successes.jsonl")
     if not kept:
-        jobs = [Job(0, log.first, q, k) for k, q in enumerate(D[: cfg.T * cfg.batch]) for _ in range(cfg.G)]
+        jobs = [Job(0, task.instruction, q, k) for k, q in enumerate(D[: cfg.T * cfg.batch]) for _ in range(cfg.G)]
         taus = policy.rollout(0, "reject", jobs)
         reward(task, taus)
         right = [tau for tau in taus if not tau.failed]
@@ -125,12 +133,8 @@ def demonstration(
     return tau
 
 
+@on_all_ranks(of_rank_0)
 def mean_logp(policy: Policy, taus: list[Trajectory]) -> float:
     """Returns the mean log-probability of the demonstrations' learned tokens under the present policy, in nats."""
-    return policy.on_all_ranks(_mean_logp, taus)[0]
-
-
-def _mean_logp(worker: Worker, taus: list[Trajectory]) -> float:
-    worker.engine.sleep()  # as for an update
-    worker.synced = worker.shared
-    return float(worker.learner.score(taus)[0].mean())
+    policy.sleep()  # as for an update
+    return float(policy.learner.score(taus)[0].mean())

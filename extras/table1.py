@@ -18,7 +18,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from config import STATIC, Config, knob, parse
 from engines import FinishedTurn
@@ -267,7 +267,6 @@ TABLE_1 = {
 class SupervisedConfig(Config):
     """supervised fine-tuning"""
 
-    FIXED: ClassVar[tuple[str, ...]] = ("supervised",)
     mode: str = knob("supervised", "supervised", of=("supervised",), more=True)
 
     def __post_init__(self) -> None:
@@ -275,26 +274,11 @@ class SupervisedConfig(Config):
         object.__setattr__(self, "mini", self.batch)
         object.__setattr__(self, "beta", 0.0)
 
-    def a_step(self) -> str:
-        return f"{self.batch} demonstrations"
-
-
-class SFTConfig(SupervisedConfig):
-    PROGRAM: ClassVar[str] = "extras/table1.py train sft"
-
-
-class RejectConfig(SupervisedConfig):
-    PROGRAM: ClassVar[str] = "extras/table1.py train sft_reject"
-
-
-class GRPOConfig(Config):
-    PROGRAM: ClassVar[str] = "extras/table1.py train grpo"
-
 
 TRAINED: dict[str, tuple[type[Config], dict[str, Any]]] = {  # method -> its configuration, what it changes of a preset
-    "sft": (SFTConfig, STATIC | ALONE),
-    "grpo": (GRPOConfig, STATIC | ALONE | {"mode": "static"}),
-    "sft_reject": (RejectConfig, STATIC),
+    "sft": (SupervisedConfig, STATIC | ALONE),
+    "grpo": (Config, STATIC | ALONE | {"mode": "static"}),
+    "sft_reject": (SupervisedConfig, STATIC),
 }
 
 
@@ -319,7 +303,7 @@ def train(argv: list[str]) -> None:
     if isinstance(cfg, SupervisedConfig):
         from extras.supervised import Demonstrated, supervised  # with torch, which takes seconds to import
 
-        inspo.train(cfg, supervised, learner=Demonstrated)
+        inspo.train(cfg, Demonstrated, algorithm=supervised)
     else:
         inspo.train(cfg)
 

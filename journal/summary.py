@@ -12,6 +12,9 @@ from tasks import Task, Trajectory, by_source, measure
 
 Row = dict[str, Any]
 WIDE = 8  # sources of questions at most that have a column of their own
+LINE = {  # column of metrics.jsonl -> how a line shows it
+    "reward": "reward {:.2f}", "logp": "log-prob {:.3f}", "kl": "KL {:.4f}", "P": "|P| {}", "w_best": "best w {:.2f}",
+}  # fmt: skip
 SIGNS = 6  # questions that must change, all one way, before a sign test at 5 % tells it from chance
 
 
@@ -42,7 +45,6 @@ def step_metrics(taus: Sequence[Trajectory], P: Population, G: int, task: Task) 
         "p": {str(I.id): round(float(p), 4) for I, p in zip(P.active, P.probabilities(), strict=True)},
         "n": {str(j): n for j, n in sorted(Counter(tau.instruction for tau in taus).items())},
         "r_bar": {str(j): round(r, 4) for j, r in sorted(mean_rewards(taus).items())},
-        **{name: x for name, x in P.noted().items() if name != "says"},
     }
 
 
@@ -50,6 +52,13 @@ def empty(taus: Sequence[Trajectory], tag: str) -> float | None:
     """Returns the share of a tool's results that hold nothing; None if there are none."""
     results = [turn.result for tau in taus for turn in tau.turns if turn.tool == tag and turn.result is not None]
     return sum(not any(result) for result in results) / len(results) if results else None
+
+
+def line(row: Row, tools: Sequence[str]) -> str:
+    """Returns a step's row of metrics.jsonl in a line; `tools`: the columns that count their calls."""
+    reward, *others = LINE.items()
+    shown = dict([reward, *((name, f"{name} {{:.2f}}") for name in tools), *others])
+    return "  ".join(form.format(row[name]) for name, form in shown.items() if name in row)
 
 
 def added_sentences(text: str, parent: str, width: int = 90) -> str:

@@ -11,7 +11,7 @@ with app.setup:
     import marimo as mo
     import numpy as np
 
-    from inspo import prompt_of, verify
+    from inspo import Evolution
     from labs import desk, play
     from population import Candidate, Population, ReplayBuffer
     from reflect import candidates, normalize
@@ -31,7 +31,7 @@ def _():
 
     Every $K_e$ steps an LLM reads some failures of the best instruction and proposes revisions. They are played on a
     few questions, $D_B$, beside the instruction that they revise, and join if they are not below it. In `inspo.py` that
-    is `evolve`. In this lab you are the optimizer: you write the program that reads failures and proposes, and the
+    is `Evolution`. In this lab you are the optimizer: you write the program that reads failures and proposes, and the
     project's own `verify` plays what it proposes.
 
     ## Before anything else: predict
@@ -259,7 +259,7 @@ def _():
     mo.md(r"""
     ## The run
 
-    Your program reads twelve failures and proposes; `inspo.verify` plays its proposals and the parent on $D_B$. The
+    Your program reads twelve failures and proposes; `Evolution.verify` plays its proposals and the parent on $D_B$. The
     world's own optimizer gets the same failures in the paper's prompt, and its proposals are verified beside yours.
     Finally the best of each and the parent are played on the test questions, which have decided nothing so far.
     """)
@@ -283,7 +283,9 @@ def _(
     desk.need("The run", right_diagnose, right_propose, right_admit)
     counts = Counter(name for e in failures for name in diagnose(e.text))
     room = cfg.N_P - cfg.N_parent
-    _prompt = prompt_of(cfg, P, P.family[0], failures, room, task)
+    _log = SimpleNamespace(played=lambda *row: None)  # a run would note each trajectory
+    _evolution = Evolution(cfg, task, None, P, _log)
+    _prompt = _evolution.prompt(P.family[0], failures, room)
     _replies = {
         "yours": "\n".join(f"<ins_{k}>{text}</ins_{k}>" for k, text in enumerate(propose(first, counts, room), 1)),
         "the world's": reply_to(_prompt, seed=0),
@@ -294,8 +296,7 @@ def _(
     for _name, _reply in _replies.items():
         _used = {normalize(first)}
         _texts, _ = candidates(_reply, first, _used, _golds, cfg.max_instruction, room, play.unfit)
-        _log = SimpleNamespace(played=lambda *row: None)  # a run would note each trajectory
-        verified[_name] = verify(cfg, 1, 0, task, player, P.family[0], list(_texts.values()), D_B, _log)
+        verified[_name] = _evolution.verify(player, P.family[0], list(_texts.values()), D_B)
         joined[_name] = admit(verified[_name], room)
 
     def fresh(text):

@@ -1,4 +1,4 @@
-"""Run by torchrun: `Policy.update` on given trajectories, by the workers of all ranks; writes what it computes.
+"""Run by torchrun: `Policy.update` on given trajectories, by all ranks; writes what it computes.
 
     torchrun --nproc_per_node=2 tests/ranks_policy.py TRAJECTORIES OUT
 
@@ -10,8 +10,8 @@ import pickle
 import sys
 from pathlib import Path
 
+from inspo import make_policy
 from tasks import load_task
-from training.policy import Policy, worker_loop
 from training.ranks import Ranks
 
 
@@ -19,9 +19,9 @@ def main() -> None:
     taus_path, out = map(Path, sys.argv[1:])
     cfg, taus = pickle.loads(taus_path.read_bytes())
     ranks = Ranks("cpu", cfg.patience)
+    policy = make_policy(cfg, ranks, load_task(cfg))
     if ranks.rank:
-        return worker_loop(cfg, ranks)
-    policy = Policy(cfg, ranks, "torch", load_task(cfg))
+        return policy.follow()
     (out / "metrics.json").write_text(json.dumps(policy.update(1, taus)))
     policy.export(out / "policy")
     policy.close()

@@ -9,7 +9,7 @@ import pytest
 import inspo
 from config import Config
 from grpo import Learner
-from inspo import evolve, population_of
+from journal.checkpoints import Checkpoints
 from journal.log import Log
 from plumbing.faults import Fault, OptimizerDown
 from population import Population, ReplayBuffer
@@ -27,6 +27,7 @@ class Exam(Task):
     """Questions with one gold answer each; the reward is 1 for saying it."""
 
     tools = ()
+    instruction = FIRST
 
     def __init__(self, cfg: Config, train: dict[str, Question]):
         super().__init__(cfg)
@@ -43,13 +44,18 @@ class TablePolicy:
     """Under an instruction I it answers the first right[I] of the questions of each letter, and no other."""
 
     def __init__(self, right: dict[str, int]):
-        self.right, self.rollouts, self.updates = right, [], []
+        self.right, self.rollouts, self.updates, self.evaluations = right, [], [], []
         self.learner = object.__new__(Learner)  # for its rule of the advantages
 
     def rollout(self, t, purpose, jobs, temperature=None):
         inspect.signature(Policy.rollout).bind(self, t, purpose, jobs, temperature)
         self.rollouts.append((t, purpose, jobs, temperature))
         return [self.play(job) for job in jobs]
+
+    def evaluate(self, t, I, split):
+        inspect.signature(Policy.evaluate).bind(self, t, I, split)
+        self.evaluations.append((t, I.text, split))
+        return []
 
     def play(self, job: Job) -> Trajectory:
         tau = Trajectory(job.instruction, job.question, job.group, [], 0, response=f"said under {job.text}")
@@ -60,6 +66,9 @@ class TablePolicy:
         inspect.signature(Policy.update).bind(self, t, taus)
         self.updates.append((t, taus, [(tau.reward, tau.advantage) for tau in taus]))
         return {"loss": float(t)}
+
+    def pace(self, taus):
+        return {"time/update": 1.0}
 
 
 class TableOptimizer:
@@ -81,26 +90,11 @@ class TableOptimizer:
 
 
 class Recorder:
-    """A log that keeps (name, *arguments) of every call, and what it sees of P and B at that moment.
+    """A log that keeps (name, *arguments) of every call, and what it sees of P and B at that moment."""
 
-    `restored`: (P, B) of the run that is resumed; `at`: the step to take, and where in it the run was stopped.
-    """
-
-    def __init__(self, first: str = FIRST, restored: tuple | None = None, at: tuple[int, str] = (1, "")):
-        self.first, self.restored, self.at, self.events, self.seen = first, restored, at, [], []
-
-    def restore(self, P, B):
-        inspect.signature(Log.restore).bind(self, P, B)
-        self.P, self.B = P, B
-        if self.restored:
-            P.load_state_dict(self.restored[0].state_dict())
-            B.load_state_dict(self.restored[1].state_dict())
-        return self.at
-
-    def limit(self, rollouts):
-        """The last one is kept; this log has none."""
-        self.rollouts = rollouts
-        return ""
+    def __init__(self, held_out=()):
+        """`held_out`: what a resumed run knows already."""
+        self.held_out, self.events, self.seen = held_out, [], []
 
     def __getattr__(self, name):
         def record(*args):
@@ -112,12 +106,30 @@ class Recorder:
 
     def look(self, name: str) -> None:
         """Keeps (name, weights, latest step in the buffer)."""
-        if "P" in vars(self):  # `restore` has been called
+        if "P" in vars(self):
             self.seen.append((name, {I.id: I.w for I in self.P.active}, max((e.t for e in self.B.items), default=0)))
 
     def of(self, name: str) -> list[tuple]:
         """Returns the arguments of the calls with this name."""
         return [args for event, *args in self.events if event == name]
+
+
+class Kept:
+    """Checkpoints of a run; `restored`: (P, B) of the one that is resumed; `at`: the step to take, and where in it."""
+
+    def __init__(self, P: Population, B: ReplayBuffer, log: Recorder, restored=None, at=(1, "")):
+        self.P, self.B, self.log, self.restored, self.at = P, B, log, restored, at
+        log.P, log.B = P, B
+
+    def restore(self):
+        for mine, theirs in zip((self.P, self.B), self.restored or (), strict=False):
+            mine.load_state_dict(theirs.state_dict())
+        return self.at
+
+    def save(self, t):
+        inspect.signature(Checkpoints.save).bind(self, t)
+        self.log.events.append(("save", t))
+        self.log.look("save")
 
 
 def questions(letter: str, n: int) -> dict[str, Question]:
@@ -140,22 +152,21 @@ def replayed(*played: tuple[int, Question, int, float]) -> ReplayBuffer:
 BUFFER = [(T_NOW, q, 0, 0.0) for q in FAILED.values()] + [(T_NOW, q, 0, 1.0) for q in VERIFIED.values()]
 
 
-class Evolution:
-    """`evolve` on a population with these weights, under a policy with these accuracies, with these replies."""
+class Evolved:
+    """An evolution of a population with these weights, under a policy of these accuracies, with these replies."""
 
     def __init__(
-        self, weights: dict[str, float], right: dict[str, int], *replies,
-        buffer=BUFFER, population=population_of, task=Exam, limit="", **knobs,
+        self, weights: dict[str, float], right: dict[str, int], *replies, buffer=BUFFER, task=Exam, config=Config,
+        population=inspo.population_of, **knobs,
     ):  # fmt: skip
-        self.cfg = Config(**dict(N_P=4, N_parent=1, top_n=6, rounds=5, failures=4, D_B=10) | knobs)
+        self.cfg = config(**dict(N_P=4, N_parent=1, top_n=6, rounds=5, failures=4, D_B=10) | knobs)
+        self.policy, self.optimizer, self.log = TablePolicy(right), TableOptimizer(*replies), Recorder()
         self.P = population(self.cfg)
+        evolution = inspo.Evolution(self.cfg, task(self.cfg, FAILED | VERIFIED), self.optimizer, self.P, self.log)
+        evolution.B = replayed(*buffer) if isinstance(buffer, list) else buffer
         for text, w in weights.items():
             self.P.join(text, None, 0).rewards = [w]
-        self.policy, self.optimizer, self.log = TablePolicy(right), TableOptimizer(*replies), Recorder()
-        if limit:
-            self.log.limit = lambda rollouts: limit
-        D, B = FAILED | VERIFIED, replayed(*buffer) if isinstance(buffer, list) else buffer
-        evolve(self.cfg, T_NOW, self.P, B, task(self.cfg, D), self.policy, self.optimizer, D, self.log)
+        evolution.evolve(T_NOW, self.policy)
 
     @property
     def texts(self) -> list[str]:
@@ -189,7 +200,7 @@ def test_a_proposer_is_shown_failures_or_scores_or_the_parent_alone():
     right = {"old": 5, "weak": 1, "new": 5}
     prompts = {}
     for proposer in ("reflection", "history", "paraphrase"):
-        e = Evolution({"weak": 0.125, "old": 0.5}, right, ["new"], N_P=2, proposer=proposer)
+        e = Evolved({"weak": 0.125, "old": 0.5}, right, ["new"], N_P=2, proposer=proposer)
         prompts[proposer] = e.optimizer.prompts[0]
     shown = "<ins_0> weak </ins_0>\n<score_0> 12 </score_0>\n<ins_1> old </ins_1>\n<score_1> 50 </score_1>"
     assert prompts["history"].startswith(f"<history>\n{shown}\n</history>\n")  # the best stands last, as in OPRO
@@ -203,7 +214,8 @@ def test_the_history_leaves_out_who_was_never_sampled():
     for text, rewards in [("good", [0.5]), ("new", []), ("bad", [0.0])]:
         P.join(text, None, 0).rewards = rewards
     cfg, tau_fail = Config(proposer="history"), replayed(*BUFFER).items[:1]
-    prompt = inspo.prompt_of(cfg, P, P.family[0], tau_fail, 3, Exam(cfg, {}))
+    evolution = inspo.Evolution(cfg, Exam(cfg, {}), None, P, Recorder())
+    prompt = evolution.prompt(P.family[0], tau_fail, 3)
     assert re.findall(r"<ins_\d> (\w+) </ins", prompt) == ["bad", "good"]
 
 
@@ -216,7 +228,7 @@ def test_long_observations_of_the_task_s_own_tools_are_cut_in_the_prompt():
     tau = Trajectory(0, FAILED["f0"], 0, [], 0, reward=-1.0, response=long, failed=True)
     B.add(T_NOW, [tau], lambda tau: tau.response)
     for task, kept in ((Counting, True), (Exam, False)):  # without tools the middle of the text goes
-        e = Evolution({"old": 0.5}, {"old": 5}, buffer=B, task=task, failures=1, prompt_budget=500, rounds=1)
+        e = Evolved({"old": 0.5}, {"old": 5}, buffer=B, task=task, failures=1, prompt_budget=500, rounds=1)
         [prompt] = e.optimizer.prompts
         assert len(prompt) < 5000 and ("the middle" in prompt) == kept
 
@@ -226,7 +238,7 @@ def test_long_observations_of_the_task_s_own_tools_are_cut_in_the_prompt():
 
 def test_a_candidate_joins_if_it_is_not_below_its_parent_and_places_may_stay_empty():
     right = {"old": 5, "above": 6, "equal": 5, "below": 4}
-    e = Evolution({"old": 0.5}, right, ["below", "equal", "above"], N_P=4)
+    e = Evolved({"old": 0.5}, right, ["below", "equal", "above"], N_P=4)
     assert e.joined == [["above", "equal"]] and e.texts == ["old", "above", "equal"]
     assert [(I.parent, I.born, I.verified) for I in e.P.active[1:]] == [(0, T_NOW, 0.6), (0, T_NOW, 0.5)]
     assert len(e.optimizer.prompts) == 5  # all rounds were spent on the place
@@ -234,17 +246,17 @@ def test_a_candidate_joins_if_it_is_not_below_its_parent_and_places_may_stay_emp
 
 
 def test_the_gate_is_the_parent_s_reward_on_the_same_questions_not_its_weight():
-    e = Evolution({"old": 0.9}, {"old": 1, "new": 2}, ["new"], N_P=2)
+    e = Evolved({"old": 0.9}, {"old": 1, "new": 2}, ["new"], N_P=2)
     assert e.joined == [["new"]]
-    e = Evolution({"old": 0.0}, {"old": 3, "new": 2}, ["new"], N_P=2)
+    e = Evolved({"old": 0.0}, {"old": 3, "new": 2}, ["new"], N_P=2)
     assert e.joined == [[]] and e.texts == ["old"]
 
 
 def test_the_best_candidates_join_first_and_equals_in_the_order_of_the_reply():
     right = {"old": 1, "c3": 3, "c7": 7, "c5": 5, "d5": 5}
-    e = Evolution({"old": 0.1}, right, ["c3", "c5", "c7", "d5"], N_P=5)
+    e = Evolved({"old": 0.1}, right, ["c3", "c5", "c7", "d5"], N_P=5)
     assert e.texts == ["old", "c7", "c5", "d5", "c3"]
-    e = Evolution({"old": 0.1}, right, ["c5"], ["c3", "c7", "d5"], N_P=4)
+    e = Evolved({"old": 0.1}, right, ["c5"], ["c3", "c7", "d5"], N_P=4)
     assert e.texts == ["old", "c5", "c7", "d5"]
 
 
@@ -262,19 +274,19 @@ SIX = dict.fromkeys(["old", "a", "b", "c", "d", "e"], 5)
     ],
 )
 def test_rounds_and_places_are_limited(replies, knobs, joined):
-    e = Evolution({"old": 0.5}, SIX, *replies, **knobs)
+    e = Evolved({"old": 0.5}, SIX, *replies, **knobs)
     assert e.joined == joined and e.texts == ["old", *sum(joined, [])]
     assert e.optimizer.whens == [f"t9 r{k}" for k in range(len(e.optimizer.prompts))]
     assert len(e.optimizer.prompts) == len(joined) + replies.count([])
 
 
 def test_where_the_parents_fill_the_population_nobody_is_asked():
-    e = Evolution({"a": 0.5, "b": 0.4}, {}, N_P=2, N_parent=2)
+    e = Evolved({"a": 0.5, "b": 0.4}, {}, N_P=2, N_parent=2)
     assert not e.optimizer.prompts and e.P.probabilities()[0] > 0.5 and e.log.of("evolved")[0][3] == []
 
 
 def test_without_verification_every_candidate_joins_in_the_order_of_the_reply_and_nobody_is_asked():
-    e = Evolution({"old": 0.5}, {"old": 5, "bad": 0, "good": 9}, ["bad", "good"], N_P=3, D_B=0)
+    e = Evolved({"old": 0.5}, {"old": 5, "bad": 0, "good": 9}, ["bad", "good"], N_P=3, D_B=0)
     assert e.texts == ["old", "bad", "good"]
     assert all(not jobs for *_, jobs, _ in e.policy.rollouts)
 
@@ -284,7 +296,7 @@ def test_another_rule_of_who_joins_is_a_method_of_a_population():
         def admit(self, verified, room):
             return verified[-1:]
 
-    e = Evolution({"old": 0.5}, SIX | {"low": 1}, ["low", "a"], N_P=3, rounds=1, population=lambda cfg: Worst(0.2, 5))
+    e = Evolved({"old": 0.5}, SIX | {"low": 1}, ["low", "a"], N_P=3, rounds=1, population=lambda cfg: Worst(0.2, 5))
     assert e.texts == ["old", "low"]
 
 
@@ -293,7 +305,7 @@ def test_another_rule_of_who_joins_is_a_method_of_a_population():
 
 def test_parents_are_the_best_by_weight_and_the_others_leave():
     right = dict.fromkeys(["a", "b", "c", "new"], 5)
-    e = Evolution({"a": 0.2, "b": 0.9, "c": 0.6}, right, ["new"], N_parent=2, N_P=3)
+    e = Evolved({"a": 0.2, "b": 0.9, "c": 0.6}, right, ["new"], N_parent=2, N_P=3)
     assert e.texts == ["b", "c", "new"]
     assert [(I.text, I.left) for I in e.P.family] == [("a", T_NOW), ("b", None), ("c", None), ("new", None)]
     [(t, P, parents, joined, _)] = e.log.of("evolved")
@@ -303,7 +315,7 @@ def test_parents_are_the_best_by_weight_and_the_others_leave():
 def test_every_round_draws_one_of_the_parents_to_revise():
     right = dict.fromkeys(["strong", "weak", "c0", "c1", "c2"], 5)
     seed = seed_that_draws(1, 0, 1, of=2)
-    e = Evolution({"strong": 0.8, "weak": 0.3}, right, ["c0"], ["c1"], ["c2"], N_parent=2, N_P=5, seed=seed)
+    e = Evolved({"strong": 0.8, "weak": 0.3}, right, ["c0"], ["c1"], ["c2"], N_parent=2, N_P=5, seed=seed)
     for k, parent in enumerate(("weak", "strong", "weak")):
         assert f"<ins_0>\n{parent}\n</ins_0>" in e.optimizer.prompts[k]
         verified = {job.text for job in e.policy.rollouts[k][2]}
@@ -318,19 +330,19 @@ def test_no_text_is_proposed_twice_whoever_its_parent_is():
     right = dict.fromkeys(["strong", "weak", "new", "other"], 5)
     seed = seed_that_draws(0, 1, of=2)
     replies = ["WEAK!", "Strong.", "new"], ["new.", "other"]
-    e = Evolution({"strong": 0.8, "weak": 0.3}, right, *replies, N_parent=2, N_P=4, seed=seed)
+    e = Evolved({"strong": 0.8, "weak": 0.3}, right, *replies, N_parent=2, N_P=4, seed=seed)
     assert e.texts == ["strong", "weak", "new", "other"]
     rejected = [[row["k"] for row in rejected] for *_, rejected in e.log.of("proposed")]
     assert rejected == [[1, 2], [1]]
 
 
 def test_a_pruned_or_replaced_instruction_may_be_proposed_again():
-    e = Evolution({"a": 0.5, "b": 0.1}, {"a": 5, "b": 6}, ["b"], N_P=2)
+    e = Evolved({"a": 0.5, "b": 0.1}, {"a": 5, "b": 6}, ["b"], N_P=2)
     assert e.texts == ["a", "b"] and [I.id for I in e.P.active] == [0, 2]
 
 
 def test_the_optimizer_is_asked_for_a_full_generation_after_the_failures():
-    e = Evolution({"old": 0.5}, {"old": 5, "new": 5}, ["new"], N_P=7, N_parent=1, rounds=1)
+    e = Evolved({"old": 0.5}, {"old": 5, "new": 5}, ["new"], N_P=7, N_parent=1, rounds=1)
     [prompt] = e.optimizer.prompts
     assert "giving 6 different but better candidates" in prompt
     assert sorted(e.shown()) == ["f0", "f1", "f2", "f3"]
@@ -342,12 +354,12 @@ def test_the_parent_s_own_failures_are_shown_first():
     played += [(7, FAILED["f0"], 0, 0.0), (8, FAILED["f1"], 0, 0.0)]
     played += [(9, FAILED["f2"], 1, 0.0), (9, FAILED["f3"], 1, 0.0)]
     right = {"a": 5, "b": 5, "new": 5}
-    e = Evolution({"a": 0.9, "b": 0.1}, right, ["new"], buffer=played, failures=3, N_P=2)
+    e = Evolved({"a": 0.9, "b": 0.1}, right, ["new"], buffer=played, failures=3, N_P=2)
     assert e.shown()[:2] == ["f1", "f0"] and e.shown()[2] in ("f2", "f3")
 
 
 def test_a_candidate_that_gives_an_answer_away_is_rejected():
-    e = Evolution({"old": 0.5}, {"old": 5, "new": 5}, ["it is gold f1", "new"], N_P=3)
+    e = Evolved({"old": 0.5}, {"old": 5, "new": 5}, ["it is gold f1", "new"], N_P=3)
     assert e.texts == ["old", "new"]
     [(*_, accepted, rejected), *_] = e.log.of("proposed")
     assert accepted == [2] and rejected[0]["reason"] == "contains the gold answer 'gold f1'"
@@ -355,18 +367,18 @@ def test_a_candidate_that_gives_an_answer_away_is_rejected():
 
 def test_no_more_candidates_are_verified_than_were_asked_for():
     many = [f"new {k}" for k in range(500)]
-    e = Evolution({"old": 0.5}, {"old": 5} | dict.fromkeys(many, 4), many, N_P=4, rounds=1, D_B=10, gate_samples=2)
+    e = Evolved({"old": 0.5}, {"old": 5} | dict.fromkeys(many, 4), many, N_P=4, rounds=1, D_B=10)
     [(*_, accepted, rejected)] = e.log.of("proposed")
     assert accepted == [1, 2, 3] and [(row["k"], row["reason"][:18]) for row in rejected] == [(4, "3 were asked for: ")]
     [(*_, verified, _)] = e.log.of("verified")
-    assert len(verified) == 3 and e.log.rollouts == (1 + 3) * 10 * 2
+    assert len(verified) == 3 and len(e.policy.rollouts[0][2]) == (1 + 3) * 10
 
 
 # --- the verification rollouts ------------------------------------------------------------------------------------
 
 
 def test_parent_and_candidates_answer_the_same_questions_once_each_at_the_run_s_temperature():
-    e = Evolution({"old": 0.5}, dict.fromkeys(["old", "a", "b"], 5), ["a", "b"], N_P=3)
+    e = Evolved({"old": 0.5}, dict.fromkeys(["old", "a", "b"], 5), ["a", "b"], N_P=3)
     [(t, purpose, jobs, temperature)] = e.policy.rollouts
     assert (t, purpose, temperature) == (T_NOW, "verify 0", None)
     asked = sorted((job.text, job.question.id) for job in jobs)
@@ -376,7 +388,7 @@ def test_parent_and_candidates_answer_the_same_questions_once_each_at_the_run_s_
 
 
 def test_the_questions_of_the_failures_shown_are_not_verified_on():
-    e = Evolution({"old": 0.5}, dict.fromkeys(["old", "a", "b"], 5), ["a"], ["b"], failures=2, D_B=12, N_P=3)
+    e = Evolved({"old": 0.5}, dict.fromkeys(["old", "a", "b"], 5), ["a"], ["b"], failures=2, D_B=12, N_P=3)
     for k in (0, 1):
         verified_on = {job.question.id for job in e.policy.rollouts[k][2]}
         assert len(e.shown(k)) == 2 and len(verified_on) == 12
@@ -384,24 +396,23 @@ def test_the_questions_of_the_failures_shown_are_not_verified_on():
 
 
 def test_D_B_limits_the_questions_verified_on():
-    e = Evolution({"old": 0.5}, dict.fromkeys(["old", "a"], 10), ["a"], D_B=3, N_P=2)
-    [(_, _, parent, D_B, verified, joining)] = e.log.of("verified")
+    e = Evolved({"old": 0.5}, dict.fromkeys(["old", "a"], 10), ["a"], D_B=3, N_P=2)
+    [(_, _, D_B, verified, joining)] = e.log.of("verified")
     assert len(D_B) == 3 and {job.question for job in e.policy.rollouts[0][2]} == set(D_B)
-    assert parent.text == "old" and verified == joining and verified[0].r == verified[0].r_parent == 1.0
+    assert verified[0].parent == 0 and verified == joining and verified[0].r == verified[0].r_parent == 1.0
 
 
-def test_the_task_s_reward_verifies_and_several_samples_of_a_question_are_averaged():
+def test_the_task_s_reward_verifies():
     class Marked(Exam):
         def reward(self, taus):
-            return [0.0, 1.0, 0.5, 1.5, 1.0, 1.0, -2.0, 0.0][: len(taus)]
+            return [0.5, 1.0, -2.0, 1.5][: len(taus)]
 
-    e = Evolution({"old": 0.5}, {"old": 0, "new": 0}, ["new"], N_P=2, D_B=2, gate_samples=2, task=Marked, rounds=1)
-    [(_, _, _, _, [candidate], joining)] = e.log.of("verified")
-    assert (candidate.parent_rewards, candidate.rewards) == ([0.5, 1.0], [1.0, -1.0])
-    assert (candidate.r, candidate.r_parent, candidate.parent, joining) == (0.0, 0.75, 0, [])
+    e = Evolved({"old": 0.5}, {"old": 0, "new": 0}, ["new"], N_P=2, D_B=2, task=Marked, rounds=1)
+    [(_, _, _, [candidate], joining)] = e.log.of("verified")
+    assert (candidate.parent_rewards, candidate.rewards) == ([0.5, 1.0], [-2.0, 1.5])
+    assert (candidate.r, candidate.r_parent, candidate.parent, joining) == (-0.25, 0.75, 0, [])
     [(_, _, jobs, _)] = e.policy.rollouts
-    assert [job.group for job in jobs] == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert all(jobs[k].question == jobs[k + 1].question and jobs[k].text == jobs[k + 1].text for k in range(0, 8, 2))
+    assert [job.group for job in jobs] == [0, 1, 2, 3]
 
 
 # --- nothing new --------------------------------------------------------------------------------------------------
@@ -417,13 +428,12 @@ LOST = [(T_NOW, q, 0, 0.0) for q in FAILED.values()]
         ([OptimizerDown("503 for an hour"), ["new"]], {}, "the optimizer gave no reply (503 for an hour)", 1, 0),
         ([["new"]], dict(buffer=KNOWN), "no failure to learn from", 0, 0),
         ([["new"]], dict(buffer=LOST), "no question left to verify on", 0, 0),
-        ([["new"]], dict(limit="--max_overhead 0.1: enough"), "--max_overhead 0.1: enough", 0, 0),
         ([["a"], ["A."]], dict(rounds=3), "too few revisions verified", 3, 0),  # a parent's own text is no candidate
         ([["near"], ["bad"]], dict(rounds=2), "too few revisions verified", 2, 2),  # below their parent
     ],
 )
 def test_without_anything_new_P_and_its_weights_stay_as_they_are(replies, knobs, shortfall, calls, verifications):
-    e = Evolution(BOTH, {"a": 5, "near": 4, "bad": 0}, *replies, **knobs)
+    e = Evolved(BOTH, {"a": 5, "near": 4, "bad": 0}, *replies, **knobs)
     assert e.texts == ["a", "b"] and [I.w for I in e.P.active] == [0.5, 0.25]
     assert [I.left for I in e.P.family] == [None, None] and len(e.log.of("evolved")) == 1
     assert e.shortfall == shortfall
@@ -431,13 +441,13 @@ def test_without_anything_new_P_and_its_weights_stay_as_they_are(replies, knobs,
 
 
 def test_what_joined_before_the_optimizer_fell_silent_stays_and_the_weights_restart():
-    e = Evolution(BOTH, {"a": 5, "new": 6, "near": 4}, ["near", "new"], OptimizerDown("time-out"), N_P=4)
+    e = Evolved(BOTH, {"a": 5, "new": 6, "near": 4}, ["near", "new"], OptimizerDown("time-out"), N_P=4)
     assert e.texts == ["a", "new"] and [I.rewards for I in e.P.active] == [[], []]
     assert e.shortfall == "the optimizer gave no reply (time-out)" and len(e.optimizer.prompts) == 2
 
 
 def test_a_call_is_logged_before_its_reply_is_read():
-    e = Evolution({"old": 0.5}, {"old": 5, "new": 5}, ["new"], N_P=2)
+    e = Evolved({"old": 0.5}, {"old": 5, "new": 5}, ["new"], N_P=2)
     names = [name for name, *_ in e.log.events]
     assert names == ["call", "proposed", "played", "verified", "evolved"]
     [(*when, call)] = e.log.of("call")
@@ -445,17 +455,17 @@ def test_a_call_is_logged_before_its_reply_is_read():
     assert e.log.of("proposed") == [[*when, call, [1], []]]
     [(*played, taus)] = e.log.of("played")
     [(*verified, _, _, _)] = e.log.of("verified")
-    assert played == verified == when and len(taus) == 20
+    assert played == when and verified == when[:2] and len(taus) == 20
 
 
 # --- the first population (L2) ------------------------------------------------------------------------------------
 
 
 def first(optimizer, N_P=4):
-    cfg = Config(N_P=N_P)
-    P, log = population_of(cfg), Recorder()
-    inspo.first_population(cfg, P, Exam(cfg, {}), optimizer, log)
-    return P, log
+    cfg, log = Config(N_P=N_P), Recorder()
+    evolution = inspo.Evolution(cfg, Exam(cfg, {}), optimizer, inspo.population_of(cfg), log)
+    evolution.begin()
+    return evolution.P, log
 
 
 def test_the_first_population_is_the_first_instruction_and_its_paraphrases():
@@ -507,16 +517,17 @@ class WatchedPolicy(TablePolicy):
 
 
 def run(
-    right, *replies, restored=None, at=(1, ""), static=False, D=None, task=Exam, population=population_of,
-    algorithm=inspo.inspo, **knobs,
+    right, *replies, restored=None, at=(1, ""), static=False, D=None, task=Exam, config=Config,
+    population=inspo.population_of, **knobs,
 ):  # fmt: skip
     """Returns (result of `inspo`, its policy, its log, its optimizer); right by default 0."""
     usual = dict(N_P=3, N_parent=1, batch=4, G=2, T=3, K_p=100, K_e=100, T_e=100, D_B=2, failures=1)
-    cfg, D = Config(**usual | knobs), D or questions("q", 6)
-    policy, log = WatchedPolicy({FIRST: 0} | right), Recorder(restored=restored, at=at)
-    policy.log = log
-    optimizer = None if static else TableOptimizer(*replies)
-    return algorithm(cfg, task(cfg, D), policy, optimizer, population(cfg), log), policy, log, optimizer
+    cfg, D = config(**usual | knobs), D or questions("q", 6)
+    policy, log = WatchedPolicy({FIRST: 0} | right), Recorder(held_out=at != (1, ""))
+    policy.log, optimizer = log, None if static else TableOptimizer(*replies)
+    evolution = inspo.Evolution(cfg, task := task(cfg, D), optimizer, population(cfg), log)
+    checkpoints = Kept(evolution.P, evolution.B, log, restored, at)
+    return inspo.inspo(cfg, task, policy, evolution, checkpoints, log), policy, log, optimizer
 
 
 def restored(*texts):
@@ -550,7 +561,7 @@ def test_a_step_is_taken_in_the_order_of_algorithm_1():
     ]
     [(t, taus, P, update)] = log.of("step")
     [(_, trained, _)] = policy.updates
-    assert (t, P, update) == (1, log.P, {"loss": 1.0}) and taus is trained
+    assert (t, P, update) == (1, log.P, {"loss": 1.0, "time/update": 1.0}) and taus is trained
 
 
 @pytest.mark.parametrize("stopped", ["evolve", "evaluate"])
@@ -562,7 +573,7 @@ def test_a_run_that_was_stopped_inside_a_step_continues_there(stopped):
     _, _, log, _ = run(right, ["new"], restored=(P, B), at=(1, stopped), **knobs)
     evolution = ["call", "proposed", "verify 0", "played", "verified", "evolved"] * (stopped == "evolve")
     done = [name for name, *_ in log.seen]
-    rest = ["begin", *evolution, "evaluate_step", "end_step", "save", "begin_step", "rollout", "update", "step"]
+    rest = [*evolution, "evaluated", "evaluated", "end_step", "save", "begin_step", "rollout", "update", "step"]
     assert done[: len(rest)] == rest
     assert [args[0] for args in log.of("step")] == [2]  # whose own evolution follows
     assert [args[0] for args in log.of("evolved")] == [1, 2][stopped == "evaluate" :]
@@ -629,13 +640,16 @@ def test_pruning_and_evolution_keep_their_schedule():
 
 
 def test_evaluations_and_checkpoints_keep_theirs():
-    _, _, log, _ = run({FIRST: 2}, static=True, N_P=1, T=12, eval_every=4, save_every=5)
-    assert [(t, I.text) for t, I in log.of("evaluate_step")] == [(4, FIRST), (8, FIRST)]  # at T the log's `finish` does
+    _, policy, log, _ = run({FIRST: 2}, static=True, N_P=1, T=12, eval_every=4, save_every=5)
+    first, *others = policy.evaluations
+    assert first == (0, FIRST, "test")  # at T `compare` does
+    assert others == [(t, FIRST, split) for t in (4, 8) for split in ("valid", "test")]
+    assert [split for split, _ in log.of("evaluated")] == ["valid", "test"] * 2
     assert steps_of(log, "save") == [4, 5, 8, 10, 12] and steps_of(log, "end_step") == list(range(1, 13))
     _, _, log, _ = run({}, static=True, N_P=1, T=3, eval_every=0)
-    assert not log.of("evaluate_step") and steps_of(log, "save") == [3]
-    _, _, log, _ = run({}, static=True, N_P=1, T=3, eval_every=1)
-    assert steps_of(log, "evaluate_step") == [1, 2]
+    assert not log.of("evaluated") and steps_of(log, "save") == [3]
+    _, policy, _, _ = run({}, static=True, N_P=1, T=3, eval_every=1)
+    assert [t for t, _, split in policy.evaluations if split == "valid"] == [1, 2]
 
 
 def test_after_T_e_the_optimizer_is_not_asked():

@@ -112,8 +112,8 @@ def test_an_instruction_is_read_from_its_file(tmp_path):
     assert read_instruction("instruction", str(path)) == "Be brief."
     for content, says in ((b" \n", "the file is empty"), (b"\xff\xfe", "cannot be read as UTF-8")):
         path.write_bytes(content)
-        with pytest.raises(Fault, match=f"--canary {path}: {says}"):
-            read_instruction("canary", str(path))
+        with pytest.raises(Fault, match=f"--instruction {path}: {says}"):
+            read_instruction("instruction", str(path))
 
 
 def test_a_configuration_cannot_be_changed_afterwards():
@@ -230,12 +230,12 @@ def test_an_unknown_abbreviated_or_mistyped_flag_is_refused(refuses, argv, said)
 
 REFUSED = """
 --mode evolve|--tracker mlflow|--proposer guess|--device cuda:7|--device tpu|--engine sglang|--card v100|--recompute 2
---G 1|--K_p 0|--K_e 0|--T 0|--T_e -1|--N_parent 0|--window 0|--D_B -1|--gate_samples 0|--failures 0|--buffer 0
---save_every 0|--eval_n -1|--seed -1|--lr -1|--lr nan|--tau_s inf|--max_optimizer_tokens -1|--max_overhead nan
+--G 1|--K_p 0|--K_e 0|--T 0|--T_e -1|--N_parent 0|--window 0|--D_B -1|--failures 0|--buffer 0
+--save_every 0|--eval_n -1|--seed -1|--lr -1|--lr nan|--tau_s inf|--max_optimizer_tokens -1
 --temperature 0|--tau_s 0|--eps 0|--beta -0.1|--beta nan|--warmup 1|--warmup nan|--vllm 10.0.0.1:8000|--vllm_memory 1
 --vllm_memory nan|--lora_rank -1|--lora_alpha 0
 --max_grad_norm 0|--max_observation 31|--top_n 0
---rounds 0|--keep 0|--patience 0|--gpus 0|--temperature 2.1|--instruction /nowhere/i.txt|--canary /nowhere/i.txt
+--rounds 0|--keep 0|--patience 0|--gpus 0|--temperature 2.1|--instruction /nowhere/i.txt
 --micro_tokens 0|--max_rows 0|--optimizer_retries -1|--search_retries -1
 """
 
@@ -267,7 +267,7 @@ def test_flags_that_do_not_go_together_are_refused(refuses, argv, said):
     "argv",
     [
         "--tools search,calculator", "--tools none", "--beta 0", "--T_e 0", "--warmup 0",
-        "--eval_every 0", "--N_P 1", "--gate_samples 4",
+        "--eval_every 0", "--N_P 1",
         "--max_observation 32", "--G 2", "--D_B 0",
     ],
 )  # fmt: skip

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,10 +21,10 @@ import torch.distributed.checkpoint as dcp
 from config import Config, knob, parse, read_config
 from journal.directory import RunDirectory, read_jsonl, step_of, with_absolute_paths
 from journal.export import export_checkpoint
-from plumbing.faults import CheckpointFault, DiskFault, Fault
+from plumbing.faults import CheckpointFault, DiskFault, Fault, Outage
 from training import checkpoint
 
-STATE = {"population": {}, "buffer": {}, "ledger": {}, "start": {}, "seconds": 0.0}
+STATE = {"population": {}, "phase": ""}
 
 
 def tensors(value: float) -> dict:
@@ -82,7 +83,7 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("name", ["state.pt", "__0_0.distcp", ".metadata", "digests.json", "optimizer/.metadata"])
+@pytest.mark.parametrize("name", ["state.pt", "__0_0.distcp", ".metadata", "digests.json"])
 @pytest.mark.parametrize("harm", [cut, empty, overwrite, flip, Path.unlink])
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(run, name, harm):
     harm(run.checkpoints()[-1] / name)
@@ -125,7 +126,7 @@ def test_a_foreign_directory_is_no_checkpoint_and_pushes_none_out(run):
 
 
 def test_what_was_unfinished_comes_before_the_whole_step(run):
-    save(run, 10, unfinished="evolve", row={})
+    save(run, 10, phase="evolve")
     save(run, 10)
     assert [path.name for path in run.checkpoints()][-2:] == ["step-000010-unfinished", "step-000010"]
 
@@ -134,7 +135,7 @@ def test_rows_of_an_unfinished_step_are_written_again(run):
     for name in ("metrics", "population", "reflections"):
         (run.path / f"{name}.jsonl").write_text("".join(json.dumps({"t": t}) + "\n" for t in range(12)))
     run.append("reflections", {"t": 10, "call": {}})
-    save(run, 10, unfinished="evolve", row={})
+    save(run, 10, phase="evolve")
     rewind(run)
     last = {name: run.rows(name)[-1] for name in ("metrics", "population", "reflections")}
     assert last == {"metrics": {"t": 9}, "population": {"t": 10}, "reflections": {"t": 10, "call": {}}}
@@ -148,11 +149,11 @@ def test_a_foreign_line_in_a_log_is_left_out(run, line):
     rows = path.read_text().splitlines()
     path.write_bytes("\n".join([*rows[:4], line, *rows[4:]]).encode("latin1") + b"\n")
     t, notes = rewind(run)
-    assert t == 9 and notes == ["note: metrics.jsonl had 1 lines that are no rows; they are left out"]
+    assert t == 9 and notes == []
     assert [row["t"] for row in read_jsonl(path)] == list(range(10))
     with open(path, "a") as f:
-        f.write(line[: len(line) // 2])  # a kill has cut the last one: no news
-    assert rewind(run)[1] == [] or line in ("7", '"x"')
+        f.write(line[: len(line) // 2])  # a kill has cut the last one
+    assert rewind(run) == (9, [])
 
 
 @pytest.mark.parametrize("content", ["", '{"T": 3', "[]", "7", {"T": "3"}, {"T": True}, "\xff", {"lr": None}], ids=str)
@@ -170,7 +171,6 @@ class Guest(Config):
     """another program"""
 
     own: int = knob(3, "a knob of its own")
-    PROGRAM = "extras/guest.py"
 
 
 @pytest.mark.parametrize("first, second", [(Guest, Config), (Config, Guest)])
@@ -178,7 +178,8 @@ def test_a_run_is_resumed_by_the_program_that_started_it_alone(tmp_path, first, 
     out = str(tmp_path / "r")
     RunDirectory.open(first(out=out), "x").close()
     RunDirectory.open(first(out=out, resume=True), "x").close()
-    with pytest.raises(Fault, match=f"r was started by {first.PROGRAM}, not {second.PROGRAM}") as e:
+    programs = {Config: "inspo.py", Guest: "tests/test_directory.py"}
+    with pytest.raises(Fault, match=f"r was started by {programs[first]}, not {programs[second]}") as e:
         RunDirectory.open(second(out=out, resume=True), "x")
     assert "\n" not in str(e.value)
     if second is Config:
@@ -221,19 +222,6 @@ def test_a_checkpoint_of_another_run_is_refused(run, tmp_path):
     assert rewind(RunDirectory(tmp_path / "copy"))[0] == 9
 
 
-def test_a_run_from_before_the_ids_is_resumed_but_with_checkpoints_of_its_own_alone(run, tmp_path):
-    (run.path / "config.json").write_text(json.dumps(dataclasses.asdict(Config(out=str(run.path)))))
-    older = RunDirectory(run.path, keep=3)
-    with pytest.raises(Fault, match=f"is of the run {run.id}, not of this older one"):
-        rewind(older)
-    save(older, 10)
-    assert rewind(older)[0] == 10
-    other = another_run(tmp_path / "other")
-    shutil.copytree(older.checkpoints()[-1], other.path / "checkpoints" / "step-000010")
-    with pytest.raises(Fault, match=f"of the run of an older version, not of {other.id}"):
-        rewind(other)
-
-
 def test_of_a_link_to_a_directory_the_link_alone_is_removed(run, tmp_path):
     """A checkpoint that somebody moved to a larger disk; where a policy, or a damaged checkpoint, is to be written."""
     (elsewhere := tmp_path / "elsewhere").mkdir()
@@ -253,7 +241,7 @@ def test_of_a_link_to_a_directory_the_link_alone_is_removed(run, tmp_path):
     run.close()
     RunDirectory.open(dataclasses.replace(read_config(run.path), out=str(run.path), resume=True), "x").close()
     assert sorted(path.name for path in elsewhere.iterdir()) == ["step-000003", "step-000006"]
-    assert len(list((elsewhere / "step-000003").iterdir())) == 5
+    assert len(list((elsewhere / "step-000003").iterdir())) == 4
 
 
 def test_the_best_checkpoint_is_that_of_the_task_s_first_metric(run):
@@ -264,24 +252,6 @@ def test_the_best_checkpoint_is_that_of_the_task_s_first_metric(run):
     for t in (10, 11, 12):
         save(run, t)
     assert [path.name for path in run.checkpoints()] == [f"step-{t:06d}" for t in (6, 10, 11, 12)]  # it is kept
-    best, *others = run.checkpoints()
-    assert checkpoint.weights_alone(best) and not any(map(checkpoint.weights_alone, others))
-    assert checkpoint.damage(best) == [] and not list(best.glob(".*tmp"))
-    state = tensors(0.0)
-    checkpoint.load(state, best, alone=True)
-    assert torch.equal(state["model"]["w"], torch.full((64, 64), 6.0)) and state["optimizer"]["lr"] == 0.0
-    for path in others:
-        flip(path / "state.pt")
-    with pytest.raises(Fault, match="step-000012: state.pt is damaged.*; step-000006: it has weights alone"):
-        rewind(run)  # nothing trains on without its optimizer
-
-
-def test_a_run_that_has_ended_keeps_weights_and_resumes_from_its_end(run):
-    T = json.loads((run.path / "config.json").read_text())["T"]
-    save(run, T)
-    run.drop_optimizers()
-    assert all(map(checkpoint.weights_alone, run.checkpoints()))
-    assert rewind(run) == (T, [])
 
 
 # ---- no code from a checkpoint
@@ -315,8 +285,9 @@ def test_a_pickle_in_a_checkpoint_runs_nothing(run, tmp_path, place, caplog):
     elif place == "state.pt":
         torch.save(STATE | {"t": 9, "x": bomb}, path / "state.pt")
     else:
-        optimizer = tensors(9.0)["optimizer"] | {"lr": bomb}
-        dcp.save({"optimizer": optimizer}, checkpoint_id=path / "optimizer", no_dist=True)
+        state = tensors(9.0)
+        state["optimizer"]["lr"] = bomb
+        dcp.save(state, checkpoint_id=path, no_dist=True)
     with_digests(path)
     assert checkpoint.damage(path) == []
     with pytest.raises(CheckpointFault) as e:
@@ -384,7 +355,7 @@ def test_a_checkpoint_is_there_once_it_is_whole_and_holds_what_was_there_when_it
     go, population = threading.Event(), {"family": [1]}
     run.checkpoint(12, of(12.0, go.wait), STATE | {"population": population})
     population["family"].append(2)  # the next step goes on
-    run.settle(wait=False)
+    run.append("metrics", {"t": 13})
     assert rewind(run)[0] == 9 and [path.name for path in (run.path / "checkpoints").glob(".*")] == [".step-000012.tmp"]
     go.set()
     run.checkpoint(15, of(15.0), STATE)  # one at a time: it waits
@@ -426,16 +397,14 @@ def test_a_fault_of_the_thread_is_raised_by_the_next_step_and_comes_second_to_an
     run.checkpoint(12, of(1.0, fails), STATE)
     with pytest.raises(DiskFault, match="cannot write .*step-000012 .No space left"):
         while True:
-            run.settle(wait=False)
-    run.checkpoint(12, of(1.0, fails), STATE)
-    with pytest.raises(Fault, match="another"), run.settled():
-        raise Fault("another")
-    go = threading.Event()
-    with pytest.raises(Fault, match="another"), run.settled():
-        run.checkpoint(12, of(12.0, go.wait), STATE)
-        threading.Timer(0.2, go.set).start()
-        raise Fault("another")
-    assert rewind(run)[0] == 12  # whatever ended the run, it was waited for
+            run.append("metrics", {"t": 9})
+    cfg = dataclasses.replace(read_config(run.path), out=str(run.path), resume=True)
+    run.close()
+    for wait, saved in ((fails, 9), (lambda: time.sleep(0.2), 12)):
+        with pytest.raises(Fault, match=f"\nanother\nresume from step {saved} with"), RunDirectory.opened(cfg) as run:
+            run.checkpoint(12, of(12.0, wait), STATE)
+            raise Outage("another")
+        assert rewind(run)[0] == saved  # whatever ended the run, it was waited for
 
 
 def test_a_directory_that_save_leaves_half_done_is_removed(run):
@@ -482,7 +451,7 @@ def test_a_run_in_use_cannot_be_resumed_until_its_process_is_gone(tmp_path):
         signal.pause()
     try:
         assert os.read(reading, 1000)
-        with pytest.raises(Fault, match=rf"r is in use by process {other} on .*: wait until it ends"):
+        with pytest.raises(Fault, match="another process writes to .*r: wait until it ends"):
             RunDirectory.open(dataclasses.replace(cfg, resume=True), "x")
     finally:
         os.kill(other, signal.SIGKILL)

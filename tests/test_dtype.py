@@ -12,10 +12,10 @@ import inspo
 from config import Config, parse
 from engines.choose import dtype_of
 from engines.torch_engine import TorchEngine
+from inspo import make_policy
 from journal.directory import RunDirectory, read_jsonl
 from models.model import dither, empty, fill, load_config, load_policy
 from tasks import load_task
-from training.policy import Policy
 from training.ranks import Ranks
 
 SMALL = "--mode static --dtype bfloat16 --T 3 --batch 4 --mini 4 --G 2 --eval_n 2 --save_every 1 --keep 9 --seed 6"
@@ -103,8 +103,8 @@ def test_an_update_in_bfloat16_moves_the_policy_as_one_in_float32_does(path, tmp
             model=str(tmp_path), lr=lr, warmup=0.0, engine="torch", micro_tokens=10**6, batch=batch, mini=batch, G=4,
             lora_rank=rank,
         )  # fmt: skip
-        policy = Policy(cfg, Ranks("cpu", 1, dtype), "torch", load_task(cfg))
-        learner, taus = policy.worker.learner, batch_of(batch, seed=3)
+        policy = make_policy(cfg, Ranks("cpu", 1, dtype), load_task(cfg))
+        learner, taus = policy.learner, batch_of(batch, seed=3)
         learner.max_gap = float("inf")
         for tau in taus:
             tau.ids = [i % len(tokenizer) for i in tau.ids]

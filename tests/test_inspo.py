@@ -30,7 +30,6 @@ from journal.directory import read_jsonl
 from plumbing.servers import Child
 from tasks import draw, rng_of
 from tasks.questions import load_questions
-from world.clauses import FRAMES
 
 ROOT = Path(__file__).parent.parent
 FIXTURE = Path(__file__).parent / "fixture"
@@ -270,7 +269,6 @@ def test_a_run_is_not_overwritten_and_not_continued_as_another(whole):
     code, _, line = run_here("--out", whole[0], *SMALL)
     assert code == 2 and line.count("\n") == 1 and "--resume" in line
     line, _, stderr = run_here("--out", whole[0], *SMALL, "--resume", "--lr", "0.5")
-    assert not list(whole[0].glob("checkpoints/*/optimizer"))  # it has ended
     assert stderr == "" and "\n" not in line and "--lr" in line
 
 
@@ -594,17 +592,6 @@ def test_a_learning_rate_of_0_freezes_the_policy(tmp_path):
     first, last = (load_file(path / "model.safetensors") for path in (FILES / "policy", tmp_path / "r" / "policy"))
     assert last and all(torch.equal(first[name], last[name]) for name in last)
     assert any(row["grad_norm"] > 0 for row in metrics(tmp_path / "r")[1:])  # there was something to learn
-
-
-def test_a_canary_is_scored_under_its_own_instruction(tmp_path):
-    (tmp_path / "canary").write_text(f"{FRAMES[0]} Do not search at all.")
-    flags = [*SMALL, "--T", "2", "--mode", "static", "--eval_every", "1", "--canary", tmp_path / "canary"]
-    code, _, stderr = run_here(*flags, "--out", tmp_path / "r")
-    assert code == 0, (code, stderr)
-    rows = [row for row in metrics(tmp_path / "r") if "test/em" in row]
-    summary = json.loads((tmp_path / "r" / "summary.json").read_text())
-    assert len(rows) == 2 and summary["held_out"]["trained policy, canary"]["searches"] == 0
-    assert all(row["canary/searches"] == 0 < row["test/searches"] for row in rows)
 
 
 @pytest.mark.slow

@@ -16,8 +16,8 @@ from config import Config
 from models.layers import FAMILIES, fuse, installed
 from models.model import empty, load_model, score, skeleton
 from models.packing import Packing
+from training import policy
 from training.fit import activations
-from training.policy import Worker
 
 triton = pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 pytest.importorskip("liger_kernel")
@@ -187,8 +187,11 @@ def test_the_estimate_of_a_run_can_tell_whether_liger_is_there(monkeypatch):
         ("cpu", 1, "", 0),
     ],
 )
-def test_the_flag_and_the_device_decide(device, flag, says, n, tiny_path):
-    worker = Worker.__new__(Worker)
-    worker.cfg, worker.ranks, worker.layers = Config(fused_layers=flag), SimpleNamespace(device=device), ""
-    model = load_model(tiny_path)
-    assert worker.fused(model) is model and worker.layers == says and len(patched(model)) == n
+def test_the_flag_and_the_device_decide(device, flag, says, n, tiny_path, monkeypatch, capsys):
+    for name in ("shard", "fill"):
+        monkeypatch.setattr(policy, name, lambda model, *args, **kwargs: model)
+    monkeypatch.setattr(policy.flash, "choose", lambda config: "as ever")
+    ranks = SimpleNamespace(device=device, dtype="bfloat16", rank=0)
+    for model in policy.fsdp(None, Config(model=tiny_path, fused_layers=flag), ranks):
+        assert len(patched(model)) == n
+    assert capsys.readouterr().out == (f"fused layers: {says}; attention: as ever\n" if says else "")

@@ -23,12 +23,13 @@ import export
 from config import WORLD, Config
 from engines.torch_engine import TorchEngine
 from grpo import Learner, minibatches
+from inspo import make_policy
 from models import lora
 from models.model import load_policy, weights
 from plumbing.faults import DiskFault
 from tasks import load_task
 from training import checkpoint
-from training.policy import Policy, write
+from training.policy import Policy
 from training.ranks import Ranks
 
 RANK, ALPHA = 4, 8
@@ -254,9 +255,9 @@ def test_reset_restores_the_first_policy_and_load_the_trained_one(tiny_path, tin
         model=tiny_path, engine="torch", lr=1e-2, T=2, warmup=0.0, beta=0.1, lora_rank=RANK, lora_alpha=ALPHA,
         micro_tokens=300, G=3, mini=4,
     )  # fmt: skip
-    policy = Policy(cfg, Ranks("cpu", 1), "torch", load_task(cfg))
-    taus, model = made_up(2), policy.worker.learner.model
-    policy.worker.learner.max_gap = 1e9  # the trajectories are made up
+    policy = make_policy(cfg, Ranks("cpu", 1), load_task(cfg))
+    taus, model = made_up(2), policy.learner.model
+    policy.learner.max_gap = 1e9  # the trajectories are made up
     first = logps_of(tiny[0], taus)
     assert torch.equal(logps_of(model, taus), first)
     policy.update(1, taus)
@@ -290,15 +291,15 @@ class Drowsy:
 def test_an_engine_sleeps_while_a_checkpoint_is_written_and_a_dead_one_costs_none(tiny_path, tmp_path, fault):
     """A state dict takes the room of its weights and cache on a card; it gets them again before the next rollout."""
     cfg = Config(model=tiny_path, engine="torch", T=2, beta=0.0)
-    policy = Policy(cfg, Ranks("cpu", 1), "torch", load_task(cfg))
-    worker, engine = policy.worker, Drowsy(fault)
-    worker.engine, worker.shared, worker.synced = engine, False, False
-    worker.sync()
+    policy = make_policy(cfg, Ranks("cpu", 1), load_task(cfg))
+    engine = Drowsy(fault)
+    policy.engine, policy.shared, policy.synced = engine, False, False
+    policy.sync()
     policy.save(tmp_path / "one")()
     assert engine.seen == ["load", "sleep"] and (tmp_path / "one/.metadata").is_file()
     policy.save(tmp_path / "two")()  # it sleeps already
-    worker.sync()
-    worker.sync()
+    policy.sync()
+    policy.sync()
     assert engine.seen == ["load", "sleep", "load"] and (tmp_path / "two/.metadata").is_file()
 
 
@@ -309,8 +310,8 @@ def test_a_checkpoint_holds_the_policy_of_the_moment_in_which_it_began(tiny_path
         model=tiny_path, engine="torch", lr=1e-2, T=3, warmup=0.0, beta=0.0, lora_rank=rank, lora_alpha=ALPHA,
         micro_tokens=300, G=3, mini=4,
     )  # fmt: skip
-    policy = Policy(cfg, Ranks("cpu", 1), "torch", load_task(cfg))
-    taus, learner = made_up(2), policy.worker.learner
+    policy = make_policy(cfg, Ranks("cpu", 1), load_task(cfg))
+    taus, learner = made_up(2), policy.learner
     learner.max_gap, go, save = 1e9, threading.Event(), checkpoint.save
     policy.update(1, taus)
     then = copy.deepcopy(learner.state_dict())
@@ -318,7 +319,7 @@ def test_a_checkpoint_holds_the_policy_of_the_moment_in_which_it_began(tiny_path
     digests = policy.save(tmp_path / "saved")
     policy.update(2, taus)
     go.set()
-    assert {".metadata", "__0_0.distcp", "optimizer/.metadata"} <= digests().keys()
+    assert {".metadata", "__0_0.distcp"} <= digests().keys()
     policy.load(tmp_path / "saved", 1)
     now = learner.state_dict()
     for kept, restored in zip(tree_leaves(then), tree_leaves(now), strict=True):
@@ -332,7 +333,7 @@ def test_a_fault_of_any_rank_is_raised_by_the_first(tmp_path):
     for other, match in ((DiskFault("cannot write x (No space left)"), "No space left"), ({"__1_0.distcp": "0"}, "")):
         ranks = SimpleNamespace(rank=0, size=2, grouped=False, saves=None, gather=lambda mine, _, it=other: [mine, it])
         with pytest.raises(DiskFault, match=match) if match else contextlib.nullcontext():
-            found = write(state, tmp_path, ranks)
+            found = Policy.write(SimpleNamespace(ranks=ranks), state, tmp_path)
     assert found.keys() == {".metadata", "__0_0.distcp", "__1_0.distcp"}
 
 

@@ -11,7 +11,7 @@ from tokenizers_like import MAKERS, control_ids, made
 
 import ask
 from config import WORLD, Config
-from journal.log import Ledger, Log
+from journal.log import Log
 from plumbing.faults import Fault, one_line
 from plumbing.outside import clean, plain, printable
 from population import Instruction
@@ -147,17 +147,11 @@ def test_what_the_agent_and_its_passages_say_moves_no_cursor(capsys):
     assert "\x1b" not in shown and "\x9b" not in shown and "\\x1b[31mx" in shown and "passage" in shown
 
 
-def test_a_run_s_notes_move_no_cursor_and_its_limits_say_when_they_bite():
+def test_a_run_s_notes_move_no_cursor():
     log, said = object.__new__(Log), []
-    log.cfg, log.ledger, log.candidates = Config(max_optimizer_tokens=100, max_overhead=0.5), Ledger(), []
+    log.row, log.clock = {}, 0.0
     log.screen = SimpleNamespace(note=lambda text: said.append(printable(text)))
     log.run = SimpleNamespace(append=lambda *row: None)
-    log.ledger.training_rollouts, log.ledger.verification_rollouts, log.ledger.optimizer_tokens = 100, 30, 99
-    assert log.limit(20) == "" and log.limit(21) == "--max_overhead 0.5: a round more would make it 0.51"
-    log.ledger.optimizer_tokens = 120
-    assert log.limit(1) == "--max_optimizer_tokens 100 is used up (120 tokens)"
-    log.cfg = Config()
-    assert log.limit(10**6) == ""
     parent, call = Instruction(3, "x"), Call("k", "p", "r", 1, 1, 0.0, False, cut=True)
     log.proposed(15, 0, parent, call, [], [])
     log.proposed(15, 0, parent, call, [], [{"k": 1, "reason": "lost \x1b[2J"}, {"k": 2, "reason": "empty"}])

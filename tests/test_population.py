@@ -230,7 +230,6 @@ def test_a_population_restored_from_json_continues_identically():
     P = population(0.1, 0.7, 0.3, 0.2)
     P.prune(P.ranked(), 1, t=5)
     P.succeed(P.ranked()[:1], [revision("new", 1, [0.25])], t=15)
-    P.family[1].notes["rating"] = 2.5
     P.attribute(played({1: [0.5, 0.25], 4: [1.0]}))
     Q = Population(0.2, 5)
     Q.load_state_dict(json.loads(json.dumps(P.state_dict())))

@@ -12,25 +12,23 @@ import json
 import re
 import statistics
 import time
-from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from rich.console import Console
 
 from config import WORLD, Config
-from inspo import inspo, population_of
+from inspo import Evolution, compare, inspo, population_of
+from journal.checkpoints import Checkpoints
 from journal.directory import RunDirectory, read_jsonl, step_of
 from journal.log import Log
-from journal.screen import Screen
 from models.model import load_tokenizer
 from plumbing import stop
 from plumbing.faults import Fault, Outage
 from reflect import Call, paid_calls
 from tasks import Question, Task, Trajectory, Turn
-from training import checkpoint
+from training import checkpoint, policy
 
 QUESTIONS = [Question(f"q{k}", f"Which {k}?", source=f"s{k // 7}", data=f"right {k}") for k in range(20)]
 FIRST = "Think in <think> </think>, answer in <answer> </answer>."
@@ -58,6 +56,7 @@ class Judged(Task):
     """Its rewards, -1 or 3, come from a judge that may be away; nobody has gold answers."""
 
     tools = ()
+    instruction = FIRST
     best_reward = 3.0
 
     def __init__(self, cfg, calls):
@@ -79,8 +78,7 @@ class Policy:
     """One number; what it answers depends on it, on the question, the instruction and the purpose."""
 
     def __init__(self, calls: Calls, task: Judged):
-        self.calls, self.task, self.weight, self.t, self.seconds = calls, task, 1.0, 0, defaultdict(float)
-        self.worker = SimpleNamespace(engine=SimpleNamespace(unproven=0), tokenizer=TOKENIZER)
+        self.calls, self.task, self.cfg, self.weight, self.t = calls, task, task.cfg, 1.0, 0
         self.learner = SimpleNamespace(memory={}, set_advantages=self.set_advantages)
 
     def set_advantages(self, taus):
@@ -92,7 +90,6 @@ class Policy:
     def rollout(self, t, purpose, jobs, temperature=None):
         self.task.asked = f"{t} {purpose}"
         self.calls(self.task.asked)
-        self.seconds[purpose.split()[0]] += 0.1
         taus = []
         for k, job in enumerate(jobs):
             bits = hashlib.sha256(f"{self.weight} {t} {purpose} {k} {job.text} {job.question.id}".encode()).digest()
@@ -105,8 +102,12 @@ class Policy:
     def update(self, t, taus):
         self.t = t
         self.weight += t * sum(tau.advantage * tau.group for tau in taus) + 1
-        self.seconds["update"] += 0.1
         return {"loss": self.weight, "kl": 0.0}
+
+    evaluate = policy.Policy.evaluate
+
+    def pace(self, taus):
+        return {"time/rollout": 0.1, "time/update": 0.1}
 
     def save(self, path):
         state = {"w": self.weight, "optimizer": {"lr": 0.1}}
@@ -151,10 +152,14 @@ def play(out: Path, calls: Calls, **knobs) -> None:
     task = Judged(cfg, calls)
     with stop.listening(), RunDirectory.opened(cfg) as run:
         policy, optimizer = Policy(calls, task), Optimizer(calls, paid_calls(run.rows("reflections")))
-        log = Log(cfg, run, policy, task, FIRST, Screen(cfg.T, [], Console(file=io.StringIO())))
-        with log.rescued():
-            _, I_star = inspo(cfg, task, policy, optimizer, population_of(cfg), log)
-            log.finish(I_star)
+        log = Log(cfg, run, task, TOKENIZER)
+        evolution = Evolution(cfg, task, optimizer, population_of(cfg), log)
+        checkpoints = Checkpoints(run, policy, evolution.P, evolution.B, log)
+        with checkpoints.rescued():
+            _, I_star = inspo(cfg, task, policy, evolution, checkpoints, log)
+            checkpoints.export(I_star)
+            compare(cfg.T, policy, evolution.P.family[0], I_star, log)
+            log.finish(evolution.P, I_star)
 
 
 def left(out: Path) -> dict[str, object]:
@@ -262,18 +267,12 @@ def test_stopped_at_every_call_again_and_again_a_run_still_ends_the_same(whole, 
 
 def test_seconds_add_up_over_all_resumes_of_a_run(tmp_path):
     """Every process counts from its own start; this one, in which all of them are played, has taken the longer."""
-
-    def seconds():
-        return json.loads((tmp_path / "r" / "summary.json").read_text())["seconds"]
-
     with pytest.raises(Fault):
         play(tmp_path / "r", Calls(30, stop.Stopped("stopped")))
-    rows = read_jsonl(tmp_path / "r" / "metrics.jsonl")
+    last = read_jsonl(tmp_path / "r" / "metrics.jsonl")[-1]
     with open(tmp_path / "r" / "metrics.jsonl", "a") as f:  # of a step that a killed process has done
-        f.write(json.dumps({"t": rows[-1]["t"] + 1, "time/total": rows[-1]["time/total"] + 1000}) + "\n")
-    found = [rows[-1]["time/total"] + 1000]
-    for _ in range(3):  # the first finishes the run, the others do its last evaluations again
-        began = time.perf_counter()
-        play(tmp_path / "r", Calls())
-        found.append(seconds())
-        assert found[-1] - found[-2] > time.perf_counter() - began
+        f.write(json.dumps({"t": last["t"] + 1, "time/total": last["time/total"] + 1000}) + "\n")
+    began = time.perf_counter()
+    play(tmp_path / "r", Calls())
+    seconds = json.loads((tmp_path / "r" / "summary.json").read_text())["seconds"]
+    assert seconds - last["time/total"] - 1000 > time.perf_counter() - began

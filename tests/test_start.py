@@ -146,13 +146,11 @@ def test_an_instruction_that_leaves_no_room_for_a_turn_ends_the_run_at_its_start
     cfg = parse(["--mode", "static"])
     task, tokenizer, ranks = SearchQA(cfg), load_tokenizer(str(WORLD / "policy")), Ranks("cpu", 1)
     shortest = min(len(prompt_ids(tokenizer, task, task.instruction, q)) for q in task.questions("train")[:64])
-    assert check(replace(cfg, max_prompt=shortest), ranks, task, task.instruction)[0] == "torch"
+    assert check(replace(cfg, max_prompt=shortest), ranks, task)[0].engine == "torch"
     with pytest.raises(Fault, match=f"--max_prompt 10: .* are {shortest} tokens at least, .*; raise it"):
-        check(replace(cfg, max_prompt=10), ranks, task, task.instruction)
+        check(replace(cfg, max_prompt=10), ranks, task)
     with pytest.raises(Fault, match="--max_prompt 1000 .*: the model ends at 1024"):
-        check(replace(cfg, max_prompt=1000), ranks, task, task.instruction)
-    with pytest.raises(Fault, match="--canary /dev/null: the file is empty"):
-        check(replace(cfg, canary="/dev/null"), ranks, task, task.instruction)
+        check(replace(cfg, max_prompt=1000), ranks, task)
 
 
 def test_a_large_model_is_not_trained_on_a_cpu_that_nobody_asked_for():
@@ -163,7 +161,7 @@ def test_a_large_model_is_not_trained_on_a_cpu_that_nobody_asked_for():
     check_device(replace(cfg, device="cpu"))
     check_device(parse([]))
     with pytest.raises(Fault, match="no causal LM can be loaded"):
-        check(replace(cfg, device="cpu"), Ranks("cpu", 1), SearchQA(cfg), "")
+        check(replace(cfg, device="cpu"), Ranks("cpu", 1), SearchQA(cfg))
 
 
 def test_under_torchrun_the_list_of_what_is_missing_comes_last_and_has_the_gpu(tmp_path):

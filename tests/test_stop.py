@@ -8,14 +8,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from test_inspo import ENV, ROOT, SMALL, finish, metrics, read_jsonl, run_here, start
 
 import reflect
 from journal.directory import RunDirectory
-from journal.log import Log
 from journal.screen import Screen
 from plumbing import stop
 from training.policy import Policy
@@ -78,11 +76,11 @@ def test_a_terminal_shows_what_a_run_does_before_its_first_line(tmp_path):
 
 
 def test_without_a_terminal_rollouts_are_a_line_now_and_then(capsys):
-    log = SimpleNamespace(screen=Screen(9), t=7)
-    log.screen.printed -= 31
+    screen = Screen(9)
+    screen.printed -= 31
     for done in (1, 2, 300):
-        Log.progress(log, "verify 1", done, 300)
-    assert capsys.readouterr().out == "step   7  verifying 1/300\n"
+        screen.rollouts("verify 1", done, 300)
+    assert capsys.readouterr().out == "verify 1/300\n"
 
 
 def test_a_signal_that_the_shell_ignores_stays_ignored():

@@ -1,14 +1,10 @@
 """Weights and optimizer on disk, in the shares of torch.distributed.checkpoint, with a digest of every file.
 
-The optimizer's state, two thirds of all, lies in a directory of its own, so that it can go where nothing resumes.
-
 A checkpoint may come from somebody else: what is pickled in it is read by allowlist, so that no code in it runs.
 """
 
 import io
-import json
 import pickle
-import shutil
 import warnings
 import zlib
 from pathlib import Path, PurePosixPath
@@ -27,7 +23,6 @@ from plumbing.faults import CheckpointFault, DiskFault
 from plumbing.outside import decoded
 
 DIGESTS = "digests.json"
-OPTIMIZER = "optimizer"  # of the state, and its directory
 TYPES = {  # all that torch.distributed.checkpoint pickles into .metadata
     ("torch.distributed.checkpoint.metadata", name)
     for name in (
@@ -44,7 +39,7 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one proces
 
 
 def stage(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns a copy of `state` in the CPU's memory, each rank's shares alone, that no later step changes."""
+    """Returns a copy of `state` in the CPU's memory, only this rank's shares, that no later step changes."""
     copied: dict[str, Any] = BlockingAsyncStager().stage(state)
     return copied
 
@@ -54,57 +49,29 @@ def save(state: dict[str, Any], path: Path, rank: int, alone: bool, group: Any =
 
     `alone`: there is no process group; `group`: that in which ranks agree on who writes what, if it is not the first.
     """
-    digests: dict[str, str] = {}
     try:
-        for folder, part in _parts(state).items():
-            dcp.save(part, checkpoint_id=str(path / folder), no_dist=alone, process_group=group)
-            files = [*(path / folder).glob(f"__{rank}_*"), *([path / folder / ".metadata"] if rank == 0 else [])]
-            digests |= {str(file.relative_to(path)): digest(file) for file in files}
-        return digests
+        dcp.save(state, checkpoint_id=str(path), no_dist=alone, process_group=group)
+        files = [*path.glob(f"__{rank}_*"), *([path / ".metadata"] if rank == 0 else [])]
+        return {file.name: digest(file) for file in files}
     except (CheckpointException, OSError) as e:
         raise DiskFault(f"cannot write {path} ({_reason(e)})") from None
 
 
 def load(state: dict[str, Any], path: Path, alone: bool) -> None:
-    """Fills the tensors of `state` with the shares under `path`, of weights alone those; raises CheckpointFault."""
-    for folder, part in _parts(state).items():
-        if folder and weights_alone(path):
-            continue
-        reader = _Reader(str(path / folder))
-        try:
-            reader.read_metadata()  # first: torch would log what is raised there, twice, with a traceback
-        except Exception as e:  # a damaged pickle raises anything
-            raise CheckpointFault(f"{path} cannot be loaded ({_reason(e)})") from None
-        try:
-            dcp.load(part, storage_reader=reader, planner=_Planner(), no_dist=alone)
-        except (CheckpointException, OSError) as e:
-            raise CheckpointFault(f"{path} cannot be loaded ({_reason(e)})") from None
-        state |= part  # what is no tensor is replaced, not filled
-
-
-def drop_optimizer(path: Path) -> None:
-    """Leaves a checkpoint's weights: they can be exported, but no training resumes from them. Raises DiskFault."""
+    """Fills the tensors of `state` with the shares under `path`; raises CheckpointFault."""
     try:
-        digests = decoded((path / DIGESTS).read_text())
-        temporary = path / f".{DIGESTS}.tmp"
-        temporary.write_text(json.dumps({k: v for k, v in digests.items() if not k.startswith(OPTIMIZER)}, indent=1))
-        temporary.replace(path / DIGESTS)
-        gone = (path / OPTIMIZER).rename(path / f".{OPTIMIZER}.tmp")  # at once: a kill leaves all of it or none
-        shutil.rmtree(gone, ignore_errors=True)
-    except OSError as e:
-        raise DiskFault(f"cannot write {path / DIGESTS} ({_reason(e)})") from None
-
-
-def weights_alone(path: Path) -> bool:
-    """Returns whether a checkpoint has lost its optimizer's state."""
-    return not (path / OPTIMIZER).exists()
+        reader = _Reader(str(path))
+        reader.read_metadata()  # first: torch would log what is raised there, twice, with a traceback
+        dcp.load(state, storage_reader=reader, planner=_Planner(), no_dist=alone)
+    except Exception as e:  # a damaged pickle raises anything
+        raise CheckpointFault(f"{path} cannot be loaded ({_reason(e)})") from None
 
 
 def load_state(path: Path) -> dict[str, Any]:
     """Returns what is in a checkpoint's state.pt, numbers and texts; raises CheckpointFault."""
     try:
         state = torch.load(path / "state.pt", weights_only=True)
-        missing = {"t", "population", "buffer", "ledger", "start", "seconds"} - set(state)
+        missing = {"t", "phase", "run", "population"} - set(state)
     except Exception as e:  # a damaged archive raises anything
         raise CheckpointFault(f"{path}/state.pt cannot be read ({_reason(e)})") from None
     if missing:
@@ -126,8 +93,7 @@ def damage(path: Path, rank: int = 0, size: int = 1) -> list[str]:
     try:
         digests = decoded((path / DIGESTS).read_text())
         names = sorted(digests)
-        inside = [name.removeprefix(f"{OPTIMIZER}/") for name in names]
-        if not {"state.pt", ".metadata"} <= set(names) or any("/" in name for name in inside):
+        if not {"state.pt", ".metadata"} <= set(names) or any("/" in name for name in names):
             raise ValueError
     except (OSError, ValueError, TypeError):
         return [f"{DIGESTS} is missing or damaged"]
@@ -172,12 +138,6 @@ class _Planner(DefaultLoadPlanner):
         torch.save(torch.load(value, weights_only=True), plain)  # only what is harmless passes
         plain.seek(0)
         super().load_bytes(read_item, plain)
-
-
-def _parts(state: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns, by directory, what is saved there."""
-    rest = {name: part for name, part in state.items() if name != OPTIMIZER}
-    return {"": rest} | ({OPTIMIZER: {OPTIMIZER: state[OPTIMIZER]}} if OPTIMIZER in state else {})
 
 
 def _reason(e: BaseException) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import torch
 
-from config import Config, read_instruction
+from config import Config
 from engines.choose import choose_engine
 from models import layers, lora
 from models.model import load_config, load_tokenizer, skeleton
@@ -42,7 +42,7 @@ def print_memory(cfg: Config) -> None:
 
 def disk(cfg: Config, config: Any) -> tuple[float, float]:
     """Returns the GB of a checkpoint, and of all there are at once (the newest, the one that is being written, the best
-    one's weights if there are evaluations) with the policy.
+    one if there are evaluations) with the policy.
 
     A checkpoint holds what is trained and AdamW's two moments, in float32; a tied head has a name of its own in it.
     """
@@ -52,7 +52,7 @@ def disk(cfg: Config, config: Any) -> tuple[float, float]:
     weights = sum(p.numel() for p in model.parameters() if p.requires_grad)
     size = (3 * weights + tied * head.numel()) * 4 / 1e9
     ever = -(-cfg.T // min(cfg.save_every, cfg.eval_every or cfg.save_every)) + 1
-    kept = min(cfg.keep + 1 + (1 / 3 if cfg.eval_every else 0), ever)
+    kept = min(cfg.keep + 1 + (cfg.eval_every > 0), ever)
     return size, kept * size + sum(p.numel() for p in model.parameters()) * 4 / 1e9
 
 
@@ -82,15 +82,12 @@ def check_copy(cfg: Config, ranks: Ranks) -> None:
         )
 
 
-def check(cfg: Config, ranks: Ranks, task: Task, instruction: str) -> tuple[str, str, Config]:
-    """Returns ("vllm" or "torch", why), the engine to sample with, and `cfg` with --recompute decided; Fault if the run
-    cannot work.
+def check(cfg: Config, ranks: Ranks, task: Task) -> tuple[Config, str]:
+    """Returns `cfg` with --engine and --recompute decided, and why this engine; Fault if the run cannot work.
 
-    It cannot with too little memory or disk or too few positions, where the first instruction leaves no room for a
-    turn, nor without a readable --canary.
+    It cannot with too little memory or disk or too few positions, nor where the first instruction leaves no room for a
+    turn.
     """
-    if cfg.canary:
-        read_instruction("canary", cfg.canary)
     check_device(cfg)
     engine, why = choose_engine(cfg, ranks.device)
     if ranks.device == "cuda":
@@ -104,7 +101,7 @@ def check(cfg: Config, ranks: Ranks, task: Task, instruction: str) -> tuple[str,
     if longest and cfg.max_prompt + cfg.max_response > longest:
         raise Fault(f"--max_prompt {cfg.max_prompt} + --max_response {cfg.max_response}: the model ends at {longest}")
     tokenizer = load_tokenizer(cfg.model)
-    shortest = min(len(prompt_ids(tokenizer, task, instruction, q)) for q in task.questions("train")[:64])
+    shortest = min(len(prompt_ids(tokenizer, task, task.instruction, q)) for q in task.questions("train")[:64])
     if shortest > cfg.max_prompt:
         raise Fault(
             f"--max_prompt {cfg.max_prompt}: the first instruction and a question are {shortest} tokens at least, so no"
@@ -112,4 +109,4 @@ def check(cfg: Config, ranks: Ranks, task: Task, instruction: str) -> tuple[str,
         )
     check_disk(cfg)
     check_copy(cfg, ranks)
-    return engine, why, dataclasses.replace(cfg, recompute=abs(cfg.recompute))
+    return dataclasses.replace(cfg, engine=engine, recompute=abs(cfg.recompute)), why

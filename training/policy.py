@@ -1,15 +1,16 @@
-"""The policy in training, on all ranks: rank 0 calls a method of `Policy`, and every rank's `Worker` does its part."""
+"""pi_theta on all ranks: rank 0 runs Algorithm 1, and every rank runs what it calls that is marked `@on_all_ranks`."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import importlib
 import math
+import resource
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -19,245 +20,255 @@ from safetensors import SafetensorError
 from config import Config
 from engines import Engine
 from engines.torch_engine import TorchEngine
+from engines.vllm_engine import VllmEngine
 from grpo import MAX_SKIPPED, Learner, minibatches
-from models import lora
-from models.flash import choose
+from models import flash, lora
 from models.layers import fuse
 from models.model import dither, empty, export, fill, load_config, load_model, load_tokenizer, shard, skeleton, weights
 from plumbing import stop
-from plumbing.faults import CheckpointFault, DiskFault, EngineFault, Fault, Outage
+from plumbing.faults import DiskFault, Fault
+from population import Instruction
 from rollout import play, rollout, spread
-from tasks import Job, Task, Trajectory, load_task, rng_of
+from tasks import Job, Task, Trajectory, reward, rng_of, subset
 from training import checkpoint
 from training.ranks import Ranks
 
 S = ParamSpec("S")
+A = TypeVar("A")
 R = TypeVar("R")
 
-# After these all ranks can still work together.
-PASSED_ON = (Outage, CheckpointFault, stop.Stopped)
-
+STORED = 24  # questions of an evaluation whose trajectories the run stores
+WATCHED = 10  # trajectories of a step, rounded up to whole groups, whose tokens the run stores
 UPDATE = "--recompute 1, a smaller --micro_tokens, --offload_reference or more GPUs"  # what saves memory in it
 ROLLOUT = "a smaller --vllm_memory, or --max_rows of the torch engine"
 
 
-class Policy:
-    """pi_theta: what Algorithm 1 does with it, and what a run needs besides. Made on rank 0 alone."""
+def on_all_ranks(
+    merge: Callable[[list[A]], R],
+) -> Callable[[Callable[Concatenate[Policy, S], A]], Callable[Concatenate[Policy, S], R]]:
+    """Marks a method, or a module's function of a Policy, that every rank runs when rank 0 calls it.
 
-    def __init__(self, cfg: Config, ranks: Ranks, engine: str, task: Task, learner: type[Learner] = Learner):
-        self.cfg, self.ranks = cfg, ranks
+    All have the same arguments. Rank 0 gets what `merge` makes of the answers, which stand in the order of the ranks. A
+    fault on any rank is raised on rank 0 once all have finished; a GPU whose memory is too small ends the run with a
+    line that says what helps.
+    """
+
+    def mark(method: Callable[Concatenate[Policy, S], A]) -> Callable[Concatenate[Policy, S], R]:
+        @functools.wraps(method)
+        def run(self: Policy, /, *args: S.args, **kwargs: S.kwargs) -> R:
+            began, self.in_step = time.perf_counter(), False
+            if self.ranks.rank == 0:
+                self.ranks.broadcast((run, args, kwargs))
+            answer: A | BaseException
+            try:
+                answer = method(self, *args, **kwargs)
+            except torch.OutOfMemoryError as e:  # the other ranks may be inside a collective: nobody waits for them
+                smaller = ROLLOUT if method.__name__ == "rollout" else UPDATE
+                reason = str(e).partition(". ")[0]
+                raise Fault(f"\n{method.__name__}: {reason}; resume with {smaller}, or look at --dry_run") from None
+            except (Fault, stop.Stopped) as e:  # after it all ranks can still work together
+                answer = e
+            answers = self.ranks.gather(answer)  # [] on the other ranks
+            self.in_step, self.seconds[method.__name__] = True, time.perf_counter() - began
+            for answer in answers:
+                if isinstance(answer, BaseException):
+                    raise answer
+            return merge(answers) if answers else None  # type: ignore[return-value]
+
+        return run
+
+    return mark
+
+
+def of_rank_0(answers: list[A]) -> A:
+    return answers[0]
+
+
+def joined(shares: list[list[A]]) -> list[A]:
+    return [x for share in shares for x in share]
+
+
+def in_order(shares: list[dict[int, A]]) -> list[A]:
+    """Returns the values by their keys, 0, 1, ..., which the ranks share."""
+    values = {k: x for share in shares for k, x in share.items()}
+    return [values[k] for k in range(len(values))]
+
+
+def first_policy(cfg: Config, ranks: Ranks) -> Any:
+    """Returns the policy before training, whole and on the CPU, on rank 0; None on the others."""
+    if ranks.rank:
+        return None
+    model = load_model(cfg.model)
+    if ranks.dtype == "bfloat16" and not cfg.lora_rank:  # frozen weights take no steps
+        dither(model, cfg.seed)  # CHOICE-33
+    return lora.add(model, cfg.lora_rank, cfg.lora_alpha, cfg.seed)
+
+
+def fsdp(first: Any, cfg: Config, ranks: Ranks) -> tuple[Any, Any]:
+    """Returns this rank's shares of the policy to train and of pi_ref (FSDP2), both with the weights of `first`.
+
+    There is no second model where pi_ref is not needed, or is the policy without its adapters.
+    """
+    config, compute = load_config(cfg.model), getattr(torch, ranks.dtype)
+    kept = compute if cfg.lora_rank else torch.float32  # frozen weights take no small steps
+    models = [lora.add(skeleton(config, kept), cfg.lora_rank, cfg.lora_alpha, cfg.seed)]
+    if cfg.beta and not cfg.lora_rank:
+        models.append(skeleton(config, compute))
+    if ranks.device == "cuda":  # only updates are computed with these layers: their batches are one row
+        fused = [fuse(model) if cfg.fused_layers else "none (--fused_layers 0)" for model in models]
+        attention = flash.choose(config)
+        if ranks.rank == 0:
+            print(f"fused layers: {fused[0]}; attention: {attention}", flush=True)
+    trained, *frozen = models
+    trained = fill(shard(trained, ranks.device, compute=compute), first)
+    frozen = [shard(model, ranks.device, frozen=True, offload=cfg.offload_reference) for model in frozen]
+    return trained, fill(frozen[0], first) if frozen else None
+
+
+def whole(first: Any, cfg: Config, ranks: Ranks) -> tuple[Any, Any]:
+    """Returns the same for one process without shares."""
+    return first, copy.deepcopy(first)
+
+
+def vllm(policy: Policy, first: Any) -> Engine:
+    """Returns vLLM in this process, or a client of the servers that --vllm names."""
+    cfg, max_len = policy.cfg, policy.cfg.max_prompt + policy.cfg.max_response
+    if cfg.vllm == "colocate":
+        return VllmEngine(
+            cfg.model, policy.tokenizer, policy.ends, max_len=max_len, dtype=policy.ranks.dtype, memory=cfg.vllm_memory,
+            seed=cfg.seed + policy.ranks.rank,
+        )  # fmt: skip
+    remote: type[Engine] = importlib.import_module("engines.vllm_server").VllmServer
+    return remote(cfg.vllm, policy.tokenizer, policy.ends, model=cfg.model, max_len=max_len)  # type: ignore[call-arg]
+
+
+def plain_torch(policy: Policy, first: Any) -> Engine:
+    """Returns an engine that samples from the model in training, or from a whole copy of it on every rank.
+
+    The model is cut where FSDP trains it, and with LoRA it would merge its weights for every token.
+    """
+    cfg, ranks, model = policy.cfg, policy.ranks, policy.learner.model
+    if ranks.grouped or cfg.lora_rank:
+        model = fill(empty(load_config(cfg.model), getattr(torch, ranks.dtype), ranks.device), first)
+    return TorchEngine(model, policy.tokenizer, policy.ends, cfg.max_rows)
+
+
+class Policy:
+    """pi_theta: what Algorithm 1 does with it, and what a run needs besides. All ranks make one together.
+
+    The learner trains its weights, and the engine samples with them: from the learner's own model, or from a copy that
+    is brought up to date before it samples.
+    """
+
+    def __init__(
+        self, cfg: Config, ranks: Ranks, task: Task, learner: type[Learner],
+        models: Callable[[Any, Config, Ranks], tuple[Any, Any]], engine: Callable[[Policy, Any], Engine],
+    ):  # fmt: skip
+        """`models`: `fsdp` or `whole`; `engine`: `vllm` or `plain_torch`."""
+        self.cfg, self.ranks, self.task = cfg, ranks, task
+        self.ends = task.format.stop(task)  # strings that end a turn
+        self.tokenizer, first = load_tokenizer(cfg.model, self.ends), first_policy(cfg, ranks)
+        model, reference = models(first, cfg, ranks)
+        if cfg.recompute:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.learner = learner(model, reference, cfg, max_gap=learner.MAX_GAP[ranks.dtype])
+        self.engine = engine(self, first)
         self.t = 0  # the last step whose update has begun
-        self.seconds: defaultdict[str, float] = defaultdict(float)  # by what they were spent on
+        self.seconds: dict[str, float] = {}  # of each method's last call
         self.in_step = True  # whether all ranks wait for the next call
         self.progress: Callable[[str, int, int], None] = lambda purpose, done, total: None  # told of rollouts under way
-        if ranks.size > 1:
-            ranks.broadcast((cfg, engine, task.address()))
-        self.worker = Worker(cfg, ranks, engine, task, learner)
+        self.writer = ranks.thread()  # of checkpoints
+        self.written: Future[dict[str, str]]  # the last one
+        self.shared = getattr(self.engine, "model", None) is model
+        self.synced = self.shared  # the engine has the policy's present weights
+        self.sync()
 
-    @property
-    def learner(self) -> Learner:
-        """Rank 0's, which knows the rule of the update (Eq. 2 and 3)."""
-        return self.worker.learner
+    @on_all_ranks(in_order)
+    def rollout(
+        self, t: int, purpose: str, jobs: Sequence[Job], temperature: float | None = None
+    ) -> dict[int, Trajectory]:
+        """Returns a trajectory for each job, in their order; `purpose` tells the random draws of one step apart.
 
-    def rollout(self, t: int, purpose: str, jobs: Sequence[Job], temperature: float | None = None) -> list[Trajectory]:
-        """Returns a trajectory for each job, in their order; `purpose` tells the random draws of one step apart."""
-        began = time.perf_counter()
-        seed = int(rng_of(self.cfg.seed, t, purpose).integers(2**31))
-        temperature = self.cfg.temperature if temperature is None else temperature
-        size, total = self.ranks.size, len(jobs)  # this rank speaks for the others
-        self.worker.progress = lambda done: self.progress(purpose, min(done * size, total), total)
-        whole = None if purpose != "evaluate" else frozenset(spread(len(jobs), 24))
-        shares = self.on_all_ranks(Worker.rollout, list(jobs), temperature, seed, whole)
-        numbered = sorted((pair for share in shares for pair in share), key=lambda pair: pair[0])
-        self.seconds[purpose.split()[0]] += time.perf_counter() - began
-        return [tau for _, tau in numbered]
+        A rank plays whole groups, which compute their prompt once. Ranks take groups as they get free, unless the
+        engine's samples depend on which rows it plays together.
+        """
+        self.sync()
+        cfg, rank, size = self.cfg, self.ranks.rank, self.ranks.size
+        temperature = cfg.temperature if temperature is None else temperature
+        seed = int(rng_of(cfg.seed, t, purpose).integers(2**31))
+        progress = lambda done: self.progress(purpose, min(done * size, len(jobs)), len(jobs))  # noqa: E731
+        with stop.may_stop():
+            if self.engine.lockstep or size == 1:
+                mine = set(list(dict.fromkeys(job.group for job in jobs))[rank::size])
+                share = {k: job for k, job in enumerate(jobs) if job.group in mine}
+                found = rollout(
+                    self.engine, self.tokenizer, self.task, list(share.values()), cfg, temperature=temperature,
+                    seed=seed + rank, progress=progress,
+                )  # fmt: skip
+                taus = dict(zip(share, found, strict=True))
+            else:
+                deal = self.ranks.deal([job.group for job in jobs])
+                taus = play(self.engine, self.tokenizer, self.task, jobs, cfg, deal, temperature, seed, progress)
+        if purpose == "evaluate":  # of thousands of questions, of which a sample is stored
+            stored = spread(len(jobs), STORED)
+            taus = {k: tau if k in stored else tau.outcome() for k, tau in taus.items()}
+        return taus
 
+    def evaluate(self, t: int, I: Instruction, split: str) -> list[Trajectory]:
+        """Plays and rewards the questions of "valid" or "test", --eval_n of them, greedily under an instruction."""
+        questions = subset(self.task.questions(split), self.cfg.eval_n)  # CHOICE-11
+        taus = self.rollout(t, "evaluate", [Job(I.id, I.text, q, k) for k, q in enumerate(questions)], temperature=0.0)
+        reward(self.task, taus)
+        return taus
+
+    @on_all_ranks(of_rank_0)
     def update(self, t: int, taus: Sequence[Trajectory]) -> dict[str, float]:
         """Takes step t of GRPO on the rewarded trajectories (Eq. 2); returns the metrics of the whole batch.
 
         `tokens` of a sample of the trajectories, some 10 in whole groups, then holds what the update saw of them.
         Raises Fault when MAX_SKIPPED optimizer steps in a row had no finite gradient.
         """
-        began, self.t = time.perf_counter(), t
+        self.t = t
+        self.sleep()
         groups = list(dict.fromkeys(tau.group for tau in taus))
-        watched = {groups[k] for k in spread(len(groups), math.ceil(10 / self.cfg.G))}
-        sent = list(taus)
+        watched = {groups[k] for k in spread(len(groups), math.ceil(WATCHED / self.cfg.G))}
         for tau in taus:
             tau.watched = tau.group in watched
-        if self.ranks.size > 1:  # the other ranks do not need the texts
-            sent = [replace(tau, turns=[], response="", state=None) for tau in taus]
-        answers = self.on_all_ranks(Worker.update, t, sent)
-        for _, noted in answers:
+        metrics = self.learner.update(t, minibatches(list(taus), self.cfg))
+        for noted in self.ranks.gather({k: tau.tokens for k, tau in enumerate(taus) if tau.tokens}):
             for k, tokens in noted.items():
                 taus[k].tokens = tokens
-        self.seconds["update"] += time.perf_counter() - began
         if (n := self.learner.memory.get("skipped", 0)) >= MAX_SKIPPED:
             raise Fault(
                 f"\nstep {t}: loss or gradient were not finite in {n} optimizer steps in a row, all of them skipped;"
                 " start a new run with a lower --lr, or look at the rewards of this one (trajectories/)"
             )
-        return answers[0][0]
+        return metrics
 
-    def save(self, path: Path) -> Callable[[], dict[str, str]]:
-        """Begins to write weights and optimizer, as they are now, into a directory, for any number of ranks to load.
+    def pace(self, taus: Sequence[Trajectory]) -> dict[str, float]:
+        """Returns columns about the speed of the step that was taken with these trajectories.
 
-        Returns what waits until all ranks have written and returns the digests of the files; it raises DiskFault. With
-        --async_save 0 call it before anything else: what is written is no copy then.
+        Tokens are those that all ranks sampled a second of the rollouts, and those that they trained on (prompts and
+        observations too) a second of the update; GB (1e9 bytes) are the most that rank 0 has taken so far, of its GPU
+        or, without one, of its process. Columns of time/ are what a resumed run does not repeat.
         """
-        self.on_all_ranks(Worker.save, path.absolute())
-        return self.worker.written.result
-
-    def damage(self, path: Path) -> list[str]:
-        """Returns what is wrong with the files of a checkpoint; [] if they are as they were written."""
-        return [fault for share in self.on_all_ranks(Worker.damage, path.absolute()) for fault in share]
-
-    def load(self, path: Path, t: int) -> None:
-        """Restores what `save` wrote after step t."""
-        self.on_all_ranks(Worker.load, path.absolute())
-        self.t = t
-
-    def export(self, path: Path) -> None:
-        """Writes a plain Hugging Face directory."""
-        self.on_all_ranks(Worker.export, path.absolute())
-
-    def reset(self) -> None:
-        """Restores the first policy, for evaluation alone: the optimizer keeps its moments."""
-        self.on_all_ranks(Worker.reset)
-
-    def faults(self) -> int:
-        """Returns how many requests to tools have failed on all ranks."""
-        return sum(self.on_all_ranks(Worker.faults))
-
-    def on_all_ranks(self, method: Callable[Concatenate[Worker, S], R], *args: S.args, **kwargs: S.kwargs) -> list[R]:
-        """Returns method(worker, *args) of every rank, by rank; raises a rank's fault once all have finished."""
-        if self.ranks.size == 1:
-            return [within_memory(method, self.worker, *args, **kwargs)]
-        self.in_step = False
-        self.ranks.broadcast((method, args, kwargs))
-        answers = self.ranks.gather(attempt(method, self.worker, *args, **kwargs))
-        self.in_step = True
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                raise answer
-        return answers
-
-    def close(self) -> None:
-        """Ends all ranks, unless one is inside a collective: then torchrun ends them."""
-        if self.in_step:
-            if self.ranks.size > 1:
-                self.ranks.broadcast(None)
-            self.worker.close()
-            del self.worker
-            self.ranks.leave()
-
-
-class Worker:
-    """What `Policy` calls, on every rank at the same time and with the same arguments."""
-
-    def __init__(self, cfg: Config, ranks: Ranks, engine: str, task: Task, learner: type[Learner] = Learner):
-        self.cfg, self.ranks, self.task = cfg, ranks, task
-        self.progress: Callable[[int], None] = lambda done: None  # told how many trajectories of a rollout have ended
-        ends = task.format.stop(task)
-        self.config, self.tokenizer = load_config(cfg.model), load_tokenizer(cfg.model, ends)
-        source = self.first_policy()
-        compute = getattr(torch, ranks.dtype)
-        self.layers = ""  # which layers are fused; nothing to say on a CPU
-        self.attention = choose(self.config) if ranks.device == "cuda" else ""
-        if ranks.grouped:
-            kept = compute if cfg.lora_rank else torch.float32  # frozen weights take no small steps
-            trained = self.fused(self.adapted(skeleton(self.config, kept)))
-            model = fill(shard(trained, ranks.device, compute=compute), source)
-        else:
-            model = source
-        reference, apart = None, cfg.beta and not cfg.lora_rank  # with LoRA it is the policy without its adapters
-        if apart and ranks.grouped:
-            shares = self.fused(skeleton(self.config, compute))
-            shares = shard(shares, ranks.device, frozen=True, offload=cfg.offload_reference)
-            reference = fill(shares, source)
-        elif apart:
-            reference = copy.deepcopy(source)
-        # Does the engine sample from the trainer's own model? With LoRA it would merge its weights for every token.
-        self.shared = engine == "torch" and not ranks.grouped and not cfg.lora_rank
-        self.synced = self.shared  # the engine has the policy's present weights
-        self.engine: Engine
-        if engine == "vllm":
-            self.engine = self.vllm(ends, ranks.dtype)
-        elif self.shared:
-            self.engine = TorchEngine(model, self.tokenizer, ends, cfg.max_rows)
-        else:
-            whole = fill(empty(self.config, compute, ranks.device), source)
-            self.engine = TorchEngine(whole, self.tokenizer, ends, cfg.max_rows)
-        if cfg.recompute:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        self.learner = learner(model, reference, cfg, max_gap=learner.MAX_GAP[ranks.dtype])
-        self.writer = ranks.thread()  # of checkpoints
-        self.written: Future[dict[str, str]]  # the last one
-
-    def fused(self, model: Any) -> Any:
-        """Returns `model`, on a GPU with fused layers: for updates alone, whose batches are one row."""
+        rollout, update = self.seconds["rollout"], self.seconds["update"]
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         if self.ranks.device == "cuda":
-            self.layers = fuse(model) if self.cfg.fused_layers else "none (--fused_layers 0)"
-        return model
+            peak = torch.cuda.max_memory_allocated()
+        return {
+            "time/rollout": rollout,
+            "time/update": update,
+            "time/sampled_per_s": sum(sum(tau.mask) for tau in taus) / rollout,
+            "time/trained_per_s": sum(len(tau.ids) for tau in taus) / update,
+            "time/peak_gb": peak / 1e9,
+            "search/faults": self.faults(),
+        }
 
-    def vllm(self, ends: tuple[str, ...], dtype: str) -> Engine:
-        cfg, max_len = self.cfg, self.cfg.max_prompt + self.cfg.max_response
-        if cfg.vllm != "colocate":
-            from engines.vllm_server import VllmServer
-
-            return VllmServer(cfg.vllm, self.tokenizer, ends, model=cfg.model, max_len=max_len)
-        from engines.vllm_engine import VllmEngine
-
-        return VllmEngine(
-            cfg.model, self.tokenizer, ends, max_len=max_len, dtype=dtype, memory=cfg.vllm_memory,
-            seed=cfg.seed + self.ranks.rank,
-        )  # fmt: skip
-
-    def adapted(self, model: Any) -> Any:
-        """Returns the model with the adapters of a run with LoRA; otherwise as it is."""
-        return lora.add(model, self.cfg.lora_rank, self.cfg.lora_alpha, self.cfg.seed)
-
-    def first_policy(self) -> Any:
-        """Returns the policy from before training on rank 0, whole and on the CPU; None on the other ranks."""
-        if self.ranks.rank:
-            return None
-        model = load_model(self.cfg.model)
-        if self.ranks.dtype == "bfloat16" and not self.cfg.lora_rank:  # frozen weights take no steps
-            dither(model, self.cfg.seed)  # CHOICE-33
-        return self.adapted(model)
-
-    def parameters(self, trained: bool = False) -> int:
-        """Returns how many parameters the policy has, adapters included; `trained`: how many of them are trained."""
-        return sum(p.numel() for p in self.learner.model.parameters() if p.requires_grad or not trained)
-
-    def rollout(
-        self, jobs: list[Job], temperature: float, seed: int, whole: frozenset[int] | None
-    ) -> list[tuple[int, Trajectory]]:
-        """Returns (place in `jobs`, trajectory) of this rank's share: whole groups, which compute their prompt once.
-
-        Ranks take groups as they get free, unless the engine's samples depend on which rows it plays together.
-        Other ranks send rank 0 no tokens of the groups that are not in `whole` (None: of all groups): an evaluation may
-        have thousands of questions.
-        """
-        rank, size = self.ranks.rank, self.ranks.size
-        self.sync()
-        if self.engine.lockstep or size == 1:
-            number = {group: k for k, group in enumerate(dict.fromkeys(job.group for job in jobs))}
-            mine = [k for k, job in enumerate(jobs) if number[job.group] % size == rank]
-            with stop.may_stop():
-                found = rollout(
-                    self.engine, self.tokenizer, self.task, [jobs[k] for k in mine], self.cfg, temperature=temperature,
-                    seed=seed + rank, progress=self.progress,
-                )  # fmt: skip
-            taus = dict(zip(mine, found, strict=True))
-        else:
-            deal = self.ranks.deal([job.group for job in jobs])
-            with stop.may_stop():
-                taus = play(
-                    self.engine, self.tokenizer, self.task, jobs, self.cfg, deal, temperature, seed, self.progress
-                )
-        if size > 1 and whole is not None:
-            taus = {k: tau if tau.group in whole else tau.outcome() for k, tau in taus.items()}
-        return list(taus.items())
+    @on_all_ranks(sum)
+    def faults(self) -> int:
+        """Returns how many requests to tools have failed."""
+        return sum(tool.faults for tool in self.task.tools)
 
     def sync(self) -> None:
         """Gives the engine the policy's present weights, unless it has them."""
@@ -265,114 +276,96 @@ class Worker:
             self.engine.load(weights(self.learner.model))
             self.synced = True
 
-    def update(self, t: int, taus: list[Trajectory]) -> tuple[dict[str, float], dict[int, dict[str, list[float]]]]:
-        """Calls `Learner.update` with the engine asleep; returns its metrics, and by place in `taus` the tokens that
-        this rank has noted."""
-        self.engine.sleep()
+    def sleep(self) -> None:
+        """Makes room for training: the engine's weights and cache wait until the next rollout."""
         self.synced = self.shared
-        try:
-            metrics = self.learner.update(t, minibatches(taus, self.cfg))
-            return metrics, {k: tau.tokens for k, tau in enumerate(taus) if tau.tokens}
-        except EngineFault as e:
-            raise EngineFault(f"{e} ({self.engine.unproven} of its weights were sent without proof)") from None
+        self.engine.sleep()
 
-    def faults(self) -> int:
-        return sum(tool.faults for tool in self.task.tools)
+    def save(self, path: Path) -> Callable[[], dict[str, str]]:
+        """Begins to write weights and optimizer, as they are now, into a directory, for any number of ranks to load.
 
-    def save(self, path: Path) -> None:
-        """Begins to write trained weights and optimizer, every rank its shares; any number of ranks can load them.
-
-        They are copied to the CPU's memory while vLLM sleeps, whose room a state dict takes, and written in a thread.
+        Returns what waits until all ranks have written and returns the digests of the files; it raises DiskFault. With
+        --async_save 0 call it before anything else: what is written is no copy then.
         """
-        if self.synced and self.cfg.vllm == "colocate":
+        self.begin_to_save(path)
+        return self.written.result
+
+    @on_all_ranks(of_rank_0)
+    def begin_to_save(self, path: Path) -> None:
+        """Copies this rank's shares to the CPU's memory, and writes them in a thread."""
+        if self.synced:  # vLLM sleeps meanwhile: a state dict takes its room
             with contextlib.suppress(Exception):  # an engine that died does not cost the checkpoint
-                self.engine.sleep()
-            self.synced = self.shared
+                self.sleep()
         state = self.learner.state_dict()
         state = checkpoint.stage(state) if self.cfg.async_save else state
-        self.written = self.writer.submit(write, state, path, self.ranks)
+        self.written = self.writer.submit(self.write, state, path)
 
+    def write(self, state: dict[str, Any], path: Path) -> dict[str, str]:
+        """Writes this rank's shares; on rank 0 it returns the digests of all files and raises a fault of any rank."""
+        answer: dict[str, str] | Exception
+        try:
+            answer = checkpoint.save(state, path, self.ranks.rank, alone=not self.ranks.grouped, group=self.ranks.saves)
+        except Exception as e:  # rank 0 waits for an answer
+            answer = e
+        digests: dict[str, str] = {}
+        for share in self.ranks.gather(answer, self.ranks.saves):
+            if isinstance(share, Exception):
+                raise share
+            digests |= share
+        return digests
+
+    @on_all_ranks(joined)
     def damage(self, path: Path) -> list[str]:
-        """Returns what is wrong with this rank's share of a checkpoint's files."""
+        """Returns what is wrong with the files of a checkpoint; [] if they are as they were written."""
         return checkpoint.damage(path, self.ranks.rank, self.ranks.size)
 
-    def load(self, path: Path) -> None:
+    @on_all_ranks(of_rank_0)
+    def load(self, path: Path, t: int) -> None:
+        """Restores what `save` wrote after step t."""
         state = self.learner.state_dict()
         checkpoint.load(state, path, alone=not self.ranks.grouped)
         self.learner.load_state_dict(state)
-        self.synced = self.shared
+        self.t, self.synced = t, self.shared
 
+    @on_all_ranks(of_rank_0)
     def export(self, path: Path) -> None:
         """Writes a plain Hugging Face directory from rank 0."""
-        to = path if self.ranks.rank == 0 else None
+        config, to = load_config(self.cfg.model), path if self.ranks.rank == 0 else None
         try:
-            export(self.config, self.learner.model, self.tokenizer, to, getattr(torch, self.ranks.dtype))
+            export(config, self.learner.model, self.tokenizer, to, getattr(torch, self.ranks.dtype))
         except (OSError, SafetensorError) as e:
             raise DiskFault(f"cannot write {path} ({getattr(e, 'strerror', None) or e})") from None
 
+    @on_all_ranks(of_rank_0)
     def reset(self) -> None:
-        """Restores the weights from before training; the optimizer keeps its moments."""
-        fill(self.learner.model, self.first_policy())
+        """Restores the first policy, for evaluation alone: the optimizer keeps its moments."""
+        fill(self.learner.model, first_policy(self.cfg, self.ranks))
         self.synced = self.shared
 
+    def describe(self) -> str:
+        """Returns in words what is trained, and on what."""
+        parameters, ranks = list(self.learner.model.parameters()), self.ranks
+        trained = sum(p.numel() for p in parameters if p.requires_grad) / 1e6
+        lora = f", {trained:,.2f}M of LoRA trained" if self.cfg.lora_rank else ""
+        devices = f"{ranks.size} x " * (ranks.size > 1) + ranks.device
+        return f"{sum(p.numel() for p in parameters) / 1e6:,.2f}M parameters{lora}, {devices}, {ranks.dtype}"
+
+    def follow(self) -> None:
+        """Does on another rank what rank 0 calls, until it closes."""
+        try:
+            while call := self.ranks.broadcast():
+                method, args, kwargs = call
+                method(self, *args, **kwargs)
+        finally:
+            self.writer.shutdown()  # a fault costs no checkpoint that is being written
+        self.close()
+
     def close(self) -> None:
-        self.writer.shutdown()
-        self.engine.close()
-
-
-def write(state: dict[str, Any], path: Path, ranks: Ranks) -> dict[str, str]:
-    """Writes the ranks' shares of their states, in a thread of each; returns the digests of all files on rank 0.
-
-    Raises there what was raised on any rank.
-    """
-    answer: dict[str, str] | Exception
-    try:
-        answer = checkpoint.save(state, path, ranks.rank, alone=not ranks.grouped, group=ranks.saves)
-    except Exception as e:  # rank 0 waits for an answer
-        answer = e
-    digests: dict[str, str] = {}
-    for share in ranks.gather(answer, ranks.saves) if ranks.size > 1 else [answer]:
-        if isinstance(share, Exception):
-            raise share
-        digests |= share
-    return digests
-
-
-def worker_loop(cfg: Config, ranks: Ranks, learner: type[Learner] = Learner) -> None:
-    """Serves a rank other than 0: makes its worker when rank 0 makes its own, then runs the calls it hears."""
-    if not (start := ranks.broadcast()):
-        return
-    cfg, engine, address = start  # rank 0 has decided what fits
-    task = load_task(cfg)
-    task.connect(address)
-    with stop.may_stop():
-        worker = Worker(cfg, ranks, engine, task, learner)
-    try:
-        while call := ranks.broadcast():
-            method, args, kwargs = call
-            ranks.gather(attempt(method, worker, *args, **kwargs))
-    finally:
-        worker.writer.shutdown()  # a fault costs no checkpoint that is being written
-    worker.close()
-    del worker
-    ranks.leave()
-
-
-def attempt(
-    method: Callable[Concatenate[Worker, S], R], worker: Worker, *args: S.args, **kwargs: S.kwargs
-) -> R | BaseException:
-    """Returns method(worker, ...), or the fault that it raised where all ranks can continue after it."""
-    try:
-        return within_memory(method, worker, *args, **kwargs)
-    except PASSED_ON as e:
-        return e
-
-
-def within_memory(method: Callable[Concatenate[Worker, S], R], worker: Worker, *args: S.args, **kwargs: S.kwargs) -> R:
-    """Returns method(worker, ...); a Fault says what helps where a GPU's memory was too small for it."""
-    try:
-        return method(worker, *args, **kwargs)
-    except torch.OutOfMemoryError as e:
-        smaller = ROLLOUT if method.__name__ == "rollout" else UPDATE
-        reason = str(e).partition(". ")[0]
-        raise Fault(f"\n{method.__name__}: {reason}; resume with {smaller}, or look at --dry_run") from None
+        """Ends all ranks, unless one is inside a collective: then torchrun ends them."""
+        if self.in_step or self.ranks.size == 1:
+            if self.ranks.rank == 0:
+                self.ranks.broadcast(None)
+            self.writer.shutdown()
+            self.engine.close()
+            del self.engine, self.learner
+            self.ranks.leave()

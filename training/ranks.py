@@ -55,11 +55,14 @@ class Ranks:
     def broadcast(self, message: Any = None) -> Any:
         """Returns rank 0's message on every rank."""
         box = [message]
-        dist.broadcast_object_list(box, 0, self.calls)
+        if self.size > 1:
+            dist.broadcast_object_list(box, 0, self.calls)
         return box[0]
 
     def gather(self, answer: Any, group: Any = None) -> list[Any]:
         """Returns the answers of all ranks on rank 0, [] elsewhere; a thread of its own needs a `group` of its own."""
+        if self.size == 1:
+            return [answer]
         answers = [None] * self.size if self.rank == 0 else None
         dist.gather_object(answer, answers, 0, group or self.calls)
         return answers or []

@@ -3,12 +3,11 @@
 import itertools
 import json
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from scipy import stats
-from test_algorithm import Evolution, questions, restored, run
+from test_algorithm import Evolved, questions, restored, run
 
 from config import PRESETS, validate
 from extras.selection import ALPHA, ByQuestion, Fill, LowerBound, Paired, SelectionConfig, lower_bound, population_of
@@ -63,7 +62,6 @@ def test_two_questions_by_hand():
     distance, se = fit.behind(0)
     assert fit.df == 1 and distance == pytest.approx([0, 0.375]) and se == pytest.approx([0, 0.125])
     assert [I.w for I in P.active] == pytest.approx([0.75, 0.375])  # the plain means, as everyone had every question
-    assert P.family[0].notes["rating"] == pytest.approx([0.75, 0.0625])
 
 
 def test_effects_errors_and_weights_are_those_of_an_independent_solver():
@@ -82,11 +80,8 @@ def test_effects_errors_and_weights_are_those_of_an_independent_solver():
         var = cov.diagonal() + cov[leader, leader] - 2 * cov[leader]
         assert distance == pytest.approx(a[leader] - a, abs=1e-10) and se == pytest.approx(np.sqrt(var), abs=1e-7)
     assert [I.w for I in P.active] == pytest.approx(level + a, abs=1e-10)
-    assert [I.notes["rating"][1] for I in P.active] == pytest.approx(np.sqrt(cov.diagonal()), abs=1e-8)
-    P.ids = [4, 1, 2]  # two have left: errors are against the mean of those that stay, weights do not change
+    P.ids = [4, 1, 2]  # two have left, and weights do not change
     P.weigh()
-    C = np.eye(5)[P.ids] - np.isin(np.arange(5), P.ids) / 3
-    assert [I.notes["rating"][1] for I in P.active] == pytest.approx(np.sqrt(np.diag(C @ cov @ C.T)), abs=1e-8)
     assert [I.w for I in P.active] == pytest.approx(level + a[P.ids], abs=1e-10)
 
 
@@ -217,15 +212,15 @@ def test_at_the_paper_s_sizes_the_parent_is_mostly_the_best(n, sd, best, regret)
     assert np.mean(found) > best and np.mean(lost) < regret
 
 
-def test_who_is_behind_for_certain_goes_and_who_may_not_be_is_undecided():
+def test_who_is_behind_for_certain_goes_and_who_may_not_be_stays():
     P = of(4)
     rng = np.random.default_rng(0)
     for pair in PAIRS[4]:
         r = np.array([0.6, 0.58, 0.1, 0.05])[pair] + rng.normal(0, 0.1, (30, 2))
         P.learn([pair] * 30, r)
     P.weigh()
-    assert [I.id for I in P.prune(P.ranked(), 1, t=5)] == [2, 3] and P.undecided == [1] and P.family[2].left == 5
-    assert [I.id for I in P.prune(P.ranked(), 1, t=10)] == [] and P.undecided == [1]
+    assert [I.id for I in P.prune(P.ranked(), 1, t=5)] == [2, 3] and P.family[2].left == 5
+    assert [I.id for I in P.prune(P.ranked(), 1, t=10)] == [] and P.ids == [0, 1]
 
 
 def test_at_most_half_leave_at_once_the_last_ones_and_N_parent_stay():
@@ -236,7 +231,7 @@ def test_at_most_half_leave_at_once_the_last_ones_and_N_parent_stay():
         return P
 
     P = clear()
-    assert [I.id for I in P.prune(P.ranked(), 1, 5)] == [4, 5, 6] and P.undecided == []
+    assert [I.id for I in P.prune(P.ranked(), 1, 5)] == [4, 5, 6]
     assert [I.id for I in P.prune(P.ranked(), 1, 10)] == [2, 3]
     P = clear()
     assert [I.id for I in P.prune(P.ranked(), 5, 5)] == [5, 6] and P.prune(P.ranked(), 5, 10) == []
@@ -244,19 +239,17 @@ def test_at_most_half_leave_at_once_the_last_ones_and_N_parent_stay():
 
 def test_without_noise_or_without_a_link_nobody_leaves_by_chance():
     P = of(3)
-    assert P.prune(P.ranked(), 1, 5) == [] and P.undecided == [1, 2]  # no question yet
+    assert P.prune(P.ranked(), 1, 5) == []  # no question yet
     P.learn([[0, 1]] * 20, [[0.5, 0.5]] * 20)
     P.weigh()
     assert P.prune(P.ranked(), 1, 5) == [] and P.family[2].w == 0
-    assert [I.notes for I in P.active] == [{}] * 3  # two without a residual, one without a question
     P = of(4)  # two pairs that never met
     P.learn([[0, 1]] * 20 + [[2, 3]] * 20, [[1.0, 0.9 + k % 2 / 100] for k in range(20)] + [[0.2, 0.1]] * 20)
     P.weigh()
     distance, se = P.design.fit().behind(0)
     assert np.isinf(se[2:]).all() and np.isfinite(se[:2]).all()
     assert [I.w for I in P.active] == pytest.approx([1, 0.905, 0.2, 0.1], abs=0.005)  # each part on its own level
-    assert [I.notes["rating"][1] for I in P.active] == pytest.approx(se[[1, 1, 1, 1]] / 2)  # and against its own mean
-    assert [I.id for I in P.prune(P.ranked(), 1, 5)] == [1] and P.undecided == [2, 3]
+    assert [I.id for I in P.prune(P.ranked(), 1, 5)] == [1]
 
 
 def test_the_later_prunings_of_a_generation_ask_for_more():
@@ -273,27 +266,11 @@ def test_the_later_prunings_of_a_generation_ask_for_more():
     assert [I.id for I in P.prune(P.ranked(), 1, 5)] == [1]
 
 
-def test_ratings_and_who_is_undecided_are_noted():
-    P = of(3)
-    assert P.noted() == {}
-    P.learn([[0, 1]] * 20, [[0.5, 0.2 + k % 2 / 2] for k in range(20)])
-    P.weigh()
-    P.prune(P.ranked(), 1, 5)
-    noted = P.noted()
-    assert list(noted["rating"]["of"]) == ["0", "1"] and noted["rating"]["on_w"]
-    w, half = noted["rating"]["of"]["0"]
-    se = P.family[0].notes["rating"][1]
-    assert (w, half) == pytest.approx((P.family[0].w, stats.norm.ppf(0.975) * se), abs=1e-4) and half > 0.001
-    assert noted["undecided"] == [1, 2] and "#1, #2" in noted["says"]
-    P.attribute([Trajectory(j, Question("q", "Who?"), 0, [], 0) for j in (0, 1)])
-    assert "undecided" not in P.noted()  # that is said of the pruning
-
-
 def test_the_comparison_begins_anew_with_a_generation():
     P, _ = generation([0.3, 0, 0], 40, np.random.default_rng(0), looks=1)
     assert P.succeed(P.ranked()[:1], [], 15) == [] and P.design and P.looks == 1  # nobody new: it goes on
     assert [I.id for I in P.succeed(P.ranked()[:1], [Candidate("new", 0, [1.0], [0.0])], 15)] == [3]
-    assert (P.design, P.looks, P.undecided, P.family[0].rewards, P.family[0].notes) == (None, 0, [], [], {})
+    assert (P.design, P.looks, P.family[0].rewards) == (None, 0, [])
     ids_of(P, 0, 4)
     assert P.design.ids == [0, 3]
 
@@ -316,17 +293,11 @@ def test_a_paired_population_restored_from_json_continues_identically():
     assert fresh.design is None and json.loads(before)["looks"] == 2
 
 
-def knobs_of(cfg, **more):
-    """Returns a Config's knobs with those of the rules."""
-    return SimpleNamespace(**vars(SelectionConfig()) | vars(cfg) | more)
-
-
 def test_algorithm_1_runs_with_pairs_in_place_of_the_paper_s_draw():
     right = {"I0": 6, "I1": 0, "I2": 3, "new": 6}
     before = (of(3), restored()[1])
     common = dict(restored=before, T=4, K_p=2, K_e=4, T_e=9, batch=6, G=2, N_P=3, D_B=2)
-    population = lambda cfg: Paired(knobs_of(cfg))  # noqa: E731
-    _, policy, log, _ = run(right, ["new"], population=population, **common)
+    _, policy, log, _ = run(right, ["new"], population=population_of, config=SelectionConfig, rank="paired", **common)
     for _, purpose, jobs, _ in policy.rollouts[:4]:
         assert purpose == "rollout" and len(jobs) == 12 and [job.group for job in jobs] == [k // 2 for k in range(12)]
         asked = [{job.instruction for job in jobs if job.question == q} for q in {job.question for job in jobs}]
@@ -363,14 +334,16 @@ def test_the_gates_have_their_error_rates_on_equals():
 
 def test_the_lower_bound_keeps_out_who_may_be_worse():
     right = {"old": 5, "above": 10, "equal": 5, "near": 4}
-    e = Evolution({"old": 0.5}, right, ["near", "equal", "above"], population=LowerBound, N_P=4)
+    e = evolved("lower_bound", {"old": 0.5}, right, ["near", "equal", "above"], N_P=4)
     assert e.joined == [["above", "equal"]] and e.texts == ["old", "above", "equal"]
-    [(*_, verified, _), *_] = e.log.of("verified")
-    assert [bool(c.why) for c in verified] == [False, False, True] and "0.01 below its parent" in verified[2].why
+
+
+def evolved(gate, *args, **knobs):
+    return Evolved(*args, population=population_of, config=SelectionConfig, gate=gate, **knobs)
 
 
 def filled(right, *replies, **knobs):
-    return Evolution({"old": right["old"] / 10}, right, *replies, population=Fill, **knobs)
+    return evolved("fill", {"old": right["old"] / 10}, right, *replies, **knobs)
 
 
 def test_places_left_go_to_candidates_below_their_parent_of_any_round():
@@ -383,8 +356,6 @@ def test_no_candidate_significantly_worse_than_its_parent_fills_a_place():
     right = {"old": 9, "four lost": 5, "five lost": 4}
     e = filled(right, ["five lost", "four lost"], N_P=4)
     assert e.texts == ["old", "four lost"]  # 4 of 4 is no proof at 5 %, 5 of 5 is
-    [(*_, verified, _), *_] = e.log.of("verified")
-    assert [(c.text, bool(c.why)) for c in verified] == [("four lost", False), ("five lost", True)]
     assert filled(right, ["five lost"], N_P=4).texts == ["old"]
 
 

@@ -227,7 +227,7 @@ def test_the_flags_of_the_methods_that_train(tmp_path):
 
 class FakePolicy:
     def __init__(self, tokenizer):
-        self.worker = type("Worker", (), {"tokenizer": tokenizer})
+        self.tokenizer = tokenizer
 
 
 def test_a_demonstration_s_gradient_is_that_of_the_cross_entropy_of_its_reply(world, tmp_path):

@@ -3,7 +3,7 @@
     python tests/fake_cuda/run.py GUARD RANKS --model PRESET [other flags of inspo.py]
 
 A fake tensor has shape, dtype and device, but no values: FakeTensorMode works these out for every operation, and a fake
-process group answers for the other ranks. Worker and Learner are the real ones, from their construction and a resume to
+process group answers for the other ranks. Policy and Learner are the real ones, from their construction and a resume to
 an update and a save; what would need a hub, a card's own kernels or a disk is replaced. GUARD is guard.cpp, compiled.
 """
 
@@ -35,6 +35,9 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
 import config  # noqa: E402
+import engines.choose  # noqa: E402
+import inspo  # noqa: E402
+import models.model  # noqa: E402
 import training.policy as policy  # noqa: E402
 from engines.torch_engine import RowCache, TorchEngine  # noqa: E402
 from grpo import Learner  # noqa: E402
@@ -191,22 +194,26 @@ def pretend(ranks):
                 setattr(module, name, Nothing())
 
 
-def worker_of(cfg, ranks):
-    """Returns the real Worker of rank 0 among `ranks`."""
-    policy.load_config, policy.load_tokenizer = shapes, lambda *args: None
+def policy_of(cfg, ranks):
+    """Returns the real Policy of rank 0 among `ranks`."""
+    policy.load_config, models.model.load_tokenizer = shapes, lambda *args: None
     policy.skeleton, policy.lora.add = outside(policy.skeleton), outside(policy.lora.add)
     dist.device_mesh.init_device_mesh = outside(dist.device_mesh.init_device_mesh)
     shapes_of = "_propagate_tensor_meta_non_cached"  # DTensor asks for an operation's shapes before it runs it
     setattr(ShardingPropagator, shapes_of, outside(getattr(ShardingPropagator, shapes_of)))
-    policy.Worker.first_policy = lambda self: self.adapted(policy.skeleton(self.config)).to_empty(device="cpu")
+    policy.first_policy = lambda cfg, ranks: policy.lora.add(
+        policy.skeleton(shapes(cfg.model)), cfg.lora_rank, cfg.lora_alpha, cfg.seed
+    ).to_empty(device="cpu")
+    policy.weights = lambda *args, **kwargs: iter(())
     policy.checkpoint.stage = lambda state: state  # a fake tensor may not leave its thread, and is not written
     policy.checkpoint.save = lambda *args, **kwargs: {}
     policy.checkpoint.load = lambda *args, **kwargs: None
-    policy.Worker.vllm = lambda *args: Nothing()
+    engines.choose.vllm = lambda *args: Nothing()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     group = SimpleNamespace(rank=0, size=ranks, device="cuda", dtype="bfloat16", grouped=True, saves=None)
-    group.gather, group.thread = lambda answer, _: [answer], lambda: ThreadPoolExecutor(1)
-    return policy.Worker(cfg, group, "vllm", SimpleNamespace(tools=[], format=Tags), Watched)
+    group.gather, group.thread = lambda answer, _=None: [answer], lambda: ThreadPoolExecutor(1)
+    group.broadcast = lambda message: message
+    return inspo.make_policy(replace(cfg, engine="vllm"), group, SimpleNamespace(tools=[], format=Tags), Watched)
 
 
 def outside(function):
@@ -259,22 +266,22 @@ def main():
     cfg = replace(cfg, G=2, mini=full)  # two of these in a mini-batch
     pretend(ranks)
     with FAKE, TRACKER, torch.autograd.set_multithreading_enabled(False):
-        worker = worker_of(cfg, ranks)
+        trained = policy_of(cfg, ranks)
         with phase("resume"):
-            worker.load(Path())
+            trained.load(Path(), 0)
         taus = [trajectory(k // cfg.G) for k in range(3 * full)]
         with phase("update"):  # a mini-batch and a half: the second is scored before the first is learned from
-            worker.update(1, taus)
+            trained.update(1, taus)
         with phase("save"):
-            worker.save(Path())
-            worker.written.result()
-        model, reference = worker.learner.model, worker.learner.reference
-        trained = [p for p in model.parameters() if p.requires_grad]
+            trained.save(Path())()
+        learner = trained.learner
+        model, reference = learner.model, learner.reference
+        weights = [p for p in model.parameters() if p.requires_grad]
         frozen = [p for m in (model, reference) for p in m.parameters() if not p.requires_grad]
-        states = [x for state in worker.learner.optimizer.state.values() for x in state.values()]
+        states = [x for state in learner.optimizer.state.values() for x in state.values()]
         print(json.dumps({
-            "devices": sorted({x.device.type for x in [*trained, *frozen, *model.buffers(), *states]}),
-            "trained": dtypes(trained),
+            "devices": sorted({x.device.type for x in [*weights, *frozen, *model.buffers(), *states]}),
+            "trained": dtypes(weights),
             "frozen": dtypes(frozen),
             "optimizer": dtypes(states),
             "products": TRACKER.products,

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import inspo
 from config import parse
 from plumbing.faults import OptimizerDown
-from population import Population, ReplayBuffer
 from tasks import Question, Trajectory, load_task
 
 read = []
@@ -22,13 +21,12 @@ def ask(prompt, when):
 
 
 cfg = parse(sys.argv[1:])
-P, B = Population(cfg.tau_s, cfg.window), ReplayBuffer(cfg.buffer)
-P.join("I search once.", None, 0).rewards = [0.25]
-D = {k: Question(k, f"Who is {k}?", ("x",), "s") for k in "abcdefgh"}
-task = load_task(cfg)
-taus = [Trajectory(0, q, 0, [], 0, response="<answer> y </answer>", failed=True) for q in D.values()]
-B.add(1, taus, task.shown)
-log = SimpleNamespace(evolved=lambda *_: None, limit=lambda rollouts: "")
-inspo.evolve(cfg, 1, P, B, task, None, SimpleNamespace(ask=ask), D, log)
+log = SimpleNamespace(evolved=lambda *_: None)
+evolution = inspo.Evolution(cfg, load_task(cfg), SimpleNamespace(ask=ask), inspo.population_of(cfg), log)
+evolution.P.join("I search once.", None, 0).rewards = [0.25]
+evolution.D = {k: Question(k, f"Who is {k}?", ("x",), "s") for k in "abcdefgh"}
+taus = [Trajectory(0, q, 0, [], 0, response="<answer> y </answer>", failed=True) for q in evolution.D.values()]
+evolution.B.add(1, taus, evolution.task.shown)
+evolution.evolve(1, None)
 [prompt] = read
 print(json.dumps(prompt))

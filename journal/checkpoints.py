@@ -1,0 +1,71 @@
+"""What a checkpoint holds, and when one is written: policy, population, buffer and the log's books."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from journal.directory import RunDirectory
+from journal.log import Log
+from plumbing import stop
+from plumbing.faults import DiskFault, Fault, Outage
+from population import Instruction, Population, ReplayBuffer
+from training.policy import Policy
+
+
+class Checkpoints:
+    def __init__(self, run: RunDirectory, policy: Policy, P: Population, B: ReplayBuffer, log: Log):
+        self.run, self.policy, self.P, self.B, self.log = run, policy, P, B, log
+
+    def restore(self) -> tuple[int, str]:
+        """Restores a run that is resumed; returns the step to take, and where in it to start.
+
+        (1, "") for a run that begins; (t, "evolve") or (t, "evaluate") for one that was stopped inside step t.
+        """
+        found = self.run.rewind(self.policy.damage, self.log.note)
+        if not found:
+            return 1, ""
+        path, state = found
+        try:
+            self.P.load_state_dict(state["population"])
+            self.B.load_state_dict(state["buffer"])
+            self.policy.learner.memory = state["memory"]
+            self.log.load_state_dict(state)
+        except (LookupError, TypeError, ValueError) as e:
+            raise Fault(f"{path}/state.pt is of another program ({type(e).__name__}: {e})") from None
+        t, phase = state["t"], state["phase"]
+        self.policy.load(path.absolute(), t)
+        return (t, phase) if phase else (t + 1, "")
+
+    def save(self, t: int) -> None:
+        """Begins to write the state after step t, or inside it, where the log says so."""
+        phase = self.log.phase if t == self.log.t else ""
+        state = {"population": self.P.state_dict(), "buffer": self.B.state_dict(), "memory": self.policy.learner.memory}
+        self.run.checkpoint(t, self.policy.save, state | self.log.state_dict() | {"phase": phase})
+        if not self.policy.cfg.async_save:
+            self.run.settle()
+
+    @contextlib.contextmanager
+    def rescued(self) -> Iterator[None]:
+        """Saves what a run has done if it is stopped inside, or a part of it fails that may work again later.
+
+        That is all but rollouts and evaluations under way, and an update that failed.
+        """
+        log = self.log
+        try:
+            yield
+        except DiskFault:  # a checkpoint would not fit either
+            raise
+        except (Outage, stop.Stopped):
+            if log.phase in ("evolve", "evaluate"):  # an evolution changes P once all rollouts are done
+                self.save(log.t)
+            elif log.phase == "rollout" and self.policy.t < log.t:
+                self.save(log.t - 1)
+            raise
+
+    def export(self, I_star: Instruction) -> None:
+        """Writes the result of a run: I_star.txt, and the policy as a plain Hugging Face directory."""
+        self.run.settle()
+        self.run.write("I_star.txt", I_star.text + "\n")
+        with self.run.directory("policy") as path:
+            self.policy.export(path)
