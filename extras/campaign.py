@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import platform
-import random
 import subprocess
 import sys
 import time
@@ -28,7 +27,6 @@ from evaluation.statistics import adjusted, between_seeds, over_seeds
 from journal.directory import read_jsonl
 from plumbing.faults import Fault, one_line
 from plumbing.outside import decoded
-from world.clauses import BEST, write
 
 Row = dict[str, Any]
 
@@ -36,7 +34,7 @@ Row = dict[str, Any]
 class Campaign(NamedTuple):
     arms: dict[str, tuple[str, str]]  # name -> what it is, the flags that make it so
     seeds: Sequence[int]
-    flags: str  # of every run; {canary}: a file with one good instruction, under which every policy is scored
+    flags: str  # of every run
     threads: int  # of a run; two threads are kept busy
     figure: str
 
@@ -45,7 +43,7 @@ TOGETHER, FROZEN = ("instruction and policy evolve together", ""), ("evolution, 
 CAMPAIGNS = {
     "default": Campaign(
         {"inspo": TOGETHER, "static": ("one instruction, the policy trains", "--mode static"), "frozen": FROZEN},
-        range(5), "--eval_every 20 --canary {canary}", 1, "learning.png",
+        range(5), "--eval_every 20", 1, "learning.png",
     ),
     "real": Campaign(
         {
@@ -63,10 +61,9 @@ COLORS = {"inspo": "C0", "static": "C3", "frozen": "C2", "guessing": "C7"}
 
 def play(campaign: Campaign, arm: str, seed: int, extra: str, runs: Path) -> Row:
     """Runs an arm with a seed, or resumes it, and returns its row; `extra` flags are added to the campaign's."""
-    out, canary, flags = runs / f"{arm}-seed{seed}", runs / "canary.txt", flags_of(campaign, arm, extra)
+    out, flags = runs / f"{arm}-seed{seed}", flags_of(campaign, arm, extra)
     runs.mkdir(parents=True, exist_ok=True)
-    canary.write_text(write(random.Random(0), sorted(BEST)) + "\n")
-    argv = ["inspo.py", *campaign.flags.format(canary=canary).split(), *flags.split(), "--seed", str(seed)]
+    argv = ["inspo.py", *campaign.flags.split(), *flags.split(), "--seed", str(seed)]
     argv += ["--out", str(out), *(["--resume"] if (out / "config.json").exists() else [])]
     if not (out / "summary.json").exists():
         env = os.environ | {"OMP_NUM_THREADS": str(campaign.threads)}
@@ -84,19 +81,18 @@ def flags_of(campaign: Campaign, arm: str, extra: str) -> str:
 def row_of(out: Path) -> Row:
     """Returns what a finished run leaves: enough for table and figure.
 
-    `evals`: [step, EM under the best instruction, EM under the canary or null].
+    `evals`: [step, EM under the best instruction].
     """
     summary = decoded((out / "summary.json").read_text())
     steps = [row for row in read_jsonl(out / "metrics.jsonl") if row["t"]]
     held = {name: round(means["em"], 4) for name, means in summary["held_out"].items()}
-    evals = [[row["t"], row["test/em"], row.get("canary/em")] for row in steps if "test/em" in row]
+    evals = [[row["t"], row["test/em"]] for row in steps if "test/em" in row]
     return {
         "commit": summary["versions"]["inspo"], "machine": machine(), "date": time.strftime("%Y-%m-%d"),
         "minutes": round(summary["seconds"] / 60, 1), "questions": summary["questions"], "em": summary["end"]["em"],
         "searches": round(summary["end"]["searches"], 3), "I_star": summary["I_star"], "held_out": held,
         "trajectories": summary["ledger"]["training_rollouts"] + summary["ledger"]["verification_rollouts"],
-        "evals": [[0, summary["start"]["em"], None], *evals,
-                  [summary["steps"], summary["end"]["em"], held.get("trained policy, canary")]],
+        "evals": [[0, summary["start"]["em"]], *evals, [summary["steps"], summary["end"]["em"]]],
         "curves": {name: [round(row[name], 3) for row in steps] for name in ("reward", "searches")},
     }  # fmt: skip
 
@@ -133,11 +129,6 @@ def smooth(y: Sequence[float], n: int = 5) -> list[tuple[int, float]]:
     return [(k, float(np.mean(y[max(0, k - n) : k]))) for k in range(1, len(y) + 1)]
 
 
-def evaluated(row: Row, column: int) -> list[tuple[int, float]]:
-    """Returns (step, EM) of a run's evaluations: column 1 under its best instruction, 2 under the canary."""
-    return [(e[0], e[column]) for e in row["evals"] if e[column] is not None]
-
-
 def draw(campaign: Campaign, rows: Sequence[Row], path: Path) -> None:
     """Draws every run as a thin line, the mean of an arm as a thick one; EM only if it was measured on the way."""
     import matplotlib
@@ -150,10 +141,8 @@ def draw(campaign: Campaign, rows: Sequence[Row], path: Path) -> None:
         "searches a question\n(mean of 5 steps)": lambda row: smooth(row["curves"]["searches"]),
     }
     if any(len(row.get("evals", ())) > 2 for row in rows):
-        panels |= {
-            "held-out exact match, greedy,\nunder the run's best instruction": lambda row: evaluated(row, 1),
-            "the same policies under one good\ninstruction, never the run's own": lambda row: evaluated(row, 2),
-        }
+        title = "held-out exact match, greedy,\nunder the run's best instruction"
+        panels[title] = lambda row: [(t, em) for t, em, *_ in row["evals"]]
     fig, axes = plt.subplots(1, len(panels), figsize=(3.3 * len(panels), 3.3))
     for ax, (title, points) in zip(axes, panels.items(), strict=True):
         for arm, (what, _) in campaign.arms.items():

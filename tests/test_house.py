@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-OUTSIDE = {"tests", "runs", "results", "assets", "mutants"}
+OUTSIDE = {"tests", "runs", "results", "mutants"}
 ENV = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")} | {"OMP_NUM_THREADS": "1"}
 
 
@@ -96,7 +96,7 @@ def without_the_wings(tmp_path_factory) -> Path:
     """A copy of the project without its guests and their tests."""
     copy = tmp_path_factory.mktemp("copies") / "inspo"
     away = shutil.ignore_patterns(
-        ".*", "runs", "downloads", "results", "assets", "mutants", "extras", "labs", "__pycache__"
+        ".*", "runs", "downloads", "results", "mutants", "extras", "labs", "__pycache__"
     )
     shutil.copytree(ROOT, copy, ignore=away)
     return copy

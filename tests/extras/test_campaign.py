@@ -21,7 +21,7 @@ SIZES += " --eval_every 2"
 
 
 def config(name, arm, extra=""):
-    return parse(f"{CAMPAIGNS[name].flags.format(canary=__file__)} {extra} {CAMPAIGNS[name].arms[arm][1]}".split())
+    return parse(f"{CAMPAIGNS[name].flags} {extra} {CAMPAIGNS[name].arms[arm][1]}".split())
 
 
 @pytest.mark.parametrize("name", CAMPAIGNS)
@@ -63,7 +63,6 @@ def test_a_finished_run_leaves_a_row_and_is_not_run_again(folder):
         assert row["commit"] == summary["versions"]["inspo"] and row["I_star"] == summary["I_star"]
         assert row["trajectories"] == sum(summary["ledger"][f"{x}_rollouts"] for x in ("training", "verification"))
         assert [e[0] for e in row["evals"]] == [0, 2, 4] and len(row["curves"]["reward"]) == 4
-        assert row["evals"][-1][2] == row["held_out"]["trained policy, canary"]
     assert (folder / "learning.png").stat().st_size > 20000
 
 
