@@ -21,7 +21,7 @@ from config import PRESETS, Config, parse, validate
 from extras import espl, fst, selection
 from extras.espl import ESPLConfig, Pool, crossover_prompt, mate, mixed, mutation_prompt
 from extras.fst import Front, FSTConfig, feedback_prompt, instance_wins
-from extras.objectives import ObjectiveLearner, objective_of
+from extras.objectives import ObjectiveLearner
 from journal.directory import read_jsonl
 from journal.log import Ledger
 from plumbing import stop
@@ -58,7 +58,7 @@ def run(name, right, *replies, restored=None, at=(1, ""), policy=FlakyPolicy, **
     cfg = type(usual)(**vars(usual) | knobs)
     policy = policy({FIRST: 0} | right)
     policy.learner = object.__new__(ObjectiveLearner)  # for its rule of the advantages
-    policy.learner.objective, policy.learner.memory = objective_of(cfg), {}
+    policy.learner.cfg, policy.learner.memory = cfg, {}
     log, optimizer, task = Recorder(held_out=at != (1, "")), TableOptimizer(*replies), Exam(cfg, questions("q", 6))
     log.ledger, log.rows = Ledger(), []
     log.run = SimpleNamespace(append=lambda name, row: log.rows.append(row))
