@@ -220,7 +220,7 @@ def test_the_flags_of_the_methods_that_train(tmp_path):
     assert (grpo.mode, grpo.tools, sft.tools, reject.tools) == ("static", "none", "none", "search")
     for cfg in (sft, reject):
         assert (cfg.mode, cfg.beta, cfg.mini, cfg.N_P, cfg.T_e) == ("supervised", 0, cfg.batch, 1, 0)
-    assert grpo.beta == parse(flags).beta and len({cfg.PROGRAM for cfg in (grpo, sft, reject)}) == len(TRAINED) == 3
+    assert grpo.beta == parse(flags).beta and len(TRAINED) == 3
     assert stop_strings(SearchQA(grpo).tools) == ("</answer>",)
     assert (tmp_path / "run.instruction.txt").read_text().strip() == IN_WORLD.direct
 
@@ -234,7 +234,9 @@ def test_a_demonstration_s_gradient_is_that_of_the_cross_entropy_of_its_reply(wo
     model, tokenizer = world
     cfg = config_of("sft", ["--out", str(tmp_path / "run")])
     D = [Question("a", "Name the base of it?", ("Trebak",), "s"), Question("b", "What is the?", ("a b",), "s")]
-    taus = gold_answers(cfg, SearchQA(cfg), FakePolicy(tokenizer), D, IN_WORLD.direct)
+    task = SearchQA(cfg)
+    task.instruction = IN_WORLD.direct
+    taus = gold_answers(cfg, task, FakePolicy(tokenizer), D)
     assert [tau.response for tau in taus] == [f"<think></think><answer>{g}</answer>" for g in ("Trebak", "a b")]
     learner = Demonstrated(model, None, cfg)
     terms = learner.terms(taus, None)
