@@ -24,7 +24,6 @@ from torch.distributed.tensor import DTensor
 
 from bench.harness import parser_of, timed
 from config import Config
-from extras.speed import CARDS
 from grpo import Learner, micro_batches, minibatches
 from models.flash import OWN, choose
 from models.model import shard, skeleton, weights
@@ -33,6 +32,7 @@ from tasks import Question, Trajectory
 from training.fit import KNOWN, RESERVE, estimate
 from training.ranks import Ranks
 
+PEAK = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "4090": 165e12}  # dense bf16 FLOP/s, NVIDIA's data sheets
 TOY = dict(
     hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
     vocab_size=1000, tie_word_embeddings=True,
@@ -115,7 +115,7 @@ def measure(args: argparse.Namespace) -> dict:
     model.gradient_checkpointing_enable({"use_reentrant": False})
     learner = Learner(model, reference, cfg, max_gap=Learner.MAX_GAP[dtype])
     name = torch.cuda.get_device_name() if cuda else args.device
-    card = next((card for key, card in CARDS.items() if key.upper() in name.upper()), None)
+    peak = next((flops for key, flops in PEAK.items() if key in name), None)
     parameters = sum(p.numel() for p in model.parameters())
     print(f"{name}, torch {torch.__version__}: {config.num_hidden_layers} layers, "
           f"{parameters / 1e6:,.0f}M parameters, at most {micro:,} tokens a forward pass", flush=True)  # fmt: skip
@@ -140,7 +140,7 @@ def measure(args: argparse.Namespace) -> dict:
         parts = minibatches(taus, cfg)
         update, seconds, _ = timed(lambda t=t, parts=parts: waited(lambda: learner.update(t, parts)))
         row = {"t": t, "update_s": seconds, "tokens_per_s": sum(len(tau.ids) for tau in taus) / seconds}
-        row |= {"mfu": 8 * parameters * row["tokens_per_s"] / card.flops} if card else {}
+        row |= {"mfu": 8 * parameters * row["tokens_per_s"] / peak} if peak else {}
         row |= {"peak_gb": torch.cuda.max_memory_allocated() / 1e9} if cuda else {}
         row |= {name: update[name] for name in ("logp_gap", "kl", "grad_norm")}
         print("  ".join(f"{k} {v:.4g}" for k, v in row.items()), flush=True)

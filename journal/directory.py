@@ -43,7 +43,7 @@ class RunDirectory:
         """`keep`: newest checkpoints to keep."""
         self.path, self.keep, self.created = path, keep, False
         config = path / "config.json"
-        self.id = decoded(config.read_text())["id"] if config.is_file() else ""  # that its checkpoints have too
+        self.id = decoded(config.read_text()).get("id", "") if config.is_file() else ""  # that its checkpoints have too
         self._lock: IO[str] | None = None
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._saving: Future[None] | None = None

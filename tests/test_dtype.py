@@ -13,7 +13,7 @@ from config import Config, parse
 from engines.choose import dtype_of
 from engines.torch_engine import TorchEngine
 from inspo import make_policy
-from journal.directory import RunDirectory, read_jsonl
+from journal.directory import read_jsonl
 from models.model import dither, empty, fill, load_config, load_policy
 from tasks import load_task
 from training.ranks import Ranks
@@ -33,9 +33,7 @@ def flags(request):
 @pytest.fixture(scope="module")
 def run(flags, tmp_path_factory):
     out = tmp_path_factory.mktemp("bf16") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RunDirectory, "drop_optimizers", lambda run: None)  # a resumed run needs them
-        inspo.main([*flags, "--out", str(out)])
+    inspo.main([*flags, "--out", str(out)])
     return out
 
 

@@ -63,7 +63,7 @@ def load(state: dict[str, Any], path: Path, alone: bool) -> None:
         reader = _Reader(str(path))
         reader.read_metadata()  # first: torch would log what is raised there, twice, with a traceback
         dcp.load(state, storage_reader=reader, planner=_Planner(), no_dist=alone)
-    except Exception as e:  # a damaged pickle raises anything
+    except (Exception, CheckpointException) as e:  # a damaged pickle raises anything; torch's is no Exception
         raise CheckpointFault(f"{path} cannot be loaded ({_reason(e)})") from None
 
 

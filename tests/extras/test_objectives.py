@@ -20,7 +20,6 @@ from config import PRESETS, validate
 from extras import objectives, variants
 from extras.objectives import OBJECTIVES, Batch, ObjectiveConfig, ObjectiveLearner
 from grpo import Learner, minibatches
-from journal.directory import RunDirectory
 from kernels import grpo_head
 from models.model import load_policy
 from tasks import Question, Trajectory, Turn
@@ -942,7 +941,6 @@ def test_an_objective_sees_the_whole_mini_batch_on_every_rank(tiny_path, tmp_pat
 def test_what_an_objective_remembers_is_resumed(tmp_path, monkeypatch):
     """A run that lost all after step 3 ends as one that lost nothing, and remembers the questions of all its steps."""
     flags = [*SMALL, "--objective", "spo", "--T", "6", "--keep", "9"]
-    monkeypatch.setattr(RunDirectory, "drop_optimizers", lambda run: None)  # a resumed run needs them
     objectives.main([*flags, "--out", str(tmp_path / "whole")])
     out = shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
     shutil.rmtree(out / "checkpoints" / "step-000006")
