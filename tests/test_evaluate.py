@@ -541,7 +541,7 @@ def test_two_evaluations_at_once_do_not_write_into_one_directory(whole, retrieve
     assert other.stdout.readline() == "locked\n"
     _, fault = run("world", "--data", "world", "--n", 10, "--retriever", retriever, "--out", whole[0])
     other.communicate("")
-    assert "is in use by process" in fault and fault.count("\n") == 0
+    assert "another process writes to" in fault and fault.count("\n") == 0
 
 
 @pytest.mark.parametrize("text", ["{", "[" * 5000, "[]", '{"em_best": 0.9}', '{"setting": 3}'])

@@ -506,11 +506,13 @@ def test_help_does_not_wait_for_torch(name):
 
 def test_a_step_whose_updates_were_all_skipped_has_no_log_prob(tmp_path):
     cfg = dataclasses.replace(config_of(["--demos", "x.jsonl"]), T=1, batch=1, save_every=2, out=str(tmp_path))
-    skipped = SimpleNamespace(update=lambda t, taus: {"lr": 1e-4, "skipped_updates": 1})
-    rows = []
+    policy = SimpleNamespace(update=lambda t, taus: {"lr": 1e-4, "skipped_updates": 1}, seconds={"update": 0.5})
+    rows, P = [], Population(0.2, 5)
+    P.join("Answer.", None, 0)
+    checkpoints = SimpleNamespace(restore=lambda: (1, ""), save=lambda t: None)
     log = SimpleNamespace(
-        first="", restore=lambda P, B: (1, ""), started=lambda P: None, begin=lambda: None, begin_step=lambda t: None,
-        updated=lambda t, taus, row, began: rows.append(row), end_step=lambda t: None, save=lambda t: None,
+        held_out={"begun": {}}, begin_step=lambda t: None, end_step=lambda t, P: None,
+        updated=lambda t, taus, row: rows.append(row),
     )  # fmt: skip
-    supervised.imitate(cfg, [object()], skipped, Population(0.2, 5), log)
-    assert rows == [{"lr": 1e-4, "skipped_updates": 1}]
+    supervised.imitate(cfg, [object()], policy, SimpleNamespace(P=P), checkpoints, log)
+    assert rows == [{"lr": 1e-4, "skipped_updates": 1, "time/update": 0.5}]
