@@ -32,7 +32,7 @@ def state(t: int) -> dict:
     item = {"t": t, "instruction": 0, "question": "q", "text": "x", "golds": ["a"], "reward": 0.0, "failed": True}
     return {
         "population": {"family": [I], "active": [0]}, "buffer": {"items": [item]}, "ledger": {}, "start": {"em": 0.1},
-        "seconds": 1.0, "memory": {}, "metrics": ["em"], "spread": {},
+        "seconds": 1.0, "memory": {}, "metrics": ["em"], "spread": {}, "phase": "",
     }  # fmt: skip
 
 
