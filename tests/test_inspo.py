@@ -579,7 +579,7 @@ def test_a_search_server_that_dies_during_an_evolution_ends_the_run_resumably(tm
 def test_an_engine_that_samples_from_another_policy_stops_the_run_before_it_trains(tmp_path, monkeypatch):
     monkeypatch.setitem(Learner.MAX_GAP, "float32", -1.0)  # no engine is that close
     code, stdout, stderr = run_here(*SMALL, "--mode", "static", "--out", tmp_path / "r")
-    assert "log-probs of engine and trainer differ by" in code and "nothing was trained on it" in code
+    assert "log-probs of engine and trainer differ by" in code
     assert "--resume" in code.splitlines()[-1]
     monkeypatch.undo()
     code, _, _ = run_here(*SMALL, "--mode", "static", "--out", tmp_path / "r", "--resume", "--T", 10)

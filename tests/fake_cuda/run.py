@@ -35,9 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
 import config  # noqa: E402
-import engines.choose  # noqa: E402
 import inspo  # noqa: E402
-import models.model  # noqa: E402
 import training.policy as policy  # noqa: E402
 from engines.torch_engine import RowCache, TorchEngine  # noqa: E402
 from grpo import Learner  # noqa: E402
@@ -196,7 +194,7 @@ def pretend(ranks):
 
 def policy_of(cfg, ranks):
     """Returns the real Policy of rank 0 among `ranks`."""
-    policy.load_config, models.model.load_tokenizer = shapes, lambda *args: None
+    policy.load_config, policy.load_tokenizer = shapes, lambda *args: None
     policy.skeleton, policy.lora.add = outside(policy.skeleton), outside(policy.lora.add)
     dist.device_mesh.init_device_mesh = outside(dist.device_mesh.init_device_mesh)
     shapes_of = "_propagate_tensor_meta_non_cached"  # DTensor asks for an operation's shapes before it runs it
@@ -208,7 +206,7 @@ def policy_of(cfg, ranks):
     policy.checkpoint.stage = lambda state: state  # a fake tensor may not leave its thread, and is not written
     policy.checkpoint.save = lambda *args, **kwargs: {}
     policy.checkpoint.load = lambda *args, **kwargs: None
-    engines.choose.vllm = lambda *args: Nothing()
+    policy.vllm = lambda *args: Nothing()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     group = SimpleNamespace(rank=0, size=ranks, device="cuda", dtype="bfloat16", grouped=True, saves=None)
     group.gather, group.thread = lambda answer, _=None: [answer], lambda: ThreadPoolExecutor(1)
