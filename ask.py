@@ -7,6 +7,7 @@ python ask.py --run runs/NAME ID         # one of the held-out questions, which 
 
 from plumbing import stop  # isort: skip  (first: from here on a Ctrl-C is one line)
 import argparse
+import contextlib
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,8 +54,10 @@ def question_of(task: Task, text: str, known: list[Question]) -> Question:
 
 def typed() -> Iterator[str]:
     print("\nA question a line, an empty line ends.")
-    while text := input("\n> ").strip():
-        yield text
+    with contextlib.suppress(EOFError):  # Ctrl-D, or the end of a file
+        while text := input("\n> ").strip():
+            yield text
+    print()
 
 
 def show(tau: Trajectory) -> None:

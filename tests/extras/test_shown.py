@@ -271,6 +271,7 @@ def test_a_shown_command_prints_what_a_person_can_read(command, desk, tmp_path):
     elsewhere = {
         "--resume": "tests/test_resume.py", "--task": "tests/extras/test_tasks.py",
         "--format": "tests/extras/test_hermes.py", "search,weather:forecast": "tests/test_functions.py",
+        "search,my_tool:count": "tests/test_forks.py",
     }  # fmt: skip
     for word, test in elsewhere.items():
         if word in command.argv:
