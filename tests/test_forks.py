@@ -209,7 +209,7 @@ def test_the_optimizer_reads_what_was_dropped(runs):
     stayed = {I["id"] for I in pruned["P"]}
     r_bar = metrics(runs[0])[1]["r_bar"]
     want = [
-        f"Tried and dropped, mean reward {r_bar[str(I['id'])]:.2f}: {I['text']}"
+        f"Dropped, reward {r_bar[str(I['id'])]:.2f}: {I['text']}"
         for I in started["P"]
         if str(I["id"]) in r_bar and I["id"] not in stayed
     ]

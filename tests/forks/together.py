@@ -7,8 +7,8 @@ import inspo
 from config import parse
 
 train, inspo.train = inspo.train, lambda *args, **kwargs: None
-import my_proposer  # noqa: E402, F401
 from my_advantage import OPO  # noqa: E402
+from my_proposer import Reminded  # noqa: E402
 from my_selection import UCB  # noqa: E402
 
 
@@ -17,4 +17,4 @@ class Narrow(UCB):
         return self._drop(ranked[2:], t)
 
 
-train(parse(), learner=OPO, population=lambda cfg: Narrow(cfg.tau_s, cfg.window))
+train(parse(), learner=OPO, population=lambda cfg: Narrow(cfg.tau_s, cfg.window), evolution=Reminded)
