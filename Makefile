@@ -101,10 +101,10 @@ lint: setup        ## style and types: ruff, mypy
 	$(PY) -m mypy
 
 mutants: setup     ## mutation tests of the algorithm: is every small fault in it noticed?
-	$(PY) -m bench.mutants $(ARGS)
+	$(PY) -m extras.bench.mutants $(ARGS)
 
 chaos: setup       ## runs of the world, killed, stopped or starved, and resumed (25 minutes; ARGS="--runs 5" is fewer)
-	OMP_NUM_THREADS=1 $(PY) -m bench.chaos $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m extras.bench.chaos $(ARGS)
 
 fuzz: setup        ## hostile servers and files: 10^5 answers of each server, 10^4 rows of each file (half an hour)
 	OMP_NUM_THREADS=1 FUZZ=$(or $(FUZZ),100000) $(PY) -m pytest tests/test_fuzz*.py -n 2 $(ARGS)
@@ -128,4 +128,4 @@ default: setup     ## the README's table: inspo, static and frozen, 5 seeds (hou
 	$(PY) -m extras.campaign default $(ARGS)
 
 gpu:               ## does it work on this GPU? in an environment of yours (PYTHON=...), not .venv
-	$(PYTHON) -m bench.gpu $(ARGS)
+	$(PYTHON) -m extras.bench.gpu $(ARGS)

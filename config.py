@@ -24,7 +24,7 @@ from plumbing.trust import check_origin
 
 HERE = Path(__file__).parent
 WORLD = HERE / "world" / "files"
-FACTS = HERE / "facts"
+FACTS = HERE / "tasks" / "facts"
 SMOLLM = HERE / "downloads" / "smollm2-135m"  # not in runs/, whose newest folder is the newest run
 SMOLLM_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 LINE_ENDS = "\r\x0b\x0c\x85\u2028\u2029"  # besides the usual one

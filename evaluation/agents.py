@@ -68,7 +68,7 @@ def subject(what: str, served: str = "") -> Subject:
     if not run:
         return Subject(path.resolve().name, what, Config(model=what), I_star)
     if run == path and not I_star:
-        raise Fault(f"{what} has no I_star.txt, so it has not finished: resume it, or give a checkpoint of it that "
+        raise Fault(f"{what} has no I_star.txt, so it has not finished: resume it, or give a directory that "
                     f"`python export.py {what}` has written")  # fmt: skip
     weights = path / "policy" if run == path else path
     return Subject(path.resolve().name, str(weights), read_config(run), I_star, run=run)

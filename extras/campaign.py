@@ -5,7 +5,7 @@
     python -m extras.campaign real                 # the real model: 12 runs of 20 to 40 minutes, after `make real`
 
 A finished run leaves a row in rows/NAME.jsonl of --results and is not repeated; a stopped one is resumed. Runs that are
-reported have seeds that nothing was tuned on; results/README.md says what they show.
+reported have seeds that nothing was tuned on; docs/results/README.md says what they show.
 """
 
 import argparse
@@ -169,7 +169,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", help="default: the reported ones")
     parser.add_argument("--extra", default="", help="flags of inspo.py for every run, in one string")
     parser.add_argument("--runs", type=Path, help="where the runs' directories go; default: runs/NAME")
-    parser.add_argument("--results", type=Path, default=HERE / "results", help="where rows and figure go")
+    parser.add_argument("--results", type=Path, default=HERE / "docs" / "results", help="where rows and figure go")
     args = parser.parse_args(argv)
     campaign, path = CAMPAIGNS[args.name], args.results / "rows" / f"{args.name}.jsonl"
     runs, failed = (args.runs or HERE / "runs" / args.name).absolute(), list[Fault]()

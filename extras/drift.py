@@ -2,16 +2,16 @@
 
     python extras/drift.py                     # 40 runs an arm and drift, half a minute
 
-The graded world (results/README.md): a question is a form of 25 lines, an instruction a set of clauses. A clause has a
-line filled in that is otherwise left empty, or left empty that is otherwise filled in, or names a unit, always a wrong
-one. The reward is 0.2 plus 0.05 a point, and a line's role says what it pays (`points`). With the drift d, from 0 to 1,
-some of that depends on the policy's skill s, the probability of the right unit. In expectation:
+The graded world (docs/results/README.md): a question is a form of 25 lines, an instruction a set of clauses. A clause
+has a line filled in that is otherwise left empty, or left empty that is otherwise filled in, or names a unit, always a
+wrong one. The reward is 0.2 plus 0.05 a point, and a line's role says what it pays (`points`). With the drift d, from 0
+to 1, some of that depends on the policy's skill s, the probability of the right unit. In expectation:
 
     late, filled in:  (1 - d) + d (2s - 1)        early, left empty:  1 - d        early, filled in:  d (2s - 1)
 
 The simulated policy obeys every clause and writes the right unit with probability s: by step, the mean of the online
-runs in results/rows/graded.jsonl. Nothing else is fitted. Population and gate are population.py's; the optimizer is the
-scripted one of those runs, which reads what lines paid in four failures.
+runs in docs/results/rows/graded.jsonl. Nothing else is fitted. Population and gate are population.py's; the optimizer
+is the scripted one of those runs, which reads what lines paid in four failures.
 """
 
 if not __package__:
@@ -36,7 +36,7 @@ EARLY, BASE = slice(13, 17), slice(17, 21)  # the other six lines pay nothing
 BATCH, G, D_B, N_P, EVERY = 24, 5, 24, 7, 5  # sizes of the runs; prunings and evolutions come every 5 steps
 MISHAP = 0.04  # share of the optimizer's replies that hold no candidate
 DRIFTS = (0.0, 0.5, 1.0)
-ROWS = read_jsonl(HERE / "results" / "rows" / "graded.jsonl")
+ROWS = read_jsonl(HERE / "docs" / "results" / "rows" / "graded.jsonl")
 SKILL = np.mean([row["curves"]["skill"] for row in ROWS if row["arm"] == "online"], axis=0)  # (60,)
 
 

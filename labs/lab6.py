@@ -357,7 +357,7 @@ def _():
 
     The best of several noisy means is too high on average: it was chosen for its luck, too. And $D_B$ asks the policy
     of today, which has never been trained under the revision. **How would you verify if each question cost a cent? And
-    is an instruction that a weak policy cannot follow yet a bad instruction?** (results/README.md says what
+    is an instruction that a weak policy cannot follow yet a bad instruction?** (docs/results/README.md says what
     campaigns could and could not tell.)
     """)
     return

@@ -30,7 +30,7 @@ def forked(path: Path) -> Path:
     """Returns a copy of the project at `path`, with the page's files."""
     done = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True)
     for name in done.stdout.split():
-        if Path(name).parts[0] not in ("tests", "labs", "bench", "extras"):
+        if Path(name).parts[0] not in ("tests", "labs", "extras"):
             (path / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, path / name)
     (path / "page" / "static").symlink_to(ROOT / "page" / "static")

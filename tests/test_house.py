@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-OUTSIDE = {"tests", "runs", "results", "mutants"}
+OUTSIDE = {"tests", "runs", "mutants"}
 ENV = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")} | {"OMP_NUM_THREADS": "1"}
 
 

@@ -60,7 +60,8 @@ def test_the_numbers_are_those_of_the_run(page, tmp_path):
     step, flags = int(command[1]), f"{command[2]} --device cpu --engine torch --out {tmp_path / 'run'}"
     seen = {}
 
-    def watched(cfg, task, policy, optimizer, P, log):
+    def watched(cfg, task, policy, evolution, checkpoints, log):
+        P = evolution.P
         learner, update, optimize = policy.learner, policy.update, policy.learner.step
 
         def follow(t, taus):
@@ -83,7 +84,7 @@ def test_the_numbers_are_those_of_the_run(page, tmp_path):
             return norm
 
         policy.update, learner.step = follow, stepped
-        inspo.inspo(dataclasses.replace(cfg, T=step), task, policy, optimizer, P, log)
+        inspo.inspo(dataclasses.replace(cfg, T=step), task, policy, evolution, checkpoints, log)
         seen["P"] = P
         raise Watched
 

@@ -470,7 +470,7 @@ def test_64_clients_at_once_get_the_results_of_a_direct_computation(dense, tmp_p
         assert sum(int(a.json()["result"][0][0]["document"]["id"][1:]) == q for q, a in enumerate(answers)) > 110
         counted = counts(server.url)
         assert counted["queries"] == 128 and counted["batches"] < 64
-    assert (tmp_path / "log").read_text() == ""
+    assert len((tmp_path / "log").read_text().splitlines()) == 2  # what it serves and where: no error
 
 
 @pytest.mark.slow

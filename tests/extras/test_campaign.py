@@ -1,7 +1,6 @@
 """The campaigns: their arms are real configurations, rows are read off real runs, tables follow from rows."""
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +8,6 @@ from pathlib import Path
 import pytest
 from scipy import stats
 
-import evaluate
 from config import HERE, parse
 from extras import campaign
 from extras.campaign import CAMPAIGNS, table
@@ -64,22 +62,6 @@ def test_a_finished_run_leaves_a_row_and_is_not_run_again(folder):
         assert row["trajectories"] == sum(summary["ledger"][f"{x}_rollouts"] for x in ("training", "verification"))
         assert [e[0] for e in row["evals"]] == [0, 2, 4] and len(row["curves"]["reward"]) == 4
     assert (folder / "learning.png").stat().st_size > 20000
-
-
-@pytest.mark.slow
-def test_a_checkpoint_is_measured_as_the_run_is_and_one_of_another_model_is_refused(folder, tiny_path, tmp_path):
-    run = folder[0] / "runs" / "inspo-seed0"
-    said = []
-    for what, out in ((run, "run"), (run / "checkpoints" / "step-000004", "checkpoint")):
-        evaluate.main([str(what), "--n", "6", "--out", str(tmp_path / out)])
-        said.append(read_jsonl(tmp_path / out / "results.jsonl"))
-    assert said[0] == said[1] and len(said[0]) == 6
-    other = tmp_path / "other"
-    shutil.copytree(run, other)
-    config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps(config | {"model": tiny_path}))
-    with pytest.raises(SystemExit, match="the checkpoint of step 4 does not fit .*: it is of another model"):
-        evaluate.main([str(other / "checkpoints" / "step-000004"), "--n", "6", "--out", str(tmp_path / "o")])
 
 
 def test_a_failed_run_is_named_resumed_and_does_not_keep_others_from_their_rows(tmp_path, monkeypatch, capsys):

@@ -16,9 +16,9 @@ from test_inspo import ENV, ROOT, SMALL, load_file, metrics
 from test_stop import mapped
 
 import inspo
-from bench.chaos import hear_signals
 from config import PRESETS, Config, parse, validate
 from extras import espl, fst, selection
+from extras.bench.chaos import hear_signals
 from extras.espl import ESPLConfig, Pool, crossover_prompt, mate, mixed, mutation_prompt
 from extras.fst import Front, FSTConfig, feedback_prompt, instance_wins
 from extras.objectives import ObjectiveLearner

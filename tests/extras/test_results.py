@@ -1,4 +1,4 @@
-"""results/README.md and the README say what the rows say; where the rows are from."""
+"""docs/results/README.md and the README say what the rows say; where the rows are from."""
 
 import json
 import re
@@ -13,9 +13,9 @@ from evaluation.statistics import between_seeds, over_seeds
 from extras.campaign import CAMPAIGNS, table
 from journal.directory import read_jsonl
 
-FOLDER = HERE / "results" / "rows"
+FOLDER = HERE / "docs" / "results" / "rows"
 ROWS = sorted(FOLDER.glob("*.jsonl"))
-PAGE = " ".join((HERE / "results" / "README.md").read_text().split())
+PAGE = " ".join((HERE / "docs" / "results" / "README.md").read_text().split())
 
 
 def rows(name, **which):
@@ -29,7 +29,7 @@ def em(name, arm):
 @pytest.mark.parametrize("name", CAMPAIGNS)
 def test_the_tables_are_those_of_the_rows(name):
     lines = table(CAMPAIGNS[name], rows(name)).splitlines()
-    assert set(lines) <= set((HERE / "results" / "README.md").read_text().splitlines())
+    assert set(lines) <= set((HERE / "docs" / "results" / "README.md").read_text().splitlines())
     if name == "default":
         readme = (HERE / "README.md").read_text()
         for line in lines[2:]:

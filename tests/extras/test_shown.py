@@ -31,7 +31,7 @@ SMALL = {  # program -> the flags with which it is run small here; or where else
     "extras/objectives.py": RUN, "extras/table1.py train": RUN.replace("--G 2", "--G 5"),
     "extras/cold_start.py": RUN, "extras/collect.py": "--least 0", "extras.real.demos": "--n 20",
     "extras/table1.py": "--n 4", "evaluate.py": "--n 4", "evaluate.py --compare": "", "ask.py": "", "export.py": "",
-    "report.py": "", "bench.step": "--repeat 1", "extras/drift.py": "--runs 2",
+    "report.py": "", "extras.bench.step": "--repeat 1", "extras/drift.py": "--runs 2",
     "extras.campaign default": f"--extra '{RUN}' --seeds 0",
 }  # fmt: skip
 ELSEWHERE = {
@@ -41,9 +41,11 @@ ELSEWHERE = {
     "extras.campaign": "tests/extras/test_campaign.py", "extras.campaign real": "tests/extras/test_campaign.py",
     "labs": "tests/labs/test_labs.py", "marimo": "tests/labs/test_labs.py",
     "pytest": "itself", "ruff": "make lint", "mypy": "make lint", "pip": ".ci/run",
-    "bench.chaos": "tests/bench/test_chaos.py", "bench.mutants": "it runs these tests", "bench.retrieval": "minutes",
-    "bench.rollout": "it wants vLLM", "bench.trl": "it wants TRL", "bench.gpu": "it wants a GPU",
-    "bench.resume": "it wants a GPU", "bench.update": "it wants a GPU", "retrieval.build": "tests/test_retrieval_*.py",
+    "extras.bench.chaos": "tests/extras/bench/test_chaos.py", "extras.bench.mutants": "it runs these tests",
+    "extras.bench.retrieval": "minutes",
+    "extras.bench.rollout": "it wants vLLM", "extras.bench.trl": "it wants TRL", "extras.bench.gpu": "it wants a GPU",
+    "extras.bench.resume": "it wants a GPU", "extras.bench.update": "it wants a GPU",
+    "retrieval.build": "tests/test_retrieval_*.py",
     "kernels.bench": "tests/test_triton.py", "my_objective.py": "tests/test_forks.py",
     "my_advantage.py": "tests/test_forks.py", "my_surrogate.py": "tests/test_forks.py",
 }  # fmt: skip
@@ -68,7 +70,8 @@ def lines_of(page: Path) -> list[str]:
 def recipe_of(target: str, argv: list[str]) -> list[str]:
     """Returns what `make TARGET ARGS=...` would run, but for its setup."""
     given = [x for x in argv if "=" in x]
-    env, made = os.environ | {"MAKEFLAGS": ""}, ("setup", *(f".venv{x}/done" for x in ("", "-vllm", "-trl")))
+    env = os.environ | {"MAKEFLAGS": "", "ARGS": ""}  # of a `make test-slow ARGS=...` that runs this
+    made = ("setup", *(f".venv{x}/done" for x in ("", "-vllm", "-trl")))
     done = subprocess.run(
         ["make", "-n", *(x for old in made for x in ("-o", old)), target, *given],
         cwd=ROOT,

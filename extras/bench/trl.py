@@ -1,6 +1,6 @@
 """A step of GRPO here and with TRL's GRPOTrainer: same policy, prompts, reward and threads, in turn; JSON last.
 
-    python -m bench.trl            # after `pip install trl==1.16.0` in an environment of its own
+    python -m extras.bench.trl            # after `pip install trl==1.16.0` in an environment of its own
 
 Single turns of at most 48 tokens without a tool: the work that both can do. Each round generates for the preset's
 questions, 24 of the world's or 8 real ones, 5 times each, and takes one optimizer update with the learning rate 0, so
@@ -26,8 +26,8 @@ from collections import defaultdict
 from collections.abc import Callable
 from importlib.metadata import version
 
-from bench.harness import BEST, Player, add_policy, config_of, parser_of, timed
 from config import PRESETS, Config, read_instruction
+from extras.bench.harness import BEST, Player, add_policy, config_of, parser_of, timed
 from plumbing.faults import one_line
 from rollout import prompt_ids
 from tasks.formats import encode

@@ -1,6 +1,6 @@
 """vLLM in this process, with a random policy of Qwen2.5-3B's shape: its memory against the estimate; JSON last.
 
-    python -m bench.colocated
+    python -m extras.bench.colocated
 
 vLLM starts, gets the weights, plays rows, sleeps, wakes with other weights, plays again. Each load is proven layer by
 layer. What vLLM takes of the GPU is compared with training/fit.py's estimate; asleep, CUDA graphs only. Weights are
@@ -14,10 +14,10 @@ from dataclasses import replace
 import torch
 from transformers import Qwen2Config
 
-from bench.harness import parser_of, timed
-from bench.update import TOY
 from config import PRESETS, Config
 from engines.vllm_engine import VllmEngine
+from extras.bench.harness import parser_of, timed
+from extras.bench.update import TOY
 from models.model import empty, load_tokenizer, weights
 from plumbing.faults import Fault, one_line
 from training.fit import KNOWN, estimate

@@ -1,6 +1,6 @@
 """A few steps of the embedded world, killed and resumed; JSON last.
 
-    python -m bench.resume --engine torch
+    python -m extras.bench.resume --engine torch
 
 The run prunes, evolves and saves on the way; --kill_at 0 lets it end in peace. With `--engine vllm` every step puts
 vLLM to sleep, wakes it, sends it the weights and has it prove that it computes with them. `--lora_rank 8` trains
@@ -28,8 +28,8 @@ from pathlib import Path
 import requests
 import torch
 
-from bench.harness import BEST, ROOT, kill_tree, parser_of
 from config import PRESETS
+from extras.bench.harness import BEST, ROOT, kill_tree, parser_of
 from journal.directory import read_jsonl
 from plumbing.faults import Fault, one_line
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import gpu, update
+from extras.bench import gpu, update
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_trajectories_are_as_long_as_the_docstring_says():
@@ -91,7 +91,7 @@ def test_a_part_that_misses_a_goal_fails(tmp_path):
 
 
 def test_a_vllm_that_keeps_its_memory_asleep_misses_the_goal():
-    from bench import colocated
+    from extras.bench import colocated
 
     x = {"parameters": 3e9, "sleep_s": 0.5, "wake_s": 1.5, "estimate_gb": {"awake": 60.0, "asleep": 1.1}}
     for (awake, asleep, again), missed in (
@@ -108,8 +108,8 @@ def test_a_vllm_that_keeps_its_memory_asleep_misses_the_goal():
 def test_a_part_that_fails_or_takes_too_long_is_reported_and_the_next_one_runs(tmp_path):
     (tmp_path / "cachetools.py").write_text("raise ImportError('this one is broken')")
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "bench.gpu", "--device", "cpu", "--out", out, "--limit", "head=1", "update=600"]
-    command += ["--only", "world", "update", "head", "vllm"]
+    command = [sys.executable, "-m", "extras.bench.gpu", "--device", "cpu", "--out", out]
+    command += ["--limit", "head=1", "update=600", "--only", "world", "update", "head", "vllm"]
     env = os.environ | {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 1 and not done.stderr
@@ -136,7 +136,8 @@ def test_a_part_that_fails_or_takes_too_long_is_reported_and_the_next_one_runs(t
 @pytest.mark.skipif(not find_spec("vllm"), reason="vLLM is not installed: make test-vllm")
 def test_the_parts_of_make_gpu_with_vllm_alone_run_on_toys(tmp_path):
     """vLLM beside the trainer's weights; a `vllm serve` that a killed run has left and a resumed one takes again."""
-    command = [sys.executable, "-m", "bench.gpu", "--device", "cpu", "--only", "beside", "url", "--out", tmp_path]
+    command = [sys.executable, "-m", "extras.bench.gpu", "--device", "cpu", "--only", "beside", "url"]
+    command += ["--out", tmp_path]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     beside, url = json.loads(done.stdout.splitlines()[-1])["parts"]

@@ -1,6 +1,6 @@
 """Rollouts with vLLM while searches take time, against synchronous rounds and raw generation; JSON last.
 
-    python -m bench.rollout        # where vLLM is installed
+    python -m extras.bench.rollout        # where vLLM is installed
 
 Generates the same numbers of tokens in three ways, in turns:
   ours    `rollout`: a row's next turn begins when its own search returns
@@ -19,7 +19,7 @@ import tempfile
 import threading
 from concurrent.futures import Future
 
-from bench.harness import BEST, parser_of, search_server, timed
+from extras.bench.harness import BEST, parser_of, search_server, timed
 from plumbing.faults import one_line
 from tasks.search import Search
 

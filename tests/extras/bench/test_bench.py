@@ -11,8 +11,8 @@ import pytest
 import torch
 from test_inspo import ENV, ROOT
 
-from bench import step, trl
-from bench.harness import BEST, add_policy, config_of
+from extras.bench import step, trl
+from extras.bench.harness import BEST, add_policy, config_of
 from plumbing.faults import Fault
 
 
@@ -104,7 +104,7 @@ def test_our_side_alone_needs_no_trl(monkeypatch, capsys, tiny_path, dtype):
 
 @pytest.mark.skipif(not find_spec("trl"), reason="TRL is not installed: make test-trl")
 def test_beside_trl_both_sides_do_the_same_work(tiny_path):
-    command = [sys.executable, "-m", "bench.trl", "--rounds", "1", "--model", tiny_path, "--preset", "world"]
+    command = [sys.executable, "-m", "extras.bench.trl", "--rounds", "1", "--model", tiny_path, "--preset", "world"]
     done = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])

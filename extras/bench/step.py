@@ -1,6 +1,6 @@
 """One training step, of the embedded default or of --model: seconds of rollouts and update; JSON last.
 
-    OMP_NUM_THREADS=1 python -m bench.step
+    OMP_NUM_THREADS=1 python -m extras.bench.step
 
 Rollouts use the world's best instruction, under which they are longest, and a real search server. CPU seconds are less
 disturbed by other programs than the clock's. For the world also the time from `python inspo.py` to the end of its
@@ -15,8 +15,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from bench.harness import ROOT, Player, add_policy, config_of, parser_of, search_server, timed
 from config import PRESETS
+from extras.bench.harness import ROOT, Player, add_policy, config_of, parser_of, search_server, timed
 from plumbing.faults import one_line
 
 

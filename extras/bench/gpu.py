@@ -1,12 +1,12 @@
 """Does it work on this GPU? Ten parts in at most 22 minutes (`make gpu`): a line for each, a table, JSON last.
 
 kernels  the tests that need a GPU: the Triton kernel in every setting, packed attention in bf16
-world    a run of the embedded world (FSDP2, NCCL, torch engine), killed and resumed: bench/resume.py
-update   an update of a random model of Qwen2.5-3B's shape: tokens/s, MFU, memory, gathering: bench/update.py
+world    a run of the embedded world (FSDP2, NCCL, torch engine), killed and resumed: extras/bench/resume.py
+update   an update of a random model of Qwen2.5-3B's shape: tokens/s, MFU, memory, gathering: extras/bench/update.py
 head     the GRPO head and Liger's, where that is installed: kernels/bench.py
 wide     the same at the shape of TRL's pull request 7244: 8,192 tokens, 4,096 wide, 151,936 words
 vllm     the world's run with vLLM: sleep, wake, reload, proof of weights, log-prob gap
-beside   a random model of Qwen2.5-3B's shape through vLLM: memory awake and asleep: bench/colocated.py
+beside   a random model of Qwen2.5-3B's shape through vLLM: memory awake and asleep: extras/bench/colocated.py
 lora     the world's run with vLLM and LoRA, killed and resumed
 url      the world's run with a `vllm serve` on the second of two cards, weights over NCCL, killed and resumed
 ranks    the world's run over two cards, killed and resumed
@@ -32,7 +32,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.harness import ROOT, kill_tree, parser_of, timed
+from extras.bench.harness import ROOT, kill_tree, parser_of, timed
 from plumbing.faults import Fault, one_line
 
 OFFLINE = {
@@ -81,7 +81,7 @@ def read_tests(log: str, cuda: bool) -> dict:
 
 
 def last_json(log: str, cuda: bool) -> dict:
-    """Reads the last line of a log that is a JSON object: what the scripts of bench/ print."""
+    """Reads the last line of a log that is a JSON object: what the scripts of extras/bench/ print."""
     for line in reversed(log.splitlines()):
         if line.startswith("{"):
             return json.loads(line)
@@ -112,7 +112,7 @@ TESTS = (
 )
 # On a GPU every setting with the small vocabulary, two with Qwen's; test_kernels' half that runs the Triton kernel.
 ON_GPU = "(on_the_gpu and (37-64-1187 or beta-dtype1 or cispo-dtype1)) or on_a_gpu or triton- or triton]"
-WORLD = "-m bench.resume --device {} --engine {} --steps {} --kill_at {}".format
+WORLD = "-m extras.bench.resume --device {} --engine {} --steps {} --kill_at {}".format
 LORA, TWO = ["--lora_rank", "8"], ["--ranks", "2"]
 HEAD = "-m kernels.bench --seconds 0.5"
 PARTS = [
@@ -124,8 +124,9 @@ PARTS = [
         "world", 110, RUN, WORLD("cuda", "torch", 6, 3).split(), WORLD("cpu", "torch", 3, 2).split(), last_json,
     ),
     Part(
-        "update", 130, "torch transformers triton numpy psutil requests tenacity simpleeval", ["-m", "bench.update"],
-        "-m bench.update --device cpu --steps 1 --trajectories 10".split(), last_json,
+        "update", 130, "torch transformers triton numpy psutil requests tenacity simpleeval",
+        ["-m", "extras.bench.update"],
+        "-m extras.bench.update --device cpu --steps 1 --trajectories 10".split(), last_json,
     ),
     Part(
         "head", 90, "torch triton",
@@ -139,8 +140,8 @@ PARTS = [
         "vllm", 140, f"vllm {RUN}", WORLD("cuda", "vllm", 6, 0).split(), WORLD("cpu", "vllm", 3, 0).split(), last_json,
     ),
     Part(
-        "beside", 180, "vllm torch transformers", ["-m", "bench.colocated"],
-        "-m bench.colocated --device cpu".split(), last_json,
+        "beside", 180, "vllm torch transformers", ["-m", "extras.bench.colocated"],
+        "-m extras.bench.colocated --device cpu".split(), last_json,
     ),
     Part(
         "lora", 150, f"vllm {RUN}", [*WORLD("cuda", "vllm", 6, 3).split(), *LORA],

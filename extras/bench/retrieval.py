@@ -1,8 +1,8 @@
 """The search server against the number of clients: queries/s, latency, memory; JSON last.
 
-    python -m bench.retrieval                                  MiniLM under a flat FAISS index, made for this
-    python -m bench.retrieval --encoder bm25 --passages 100000
-    python -m bench.retrieval --url http://127.0.0.1:8000      any server with Search-R1's POST /retrieve
+    python -m extras.bench.retrieval                                  MiniLM under a flat FAISS index, made for this
+    python -m extras.bench.retrieval --encoder bm25 --passages 100000
+    python -m extras.bench.retrieval --url http://127.0.0.1:8000      any server with Search-R1's POST /retrieve
 
 Each client sends its next query when the last one is answered. Clients and server share the machine's cores, so the
 figures compare servers and are no measure of capacity.
@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import psutil
 
-from bench.harness import ROOT, parser_of
+from extras.bench.harness import ROOT, parser_of
 from plumbing.faults import Fault, one_line
 from plumbing.servers import Child
 

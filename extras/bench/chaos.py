@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from bench.harness import BEST, ROOT, descendants, kill_tree, parser_of
+from extras.bench.harness import BEST, ROOT, descendants, kill_tree, parser_of
 from journal.directory import read_jsonl
 from plumbing.faults import Fault, one_line
 

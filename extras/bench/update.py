@@ -1,6 +1,6 @@
 """An update of a random policy of Qwen2.5-3B's shape on one device; JSON last.
 
-    python -m bench.update
+    python -m extras.bench.update
 
 A step is the paper's: two mini-batches, log-probs of pi_old, the reference, recomputed activations. A group of 5 has
 a prompt of 300 tokens, a trajectory 2 to 8 turns of 40 to 120 sampled tokens with an observation of 500 between them:
@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from bench.harness import parser_of, timed
 from config import Config
+from extras.bench.harness import parser_of, timed
 from grpo import Learner, micro_batches, minibatches
 from models.flash import OWN, choose
 from models.model import shard, skeleton, weights

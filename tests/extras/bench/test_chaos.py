@@ -7,7 +7,7 @@ import sys
 import pytest
 from test_inspo import ENV, ROOT
 
-from bench.chaos import MOMENTS
+from extras.bench.chaos import MOMENTS
 
 DISTURBED = ["SIGHUP", "SIGKILL of one rank", "search server killed"]
 MARKS = {1: pytest.mark.slow, 2: pytest.mark.ranks}
@@ -15,7 +15,7 @@ MARKS = {1: pytest.mark.slow, 2: pytest.mark.ranks}
 
 def rows_of(tmp_path, *flags):
     log = tmp_path / "rows.jsonl"
-    command = [sys.executable, "-m", "bench.chaos", "--log", str(log), *map(str, flags)]
+    command = [sys.executable, "-m", "extras.bench.chaos", "--log", str(log), *map(str, flags)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=ENV)
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads(line) for line in log.read_text().splitlines()]

@@ -17,7 +17,7 @@ import psutil  # noqa: E402
 from config import Config, parse  # noqa: E402
 from plumbing.servers import Child  # noqa: E402
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 BEST = (
     "Think in <think> </think>, search with <search> </search>, read <information> </information>, answer in <answer> "
     "</answer>. Search one entity at a time. State the fact found after each search. Answer with the exact name only. "
