@@ -164,6 +164,7 @@ def test_a_large_model_is_not_trained_on_a_cpu_that_nobody_asked_for():
         check(replace(cfg, device="cpu"), Ranks("cpu", 1), SearchQA(cfg))
 
 
+@pytest.mark.ranks
 def test_under_torchrun_the_list_of_what_is_missing_comes_last_and_has_the_gpu(tmp_path):
     """The paper's command on a machine without a hub, passages, a key or a GPU."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", ROOT / "inspo.py"]

@@ -48,13 +48,12 @@ def change(run, **knobs):
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize("knob", HOSTILE)
-def test_what_a_stranger_s_config_names_is_refused(stranger, tmp_path, program, knob):
-    change(stranger, **{knob: HOSTILE[knob]})
+def test_what_a_stranger_s_config_names_is_refused(stranger, tmp_path, program):
+    change(stranger, **HOSTILE)
     script, *flags = (x.replace("RUN", str(stranger)) for x in PROGRAMS[program])
     done = subprocess.run([sys.executable, ROOT / script, *flags], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode != 0 and len(done.stderr.splitlines()) == 1, done.stderr
-    assert f"--{knob}" in done.stderr and HOSTILE[knob] in done.stderr
+    assert all(f"--{knob}" in done.stderr and value in done.stderr for knob, value in HOSTILE.items())
     assert not (tmp_path / "ran").exists()
 
 
