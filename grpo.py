@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from config import GRPOKnobs
 from models import lora
-from models.packing import Packing
+from models.packing import Packing, send
 from plumbing.faults import EngineFault
 from tasks import Trajectory
 
@@ -176,17 +176,17 @@ class Learner:
         norms: list[float] = []
         self.model.train()
         for k, part in enumerate(minibatches):
-            terms, sums = self.terms(part, olds[k]), dict.fromkeys(total, 0.0)
+            terms, seen = self.terms(part, olds[k]), torch.zeros(5, dtype=torch.float64, device=self.device)
             for batch, rows in self.share(part):
                 some = {name: x[rows] if isinstance(x, np.ndarray) else x for name, x in terms.items()}
                 loss, extras = self.loss(batch, some)
                 loss.backward()
                 note_tokens(batch, extras)
-                seen = [loss.detach(), *(extras[name].sum() for name in ("kl", "entropy", "clipped", "gap"))]
-                row = torch.stack([x.double() for x in seen]).tolist()  # the host waits for the device once
-                for name, x in zip(sums, [*row, len(extras["logp"])], strict=True):
-                    sums[name] += x
-            sums = self.sum_over_ranks(sums)
+                row = [loss.detach(), *(extras[name].sum() for name in ("kl", "entropy", "clipped", "gap"))]
+                seen += torch.stack([x.double() for x in row])
+            if self.sharded:
+                dist.all_reduce(seen)
+            sums = dict(zip(total, [*seen.tolist(), sum(sum(tau.mask) for tau in part)], strict=True))
             gap = sums["gap"] / max(1, sums["tokens"])
             if k == 0 and math.isfinite(sums["loss"]) and not gap <= self.max_gap:  # or NaN; else the trainer is wrong
                 self.optimizer.zero_grad(set_to_none=True)
@@ -221,13 +221,6 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)
         return size
 
-    def sum_over_ranks(self, total: dict[str, float]) -> dict[str, float]:
-        if not self.sharded:
-            return total
-        values = torch.tensor(list(total.values()), dtype=torch.float64, device=self.device)
-        dist.all_reduce(values)
-        return dict(zip(total, values.tolist(), strict=True))
-
     @torch.no_grad()
     def score(self, part: list[Trajectory]) -> Array:
         """Returns log-probs and entropies (2, N) of a mini-batch's action tokens under the present policy.
@@ -236,7 +229,8 @@ class Learner:
         """
         scores = torch.zeros(2, sum(sum(tau.mask) for tau in part), dtype=torch.float64, device=self.device)
         for batch, rows in self.share(part):
-            scores[:, rows] = torch.stack(self.model.score(*self.pack(batch), self.cfg.temperature)).double()
+            both = torch.stack(self.model.score(*self.pack(batch), self.cfg.temperature))
+            scores[:, send(torch.from_numpy(rows), self.device)] = both.double()
         if self.sharded:
             dist.all_reduce(scores)  # adds the ranks' tokens to zeros
         out: Array = scores.cpu().numpy()
@@ -253,7 +247,10 @@ class Learner:
         extras["old_logp"] (N,): log-probs under pi_old; extras["gap"] (N,): their distance to the engine's.
         """
         packed, T = self.pack(batch), self.cfg.temperature
-        tokens = {k: torch.from_numpy(x).to(self.device) if isinstance(x, np.ndarray) else x for k, x in terms.items()}
+        tokens = {
+            name: send(torch.from_numpy(x), self.device) if isinstance(x, np.ndarray) else x
+            for name, x in terms.items()
+        }
         ref_logp = None  # the head averages the k3 estimate of the KL as it does the surrogate
         if self.reference is not None:  # CHOICE-23
             with torch.no_grad(), lora.off(self.reference):
@@ -261,9 +258,9 @@ class Learner:
         loss, extras = self.model.score(
             *packed, T, ref_logp=ref_logp, beta=self.cfg.beta, surrogate=self.surrogate, **tokens
         )  # Eq.2
-        engine = [lp for tau in batch for lp, m in zip(tau.logps, tau.mask, strict=True) if m]  # (N,)
+        engine = torch.tensor([lp for tau in batch for lp, m in zip(tau.logps, tau.mask, strict=True) if m])  # (N,)
         old = extras["logp"] if terms["old_logp"] is None else tokens["old_logp"].to(extras["logp"].dtype)
-        return loss, extras | {"old_logp": old, "gap": (old - torch.tensor(engine, device=self.device)).abs()}
+        return loss, extras | {"old_logp": old, "gap": (old - send(engine, self.device)).abs()}
 
     @torch.no_grad()
     def logprobs(self, batch: list[Trajectory]) -> torch.Tensor:
@@ -295,8 +292,8 @@ class Learner:
             lengths.append(len(tau.ids) - len(prefix))
             parents.append(pieces.get(prefix, -1))
             ids += tau.ids[len(prefix) :]
-        row, *places = (torch.tensor(x, device=self.device) for x in (ids or [0], rows, targets))
-        return row, Packing(lengths or [1], parents, self.device), *(x.long() for x in places)
+        row, *places = (send(torch.tensor(x, dtype=torch.long), self.device) for x in (ids or [0], rows, targets))
+        return row, Packing(lengths or [1], parents, self.device), *places
 
     def state_dict(self) -> dict[str, Any]:
         """Returns trained weights and optimizer by the parameters' names, for torch.distributed.checkpoint."""

@@ -16,6 +16,12 @@ from torch.nn.attention.varlen import varlen_attn
 VARLEN = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch >= 2.12; its kernel is FlashAttention-2
 
 
+def send(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """Copies a tensor from the CPU to the device. The host does not wait for it: the copy takes its turn."""
+    on_gpu = torch.device(device).type == "cuda"
+    return (x.pin_memory() if on_gpu else x).to(device, non_blocking=on_gpu)
+
+
 class Packing:
     """How a row of tokens is cut into pieces; made once for all layers.
 
@@ -30,9 +36,9 @@ class Packing:
         seen = [before + n for before, n in zip(self.before, self.lengths, strict=True)]
         self.longest = max(self.lengths), max(seen)  # queries, keys
         spans = [torch.arange(before, n) for before, n in zip(self.before, seen, strict=True)]
-        self.positions = torch.cat(spans).to(device)  # (T,)
-        ends = torch.tensor([[0, *self.lengths], [0, *seen]]).cumsum(1, dtype=torch.int32).to(device)
-        self.query_ends, self.key_ends = ends  # (pieces + 1,) each
+        self.positions = send(torch.cat(spans), device)  # (T,)
+        ends = torch.tensor([[0, *self.lengths], [0, *seen]]).cumsum(1, dtype=torch.int32)
+        self.query_ends, self.key_ends = send(ends, device)  # (pieces + 1,) each
         self.masks: dict[tuple[int, int, int], torch.Tensor] = {}
 
     def keys(self, x: torch.Tensor, dim: int) -> list[torch.Tensor]:

@@ -13,7 +13,7 @@ import torch
 from torch.utils import cpp_extension
 
 HERE = Path(__file__).parent
-SYNCS = 12  # times that the host waits for the card in a micro-batch, at most
+SYNCS = 3  # times that the host waits for the card in a micro-batch, at most
 PRESETS = {
     "0.5B": (1, "--model", "qwen2.5-0.5b", "--card", "rtx4090"),
     "1.5B LoRA": (1, "--model", "qwen2.5-1.5b", "--lora_rank", "32", "--card", "rtx4090"),

@@ -89,8 +89,10 @@ class Tracker(TorchDispatchMode):
         out = func(*args, **kwargs)
         outputs = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
         if name in ("_to_copy", "copy_"):
-            here, there = on_card(args[name == "copy_"]), on_card(outputs[0])
-            if here != there and not (kwargs.get("non_blocking") or args[2:] == (True,)):
+            source = args[name == "copy_"]
+            here, there = on_card(source), on_card(outputs[0])
+            goes_on = kwargs.get("non_blocking") or args[2:] == (True,)
+            if here != there and not (goes_on and getattr(source, "pinned", False)):  # CUDA copies no other memory so
                 self.sync("copy to the card" if there else "copy to the CPU")
             self.left += outputs[0].nbytes if here and not there else 0
         if name in ("mm", "bmm", "addmm", "addmm_", "baddbmm"):
@@ -175,6 +177,11 @@ class Nothing:
         pass
 
 
+def pin(x):
+    x.pinned = True
+    return x
+
+
 def pretend(ranks):
     """Replaces what only a card has: torch.cuda's calls into the driver, and the Triton kernels."""
     card = SimpleNamespace(multi_processor_count=132, major=9, minor=0, total_memory=80 * 10**9, name="fake")
@@ -185,6 +192,7 @@ def pretend(ranks):
     )  # fmt: skip
     for name, call in calls.items():
         setattr(torch.cuda, name, call)
+    torch.Tensor.pin_memory = pin
     FakeTensor.numpy, FakeTensor.tolist = read, lambda x: read(x).tolist()
     for module in (rows_triton, rms_norm, rope, swiglu):
         for name, value in vars(module).items():
