@@ -1,4 +1,4 @@
-"""Compiles every variant of the row kernels for sm_80 and sm_90, without a GPU; prints registers and memory accesses.
+"""Compiles every variant of the row kernels for sm_75, 80 and 90, without a GPU; prints registers and memory accesses.
 
 A script, because a process in which Triton's interpreter is on cannot compile. The output is JSON.
 """
@@ -32,7 +32,7 @@ SETTINGS = {
     "bf16 gradient of bf16 logits": (rows.grad_kernel, {"Z": "*bf16"}),
 }
 found = []
-for capability in (80, 90):
+for capability in (75, 80, 90):
     for setting, (kernel, changed) in SETTINGS.items():
         names = kernel.arg_names
         kinds = dict.fromkeys(names, "*fp32") | TYPES | changed  # a type, or the value of a constant

@@ -10,11 +10,13 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import inspo
 from config import Config, parse
+from engines import choose
 from engines.choose import dtype_of
 from engines.torch_engine import TorchEngine
 from inspo import make_policy
 from journal.directory import read_jsonl
 from models.model import dither, empty, fill, load_config, load_policy
+from plumbing.faults import Fault
 from tasks import load_task
 from training.ranks import Ranks
 
@@ -162,10 +164,24 @@ GENOA, MILAN = ({"cpu_name": "AMD EPYC", "amx_bf16": False, "avx512_bf16": half}
     ({}, 576, "cpu", "", "float32"),
     (COOPER, 576, "cuda", "", "bfloat16"), (SAPPHIRE, 576, "cpu", "float32", "float32"),
     (COOPER, 128, "cpu", "bfloat16", "bfloat16"), (COOPER, 128, "cuda", "float32", "float32"),
+    (COOPER, 576, "T4", "", "float32"), (COOPER, 576, "T4", "float32", "float32"), (COOPER, 576, "L4", "", "bfloat16"),
 ])  # fmt: skip
 def test_bfloat16_is_chosen_where_it_is_faster(monkeypatch, tmp_path, cpu, hidden, device, asked, dtype):
     from transformers import LlamaConfig
 
     LlamaConfig(hidden_size=hidden, num_attention_heads=8).save_pretrained(tmp_path)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: cpu)
+    capability = {"T4": (7, 5), "L4": (8, 9), "cuda": (9, 0)}.get(device)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    device = "cuda" if capability else "cpu"
     assert dtype_of(Config(model=str(tmp_path), dtype=asked), device) == dtype
+
+
+def test_a_gpu_that_is_too_old_for_bfloat16_samples_with_torch(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    monkeypatch.setattr(choose, "vllm_installed", lambda: True)
+    assert choose.choose_engine(Config(), "cuda") == ("torch", "this GPU's compute capability is 7.5, 8.0 is needed")
+    for given, flag in ({"engine": "vllm"}, "--engine vllm"), ({"dtype": "bfloat16"}, "--dtype bfloat16"):
+        with pytest.raises(Fault, match=f"{flag}: this GPU's compute capability is 7.5"):
+            choose.choose_engine(Config(**given), "cuda")
+            dtype_of(Config(**given), "cuda")

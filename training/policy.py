@@ -116,7 +116,7 @@ def fsdp(first: Any, cfg: Config, ranks: Ranks) -> tuple[Any, Any]:
         models.append(skeleton(config, compute))
     if ranks.device == "cuda":  # only updates are computed with these layers: their batches are one row
         fused = [fuse(model) if cfg.fused_layers else "none (--fused_layers 0)" for model in models]
-        attention = flash.choose(config)
+        attention = flash.choose(config) if compute == torch.bfloat16 else "SDPA"
         if ranks.rank == 0:
             print(f"fused layers: {fused[0]}; attention: {attention}", flush=True)
     trained, *frozen = models
