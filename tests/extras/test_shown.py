@@ -265,7 +265,24 @@ def smaller(command: Shown, desk: Path, out: Path) -> list[str]:
     return argv + shlex.split(SMALL[command.program])
 
 
-SMALLER = [c for c in dict.fromkeys(c._replace(page="", text="") for c in SHOWN) if c.program in SMALL]
+GONE = {"--model", "--seed", "--out", "--optimizer_model", "--retriever", "--serve"}  # of a command that is run small
+
+
+def cover(commands: list[Shown]) -> list[Shown]:
+    """Returns the commands that together have each program and each of its flags, those with most flags first."""
+    chosen: dict[Shown, None] = {}
+    run: set[tuple[str, str]] = set()
+    for command in sorted(commands, key=lambda c: -len(c.argv)):
+        new = {(command.program, x) for x in ("", *command.argv) if not x or x[:2] == "--" and x not in GONE}
+        if "--dry_run" in command.argv:
+            new = {(command.program, "--dry_run")}
+        if not new <= run:
+            chosen[command._replace(page="", text="")] = None
+            run |= new
+    return list(chosen)
+
+
+SMALLER = cover([command for command in SHOWN if command.program in SMALL])
 
 
 @pytest.mark.slow
