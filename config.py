@@ -123,6 +123,10 @@ class GRPOKnobs(RolloutKnobs):
     beta: float = knob(0.001, "beta of Eq. 2: weight of the KL to the first policy; 0: no reference model", least=0)
     lora_rank: int = knob(0, "rank of LoRA adapters on all linear layers but the head; 0: train all weights", least=0)
     lora_alpha: int = knob(32, "LoRA's scale is this / --lora_rank", least=1, more=True)
+    dither: int = knob(
+        1, "1: a policy in bfloat16 takes steps that are smaller than its grid (CHOICE-33); 0: they round away",
+        of=(0, 1), more=True,
+    )  # fmt: skip
     micro_tokens: int = knob(
         32768, "tokens a forward pass of a rank; affects only speed and memory", least=1, more=True
     )

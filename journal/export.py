@@ -42,7 +42,7 @@ def export_checkpoint(
     computed = getattr(torch, dtype_of(cfg, "cuda" if torch.cuda.is_available() else "cpu"))
     model = empty(config, torch.float32, "cpu")
     if cfg.lora_rank:  # its checkpoints lack the weights that did not change
-        model = lora.add(load_model(cfg.model).to(computed), cfg.lora_rank, cfg.lora_alpha, cfg.seed)
+        model = lora.add(load_model(cfg.model).to(computed), cfg.lora_rank, cfg.lora_alpha, cfg.seed, cfg.dither)
     tensors = {"model": {k: v for k, v in model.state_dict().items() if lora.is_adapter(k) or not cfg.lora_rank}}
     checkpoint.load(tensors, chosen, alone=True)
     if adapters:

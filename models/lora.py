@@ -71,10 +71,11 @@ def merge(W: torch.Tensor, A: torch.Tensor, B: torch.Tensor, scale: float, dithe
     return total.view(torch.bfloat16)[:, 1::2].contiguous()
 
 
-def add(model: Any, rank: int, alpha: int, seed: int = 0) -> Any:
+def add(model: Any, rank: int, alpha: int, seed: int = 0, dithers: int = 1) -> Any:
     """Freezes a model and puts float32 adapters on every linear layer but the head, in place; returns it.
 
-    A is random and B zero, so that the model computes what it did before. Rank 0 adds none.
+    A is random and B zero, so that the model computes what it did before. Rank 0 adds none. Unless it `dithers`, a
+    merged weight is rounded.
     """
     if not rank:
         return model
@@ -86,6 +87,7 @@ def add(model: Any, rank: int, alpha: int, seed: int = 0) -> Any:
             (n_out, n_in), device = layer.weight.shape, layer.weight.device
             A = nn.init.kaiming_uniform_(torch.empty(rank, n_in), a=5**0.5, generator=generator)
             dither = torch.randint(2**16, (n_out + n_in,), generator=generator, dtype=torch.int32)
+            dither = dither if dithers else torch.full_like(dither, 2**15)  # which rounds to the nearest
             layer.__class__ = LoRALinear
             layer.scale = alpha / rank
             layer.lora_A = nn.Parameter(A.to(device))

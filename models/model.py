@@ -235,29 +235,29 @@ def shard(
     return model.to_empty(device="cpu" if offload else device)
 
 
-@torch.no_grad()
-def dither(model: Any, seed: int) -> Any:
-    """Moves float32 weights that bfloat16 holds exactly, evenly over all that rounds to them; returns the model.
+def dither(W: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Returns a float32 tensor with entries that bfloat16 holds exactly moved, evenly over all that rounds to them.
 
     A published model lies on bfloat16's grid, whose spacing is a hundred times a step of AdamW or more. Computed in
     bfloat16 it would not move until its steps have added up to half of that. Dithered, it is the same policy to the
     bit, and each step takes its share of the weights to the next value: on average, all of it is in what is computed.
+    A model that was published in float32 needs none; one in float16, whose grid is eight times finer, gets none.
     """
-    generator = torch.Generator().manual_seed(seed)
-    for p in model.parameters():
-        bits = p.data.view(torch.int32)  # whose upper half is bfloat16; a carry to the next value is right, too
-        exact = (bits & 0xFFFF == 0) & (p != 0)
-        bits += exact * torch.randint(1 - 2**15, 2**15, bits.shape, dtype=torch.int32, generator=generator)
-    return model
+    bits = W.view(torch.int32)  # whose upper half is bfloat16; a carry to the next value is right, too
+    exact = (bits & 0xFFFF == 0) & (W != 0)
+    noise = torch.randint(1 - 2**15, 2**15, W.shape, dtype=torch.int32, generator=generator, device=W.device)
+    return (bits + exact * noise).view(torch.float32)
 
 
 @torch.no_grad()
-def fill(model: Any, source: Any) -> Any:
+def fill(model: Any, source: Any, seed: int | None = None) -> Any:
     """Copies the weights of `source` into `model`, one tensor at a time; returns `model`.
 
-    Rank 0 has `source`, whole and on its CPU; the other ranks pass None.
+    Rank 0 has `source`, whole and on its CPU; the other ranks pass None. With a `seed` weights are dithered, on the
+    device of `model`.
     """
     values = dict(source.named_parameters()) | dict(source.named_buffers()) if source else {}
+    generator: torch.Generator | None = None
     for name, target in [*model.named_parameters(), *model.named_buffers()]:
         sharded = isinstance(target, DTensor)
         device = target.device_mesh.device_type if sharded else target.device
@@ -265,6 +265,9 @@ def fill(model: Any, source: Any) -> Any:
             full = values[name].to(device, target.dtype).contiguous()
         else:
             full = torch.empty(target.shape, dtype=target.dtype, device=device)
+        if source and seed is not None and isinstance(target, torch.nn.Parameter):
+            generator = generator or torch.Generator(device).manual_seed(seed)
+            full = dither(full, generator)
         if dist.is_initialized():
             dist.broadcast(full, 0)
         if sharded:

@@ -15,7 +15,8 @@ from engines.choose import dtype_of
 from engines.torch_engine import TorchEngine
 from inspo import make_policy
 from journal.directory import read_jsonl
-from models.model import dither, empty, fill, load_config, load_policy
+from models import model as models
+from models.model import empty, fill, load_config, load_policy
 from plumbing.faults import Fault
 from tasks import load_task
 from training.ranks import Ranks
@@ -60,6 +61,11 @@ def on_the_grid(*shape: int) -> torch.nn.Linear:
     layer = torch.nn.Linear(*shape, bias=False)
     drawn = torch.randn(*shape[::-1], generator=torch.Generator().manual_seed(1)) * 0.02
     layer.weight.data = drawn.bfloat16().float()
+    return layer
+
+
+def dither(layer, seed):
+    layer.weight.data = models.dither(layer.weight.data, torch.Generator().manual_seed(seed))
     return layer
 
 

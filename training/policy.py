@@ -24,7 +24,7 @@ from engines.vllm_engine import VllmEngine
 from grpo import MAX_SKIPPED, Learner, minibatches
 from models import flash, lora
 from models.layers import fuse
-from models.model import dither, empty, export, fill, load_config, load_model, load_tokenizer, shard, skeleton, weights
+from models.model import empty, export, fill, load_config, load_model, load_tokenizer, shard, skeleton, weights
 from plumbing import stop
 from plumbing.faults import DiskFault, Fault
 from population import Instruction
@@ -98,10 +98,12 @@ def first_policy(cfg: Config, ranks: Ranks) -> Any:
     """Returns the policy before training, whole and on the CPU, on rank 0; None on the others."""
     if ranks.rank:
         return None
-    model = load_model(cfg.model)
-    if ranks.dtype == "bfloat16" and not cfg.lora_rank:  # frozen weights take no steps
-        dither(model, cfg.seed)  # CHOICE-33
-    return lora.add(model, cfg.lora_rank, cfg.lora_alpha, cfg.seed)
+    return lora.add(load_model(cfg.model), cfg.lora_rank, cfg.lora_alpha, cfg.seed, cfg.dither)
+
+
+def dithered(cfg: Config, ranks: Ranks) -> int | None:
+    """Returns the seed with which weights in training are dithered; None: they are not. LoRA dithers what it merges."""
+    return cfg.seed if cfg.dither and ranks.dtype == "bfloat16" and not cfg.lora_rank else None  # CHOICE-33
 
 
 def fsdp(first: Any, cfg: Config, ranks: Ranks) -> tuple[Any, Any]:
@@ -111,7 +113,7 @@ def fsdp(first: Any, cfg: Config, ranks: Ranks) -> tuple[Any, Any]:
     """
     config, compute = load_config(cfg.model), getattr(torch, ranks.dtype)
     kept = compute if cfg.lora_rank else torch.float32  # frozen weights take no small steps
-    models = [lora.add(skeleton(config, kept), cfg.lora_rank, cfg.lora_alpha, cfg.seed)]
+    models = [lora.add(skeleton(config, kept), cfg.lora_rank, cfg.lora_alpha)]
     if cfg.beta and not cfg.lora_rank:
         models.append(skeleton(config, compute))
     if ranks.device == "cuda":  # only updates are computed with these layers: their batches are one row
@@ -120,7 +122,7 @@ def fsdp(first: Any, cfg: Config, ranks: Ranks) -> tuple[Any, Any]:
         if ranks.rank == 0:
             print(f"fused layers: {fused[0]}; attention: {attention}", flush=True)
     trained, *frozen = models
-    trained = fill(shard(trained, ranks.device, compute=compute), first)
+    trained = fill(shard(trained, ranks.device, compute=compute), first, dithered(cfg, ranks))
     frozen = [shard(model, ranks.device, frozen=True, offload=cfg.offload_reference) for model in frozen]
     return trained, fill(frozen[0], first) if frozen else None
 
@@ -339,7 +341,7 @@ class Policy:
     @on_all_ranks(of_rank_0)
     def reset(self) -> None:
         """Restores the first policy, for evaluation alone: the optimizer keeps its moments."""
-        fill(self.learner.model, first_policy(self.cfg, self.ranks))
+        fill(self.learner.model, first_policy(self.cfg, self.ranks), dithered(self.cfg, self.ranks))
         self.synced = self.shared
 
     def describe(self) -> str:

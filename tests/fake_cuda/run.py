@@ -193,6 +193,7 @@ def pretend(ranks):
     for name, call in calls.items():
         setattr(torch.cuda, name, call)
     torch.Tensor.pin_memory = pin
+    torch.Generator = lambda device="cpu", generator=torch.Generator: generator()
     FakeTensor.numpy, FakeTensor.tolist = read, lambda x: read(x).tolist()
     for module in (rows_triton, rms_norm, rope, swiglu):
         for name, value in vars(module).items():
