@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -247,6 +248,7 @@ def train(
         torch.set_num_threads(cfg.threads)
         device = device_of(cfg)
         ranks = Ranks(device, cfg.patience, dtype_of(cfg, device) if leads else "")
+        cfg = replace(cfg, dtype=ranks.dtype)  # a resumed run and an export take the run's, on any machine
         with stop.listening(), ranks.fail_at_once(), contextlib.ExitStack() as stack:
             if ranks.rank:
                 fitted, address = ranks.broadcast()

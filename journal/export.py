@@ -5,7 +5,6 @@ from pathlib import Path
 import torch
 
 from config import Config, read_config
-from engines.choose import dtype_of
 from journal.directory import RunDirectory, step_of
 from models import lora
 from models.model import empty, export, load_config, load_model, load_tokenizer
@@ -39,7 +38,7 @@ def export_checkpoint(
     except (LookupError, TypeError, ValueError) as e:
         raise Fault(f"{chosen}/state.pt is of another program ({type(e).__name__}: {e})") from None
     config = load_config(cfg.model)
-    computed = getattr(torch, dtype_of(cfg, "cuda" if torch.cuda.is_available() else "cpu"))
+    computed = getattr(torch, cfg.dtype)
     model = empty(config, torch.float32, "cpu")
     if cfg.lora_rank:  # its checkpoints lack the weights that did not change
         model = lora.add(load_model(cfg.model).to(computed), cfg.lora_rank, cfg.lora_alpha, cfg.seed, cfg.dither)

@@ -278,6 +278,11 @@ def test_a_rank_that_raises_in_a_reduction_ends_the_job_at_once(tmp_path):
     assert "inspo: world" in stdout
 
 
+def test_a_slow_optimizer_ends_no_run_of_several_ranks():
+    code, _, stderr = finish(torchrun(2, "tests/ranks_slow.py"), 90)
+    assert code == 0, stderr
+
+
 def environment(pid: str) -> bytes:
     return Path(f"/proc/{pid}/environ").read_bytes()
 

@@ -323,11 +323,12 @@ class Policy:
 
     @on_all_ranks(of_rank_0)
     def load(self, path: Path, t: int) -> None:
-        """Restores what `save` wrote after step t."""
+        """Restores what `save` wrote after step t. vLLM sleeps meanwhile: the optimizer's state takes its room."""
+        self.sleep()
         state = self.learner.state_dict()
         checkpoint.load(state, path, alone=not self.ranks.grouped)
         self.learner.load_state_dict(state)
-        self.t, self.synced = t, self.shared
+        self.t = t
 
     @on_all_ranks(of_rank_0)
     def export(self, path: Path) -> None:

@@ -21,6 +21,8 @@ from plumbing.faults import Fault, tell_torchrun
 from plumbing.outside import printable
 from plumbing.stop import Stopped
 
+WEEK = datetime.timedelta(weeks=1)
+
 
 class Ranks:
     """This process among all of them; `grouped` is whether there is a process group: always on a GPU and in bf16."""
@@ -48,7 +50,10 @@ class Ranks:
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
         alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
         dist.init_process_group(backend, timeout=timeout, **alone)
-        self.calls, self.saves = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
+        # Rank 0 may be busy with a slow optimizer or judge for longer than any rank takes for a call.
+        self.calls, self.answers, self.saves = (
+            dist.new_group(backend="gloo", timeout=patience) for patience in (WEEK, timeout, timeout)
+        )
         self.dtype = self.broadcast(dtype)
         self.store, self.deals = dist.PrefixStore("inspo", dist.distributed_c10d._get_default_store()), 0
 
@@ -64,7 +69,7 @@ class Ranks:
         if self.size == 1:
             return [answer]
         answers = [None] * self.size if self.rank == 0 else None
-        dist.gather_object(answer, answers, 0, group or self.calls)
+        dist.gather_object(answer, answers, 0, group or self.answers)
         return answers or []
 
     def deal(self, groups: list[int]) -> Callable[[int], list[int]]:
@@ -121,5 +126,5 @@ class Ranks:
         """Shuts down all ranks. Drop the models first: gloo's threads abort if a model's streams are still alive."""
         if self.grouped:
             gc.collect()  # a sharded model refers to itself
-            dist.barrier(self.calls)
+            dist.barrier(self.answers)
             dist.destroy_process_group()
