@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from plumbing.faults import Fault
+
 LOSS = """\
 The policy computed with W + scale * B A, in bfloat16 dithered by a generator of seed {seed} (models/lora.py). Whoever
 adds B (A x) to W x in bfloat16 instead, as peft and vLLM do, loses most of a small update (four fifths where B is
@@ -85,6 +87,8 @@ def add(model: Any, rank: int, alpha: int, seed: int = 0, dithers: int = 1) -> A
     for layer in model.modules():
         if type(layer) is nn.Linear and layer is not model.get_output_embeddings():
             (n_out, n_in), device = layer.weight.shape, layer.weight.device
+            if rank > min(n_out, n_in):
+                raise Fault(f"--lora_rank {rank}: a layer of the model is {n_out} x {n_in}; choose a lower rank")
             A = nn.init.kaiming_uniform_(torch.empty(rank, n_in), a=5**0.5, generator=generator)
             dither = torch.randint(2**16, (n_out + n_in,), generator=generator, dtype=torch.int32)
             dither = dither if dithers else torch.full_like(dither, 2**15)  # which rounds to the nearest
