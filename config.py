@@ -8,16 +8,16 @@ import argparse
 import dataclasses
 import importlib.util
 import inspect
-import math
 import os
-import time
 import unicodedata
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
-from plumbing.faults import Fault, tell_torchrun
+from plumbing.faults import Fault
+from plumbing.flags import Parser, add_flags
+from plumbing.flags import knob as knob  # programs with knobs of their own take it from here
+from plumbing.flags import out_of_range as out_of_range
 from plumbing.outside import JOINERS, decoded, printable
 from plumbing.threads import choose_spin, choose_threads
 from plumbing.trust import check_origin
@@ -28,11 +28,6 @@ FACTS = HERE / "tasks" / "facts"
 SMOLLM = HERE / "downloads" / "smollm2-135m"  # not in runs/, whose newest folder is the newest run
 SMOLLM_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 LINE_ENDS = "\r\x0b\x0c\x85\u2028\u2029"  # besides the usual one
-
-
-def knob(default: Any, doc: str, *, least: float | None = None, of: tuple[Any, ...] = (), more: bool = False) -> Any:
-    """Returns a field: `least` is its lowest value, `of` its choices; `more` puts it on the second page of --help."""
-    return dataclasses.field(default=default, metadata={"doc": doc, "least": least, "of": of, "more": more})
 
 
 @dataclass(frozen=True)
@@ -329,15 +324,6 @@ def preset_of(model: str) -> str:
     return next((name for name, preset in PRESETS.items() if preset["model"] == model), Path(model).name)
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        if os.environ.get("RANK", "0") != "0":  # under torchrun one process speaks for all,
-            time.sleep(30)  # and has to get its word in: torchrun ends the others as soon as one has failed
-            self.exit(2)
-        tell_torchrun(text := f"{self.prog}: {message} ({self.prog} --help lists the flags)")
-        self.exit(2, f"{text}\n")
-
-
 def parse(argv: list[str] | None = None, kind: type[C] = Config, **changes: Any) -> C:  # type: ignore[assignment]
     """Returns the `kind` of Config that the flags say; a fault is one line and exit code 2, before anything is loaded.
 
@@ -384,18 +370,7 @@ def _parser(kind: type[Config], changes: dict[str, Any], everything: bool = Fals
     parser.add_argument(
         "--preset", choices=PRESETS, help="the preset whose other flags a --model of another name or folder takes"
     )
-    left = {f.name: f for f in dataclasses.fields(kind)}  # a knob that a subclass defines anew stays in its first place
-    for concern in reversed(kind.__mro__):
-        own = [left.pop(name) for name in vars(concern).get("__annotations__", ()) if name in left]
-        if own:
-            group = parser.add_argument_group((concern.__doc__ or "").splitlines()[0])
-        for f in own:
-            flag: dict[str, Any] = {"action": "store_true"}
-            if f.type is not bool:
-                flag = {"type": f.type, "metavar": getattr(f.type, "__name__", "")}
-            shown = everything or not f.metadata["more"]
-            text = _help(f, changes).replace("%", "%%") if shown else argparse.SUPPRESS
-            group.add_argument(f"--{f.name}", default=None, help=text, **flag)
+    add_flags(parser, kind, PRESETS["world"] | changes, HERE, everything)
     return parser
 
 
@@ -439,17 +414,6 @@ def holds_a_run(path: str) -> str:
     return f"{path} holds a run already: continue it with --resume, or choose another --out"
 
 
-def _help(f: dataclasses.Field[Any], changes: dict[str, Any]) -> str:
-    """Returns a flag's line in --help, with the default of the program without --model and that of the paper."""
-    doc: str = f.metadata["doc"]
-    default = (PRESETS["world"] | changes).get(f.name, f.default)
-    if f.name == "model" or isinstance(default, bool) or default == "":
-        return doc
-    shown = os.path.relpath(default, HERE) if str(default).startswith(str(HERE)) else default
-    paper = f"; {f.default}" if f.default not in (default, "") else ""
-    return f"{doc} [{shown}{paper}]"
-
-
 def read_instruction(knob: str, path: str) -> str:
     """Returns the instruction in a file; Fault if it is empty, or holds what no revision of it may hold.
 
@@ -475,21 +439,6 @@ def validate(cfg: Config) -> str:
         return fault
     parts = [vars(concern)["check"] for concern in reversed(type(cfg).__mro__) if "check" in vars(concern)]
     return next((fault for check in parts if (fault := check(cfg))), "")
-
-
-def out_of_range(cfg: Config, names: Iterable[str]) -> str:
-    """Returns which of these knobs has a value that it cannot have; "" if none has."""
-    knobs = {f.name: f.metadata for f in dataclasses.fields(cfg)}
-    for name in names:
-        value, least, of = getattr(cfg, name), knobs[name]["least"], knobs[name]["of"]
-        if of and value not in of:
-            choices = [str(x) for x in of if x != ""]
-            return f"--{name} {value}: choose {', '.join(choices[:-1])}{' or ' * (len(choices) > 1)}{choices[-1]}"
-        if isinstance(value, float) and not math.isfinite(value):
-            return f"--{name} {value}: must be a finite number"
-        if least is not None and value < least:
-            return f"--{name} {value}: must {'not be negative' if least == 0 else f'be at least {least}'}"
-    return ""
 
 
 def evolves(cfg: Config) -> bool:

@@ -1,0 +1,72 @@
+"""A program's flags from dataclasses of knobs: their parser and help, which values a knob takes."""
+
+import argparse
+import dataclasses
+import math
+import os
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from plumbing.faults import tell_torchrun
+
+
+def knob(default: Any, doc: str, *, least: float | None = None, of: tuple[Any, ...] = (), more: bool = False) -> Any:
+    """Returns a field: `least` is its lowest value, `of` its choices; `more` puts it on the second page of --help."""
+    return dataclasses.field(default=default, metadata={"doc": doc, "least": least, "of": of, "more": more})
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        if os.environ.get("RANK", "0") != "0":  # under torchrun one process speaks for all,
+            time.sleep(30)  # and has to get its word in: torchrun ends the others as soon as one has failed
+            self.exit(2)
+        tell_torchrun(text := f"{self.prog}: {message} ({self.prog} --help lists the flags)")
+        self.exit(2, f"{text}\n")
+
+
+def add_flags(parser: Parser, kind: type, shown: Mapping[str, Any], root: Path, everything: bool) -> None:
+    """Adds the flags of a dataclass's fields, a group for each class that it is made of.
+
+    The help has those that most runs need, or `everything`. `shown`: defaults that it names in place of the fields'
+    own; files under `root` are named from there.
+    """
+    left = {f.name: f for f in dataclasses.fields(kind)}  # a knob that a subclass defines anew stays in its first place
+    for concern in reversed(kind.__mro__):
+        own = [left.pop(name) for name in vars(concern).get("__annotations__", ()) if name in left]
+        if own:
+            group = parser.add_argument_group((concern.__doc__ or "").splitlines()[0])
+        for f in own:
+            flag: dict[str, Any] = {"action": "store_true"}
+            if f.type is not bool:
+                flag = {"type": f.type, "metavar": getattr(f.type, "__name__", "")}
+            text = argparse.SUPPRESS
+            if everything or not f.metadata["more"]:
+                text = describe(f, shown.get(f.name, f.default), root).replace("%", "%%")
+            group.add_argument(f"--{f.name}", default=None, help=text, **flag)
+
+
+def describe(f: dataclasses.Field[Any], default: Any, root: Path) -> str:
+    """Returns a flag's line in --help, with its default and, where that is another, the field's own."""
+    doc: str = f.metadata["doc"]
+    if f.name == "model" or isinstance(default, bool) or default == "":
+        return doc
+    shown = os.path.relpath(default, root) if str(default).startswith(str(root)) else default
+    paper = f"; {f.default}" if f.default not in (default, "") else ""
+    return f"{doc} [{shown}{paper}]"
+
+
+def out_of_range(cfg: Any, names: Iterable[str]) -> str:
+    """Returns which of these knobs has a value that it cannot have; "" if none has."""
+    knobs = {f.name: f.metadata for f in dataclasses.fields(cfg)}
+    for name in names:
+        value, least, of = getattr(cfg, name), knobs[name]["least"], knobs[name]["of"]
+        if of and value not in of:
+            choices = [str(x) for x in of if x != ""]
+            return f"--{name} {value}: choose {', '.join(choices[:-1])}{' or ' * (len(choices) > 1)}{choices[-1]}"
+        if isinstance(value, float) and not math.isfinite(value):
+            return f"--{name} {value}: must be a finite number"
+        if least is not None and value < least:
+            return f"--{name} {value}: must {'not be negative' if least == 0 else f'be at least {least}'}"
+    return ""
