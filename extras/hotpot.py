@@ -1,4 +1,4 @@
-"""HotpotQA's questions and the passages that come with them, in this project's formats (docs/tonight.md).
+"""HotpotQA's questions and the passages that come with them, in this project's formats (docs/real.md).
 
     python extras/hotpot.py data/hotpotqa                        # fetches 0.4 GB from the Hugging Face hub, once
 
