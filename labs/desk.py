@@ -11,6 +11,7 @@ from typing import Any
 
 import marimo as mo
 import matplotlib
+import numpy as np
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
@@ -64,6 +65,17 @@ def verdict(check: Callable[[Callable], str], f: Callable, *before: Verdict) -> 
         at = traceback.extract_tb(e.__traceback__)[-1]
         line = f" in `{at.line}`" if at.line else ""
         return Verdict(blank, f"it raises {type(e).__name__}: {e}{line}.")
+
+
+def judge(case: str, got: Any, want: Any, *mistakes: tuple[Any, str]) -> str:
+    """Returns "" if a result is the right one, else the sentence of the mistake, (its result, sentence), that gives it.
+
+    A result that no mistake explains is printed beside the right one; `case` says of which arguments it is.
+    """
+    for result, says in ((want, ""), *mistakes):
+        if np.shape(got) == np.shape(result) and np.allclose(got, result, atol=1e-5, equal_nan=True):
+            return says
+    return f"{case} it returns {np.round(got, 3)}, not {np.round(want, 3)}."
 
 
 def need(what: str, *verdicts: Verdict) -> None:

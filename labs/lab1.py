@@ -80,22 +80,16 @@ def weight(rewards, n):
 def check_weight(weight):
     if (got := weight([], 3)) != 0:
         return f"without a reward it returns {got}; the weight of a new instruction is 0."
-    got = weight([0.0, 0.0, 0.3, 0.6, 0.9], 3)
-    if np.isclose(got, 0.36):
-        return "it averages all rewards. Eq. 6 has a window: the last n alone."
-    if np.isclose(got, 0.1):
-        return "it averages the first n rewards; the window is over the last n."
-    if np.isclose(got, 1.8):
-        return "it adds up the window; divide by the number of rewards in it."
-    if not np.isclose(got, 0.6):
-        return f"the last 3 of 0, 0, 0.3, 0.6, 0.9 have the mean 0.6, and it returns {got:.4g}."
-    got = weight([0.8], 4)
-    if np.isclose(got, 0.2):
-        return (
-            "with 1 reward and a window of 4 it divides by 4. That punishes instructions for being new; divide by the "
-            "rewards that there are (CHOICE-18 in docs/choices.md)."
-        )
-    return "" if np.isclose(got, 0.8) else f"with one reward, 0.8, and a window of 4 it returns {got:.4g}, not 0.8."
+    return desk.judge(
+        "for 0, 0, 0.3, 0.6, 0.9 and a window of 3", weight([0.0, 0.0, 0.3, 0.6, 0.9], 3), 0.6,
+        (0.36, "it averages all rewards. Eq. 6 has a window: the last n alone."),
+        (0.1, "it averages the first n rewards; the window is over the last n."),
+        (1.8, "it adds up the window; divide by the number of rewards in it."),
+    ) or desk.judge(
+        "with one reward, 0.8, and a window of 4", weight([0.8], 4), 0.8,
+        (0.2, "with 1 reward and a window of 4 it divides by 4. That punishes instructions for being new; divide by "
+              "the rewards that there are (CHOICE-18 in docs/choices.md)."),
+    )
 
 
 @app.cell(hide_code=True)
@@ -124,29 +118,24 @@ def probabilities(w, tau_s):
 
 @app.function(hide_code=True)
 def check_probabilities(probabilities):
+    def softmax(z):
+        return np.exp(z) / np.exp(z).sum()
+
     w = np.array([0.5, 0.3, 0.0])
-    got = np.asarray(probabilities(w, 0.2), float)
-    e = np.exp(w / 0.2)
-    if got.shape != w.shape:
-        return f"for 3 weights it returns an array of shape {got.shape}, not (3,)."
-    if np.allclose(got, np.exp(w) / np.exp(w).sum()):
-        return "it forgets tau_s: the exponent is w / tau_s."
-    if np.allclose(got, np.exp(w * 0.2) / np.exp(w * 0.2).sum()):
-        return "it multiplies by tau_s. A low tau_s has to be greedy: divide."
-    if np.allclose(got, w / w.sum()):
-        return "it shares in proportion to w. Then a weight of 0 is never drawn again; Eq. 4 takes e^(w / tau_s)."
-    if not np.isclose(got.sum(), 1):
-        return f"its probabilities add up to {got.sum():.3g}: Eq. 4 divides by the sum over all of P."
-    if not np.allclose(got, e / e.sum()):
-        return f"for w = 0.5, 0.3, 0 and tau_s = 0.2 it returns {got.round(3)}; Eq. 4 gives {(e / e.sum()).round(3)}."
+    total = np.exp(w / 0.2).sum()
     with np.errstate(all="ignore"):
-        got = np.asarray(probabilities(np.array([0.6, 0.4]), 0.0005), float)
-    if not np.isfinite(got).all():
-        return (
-            f"with tau_s = 0.0005 it returns {got}: the exponential overflows. Subtract the largest exponent from all "
-            "first; that divides numerator and denominator by the same number."
+        return desk.judge(
+            "for w = 0.5, 0.3, 0 and tau_s = 0.2", probabilities(w, 0.2), softmax(w / 0.2),
+            (softmax(w), "it forgets tau_s: the exponent is w / tau_s."),
+            (softmax(w * 0.2), "it multiplies by tau_s. A low tau_s has to be greedy: divide."),
+            (w / w.sum(), "it shares in proportion to w. Then a weight of 0 is never drawn again; Eq. 4 takes "
+                          "e^(w / tau_s)."),
+            (np.exp(w / 0.2), f"its probabilities add up to {total:.3g}: Eq. 4 divides by the sum over all of P."),
+        ) or desk.judge(
+            "with tau_s = 0.0005 and w = 0.6, 0.4", probabilities(np.array([0.6, 0.4]), 0.0005), np.array([1.0, 0]),
+            (np.full(2, np.nan), "with tau_s = 0.0005 the exponential overflows. Subtract the largest exponent from "
+                                 "all first; that divides numerator and denominator by the same number."),
         )
-    return "" if np.allclose(got, [1, 0]) else f"with tau_s = 0.0005 it returns {got}; it has to be greedy there."
 
 
 @app.cell(hide_code=True)

@@ -113,15 +113,15 @@ def first_difference(a, b):
 
 @app.function(hide_code=True)
 def check_first_difference(first_difference):
-    if (got := first_difference([1, 2, 3], [1, 2, 3])) != -1:
-        return f"of two equal lists it returns {got}, not -1."
-    if (got := first_difference([1, 2, 3], [1, 4, 3])) != 1:
-        return f"[1, 2, 3] and [1, 4, 3] differ at place 1, and it returns {got}."
+    for a, b, place in (([1, 2, 3],) * 2 + (-1,), ([1, 2, 3], [1, 4, 3], 1)):
+        if (got := first_difference(a, b)) != place:
+            return f"for {a} and {b} it returns {got}, not {place}."
     for a, b in (([1, 2], [1, 2, 3]), ([1, 2, 3], [1, 2])):
-        if first_difference(a, b) == -1:
-            return f"it takes {a} and {b} for the same: zip ends with the shorter one."
-        if (got := first_difference(a, b)) != 2:
-            return f"{a} and {b} differ at place 2, where one has ended; it returns {got}."
+        if says := desk.judge(
+            f"for {a} and {b}, which differ at place 2, where one has ended,", first_difference(a, b), 2,
+            (-1, f"it takes {a} and {b} for the same and returns -1: zip ends with the shorter one."),
+        ):  # fmt: skip
+            return says
     return ""
 
 
@@ -154,18 +154,15 @@ def rho(new, old):
 @app.function(hide_code=True)
 def check_rho(rho):
     new, old = np.log([0.5, 0.4]), np.log([0.5, 0.2, 0.5])
-    got = rho(new, old)
-    if np.ndim(got):
+    if np.ndim(got := rho(new, old)):
         return "it returns a value for each token; a turn has one rho."
-    for wrong, says in (
+    return desk.judge(
+        "with 0.5 * 0.4 over 0.5 * 0.2 * 0.5", got, 4.0,
         (np.log(4.0), "that is the log of rho: take the exponential."),
         (0.25, "it is upside down: the trainer's probability belongs on top."),
         (np.exp(np.mean(new) - np.mean(old)), "it compares averages; the probability of a turn is a product."),
-        ((0.5 + 0.4) / (0.5 + 0.2 + 0.5), "it adds up probabilities; those of tokens multiply, so their logs add up."),
-    ):
-        if np.isclose(got, wrong):
-            return says
-    return "" if np.isclose(got, 4.0) else f"with 0.5 * 0.4 over 0.5 * 0.2 * 0.5 it returns {got:.4g}, not 4."
+        (0.9 / 1.2, "it adds up probabilities; those of tokens multiply, so their logs add up."),
+    )
 
 
 @app.cell(hide_code=True)

@@ -120,30 +120,19 @@ def drop_probability(n, best, other, N, keep):
 
 @app.function(hide_code=True)
 def check_drop_probability(drop_probability):
-    def variant(n, best, other, N, keep, ties=1, others=1, least=0):
-        x = np.arange(n + 1)
-        ahead = binom.sf(x - ties, n, other)
-        return float(binom.pmf(x, n, best) @ binom.sf(keep - 1 + least, N - others, ahead))
+    def variant(ties=1, others=1, keep=4):
+        x = np.arange(21)
+        return float(binom.pmf(x, 20, 0.3) @ binom.sf(keep - 1, 7 - others, binom.sf(x - ties, 20, 0.2)))
 
-    got = drop_probability(20, 0.3, 0.2, 7, 4)
-    for wrong, says in (
-        (variant(20, 0.3, 0.2, 7, 4, ties=0), "it lets the best win ties: P(Y >= x) is P(Y > x - 1)."),
-        (variant(20, 0.3, 0.2, 7, 4, others=0), "it counts the best among the others: N - 1 of them can be ahead."),
-        (
-            variant(20, 0.3, 0.2, 7, 4, least=1),
-            "it asks for more than `keep` ahead; with exactly `keep` the best goes.",
-        ),
-        (variant(20, 0.3, 0.2, 7, 3), "N - keep ahead are not enough to push it out: `keep` have to be."),
-        (1 - variant(20, 0.3, 0.2, 7, 4), "that is how often it survives."),
-    ):
-        if np.isclose(got, wrong):
-            return says
-    if not np.isclose(got, want := variant(20, 0.3, 0.2, 7, 4)):
-        return f"with 20 rewards each, 0.3 against 0.2, 4 of 7 kept, it returns {got:.4g}, not {want:.4g}."
-    # One reward, and one other: it is ahead unless the best is right and it is wrong.
-    got = drop_probability(1, 0.5, 0.5, 2, 1)
-    return (
-        "" if np.isclose(got, 0.75) else f"one coin each, two instructions, one stays: 0.75, and it returns {got:.4g}."
+    return desk.judge(
+        "with 20 rewards each, 0.3 against 0.2, 4 of 7 kept,", drop_probability(20, 0.3, 0.2, 7, 4), variant(),
+        (variant(ties=0), "it lets the best win ties: P(Y >= x) is P(Y > x - 1)."),
+        (variant(others=0), "it counts the best among the others: N - 1 of them can be ahead."),
+        (variant(keep=5), "it asks for more than `keep` ahead; with exactly `keep` the best goes."),
+        (variant(keep=3), "N - keep ahead are not enough to push it out: `keep` have to be."),
+        (1 - variant(), "that is how often it survives."),
+    ) or desk.judge(  # the other is ahead unless the best is right and it is wrong
+        "with one coin each, two instructions, one stays,", drop_probability(1, 0.5, 0.5, 2, 1), 0.75
     )
 
 
@@ -171,13 +160,12 @@ def check_rewards_needed(rewards_needed):
 
     want = next(n for n in range(1, 999) if drop(n) <= 0.1)
     got = rewards_needed(0.5, 0.2, 4, 2, 0.1)
-    if got == want:
-        return ""
-    if got == want - 1:
-        return f"{got} is the last n that is not enough; return the first that is."
-    if isinstance(got, (int, np.integer)) and got > want and drop(int(got)) <= 0.1:
+    if got > want:
         return f"{got} rewards are enough, but so are fewer."
-    return f"for 0.5 against 0.2, 2 of 4 kept and at most 0.1 it returns {got}, not {want}."
+    return desk.judge(
+        "for 0.5 against 0.2, 2 of 4 kept and at most 0.1", got, want,
+        (want - 1, f"{got} is the last n that is not enough; return the first that is."),
+    )
 
 
 @app.cell(hide_code=True)

@@ -17,7 +17,7 @@ from transformers import Qwen2Config
 from config import PRESETS, Config
 from engines.vllm_engine import VllmEngine
 from extras.bench.harness import parser_of, timed
-from extras.bench.update import TOY
+from extras.bench.update import TOY, randomize
 from models.model import empty, load_tokenizer, weights
 from plumbing.faults import Fault, one_line
 from training.fit import KNOWN, estimate
@@ -25,14 +25,6 @@ from training.fit import KNOWN, estimate
 SMALL = TOY | {"num_attention_heads": 2}  # 32 wide, the least that vLLM takes on a CPU
 ROWS, PROMPT, TURN = 64, 512, 64  # tokens
 SPARE = 4e9  # bytes that neither weights nor vLLM get: a forward pass's room
-
-
-def draw(model, seed: int) -> None:
-    """Gives a model random weights: matrices N(0, 0.02), norms 1, biases 0."""
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            p.normal_(std=0.02) if p.ndim > 1 else p.fill_(0.0 if name.endswith("bias") else 1.0)
 
 
 def used(cuda: bool) -> float:
@@ -77,7 +69,7 @@ def main() -> None:
     config = Qwen2Config(**(KNOWN["Qwen/Qwen2.5-3B"] if cuda else SMALL), architectures=["Qwen2ForCausalLM"])
     tokenizer = load_tokenizer(PRESETS["world"]["model"], ())
     model = empty(config, torch.bfloat16, "cuda" if cuda else "cpu")
-    draw(model, 0)
+    randomize(model, 0)
     total = torch.cuda.get_device_properties(0).total_memory / 1e9 if cuda else 24.0
     before = used(cuda)  # the weights, with the CUDA context
     memory = (total - before - SPARE / 1e9) / total if cuda else 0.05
@@ -94,7 +86,7 @@ def main() -> None:
     gb = {"awake": used(cuda)}
     _, sleep_s, _ = timed(engine.sleep)
     gb["asleep"] = used(cuda)
-    draw(model, 1)
+    randomize(model, 1)
     _, wake_s, _ = timed(lambda: engine.load(weights(model)))
     play(engine, prompts)
     gb["awake_again"] = used(cuda)

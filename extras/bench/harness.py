@@ -1,12 +1,12 @@
-"""What the measurements share: a run's policy in this process, its search server, times, and processes that end."""
+"""What the measurements share: a run's policy in this process, its command, times, and processes that end."""
 
 import argparse
 import contextlib
 import os
 import subprocess
-import tempfile
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported
 import psutil  # noqa: E402
 
 from config import Config, parse  # noqa: E402
-from plumbing.servers import Child  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 BEST = (
@@ -76,12 +75,18 @@ class Player:
         self.policy.close()
 
 
-@contextlib.contextmanager
-def search_server(corpus: str) -> Iterator[str]:
-    """Yields the URL of a search server over a corpus."""
-    with tempfile.TemporaryDirectory() as tmp:
-        with Child([str(ROOT / "retrieval_server.py"), "--corpus", corpus], f"{tmp}/log") as server:
-            yield server.url
+def write_instruction(folder: Path) -> Path:
+    """Writes BEST to a file: under it the first policy scores, so there are gradients."""
+    file = folder / "instruction.txt"
+    file.write_text(BEST)
+    return file
+
+
+def train_command(out: Path, ranks: int, flags: Sequence[str]) -> list[str]:
+    """Returns the command that starts a run in `out`, or resumes the one that is there."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] * (ranks > 1)
+    resume = ["--resume"] * (out / "config.json").exists()
+    return [sys.executable, *torchrun, "inspo.py", "--out", str(out), *flags, *resume]
 
 
 def timed(work: Callable[[], Any]) -> tuple[Any, float, float]:

@@ -16,8 +16,9 @@ import tempfile
 from pathlib import Path
 
 from config import PRESETS
-from extras.bench.harness import ROOT, Player, add_policy, config_of, parser_of, search_server, timed
+from extras.bench.harness import ROOT, Player, add_policy, config_of, parser_of, timed
 from plumbing.faults import one_line
+from plumbing.servers import Child
 
 
 def first_step() -> float:
@@ -39,7 +40,10 @@ def main() -> None:
 
     cfg = config_of(args)
     rows = []
-    with search_server(cfg.corpus) as url, contextlib.closing(Player(cfg, server=url)) as player:
+    with contextlib.ExitStack() as stack:
+        log = Path(stack.enter_context(tempfile.TemporaryDirectory()), "server.log")
+        server = stack.enter_context(Child([str(ROOT / "retrieval_server.py"), "--corpus", cfg.corpus], log))
+        player = stack.enter_context(contextlib.closing(Player(cfg, server=server.url)))
         for t in range(args.repeat + 1):
             taus, *rollout = timed(lambda t=t: player.rollout(t))
             rows.append([*rollout, *timed(lambda t=t, taus=taus: player.update(t, taus))[1:]])

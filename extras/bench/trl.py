@@ -11,11 +11,10 @@ Both compute in the dtype of a run. In bfloat16 both keep float32 weights: ours 
 the engine samples from a copy, with float32 logits; TRL's are cast at every use (torch's autocast), in generation too.
 
 Seconds are the CPU's, of all threads, which other programs on the machine disturb least. Threads are OMP_NUM_THREADS;
-without it 1 for the world's policy, 2 for another. Both sides of SmolLM2-135M take 11 GB; --only measures one.
+without it 1 for the world's policy, 2 for another. Both sides of SmolLM2-135M take 11 GB; `--only ours` measures ours.
 """
 
 import contextlib
-import gc
 import json
 import math
 import os
@@ -23,7 +22,6 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from importlib.metadata import version
 
 from config import PRESETS, Config, read_instruction
@@ -65,7 +63,7 @@ class Rounds:
             self.sides.setdefault(side, defaultdict(list))[name].append(value)
         print(side, "  ".join(f"{name} {value:.1f}" for name, value in row.items()), flush=True)
 
-    def ours(self, ours: Ours, t: int) -> None:
+    def play_ours(self, ours: Ours, t: int) -> None:
         taus, clock, cpu = timed(lambda: ours.rollout(t))
         _, more_clock, more_cpu = timed(lambda: ours.update(t, taus))
         self.note("ours", cpu, cpu + more_cpu, clock + more_clock, sum(sum(tau.mask) for tau in taus))
@@ -77,7 +75,7 @@ def exact_match(completions: list, golds: list, **_: object) -> list[float]:
     return [float(em(last_answer(text), gold)) for text, gold in zip(texts, golds, strict=True)]
 
 
-def trl_trainer(ours: Ours, rounds: int, out: str):
+def make_trainer(ours: Ours, rounds: int, out: str):
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -103,13 +101,13 @@ def trl_trainer(ours: Ours, rounds: int, out: str):
     )  # fmt: skip
 
 
-def train_with_trl(ours: Ours, rounds: int, note: Callable[..., None], our_round: Callable[[int], None]) -> None:
-    """Calls `note` after every round of TRL's, then `our_round`."""
+def train_with_trl(ours: Ours, n: int, rounds: Rounds) -> None:
+    """Plays n rounds of TRL's, each followed by one of ours."""
     import torch
     from transformers import TrainerCallback
 
     with tempfile.TemporaryDirectory() as out:
-        trainer = trl_trainer(ours, rounds, out)
+        trainer = make_trainer(ours, n, out)
         generate = trainer._generate
 
         class InTurn(TrainerCallback):
@@ -118,9 +116,9 @@ def train_with_trl(ours: Ours, rounds: int, note: Callable[..., None], our_round
 
             def on_step_end(self, args, state, *_, **__):
                 step, clock = time.process_time() - self.start[0], time.perf_counter() - self.start[1]
-                note("trl", self.generation, step, clock, self.tokens)
+                rounds.note("trl", self.generation, step, clock, self.tokens)
                 torch.set_grad_enabled(True)
-                our_round(state.global_step)
+                rounds.play_ours(ours, state.global_step)
 
         turns = InTurn()
 
@@ -138,7 +136,7 @@ def train_with_trl(ours: Ours, rounds: int, note: Callable[..., None], our_round
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=12, help="of each side, after one that warms up")
-    parser.add_argument("--only", choices=("ours", "trl"), help="one side, which takes half the memory")
+    parser.add_argument("--only", choices=("ours",), help="one side, which takes half the memory and no TRL")
     add_policy(parser)
     args = parser.parse_args()
     if args.rounds < 1:
@@ -148,21 +146,17 @@ def main() -> None:
     cfg, rounds = config_of(args, tools="none", max_response=48), Rounds()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1 if cfg.model == WORLD["model"] else 2)))
     with contextlib.closing(Ours(cfg)) as ours:
-        if args.only == "trl":
-            ours.close()  # drops its weights,
-            gc.collect()  # which refer to themselves
-        if args.only == "ours":
+        if args.only:
             for t in range(args.rounds + 1):
-                rounds.ours(ours, t + 1)
+                rounds.play_ours(ours, t + 1)
         else:
-            our_round = (lambda t: rounds.ours(ours, t)) if not args.only else lambda t: None
-            train_with_trl(ours, args.rounds + 1, rounds.note, our_round)
+            train_with_trl(ours, args.rounds + 1, rounds)
     result = {"model": cfg.model, "dtype": ours.dtype, "trajectories": len(ours.jobs), "rounds": args.rounds}
     result |= {"threads": torch.get_num_threads(), "torch": torch.__version__}
-    result |= {"trl": version("trl")} if args.only != "ours" else {}
     print("\nCPU seconds, and a step's by the clock: median (least to most)")
     columns = {f"{side}_{part}_s": rows[part][1:] for side, rows in rounds.sides.items() for part in PARTS}
     if not args.only:
+        result["trl"] = version("trl")
         for part in PARTS:
             pairs = zip(columns[f"ours_{part}_s"], columns[f"trl_{part}_s"], strict=True)
             columns[f"{part}_ratio"] = [theirs / mine for mine, theirs in pairs]  # TRL / ours

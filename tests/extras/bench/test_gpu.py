@@ -134,13 +134,10 @@ def test_a_part_that_fails_or_takes_too_long_is_reported_and_the_next_one_runs(t
 
 @pytest.mark.slow
 @pytest.mark.skipif(not find_spec("vllm"), reason="vLLM is not installed: make test-vllm")
-def test_the_parts_of_make_gpu_with_vllm_alone_run_on_toys(tmp_path):
-    """vLLM beside the trainer's weights; a `vllm serve` that a killed run has left and a resumed one takes again."""
-    command = [sys.executable, "-m", "extras.bench.gpu", "--device", "cpu", "--only", "beside", "url"]
-    command += ["--out", tmp_path]
+def test_the_part_of_make_gpu_with_vllm_alone_runs_on_a_toy(tmp_path):
+    """vLLM beside the trainer's weights."""
+    command = [sys.executable, "-m", "extras.bench.gpu", "--device", "cpu", "--only", "beside", "--out", tmp_path]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
-    beside, url = json.loads(done.stdout.splitlines()[-1])["parts"]
+    [beside] = json.loads(done.stdout.splitlines()[-1])["parts"]
     assert beside["status"] == "PASS" and beside["figures"]["unproven"] == 0
-    assert url["status"] == "PASS" and url["line"].endswith("adapters over HTTP")
-    assert url["figures"]["resumed_after"] in (1, 2) and url["figures"]["logp_gap_max"] < 1e-4
