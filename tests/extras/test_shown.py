@@ -42,7 +42,7 @@ ELSEWHERE = {
     "labs": "tests/labs/test_labs.py", "marimo": "tests/labs/test_labs.py",
     "pytest": "itself", "ruff": "make lint", "mypy": "make lint", "pip": ".ci/run",
     "extras.bench.chaos": "tests/extras/bench/test_chaos.py", "extras.bench.mutants": "it runs these tests",
-    "extras.bench.trl": "it wants TRL", "extras.bench.gpu": "it wants a GPU", "extras.bench.resume": "it wants a GPU",
+    "extras.bench.gpu": "it wants a GPU", "extras.bench.resume": "it wants a GPU",
     "extras.bench.update": "it wants a GPU",
     "retrieval.build": "tests/test_retrieval_*.py",
     "kernels.bench": "tests/test_triton.py", "my_objective.py": "tests/test_forks.py",
