@@ -168,25 +168,19 @@ class Paired(Rule):
             self.learn([list(by_id)], [[sum(r) / len(r) for r in by_id.values()]])
         self.weigh()
 
-    def learn(self, blocks: Sequence[Sequence[int]], r: Sequence[Sequence[float]]) -> None:
-        """Adds questions that went to as many instructions each: ids and mean rewards (questions, instructions)."""
+    def learn(self, blocks: Sequence[list[int]], r: Sequence[list[float]]) -> None:
+        """Adds questions: the ids of the instructions that each went to, and their mean rewards."""
         design = self.design = self.design or Design(self.ids)
-        rows = {j: k for k, j in enumerate(design.ids)}
-        design.add(np.array([[rows[j] for j in block] for block in blocks]), np.array(r, float))
+        design.asked += blocks
+        design.rewards += r
 
     def weigh(self) -> None:
         """Sets w = mean reward on the common questions + effect."""
         assert self.design
-        fit = self.design.fit()
-        weights = self.design.level(fit) + fit.a
-        for I in self.active:
-            if self.design.drawn[k := self.row(I.id), k]:
-                I.rewards = [float(weights[k])]
-
-    def row(self, j: int) -> int:
-        """Returns an instruction's row in the design."""
-        assert self.design
-        return self.design.ids.index(j)
+        fit, times = self.design.fit(), self.design.drawn().diagonal()
+        for k, j in enumerate(self.design.ids):
+            if times[k] and j in self.ids:
+                self.family[j].rewards = [float(fit.level[k] + fit.a[k])]
 
     def prune(self, ranked: Sequence[Instruction], N_parent: int, t: int) -> list[Instruction]:
         """Drops those that are significantly behind the leader, the last ones first; returns the dropped ones.
@@ -206,12 +200,12 @@ class Paired(Rule):
         """
         if not self.design:
             return []
-        fit, n = self.design.fit(), len(ranked)
+        fit, n, rows = self.design.fit(), len(ranked), [self.design.ids.index(I.id) for I in ranked]
         if fit.df < 1 or n < 2:
             return []
-        distance, se = fit.behind(self.row(ranked[0].id))
+        distance, se = fit.behind(rows[0])
         t = -float(stdtrit(fit.df, ALPHA / (self.looks * (self.looks + 1) * n * (n - 1))))
-        return [I for I in ranked[1:] if distance[k := self.row(I.id)] > t * se[k] + 1e-9]
+        return [I for I, k in zip(ranked, rows, strict=True) if distance[k] > t * se[k] + 1e-9]
 
     def succeed(self, parents: Sequence[Instruction], new: Sequence[Candidate], t: int) -> list[Instruction]:
         """With a new generation the comparison begins anew."""
@@ -221,12 +215,12 @@ class Paired(Rule):
         return joined
 
     def state_dict(self) -> dict[str, Any]:
-        design = self.design.state_dict() if self.design else None
+        design = self.design and {name: [*x] for name, x in vars(self.design).items()}
         return super().state_dict() | {"design": design, "looks": self.looks}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self.design = Design.of(state["design"]) if state["design"] else None
+        self.design = state["design"] and Design(**state["design"])
         self.looks = state["looks"]
 
 
