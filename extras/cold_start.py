@@ -157,13 +157,8 @@ def encoded(row: Any, k: int, task: Task, tokenizer: "Tokenizer", cfg: RolloutKn
 
 def demonstrations(cfg: ColdStartConfig, task: Task, tokenizer: "Tokenizer") -> dict[int, Trajectory]:
     """Returns what --demos demonstrates, by line of the file; of rows that are alike the first. Raises Fault."""
-    from models.model import load_config
-
     path, limit = Path(cfg.demos), cfg.max_prompt + cfg.max_response
     what = f"--max_prompt {cfg.max_prompt} + --max_response {cfg.max_response} are"
-    positions = getattr(load_config(cfg.model), "max_position_embeddings", None)
-    if positions and positions < limit:
-        limit, what = positions, "the model's positions are"
     if not path.is_file():
         raise Fault(f"--demos {path}: no such file; check the path")
     found: dict[tuple[int, ...], tuple[int, Trajectory]] = {}

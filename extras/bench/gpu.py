@@ -1,4 +1,4 @@
-"""Does it work on this GPU? Ten parts in at most 22 minutes (`make gpu`): a line for each, a table, JSON last.
+"""Does it work on this GPU? Ten parts in at most 22 minutes (`make gpu`): a line for each, JSON last.
 
 kernels  the tests that need a GPU: the Triton kernel in every setting, packed attention in bf16
 world    a run of the embedded world (FSDP2, NCCL, torch engine), killed and resumed: extras/bench/resume.py
@@ -18,7 +18,6 @@ or later; without vLLM its part is skipped; the tests need pytest). `--device cp
 shapes, whose figures mean nothing.
 """
 
-import argparse
 import contextlib
 import datetime
 import importlib.util
@@ -177,8 +176,7 @@ def error_line(log: str) -> str:
 
 
 def attempt(part: Part, cards: int, limit: float, out: Path, env: dict[str, str]) -> dict:
-    """Runs a part, on the CPU if there are no cards; returns its status, seconds, limit, log, figures and line for the
-    table."""
+    """Runs a part, on the CPU if there are no cards; returns its status, seconds, limit, log, figures and line."""
     cuda = cards > 0
     row = {"name": part.name, "status": "SKIP", "seconds": 0.0, "limit": limit, "log": "", "figures": {}}
     if absent := missing(part.needs):
@@ -232,39 +230,11 @@ def probe(env: dict[str, str]) -> dict:
     return machine | {"date": datetime.date.today().isoformat()}
 
 
-def table(machine: dict, rows: list[dict]) -> str:
-    """Returns machine and results in Markdown."""
-    card = "no GPU, toy shapes: the figures mean nothing"
-    if machine["card"]:
-        card = f"{machine['card']}, {machine['memory_gb']} GB, driver {machine.get('driver') or 'unknown'}"
-    names = ("torch", "triton", "vllm", "transformers", "liger-kernel", "python")
-    versions = ", ".join(f"{name} {machine[name]}" for name in names)
-    lines = [
-        f"| {card} | {machine['date']} | |",
-        "|---|---|---|",
-        f"| {versions} | CUDA {machine['cuda'] or 'none'} | |",
-    ]
-    for row in rows:
-        line = row["line"].replace("|", "\\|")
-        lines.append(f"| {row['name']} | {row['status']}, {row['seconds']:.0f} s | {line} |")
-    return "\n".join(lines)
-
-
-def limit_of(text: str) -> tuple[str, float]:
-    name, _, seconds = text.partition("=")
-    if name not in [part.name for part in PARTS]:
-        raise argparse.ArgumentTypeError(f"{name}: no such part")
-    return name, float(seconds)
-
-
 def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", choices=[part.name for part in PARTS], help="these parts alone")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: toy shapes, without a GPU")
-    parser.add_argument("--limit", nargs="+", type=limit_of, default=[], metavar="PART=SECONDS",
-                        help="other time limits than {} s (on the CPU three times as much)".format(
-                            ", ".join(f"{part.name} {part.limit}" for part in PARTS)))  # fmt: skip
-    parser.add_argument("--out", default="runs/gpu", help="folder of the logs, of gpu.json and of the table, gpu.md")
+    parser.add_argument("--out", default="runs/gpu", help="folder of the logs and of gpu.json")
     args = parser.parse_args()
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the running part ends, too
@@ -275,18 +245,16 @@ def main() -> int:
     if cuda and not machine["card"]:
         raise Fault("torch finds no GPU here; --device cpu tries everything on toy shapes")
     print(", ".join(f"{k} {v}" for k, v in machine.items() if v), flush=True)
-    limits, rows = dict(args.limit), []
+    rows = []
     for part in PARTS:
         if not args.only or part.name in args.only:
-            limit = limits.get(part.name, part.limit * (1 if cuda else 3))
-            row = attempt(part, machine.get("cards", 0), limit, out, env)
+            row = attempt(part, machine.get("cards", 0), part.limit * (1 if cuda else 3), out, env)
             where = f" ({row['log']})" if row["status"] == "FAIL" else ""
             print(f"{row['status']} {part.name:8} {row['seconds']:4.0f} s  {row['line']}{where}", flush=True)
             rows.append(row)
     result = {"machine": machine, "parts": rows}
     (out / "gpu.json").write_text(json.dumps(result, indent=1))
-    (out / "gpu.md").write_text(page := f"{table(machine, rows)}\n")
-    print(f"\n{page}\n{json.dumps(result)}")
+    print(json.dumps(result))
     return int(any(row["status"] == "FAIL" for row in rows))
 
 

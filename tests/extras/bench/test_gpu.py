@@ -90,6 +90,12 @@ def test_a_part_that_misses_a_goal_fails(tmp_path):
         assert row["status"] == status and "7 ms" in row["line"] and ("the goal" in row["line"]) == bool(missed)
 
 
+def test_a_part_that_takes_too_long_is_ended_and_reported(tmp_path):
+    code = "import time; print('step 1', flush=True); time.sleep(60)"
+    row = gpu.attempt(gpu.Part("x", 5, "json", [], ["-c", code], gpu.last_json), 0, 5, tmp_path, dict(os.environ))
+    assert row["status"] == "FAIL" and row["line"] == "not done after 5 s; last: step 1" and row["seconds"] < 30
+
+
 def test_a_vllm_that_keeps_its_memory_asleep_misses_the_goal():
     from extras.bench import colocated
 
@@ -105,11 +111,11 @@ def test_a_vllm_that_keeps_its_memory_asleep_misses_the_goal():
 
 
 @pytest.mark.slow
-def test_a_part_that_fails_or_takes_too_long_is_reported_and_the_next_one_runs(tmp_path):
+def test_a_part_that_fails_is_reported_and_the_next_one_runs(tmp_path):
     (tmp_path / "cachetools.py").write_text("raise ImportError('this one is broken')")
     out = tmp_path / "out"
     command = [sys.executable, "-m", "extras.bench.gpu", "--device", "cpu", "--out", out]
-    command += ["--limit", "head=1", "update=600", "--only", "world", "update", "head", "vllm"]
+    command += ["--only", "world", "update", "vllm"]
     env = os.environ | {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1500)
     assert done.returncode == 1 and not done.stderr
@@ -117,19 +123,15 @@ def test_a_part_that_fails_or_takes_too_long_is_reported_and_the_next_one_runs(t
     found = json.loads(lines[-1])
     assert found == json.loads((out / "gpu.json").read_text())
     parts = {part["name"]: part for part in found["parts"]}
-    assert list(parts) == ["world", "update", "head", "vllm"]
+    assert list(parts) == ["world", "update", "vllm"]
     assert parts["world"]["status"] == "FAIL" and "this one is broken" in parts["world"]["line"]
     assert parts["update"]["status"] == "PASS" and parts["update"]["figures"]["tokens_per_s"] > 0
-    assert parts["head"]["status"] == "FAIL" and parts["head"]["line"].startswith("not done after 1 s")
     assert parts["vllm"]["status"] in ("SKIP", "FAIL")  # installed, it fails as the world does
     for part in parts.values():
         [line] = [line for line in lines if line.startswith(f"{part['status']} {part['name']} ")]
         assert part["line"] in line and (part["log"] in line if part["status"] == "FAIL" else True)
         assert part["status"] == "SKIP" or Path(part["log"]).is_file()
-    table = [line for line in lines if line.startswith("|")]
-    assert (out / "gpu.md").read_text().splitlines() == table  # to paste
-    assert len(table) == 3 + len(parts) and {line.replace("\\|", "").count("|") for line in table} == {4}
-    assert found["machine"]["torch"] == torch.__version__ and torch.__version__ in table[2]
+    assert found["machine"]["torch"] == torch.__version__ and torch.__version__ in lines[0]
 
 
 @pytest.mark.slow
