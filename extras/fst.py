@@ -102,8 +102,7 @@ class GEPA(FromOne):
             I_parent = P.active[rng.choice(len(P), p=wins / wins.sum())]
             tau_fail = shown.failures(rng, cfg.failures, I_parent.id)
             if not tau_fail:
-                spared = self.B.failures(rng, 1, I_parent.id)
-                shortfall = "D_B took every failure" if spared else "no failure to learn from"
+                shortfall = "no failure to learn from that D_B does not have"
                 break
             golds = [gold for e in tau_fail for gold in e.golds]
             prompt = feedback_prompt(I_parent.text, tau_fail, cfg.prompt_budget, self.task)

@@ -155,11 +155,21 @@ class Batch:
         return np.array([lp for tau in self.taus for lp, m in zip(tau.logps, tau.mask, strict=True) if m], float)
 
     @cached_property
+    def advantage(self) -> Array:
+        """A-hat of each trajectory, as `set_advantages` has left it."""
+        return np.array([tau.advantage for tau in self.taus], float)
+
+    @cached_property
     def A(self) -> Array:
         """A-hat, as `set_advantages` has left it in the trajectories."""
         if not any(tau.credit for tau in self.taus):
-            return np.array([tau.advantage for tau in self.taus], float)[self.tau]
+            return self.advantage[self.tau]
         return np.concatenate([np.repeat(tau.credit, tau.acted or [sum(tau.mask)]) for tau in self.taus])
+
+    @property
+    def grpo(self) -> Array:
+        """Eq. 3 of each trajectory (n,)."""
+        return self.each(v.normal, self.reward, self.group)
 
     # ---- arithmetic
 

@@ -67,10 +67,6 @@ class Player:
                 waiting = {}
         return done
 
-    def progress(self, taus: list[Trajectory]) -> None:
-        """Shows how many trajectories have ended."""
-        self.agent.progress(sum(bool(tau.stop) for tau in taus))
-
     def text(self, turn: FinishedTurn) -> str:
         return str(self.tokenizer.decode(turn.ids, skip_special_tokens=True)).strip()
 
@@ -95,8 +91,7 @@ def begin(questions: Sequence[Question]) -> list[Trajectory]:
 
 def answer_of(text: str) -> str:
     r"""Returns the answer in a reply: the last \boxed{}, <answer>, or what follows "answer is:"; else all of it."""
-    boxed = re.findall(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}", text)
-    if boxed:
+    if boxed := re.findall(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}", text):
         return re.sub(r"\\text\{([^{}]*)\}", r"\1", boxed[-1]).strip()
     tagged = last_answer(text)
     if tagged is not None:
@@ -171,7 +166,6 @@ def ircot(player: Player, questions: Sequence[Question], steps: int = 5) -> list
                 taus[k].stop = "answer"
             else:
                 queries[k] = re.sub(r"</?\w+>", " ", thought).strip() or taus[k].question.text
-        player.progress(taus)
         if not queries:
             break
     for k, tau in enumerate(taus):
@@ -224,7 +218,6 @@ def search_o1(player: Player, questions: Sequence[Question]) -> list[Trajectory]
             note = player.words.result[0] + re.sub(r"</?\w+>", "", read).strip() + player.words.result[1]
             taus[k].observe(encode(player.tokenizer, note)[: player.cfg.max_observation])
             taus[k].response += note
-        player.progress(taus)
         active = {k for k in active if not taus[k].stop}
         if not active:
             break

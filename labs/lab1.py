@@ -150,14 +150,14 @@ def _():
     mo.md(r"""
     ## What $\tau_s$ does
 
-    Your function over three decades of $\tau_s$, beside the project's own (`Population.probabilities`, dots). The
-    dotted line is the paper's $\tau_s$.
+    Your function over three decades of $\tau_s$; the answer below compares it with the project's own,
+    `Population.probabilities`.
     """)
     return
 
 
 @app.cell
-def _(right_probabilities, tau_s, w):
+def _(right_probabilities, w):
     desk.need("The figure", right_probabilities)
 
     def theirs(tau):
@@ -167,15 +167,12 @@ def _(right_probabilities, tau_s, w):
         return P.probabilities()
 
     taus = np.geomspace(0.01, 10, 100)
-    _figure, _ax = desk.axes()
-    _ax.plot(taus, [probabilities(np.array(w), tau) for tau in taus], label=[f"w = {x:.2f}" for x in w])
-    _ax.set_prop_cycle(None)
-    _ax.plot(taus[::9], [theirs(tau) for tau in taus[::9]], "o", ms=3)
-    _ax.axvline(tau_s, color="gray", ls=":")
-    _ax.set(xscale="log", xlabel="tau_s", ylabel="share of the questions")
-    _ax.legend(frameon=False)
     gap = max(abs(probabilities(np.array(w), tau) - theirs(tau)).max() for tau in taus)
-    _figure
+    _shares = np.array([probabilities(np.array(w), tau) for tau in taus]).T
+    desk.draw(
+        "tau_s", "share of the questions", *((f"w = {x:.2f}", taus, p) for x, p in zip(w, _shares, strict=True)),
+        xscale="log",
+    )
     return gap, taus
 
 
@@ -192,11 +189,7 @@ def _(gap, predicted, right_probabilities, right_weight, tau_s, taus, w):
     mo.vstack(
         [
             desk.compare("The share of the best", predicted, found["share of the best"]),
-            mo.md(
-                f"The worst still gets {found['share of the worst']:.3f} of the questions. Half of them go to the best "
-                f"at a τ_s of {found['tau_s at which the best gets half']:.2f}. Your function and the project's differ "
-                f"by at most {found['largest distance to Population']:.0e}."
-            ),
+            desk.list_found(found, predicted),
         ]
     )
     return
@@ -230,14 +223,13 @@ def _(right_probabilities, right_weight, tau_s, w):
             P.attribute(Trajectory(j, Question("", ""), 0, [], 0, reward=float(rng.random() < w[j])) for j in drawn)
         return np.array(seen)
 
-    _figure, _axes = desk.axes(2, sharey=True)
-    for _ax, _tau in zip(_axes, (tau_s, tau_s / 10), strict=True):
-        _ax.plot(shares(_tau, 0), label=[f"{x:.2f}" for x in w])
-        _ax.set(title=f"tau_s = {_tau:g}", xlabel="step", ylim=(0, 1.02))
-        _ax.locator_params(axis="x", integer=True)
-    _axes[1].legend(title="true reward", frameon=False)
     greedy = float(np.mean([shares(tau_s / 10, seed)[-1].argmax() != 0 for seed in range(200)]))
-    _figure
+
+    def _run(tau):
+        series = ((f"true reward {x}", range(20), p) for x, p in zip(w, shares(tau, 0).T, strict=True))
+        return desk.draw(f"step, with tau_s = {tau:g}", "share of the questions", *series)
+
+    mo.hstack([_run(tau_s), _run(tau_s / 10)])
     return (greedy,)
 
 

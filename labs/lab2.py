@@ -162,17 +162,20 @@ def _(right_advantages, right_success, right_useful):
     desk.need("The figure", right_advantages, right_useful, right_success)
     G = 8
     _k = np.arange(1, G)
-    _figure, (_left, _right) = desk.axes(2)
-    _left.plot(_k / G, [of_a_success(k, G) for k in _k], "o-", label="Eq. 3: divided by std")
-    _left.plot(_k / G, 1 - _k / G, "s--", label="not divided")
-    _left.set(xlabel="share of right answers in the group", ylabel="advantage of a right one")
-    _left.legend(frameon=False)
     _p = np.linspace(0, 1, 101)
-    for _size in (2, 5, 16):
-        _right.plot(_p, [useful(p, _size) for p in _p], label=f"G = {_size}")
-    _right.set(xlabel="p, how often an answer is right", ylabel="share of useful groups")
-    _right.legend(frameon=False)
-    _figure
+    mo.hstack(
+        [
+            desk.draw(
+                "share of right answers in the group", "advantage of a right one",
+                ("Eq. 3: divided by std", _k / G, [of_a_success(k, G) for k in _k], "o-"),
+                ("not divided", _k / G, 1 - _k / G, "s--"),
+            ),
+            desk.draw(
+                "p, how often an answer is right", "share of useful groups",
+                *((f"G = {size}", _p, [useful(p, size) for p in _p]) for size in (2, 5, 16)),
+            ),
+        ]
+    )
     return
 
 
@@ -215,11 +218,10 @@ def _(gap, predicted, rewards):
     mo.vstack(
         [
             desk.compare("The share of useful groups", predicted, found["share of useful groups"]),
+            desk.list_found(found, predicted),
             mo.md(
-                f"The mean reward was {_p:.3f}. If all questions were equally hard, "
-                f"{found['the same if all questions were equally hard']:.2f} of the groups would be useful; they are "
-                "not, and the more a question is always or never answered, the fewer groups are. The advantages of "
-                f"`grpo.py` and yours differ by at most {gap:.0e}."
+                "If all questions were equally hard, more of the groups would be useful; the more a question is always "
+                "or never answered, the fewer groups are."
             ),
         ]
     )

@@ -300,24 +300,20 @@ def _(
 
 @app.cell(hide_code=True)
 def _(counts, joined, on_test, predicted, verified):
-    _best, _theirs = verified["yours"][0], on_test["the world's"]
+    _best = verified["yours"][0]
     found = {
+        **{f"failures with '{name}'": float(k) for name, k in counts.items()},
         "the parent on test": on_test["the parent"],
         "your best on D_B": _best.r,
         "your best on test": on_test["yours"],
         "the world's best on D_B": verified["the world's"][0].r,
-        "the world's best on test": _theirs,
+        "the world's best on test": on_test["the world's"],
         "yours that joined": float(len(joined["yours"])),
     }
     mo.vstack(
         [
             desk.compare("Your best instruction, on test questions", predicted, on_test["yours"]),
-            mo.md(
-                f"Symptoms in the failures: {', '.join(f'{name} {k}' for name, k in counts.most_common())}. Of your "
-                f"{len(verified['yours'])} candidates {found['yours that joined']:.0f} joined. The best had "
-                f"{_best.r:.2f} on D_B and has {on_test['yours']:.2f} on test questions; the parent has "
-                f"{on_test['the parent']:.2f} there, the best of the world's optimizer {_theirs:.2f}."
-            ),
+            desk.list_found(found, predicted),
             mo.md(f"Yours: {_best.text.replace('<', '&lt;')}"),
         ]
     )

@@ -122,13 +122,10 @@ def _():
 @app.cell
 def _(curves, right_flags, steps):
     desk.need("The figure", right_flags)
-    _figure, _ax = desk.axes()
-    for _arm, _label in (("inspo", "INSPO"), ("static", "instruction frozen"), ("frozen", "policy frozen")):
-        _ax.plot(steps, curves[_arm].mean(0), "o-", label=_label)
-        _ax.fill_between(steps, curves[_arm].min(0), curves[_arm].max(0), alpha=0.15)
-    _ax.set(xlabel="step", ylabel="held-out exact match", ylim=(0, 1))
-    _ax.legend(frameon=False)
-    _figure
+    _arms = (("INSPO", "inspo"), ("instruction frozen", "static"), ("policy frozen", "frozen"))
+    desk.draw(
+        "step", "held-out exact match", *((name, steps, curves[arm].mean(0), "o-") for name, arm in _arms), ylim=(0, 1)
+    )
     return
 
 
@@ -136,10 +133,9 @@ def _(curves, right_flags, steps):
 def _(curves, right_flags):
     desk.need("The text", right_flags)
     mo.md(f"""
-    Each line is the mean of {len(curves["static"])} runs on two cores, the band their range. Neither half gets there
-    alone. But mind what this can show: the world was built so that it takes both (world/README.md), and its reward
-    needs an instruction that the static arm is never shown. A real task need not be like that (docs/real.md has one
-    that is not).
+    Each line is the mean of {len(curves["static"])} runs on two cores. Neither half gets there alone. But mind what
+    this can show: the world was built so that it takes both (world/README.md), and its reward needs an instruction that
+    the static arm is never shown. A real task need not be like that (docs/real.md has one that is not).
 
     ## Shuffle
 
@@ -234,8 +230,7 @@ def _(right_flags, right_shuffled, right_unmasked):
         """Plays 8 questions of step t, lets `change` break the rewards, and updates."""
         drawn = rng_of(0, t, "lab 7").choice(len(train), 8, replace=False)
         taus = player.play(t, "rollout", [Job(0, good, train[k], k) for k in drawn for _ in range(cfg.G)])
-        rewards = change([tau.reward for tau in taus], rng_of(0, t, "shuffle"))
-        for tau, r in zip(taus, rewards, strict=True):
+        for tau, r in zip(taus, change([tau.reward for tau in taus], rng_of(0, t, "shuffle")), strict=True):
             tau.reward = r
         player.learner.set_advantages(taus)
         player.learner.update(cfg.T // 10 + t, [taus])  # after the warm-up of the learning rate
@@ -260,7 +255,7 @@ def _(cfg, good, task, train):
         masked = [replace(tau, mask=mask) for tau, mask in zip(taus, masks, strict=True)]
         return [x.numpy() for x in player.learner.logprobs(masked).split([sum(mask) for mask in masks])]
 
-    moved = {}
+    gap, given = {}, {}
     for _name in ("with the mask", "without"):
         _player = play.Player(cfg, task)
         _jobs = [Job(0, good, q, k) for k, q in enumerate(train[:12]) for _ in range(cfg.G)]
@@ -268,25 +263,22 @@ def _(cfg, good, task, train):
         _written = [tau.mask for tau in _taus]
         _given = [[0] * tau.prompt_tokens + [1 - m for m in tau.mask[tau.prompt_tokens :]] for tau in _taus]
         if _name == "without":
-            for _tau in _taus:
-                _tau.mask = unmasked(_tau.mask, _tau.prompt_tokens)
+            _taus = [replace(tau, mask=unmasked(tau.mask, tau.prompt_tokens)) for tau in _taus]
         _old = logps(_player, _taus, _written), logps(_player, _taus, _given)
         for _t in range(1, 7):
             _player.learner.update(cfg.T // 10 + _t, [_taus])
         _new = logps(_player, _taus, _written), logps(_player, _taus, _given)
         _written, _given = ([y - x for x, y in zip(a, b, strict=True)] for a, b in zip(_old, _new, strict=True))
-        moved[_name] = {
-            "written, right": np.concatenate([x for x, tau in zip(_written, _taus, strict=True) if tau.advantage > 0]),
-            "written, wrong": np.concatenate([x for x, tau in zip(_written, _taus, strict=True) if tau.advantage < 0]),
-            "given": np.concatenate(_given),
-        }
-    moved = {name: {tokens: float(x.mean()) for tokens, x in means.items()} for name, means in moved.items()}
-    gap = {name: means["written, right"] - means["written, wrong"] for name, means in moved.items()}
-    return gap, moved
+        _right, _wrong = (
+            np.concatenate([x for x, tau in zip(_written, _taus, strict=True) if sign * tau.advantage > 0])
+            for sign in (1, -1)
+        )
+        gap[_name], given[_name] = float(_right.mean() - _wrong.mean()), float(np.concatenate(_given).mean())
+    return gap, given
 
 
 @app.cell(hide_code=True)
-def _(after, before, curves, gap, moved, predicted):
+def _(after, before, curves, gap, given, predicted):
     found = {
         "frozen policy": float(curves["frozen"][:, -1].mean()),
         "frozen instruction": float(curves["static"][:, -1].mean()),
@@ -294,18 +286,16 @@ def _(after, before, curves, gap, moved, predicted):
         "shuffled rewards": after["shuffled rewards"] - before,
         "true rewards": after["true rewards"] - before,
         "no mask": gap["without"] / gap["with the mask"],
-        "given tokens, with the mask": moved["with the mask"]["given"],
-        "given tokens, without": moved["without"]["given"],
+        "given tokens, with the mask": given["with the mask"],
+        "given tokens, without": given["without"],
     }
     mo.vstack(
         [
             *(desk.compare(name.capitalize(), guess, found[name], ".2f") for name, guess in predicted.items()),
+            desk.list_found(found, *predicted.values()),
             mo.md(
-                f"With true rewards the exact match changed by {found['true rewards']:+.2f} from {before:.2f} in the "
-                f"same 8 steps. Without the mask the log-probability of a given token changed by "
-                f"{found['given tokens, without']:+.2f}, with it by {found['given tokens, with the mask']:+.2f}: the "
-                "policy's effort went into the passages, which it will never have to write. They also count in |τ|, so "
-                "what it did write weighs less."
+                "Without the mask the log-probability of a given token changes, too: the policy's effort goes into the "
+                "passages, which it will never have to write. They also count in |τ|, so what it did write weighs less."
             ),
         ]
     )

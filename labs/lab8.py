@@ -314,29 +314,29 @@ def _(
                 "p": P.probabilities(),
             }
         )
-    return P, history, task, taus
+    return history, task, taus
 
 
 @app.cell
-def _(P, history, instructions):
-    _figure, (_left, _right) = desk.axes(2)
-    _x = range(1, len(history) + 1)
-    _left.plot(_x, [row["reward"] for row in history], label="mean reward")
-    _left.plot(_x, [row["different"] / 100 for row in history], label="different answers / 100")
-    _left.set(xlabel="step", ylim=(0, 1.05))
-    _left.legend(frameon=False)
-    for _ax in (_left, _right):
-        _ax.locator_params(axis="x", integer=True)
-    for _I, _p in zip(P.active, np.array([row["p"] for row in history]).T, strict=True):
-        _right.plot(_x, _p, label=f"instruction {_I.id + 1} of {len(instructions)}")
-    _right.set(xlabel="step", ylabel="share of the next questions (Eq. 4)", ylim=(0, 1))
-    _right.legend(frameon=False)
-    _figure
+def _(history, instructions):
+    _x, _p = range(1, len(history) + 1), np.array([row["p"] for row in history]).T
+    mo.hstack(
+        [
+            desk.draw(
+                "step", "", ("mean reward", _x, [row["reward"] for row in history]),
+                ("different answers / 100", _x, [row["different"] / 100 for row in history]),
+            ),
+            desk.draw(
+                "step", "share of the next questions (Eq. 4)",
+                *((f"instruction {k} of {len(instructions)}", _x, p) for k, p in enumerate(_p, 1)),
+            ),
+        ]
+    )
     return
 
 
 @app.cell(hide_code=True)
-def _(P, history, predicted, task, taus):
+def _(history, predicted, task, taus):
     _answers = [tau.prediction for tau in taus if tau.prediction]
     found = {
         "reward, first step": float(history[0]["reward"]),
@@ -349,12 +349,8 @@ def _(P, history, predicted, task, taus):
     mo.vstack(
         [
             desk.compare("Different answers among 100", predicted, found["different answers, last step"], ".0f"),
-            mo.md(
-                f"The mean reward went from {found['reward, first step']:.2f} to {found['reward, last step']:.2f}. The "
-                f'most frequent answer of the last step, "{max(_answers, key=_answers.count, default="none")}", has '
-                f"a share of {found['most frequent answer, share']:.0%}. The weights of the instructions are "
-                f"{', '.join(f'{I.w:.2f}' for I in P.active)}."
-            ),
+            desk.list_found(found, predicted),
+            mo.md(f"The most frequent answer of the last step: {max(_answers, key=_answers.count, default='none')}."),
             mo.md(f"A failure as the optimizer would read it:\n\n```\n{task.shown(_lost)}\n```" if _lost else ""),
         ]
     )

@@ -24,6 +24,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -60,19 +61,6 @@ print(json.dumps(found))
 """
 
 
-@dataclass
-class Part:
-    """One part: what it needs, how long it may take, its command, and how its log is read."""
-
-    name: str
-    limit: float  # seconds
-    needs: str  # modules that must be installed
-    gpu: list[str]  # arguments of python, on a GPU
-    cpu: list[str]  # and on toy shapes; [] where it takes cards
-    read: Callable[[str, bool], dict]  # (log, whether on a GPU) -> figures, with "line" and the goals "missed"
-    cards: int = 1
-
-
 def read_tests(log: str, cuda: bool) -> dict:
     counts = {word: int(n) for n, word in re.findall(r"(\d+) (passed|skipped|deselected)", log.splitlines()[-1])}
     line = f"{counts.get('passed', 0)} tests passed, {counts.get('skipped', 0)} skipped"
@@ -83,7 +71,9 @@ def last_json(log: str, cuda: bool) -> dict:
     """Reads the last line of a log that is a JSON object: what the scripts of extras/bench/ print."""
     for line in reversed(log.splitlines()):
         if line.startswith("{"):
-            return json.loads(line)
+            x = json.loads(line)
+            numbers = (f"{name} {value:.3g}" for name, value in x.items() if isinstance(value, (int, float)))
+            return {"line": ", ".join(numbers), "missed": []} | x
     return {"line": "it printed no result", "missed": ["result"]}
 
 
@@ -106,53 +96,47 @@ def read_head(log: str, cuda: bool) -> dict:
     return {"line": line, "missed": missed, "ours": ours, "liger": liger}
 
 
-TESTS = (
-    "-m pytest --tb=short -p no:cacheprovider tests/test_triton.py tests/test_kernels.py tests/test_model.py -k".split()
-)
+@dataclass
+class Part:
+    """One part: what it needs, how long it may take, its command, and how its log is read."""
+
+    name: str
+    limit: float  # seconds
+    needs: str  # modules that must be installed
+    command: str  # arguments of python
+    toy: str = ""  # flags that follow them on a CPU; "" where it takes cards
+    read: Callable[[str, bool], dict] = last_json  # (log, whether on a GPU) -> figures, "line" and the goals "missed"
+    cards: int = 1
+
+
+TESTS = "-m pytest --tb=short -p no:cacheprovider tests/test_triton.py tests/test_kernels.py tests/test_model.py"
 # On a GPU every setting with the small vocabulary, two with Qwen's; test_kernels' half that runs the Triton kernel.
 ON_GPU = "(on_the_gpu and (37-64-1187 or beta-dtype1 or cispo-dtype1)) or on_a_gpu or triton- or triton]"
-WORLD = "-m extras.bench.resume --device {} --engine {} --steps {} --kill_at {}".format
-LORA, TWO = ["--lora_rank", "8"], ["--ranks", "2"]
+WORLD, TOY = "-m extras.bench.resume", "--device cpu --steps 3 --kill_at 2"
 HEAD = "-m kernels.bench --seconds 0.5"
 PARTS = [
     Part(
-        "kernels", 120, "torch transformers triton pytest", [*TESTS, f"({ON_GPU}) and not fsdp2"],
-        [*TESTS, "equals_rows_torch or (test_settings and beta) or packed_attention"], read_tests,
+        "kernels", 120, "torch transformers triton pytest", f"{TESTS} -k '({ON_GPU}) and not fsdp2'",
+        "-k 'equals_rows_torch or (test_settings and beta) or packed_attention'", read_tests,
+    ),
+    Part("world", 110, RUN, WORLD, TOY),
+    Part(
+        "update", 130, "torch transformers triton numpy psutil requests tenacity simpleeval", "-m extras.bench.update",
+        "--device cpu --steps 1 --trajectories 10",
     ),
     Part(
-        "world", 110, RUN, WORLD("cuda", "torch", 6, 3).split(), WORLD("cpu", "torch", 3, 2).split(), last_json,
+        "head", 90, "torch triton", f"{HEAD} --tokens 16384 --shapes 2048x151936", "--tokens 16 --shapes 32x512",
+        read_head,
     ),
     Part(
-        "update", 130, "torch transformers triton numpy psutil requests tenacity simpleeval",
-        ["-m", "extras.bench.update"],
-        "-m extras.bench.update --device cpu --steps 1 --trajectories 10".split(), last_json,
+        "wide", 50, "torch triton", f"{HEAD} --tokens 8192 --shapes 4096x151936", "--tokens 16 --shapes 64x512",
+        read_head,
     ),
-    Part(
-        "head", 90, "torch triton",
-        f"{HEAD} --tokens 16384 --shapes 2048x151936".split(), f"{HEAD} --tokens 16 --shapes 32x512".split(), read_head,
-    ),
-    Part(
-        "wide", 50, "torch triton",
-        f"{HEAD} --tokens 8192 --shapes 4096x151936".split(), f"{HEAD} --tokens 16 --shapes 64x512".split(), read_head,
-    ),
-    Part(
-        "vllm", 140, f"vllm {RUN}", WORLD("cuda", "vllm", 6, 0).split(), WORLD("cpu", "vllm", 3, 0).split(), last_json,
-    ),
-    Part(
-        "beside", 180, "vllm torch transformers", ["-m", "extras.bench.colocated"],
-        "-m extras.bench.colocated --device cpu".split(), last_json,
-    ),
-    Part(
-        "lora", 150, f"vllm {RUN}", [*WORLD("cuda", "vllm", 6, 3).split(), *LORA],
-        [*WORLD("cpu", "vllm", 3, 2).split(), *LORA], last_json,
-    ),
-    Part(
-        "url", 240, f"vllm {RUN}", WORLD("cuda", "served", 6, 3).split(), [], last_json, cards=2,
-    ),
-    Part(
-        "ranks", 110, RUN, [*WORLD("cuda", "torch", 6, 3).split(), *TWO],
-        [*WORLD("cpu", "torch", 3, 2).split(), *TWO], last_json, cards=2,
-    ),
+    Part("vllm", 140, f"vllm {RUN}", f"{WORLD} --engine vllm --kill_at 0", "--device cpu --steps 3"),
+    Part("beside", 180, "vllm torch transformers", "-m extras.bench.colocated", "--device cpu"),
+    Part("lora", 150, f"vllm {RUN}", f"{WORLD} --engine vllm --lora_rank 8", TOY),
+    Part("url", 240, f"vllm {RUN}", f"{WORLD} --engine served", cards=2),
+    Part("ranks", 110, RUN, f"{WORLD} --ranks 2", TOY, cards=2),
 ]  # fmt: skip
 
 
@@ -181,10 +165,11 @@ def attempt(part: Part, cards: int, limit: float, out: Path, env: dict[str, str]
     row = {"name": part.name, "status": "SKIP", "seconds": 0.0, "limit": limit, "log": "", "figures": {}}
     if absent := missing(part.needs):
         return row | {"line": f"pip install {absent}"}
-    if cards < part.cards and (cuda or not part.cpu):
+    if cards < part.cards and (cuda or not part.toy):
         return row | {"line": f"it takes {part.cards} cards; here is {cards}"}
     path = out / f"{part.name}.log"
-    code, seconds, _ = timed(lambda: run([sys.executable, *(part.gpu if cuda else part.cpu)], limit, path, env))
+    command = [sys.executable, *shlex.split(part.command if cuda else f"{part.command} {part.toy}")]
+    code, seconds = timed(lambda: run(command, limit, path, env))
     row |= {"status": "FAIL", "log": str(path), "seconds": round(seconds, 1)}
     log = path.read_text(errors="replace")
     if code is None:

@@ -37,11 +37,11 @@ def train_command(out: Path, ranks: int, flags: Sequence[str]) -> list[str]:
     return [sys.executable, *torchrun, "inspo.py", "--out", str(out), *flags, *resume]
 
 
-def timed(work: Callable[[], Any]) -> tuple[Any, float, float]:
-    """Returns a call's result, its seconds by the clock, and its CPU seconds, of all threads."""
-    clock, cpu = time.perf_counter(), time.process_time()
+def timed(work: Callable[[], Any]) -> tuple[Any, float]:
+    """Returns a call's result and its seconds."""
+    start = time.perf_counter()
     result = work()
-    return result, time.perf_counter() - clock, time.process_time() - cpu
+    return result, time.perf_counter() - start
 
 
 def descendants(pid: int) -> list[psutil.Process]:

@@ -87,15 +87,6 @@ def answers(url: str) -> bool:
         return False
 
 
-def describe(x: dict) -> str:
-    """The figures in a phrase."""
-    killed = f", killed, resumed after step {x['resumed_after']}" if x["resumed_after"] else ""
-    over = f" on {x['ranks']} ranks" * (x["ranks"] > 1) + f", LoRA {x['lora_rank']}" * bool(x["lora_rank"])
-    line = f"{x['steps']} steps{over}{killed}; rollouts {x['rollout_s']:.2f} s, update {x['update_s']:.2f} s a step; "
-    line += f"log-prob gap {x['logp_gap_max']:.1e} nat"
-    return line + "; all weights over NCCL" * (x["engine"] == "served")
-
-
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
@@ -133,10 +124,10 @@ def main() -> None:
     norms = [row["grad_norm"] for row in rows[1:]]
     if not max(norms) > 0 or not all(map(math.isfinite, norms)):
         raise Fault(f"the gradients' norms are {norms}")
-    x = {name: getattr(args, name) for name in ("engine", "lora_rank", "ranks", "steps")} | {"resumed_after": saved}
+    x = vars(args) | {"resumed_after": saved}
     x |= {"logp_gap_max": max(row["logp_gap"] for row in rows[1:]), "grad_norm_max": max(norms)}
     x |= {f"{name}_s": statistics.median(row[f"time/{name}"] for row in rows[1:]) for name in ("rollout", "update")}
-    print(json.dumps(x | {"line": describe(x), "missed": []}))
+    print(json.dumps(x))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from tqdm import tqdm
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from config import WORLD
@@ -101,7 +100,6 @@ def train(tokens: int, seed: int, batch: int = 3200) -> tuple[Qwen2ForCausalLM, 
     adam = torch.optim.AdamW(others, lr=5e-3, betas=(0.9, 0.95), weight_decay=0.0)
     peak = [(group, group["lr"]) for opt in (muon, adam) for group in opt.param_groups]
 
-    bar = tqdm(total=tokens, unit="tok", unit_scale=True, desc="warm start")
     for step, (share, rows) in enumerate(lessons(rng, worlds, tokenizer, tokens, batch)):
         width = max(len(ids) for ids, _ in rows)
         ids = torch.tensor([row + [0] * (width - len(row)) for row, _ in rows])
@@ -118,10 +116,8 @@ def train(tokens: int, seed: int, batch: int = 3200) -> tuple[Qwen2ForCausalLM, 
         muon.step()
         adam.step()
         model.zero_grad()
-        bar.update(sum(len(row) for row, _ in rows))
-        if step % 20 == 0:
-            bar.set_postfix(loss=f"{loss.item():.3f}")
-    bar.close()
+        if step % 100 == 0:
+            print(f"{share:4.0%}  loss {loss.item():.3f}", flush=True)
     return model.eval(), tokenizer
 
 
