@@ -74,23 +74,20 @@ class Design:
         return Fit(a, level, inverse * residual / max(1, df), df, part)
 
     def blocks(self, active: Sequence[int], sizes: Sequence[int], rng: np.random.Generator) -> list[list[int]]:
-        """Returns for each size as many of the active ids, to share a question.
+        """Returns for each size, 1 or 2, as many of the active ids, to share a question.
 
-        First the two that have met the least, then whoever has met the chosen ones the least. Ties go to those with
-        fewer questions, then to the rng. What has been drawn in this call counts as if it had been asked.
+        The two that have met the least; ties, and who is alone, go by the fewest questions, then by the rng. What has
+        been drawn in this call counts as if it had been asked.
         """
         out, rows = [], np.array([self.ids.index(j) for j in active])
         met = self.drawn()
         i, j = (rows[side] for side in np.triu_indices(len(rows), 1))
         for m in sizes:
-            chosen: list[int] = []
-            if m > 1:
+            if m == 1:
+                chosen = rows[np.lexsort((rng.random(len(rows)), met[rows, rows]))[:1]]
+            else:
                 first = np.lexsort((rng.random(len(i)), met[i, i] + met[j, j], met[i, j]))[0]
-                chosen = [int(i[first]), int(j[first])]
-            while len(chosen) < m:
-                rest = rows[~np.isin(rows, chosen)]
-                first = np.lexsort((rng.random(len(rest)), met[rest, rest], met[rest][:, chosen].sum(1)))[0]
-                chosen.append(int(rest[first]))
+                chosen = np.array([i[first], j[first]])
             met[np.ix_(chosen, chosen)] += 1
             out.append([self.ids[k] for k in rng.permutation(chosen)])
         return out

@@ -1,6 +1,6 @@
 """Other rules of choosing instructions, alone or together; docs/selection.md has the formulas and what they cost.
 
-    python extras/selection.py --rank paired                         # rivals share questions, a test prunes
+    python extras/selection.py --rank paired                         # two share a question, a test prunes
     python extras/selection.py --gate lower_bound --rounds 2         # a revision has to be hardly worse for certain
     python extras/selection.py --gate fill                           # places left go to revisions not shown to be worse
     python extras/selection.py --groups question                     # Eq. 3 compares a question's rollouts under all
@@ -37,10 +37,9 @@ class SelectionConfig(ObjectiveConfig):
     """choosing instructions (docs/selection.md)"""
 
     rank: str = knob(
-        "paper", "paper; paired: rivals share questions, and a test prunes those behind for certain",
+        "paper", "paper; paired: two share a question, and a test prunes those behind for certain",
         of=("paper", "paired"),
     )  # fmt: skip
-    rivals: int = knob(2, "instructions that share a question with --rank paired; 0: all", least=0)
     gate: str = knob(
         "paper", "who joins: paper; lower_bound: hardly below its parent for certain; fill: where places are left, who"
         " is below but not significantly, too", of=("paper", "lower_bound", "fill"),
@@ -57,10 +56,6 @@ class SelectionConfig(ObjectiveConfig):
         if self.rank == "paired" and self.groups != "pair":
             return f"--groups {self.groups}: --rank paired compares whole groups of a question and instruction; leave" \
                    " it out"  # fmt: skip
-        if self.rivals != SelectionConfig.rivals and self.rank != "paired":
-            return f"--rivals {self.rivals}: only --rank paired asks a question under several; leave it out"
-        if self.rivals == 1:
-            return "--rivals 1: one instruction alone is compared with nobody; 2 or more, or 0 for all"
         if self.gate == "lower_bound" and self.D_B < 2:
             return f"--D_B {self.D_B}: --gate lower_bound needs at least 2 questions"
         return ""
@@ -133,7 +128,7 @@ def lower_bound(r: Sequence[float], r_parent: Sequence[float]) -> float:
 class Paired(Rule):
     """A population that compares its instructions on questions which they share, since the generation began.
 
-    Every question goes to --rivals of them, so that its difficulty and the policy's progress cancel. Weights are mean
+    Every question goes to two of them, so that its difficulty and the policy's progress cancel. Weights are mean
     rewards on the common questions. All are drawn alike, not by Eq. 4: whoever is behind for certain leaves.
     """
 
@@ -151,7 +146,7 @@ class Paired(Rule):
     def blocks(self, rng: np.random.Generator, n: int) -> list[list[int]]:
         """Returns the ids that share a question, for as many questions as `n` (question, instruction) groups make."""
         self.design = self.design or Design(self.ids)
-        m = min(self.cfg.rivals or len(self.ids), len(self.ids))
+        m = min(2, len(self.ids))
         return self.design.blocks(self.ids, [m] * (n // m) + [n % m] * bool(n % m), rng)
 
     def probabilities(self) -> Array:

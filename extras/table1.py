@@ -181,7 +181,7 @@ def search_o1(player: Player, questions: Sequence[Question]) -> list[Trajectory]
     others; a query that was asked before is not searched again. Restated: `topk` passages for 10, the sampling of all
     other methods for temperature 0.7, `max_response` tokens a turn, and prompts of our own.
     """
-    taus, end = begin(questions), player.words.query[1]
+    taus, (start, end), (before, after) = begin(questions), player.words.query, player.words.result
     limit = [5 if q.hops == 1 else 10 for q in questions]
     for tau, searches in zip(taus, limit, strict=True):
         tau.observe(player.ids(player.words.search_o1, question=tau.question.text, searches=searches))
@@ -198,12 +198,12 @@ def search_o1(player: Player, questions: Sequence[Question]) -> list[Trajectory]
             text = player.text(turn)
             tau.response += text
             asked = {past.argument for past in tau.turns}
-            query = text.rpartition(player.words.query[0])[2].partition(end)[0].strip() if end in text else ""
+            query = text.rpartition(start)[2].partition(end)[0].strip() if end in text else ""
             if not query:
                 tau.stop, tau.prediction = "answer", answer_of(tau.response)
             elif query in asked or len(tau.turns) >= limit[k]:
                 note = "Searched before: see above." if query in asked else "No search is left: answer."
-                tau.observe(encode(player.tokenizer, player.words.result[0] + note + player.words.result[1]))
+                tau.observe(encode(player.tokenizer, f"{before}{note}{after}"))
             else:
                 queries[k] = query
         found = player.retrieve(queries, taus)
@@ -215,7 +215,7 @@ def search_o1(player: Player, questions: Sequence[Question]) -> list[Trajectory]
         }
         for k, turn in player.turns(notes, player.cfg.max_response).items():
             read = player.text(turn).partition(player.words.read_end)[0].rpartition("Final Information:")[2]
-            note = player.words.result[0] + re.sub(r"</?\w+>", "", read).strip() + player.words.result[1]
+            note = before + re.sub(r"</?\w+>", "", read).strip() + after
             taus[k].observe(encode(player.tokenizer, note)[: player.cfg.max_observation])
             taus[k].response += note
         active = {k for k in active if not taus[k].stop}

@@ -80,12 +80,13 @@ def weight(rewards, n):
 def check_weight(weight):
     if (got := weight([], 3)) != 0:
         return f"without a reward it returns {got}; the weight of a new instruction is 0."
-    return desk.judge(
+    says = desk.judge(
         "for 0, 0, 0.3, 0.6, 0.9 and a window of 3", weight([0.0, 0.0, 0.3, 0.6, 0.9], 3), 0.6,
         (0.36, "it averages all rewards. Eq. 6 has a window: the last n alone."),
         (0.1, "it averages the first n rewards; the window is over the last n."),
         (1.8, "it adds up the window; divide by the number of rewards in it."),
-    ) or desk.judge(
+    )
+    return says or desk.judge(
         "with one reward, 0.8, and a window of 4", weight([0.8], 4), 0.8,
         (0.2, "with 1 reward and a window of 4 it divides by 4. That punishes instructions for being new; divide by "
               "the rewards that there are (CHOICE-18 in docs/choices.md)."),
@@ -124,14 +125,15 @@ def check_probabilities(probabilities):
     w = np.array([0.5, 0.3, 0.0])
     total = np.exp(w / 0.2).sum()
     with np.errstate(all="ignore"):
-        return desk.judge(
+        says = desk.judge(
             "for w = 0.5, 0.3, 0 and tau_s = 0.2", probabilities(w, 0.2), softmax(w / 0.2),
             (softmax(w), "it forgets tau_s: the exponent is w / tau_s."),
             (softmax(w * 0.2), "it multiplies by tau_s. A low tau_s has to be greedy: divide."),
             (w / w.sum(), "it shares in proportion to w. Then a weight of 0 is never drawn again; Eq. 4 takes "
                           "e^(w / tau_s)."),
             (np.exp(w / 0.2), f"its probabilities add up to {total:.3g}: Eq. 4 divides by the sum over all of P."),
-        ) or desk.judge(
+        )
+        return says or desk.judge(
             "with tau_s = 0.0005 and w = 0.6, 0.4", probabilities(np.array([0.6, 0.4]), 0.0005), np.array([1.0, 0]),
             (np.full(2, np.nan), "with tau_s = 0.0005 the exponential overflows. Subtract the largest exponent from "
                                  "all first; that divides numerator and denominator by the same number."),
@@ -181,10 +183,10 @@ def _(gap, predicted, right_probabilities, right_weight, tau_s, taus, w):
     desk.need("The answer", right_weight, right_probabilities)
     _best = [probabilities(np.array(w), tau)[0] for tau in taus]
     found = {
-        "share of the best": float(probabilities(np.array(w), tau_s)[0]),
-        "share of the worst": float(probabilities(np.array(w), tau_s)[-1]),
-        "tau_s at which the best gets half": float(taus[np.abs(np.array(_best) - 0.5).argmin()]),
-        "largest distance to Population": float(gap),
+        "share of the best": probabilities(np.array(w), tau_s)[0],
+        "share of the worst": probabilities(np.array(w), tau_s)[-1],
+        "tau_s at which the best gets half": taus[np.abs(np.array(_best) - 0.5).argmin()],
+        "largest distance to Population": gap,
     }
     mo.vstack(
         [

@@ -65,14 +65,15 @@ def check_advantages(advantages):
     r = np.array([1.0, 0, 0, 0, 0])
     mean, std = r.mean(), r.std(ddof=1)
     with np.errstate(all="ignore"):
-        return desk.judge(
+        says = desk.judge(
             "for r = 1, 0, 0, 0, 0", advantages(r), (r - mean) / std,
             (r / std, "it does not subtract the mean. Then no answer is ever worse than nothing: A is never below 0."),
             (r - mean, "it does not divide by std."),
             ((r - mean) / std**2, "it divides by the variance; std is its square root."),
             ((r - mean) / r.std(), "its std divides the squares by G. This project's divides by G - 1: `ddof=1`, "
                                    "CHOICE-19."),
-        ) or desk.judge(
+        )
+        return says or desk.judge(
             "for a group of equals", advantages(np.full(5, 0.3)), np.zeros(5),
             (np.full(5, np.nan), "the group of equals has advantage nan: std is 0 there. Add 1e-6 (CHOICE-19)."),
         )
@@ -104,13 +105,14 @@ def useful(p, G):
 
 @app.function(hide_code=True)
 def check_useful(useful):
-    return desk.judge(
+    says = desk.judge(
         "for p = 0.3 and G = 5", useful(0.3, 5), 1 - 0.3**5 - 0.7**5,
         (1 - 0.7**5, "it counts groups that are all right as useful: their rewards are equal, too."),
         (1 - 0.3**5, "it counts groups that are all wrong as useful: their rewards are equal, too."),
         (0.3**5 + 0.7**5, "that is the probability of a group of equals; a useful one is the opposite."),
         (5 * 0.3 * 0.7**4, "it counts groups with exactly one right answer; two or three of five are useful, too."),
-    ) or desk.judge("with p = 1 no group is useful:", useful(1.0, 5), 0.0)
+    )
+    return says or desk.judge("with p = 1 no group is useful:", useful(1.0, 5), 0.0)
 
 
 @app.cell(hide_code=True)
@@ -209,11 +211,11 @@ def _(gap, predicted, rewards):
     _groups, _G = rewards.shape
     _p = rewards.mean()
     found = {
-        "mean reward": float(_p),
-        "share of useful groups": float((rewards.std(1) > 0).mean()),
-        "the same if all questions were equally hard": float(useful(_p, _G)),
-        "largest distance to grpo.py": float(gap),
-        "A of one right answer of five": float(group_advantages(np.array([1.0, 0, 0, 0, 0]))[0]),
+        "mean reward": _p,
+        "share of useful groups": (rewards.std(1) > 0).mean(),
+        "the same if all questions were equally hard": useful(_p, _G),
+        "largest distance to grpo.py": gap,
+        "A of one right answer of five": group_advantages(np.array([1.0, 0, 0, 0, 0]))[0],
     }
     mo.vstack(
         [

@@ -247,11 +247,11 @@ def _(kept, moved):
 @app.cell(hide_code=True)
 def _(changed, kept, moved, predicted, taught):
     found = {
-        "share of changed turns": float(np.mean(changed)),
-        "share of changed texts among those it was taught": float(taught),
-        "largest |log rho| as sampled": float(abs(np.log(kept)).max()),
-        "median rho of the changed turns": float(np.median(moved)),
-        "share of the changed turns outside of the clip": float(((moved < 0.8) | (moved > 1.2)).mean()),
+        "share of changed turns": np.mean(changed),
+        "share of changed texts among those it was taught": taught,
+        "largest |log rho| as sampled": abs(np.log(kept)).max(),
+        "median rho of the changed turns": np.median(moved),
+        "share of the changed turns outside of the clip": ((moved < 0.8) | (moved > 1.2)).mean(),
     }
     mo.vstack(
         [

@@ -124,14 +124,15 @@ def check_drop_probability(drop_probability):
         x = np.arange(21)
         return float(binom.pmf(x, 20, 0.3) @ binom.sf(keep - 1, 7 - others, binom.sf(x - ties, 20, 0.2)))
 
-    return desk.judge(
+    says = desk.judge(
         "with 20 rewards each, 0.3 against 0.2, 4 of 7 kept,", drop_probability(20, 0.3, 0.2, 7, 4), variant(),
         (variant(ties=0), "it lets the best win ties: P(Y >= x) is P(Y > x - 1)."),
         (variant(others=0), "it counts the best among the others: N - 1 of them can be ahead."),
         (variant(keep=5), "it asks for more than `keep` ahead; with exactly `keep` the best goes."),
         (variant(keep=3), "N - keep ahead are not enough to push it out: `keep` have to be."),
         (1 - variant(), "that is how often it survives."),
-    ) or desk.judge(  # the other is ahead unless the best is right and it is wrong
+    )
+    return says or desk.judge(  # the other is ahead unless the best is right and it is wrong
         "with one coin each, two instructions, one stays,", drop_probability(1, 0.5, 0.5, 2, 1), 0.75
     )
 
@@ -243,7 +244,7 @@ def _(
         "equal shares": equal[_k],
         "drawn by Eq. 4": drawn_by_weight[_k],
         "and questions that differ": alike[_k],
-        "rewards needed for 0.05": float(rewards_needed(best, other, cfg.N_P, keep, 0.05)),
+        "rewards needed for 0.05": rewards_needed(best, other, cfg.N_P, keep, 0.05),
     }
     mo.vstack(
         [

@@ -291,7 +291,7 @@ def _(
     def fresh(text):
         """Returns the mean reward on the test questions."""
         taus = player.play(1, "test", [Job(None, text, q, k) for k, q in enumerate(task.questions("test"))])
-        return float(np.mean([tau.reward for tau in taus]))
+        return np.mean([tau.reward for tau in taus])
 
     _best = {name: some[0].text if some else first for name, some in joined.items()}
     on_test = {name: fresh(text) for name, text in {**_best, "the parent": first}.items()}
@@ -302,13 +302,13 @@ def _(
 def _(counts, joined, on_test, predicted, verified):
     _best = verified["yours"][0]
     found = {
-        **{f"failures with '{name}'": float(k) for name, k in counts.items()},
+        **{f"failures with '{name}'": k for name, k in counts.items()},
         "the parent on test": on_test["the parent"],
         "your best on D_B": _best.r,
         "your best on test": on_test["yours"],
         "the world's best on D_B": verified["the world's"][0].r,
         "the world's best on test": on_test["the world's"],
-        "yours that joined": float(len(joined["yours"])),
+        "yours that joined": len(joined["yours"]),
     }
     mo.vstack(
         [

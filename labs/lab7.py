@@ -237,7 +237,7 @@ def _(right_flags, right_shuffled, right_unmasked):
 
     def test(player):
         taus = player.play(0, "test", [Job(0, good, q, k) for k, q in enumerate(_test)])
-        return float(np.mean([tau.reward for tau in taus]))
+        return np.mean([tau.reward for tau in taus])
 
     before, after = test(play.Player(cfg, task)), {}
     for name, change in (("true rewards", lambda rewards, rng: rewards), ("shuffled rewards", shuffled)):
@@ -273,16 +273,16 @@ def _(cfg, good, task, train):
             np.concatenate([x for x, tau in zip(_written, _taus, strict=True) if sign * tau.advantage > 0])
             for sign in (1, -1)
         )
-        gap[_name], given[_name] = float(_right.mean() - _wrong.mean()), float(np.concatenate(_given).mean())
+        gap[_name], given[_name] = _right.mean() - _wrong.mean(), np.concatenate(_given).mean()
     return gap, given
 
 
 @app.cell(hide_code=True)
 def _(after, before, curves, gap, given, predicted):
     found = {
-        "frozen policy": float(curves["frozen"][:, -1].mean()),
-        "frozen instruction": float(curves["static"][:, -1].mean()),
-        "inspo": float(curves["inspo"][:, -1].mean()),
+        "frozen policy": curves["frozen"][:, -1].mean(),
+        "frozen instruction": curves["static"][:, -1].mean(),
+        "inspo": curves["inspo"][:, -1].mean(),
         "shuffled rewards": after["shuffled rewards"] - before,
         "true rewards": after["true rewards"] - before,
         "no mask": gap["without"] / gap["with the mask"],

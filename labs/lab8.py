@@ -91,9 +91,10 @@ def check_questions(questions):
             return f"among those to {split} on is {wrong[0]!r}, which is no Question."
         if len({q.id for q in some}) < len(some):
             return f"two of those to {split} on have the same id: a replay buffer could not tell them apart."
-    if len({q.text for q in train}) < 10:
-        return f"it has {len({q.text for q in train})} different texts to train on; ten are asked for."
-    if both := {q.text for q in train} & {q.text for q in [*test, *valid]}:
+    texts = {q.text for q in train}
+    if len(texts) < 10:
+        return f"it has {len(texts)} different texts to train on; ten are asked for."
+    if both := texts & {q.text for q in [*test, *valid]}:
         return f"'{sorted(both)[0]}' is asked in training and held out, too."
     return ""
 
@@ -339,10 +340,10 @@ def _(history, instructions):
 def _(history, predicted, task, taus):
     _answers = [tau.prediction for tau in taus if tau.prediction]
     found = {
-        "reward, first step": float(history[0]["reward"]),
-        "reward, last step": float(history[-1]["reward"]),
-        "different answers, first step": float(history[0]["different"]),
-        "different answers, last step": float(history[-1]["different"]),
+        "reward, first step": history[0]["reward"],
+        "reward, last step": history[-1]["reward"],
+        "different answers, first step": history[0]["different"],
+        "different answers, last step": history[-1]["different"],
         "most frequent answer, share": max(map(_answers.count, _answers)) / len(taus) if _answers else 0.0,
     }
     _lost = next((tau for tau in taus if tau.failed), None)

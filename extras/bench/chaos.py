@@ -100,20 +100,15 @@ def stop(number: signal.Signals) -> Callable[[Run, random.Random], None]:
     return lambda run, rng: run.process.send_signal(number)
 
 
-def kill_server(name: str) -> Callable[[Run, random.Random], None]:
+def disturb_server(name: str, number: signal.Signals) -> Callable[[Run, random.Random], None]:
+    """A scenario in which a server of the run gets a signal; one that this suspends goes on after some seconds."""
+
     def disturb(run: Run, rng: random.Random) -> None:
         for process in run.find(name):
-            process.kill()
-
-    return disturb
-
-
-def suspend_server(name: str) -> Callable[[Run, random.Random], None]:
-    def disturb(run: Run, rng: random.Random) -> None:
-        for process in run.find(name):
-            process.suspend()
-            time.sleep(rng.uniform(1, 5))
-            process.resume()
+            process.send_signal(number)
+            if number == signal.SIGSTOP:
+                time.sleep(rng.uniform(1, 5))
+                process.resume()
 
     return disturb
 
@@ -125,10 +120,10 @@ SCENARIOS: dict[str, Callable[[Run, random.Random], None]] = {
     "SIGKILL of one rank": kill_a_rank,
     "SIGHUP": stop(signal.SIGHUP),
     "disk full": fill_the_disk,
-    "search server killed": kill_server("retrieval_server"),
-    "search server slow": suspend_server("retrieval_server"),
-    "optimizer killed": kill_server("world.optimizer"),
-    "optimizer slow": suspend_server("world.optimizer"),
+    "search server killed": disturb_server("retrieval_server", signal.SIGKILL),
+    "search server slow": disturb_server("retrieval_server", signal.SIGSTOP),
+    "optimizer killed": disturb_server("world.optimizer", signal.SIGKILL),
+    "optimizer slow": disturb_server("world.optimizer", signal.SIGSTOP),
 }
 
 

@@ -17,13 +17,13 @@ from tasks import Question, Trajectory
 PAIRS = {n: np.array(list(itertools.combinations(range(n), 2))) for n in range(2, 8)}
 
 
-def paired(rivals=2):
-    return Paired(SelectionConfig(rivals=rivals))
+def paired():
+    return Paired(SelectionConfig())
 
 
-def of(n, rivals=2):
+def of(n):
     """Returns a population of n instructions."""
-    P = paired(rivals)
+    P = paired()
     for k in range(n):
         P.join(f"I{k}", None, 0)
     return P
@@ -105,9 +105,9 @@ def test_trajectories_are_read_as_groups_of_a_question_and_instruction():
 # ---- the draw
 
 
-@pytest.mark.parametrize("n, rivals, batch, bound", [(7, 2, 24, 1), (7, 2, 25, 2), (4, 0, 10, 2), (5, 3, 31, 3)])
-def test_a_batch_has_as_many_groups_as_the_paper_s_and_its_pairs_are_balanced(n, rivals, batch, bound):
-    P, rng, asked = of(n, rivals), np.random.default_rng(0), list(questions("q", 60).values())[:batch]
+@pytest.mark.parametrize("n, batch, bound", [(7, 24, 1), (7, 25, 2)])
+def test_a_batch_has_as_many_groups_as_the_paper_s_and_its_pairs_are_balanced(n, batch, bound):
+    P, rng, asked = of(n), np.random.default_rng(0), list(questions("q", 60).values())[:batch]
     for _ in range(12):
         jobs = P.draw(rng, asked, 3)
         assert [job.group for job in jobs] == [k // 3 for k in range(3 * batch)]
@@ -117,7 +117,7 @@ def test_a_batch_has_as_many_groups_as_the_paper_s_and_its_pairs_are_balanced(n,
         for q, j in drawn[::3]:
             blocks.setdefault(q, []).append(j)
         assert [q for q, _ in drawn[::3]] == [q for q in blocks for _ in blocks[q]]  # a question's stand together
-        m = min(rivals or n, n)
+        m = min(2, n)
         assert all(len(set(b)) == len(b) == m for b in list(blocks.values())[: batch // m])
         P.learn([b for b in blocks.values() if len(b) == m], [[0.0] * m for b in blocks.values() if len(b) == m])
         if batch % m:
@@ -166,13 +166,13 @@ def test_by_question_every_rollout_of_a_group_draws_its_instruction():
 # ---- pruning
 
 
-def generation(true, look, rng, rivals=2, looks=3, difficulty=0.6):
+def generation(true, look, rng, looks=3, difficulty=0.6):
     """Plays a generation with these effects; returns (P, ids dropped at each of its prunings).
 
     `look`: questions between two prunings. A question's probability of success is Beta with mean .35, and `difficulty`
     is the share of a reward's variance that it explains; 5 rollouts a group.
     """
-    P, n = of(len(true), rivals), len(true)
+    P, n = of(len(true)), len(true)
     k = 1 / difficulty - 1
     dropped = []
     for at in range(1, looks + 1):
@@ -403,9 +403,6 @@ def test_rules_combine():
         (dict(rank="paired", mode="static"), "--rank paired: --mode static"),
         (dict(gate="fill", mode="static"), "--gate fill: --mode static"),
         (dict(rank="paired", groups="question"), "--groups question: --rank paired compares whole groups"),
-        (dict(rank="paired", rivals=1), "--rivals 1: one instruction alone"),
-        (dict(rank="paired", rivals=-1), "--rivals -1"),
-        (dict(rivals=3), "--rivals 3: only --rank paired"),
         (dict(gate="lower_bound", D_B=1), "--D_B 1: --gate lower_bound needs at least 2"),
     ],
 )
