@@ -65,7 +65,9 @@ def play(campaign: Campaign, arm: str, seed: int, extra: str, runs: Path) -> Row
     out, flags = runs / f"{arm}-seed{seed}", flags_of(campaign, arm, extra)
     runs.mkdir(parents=True, exist_ok=True)
     argv = ["inspo.py", *campaign.flags.split(), *flags.split(), "--seed", str(seed)]
-    argv += ["--out", str(out), *(["--resume"] if (out / "config.json").exists() else [])]
+    argv += ["--out", str(out)]
+    if (out / "config.json").exists():
+        argv.append("--resume")
     if not (out / "summary.json").exists():
         env = os.environ | {"OMP_NUM_THREADS": str(campaign.threads)}
         with open(f"{out}.log", "a") as log:
@@ -179,7 +181,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=HERE / "docs" / "results", help="where rows and figure go")
     args = parser.parse_args(argv)
     campaign, path = CAMPAIGNS[args.name], args.results / "rows" / f"{args.name}.jsonl"
-    runs, failed = (args.runs or HERE / "runs" / args.name).absolute(), list[Fault]()
+    runs = (args.runs or HERE / "runs" / args.name).absolute()
+    failed: list[Fault] = []
     with one_line("extras.campaign"):
         path.parent.mkdir(parents=True, exist_ok=True)
         done = {(row["arm"], row["seed"]): row for row in read_jsonl(path)}

@@ -77,7 +77,8 @@ def conversation(row: Any, task: Task) -> tuple[list[Message], list[Turn]]:
     roles = " ".join(role for role, _ in told)
     if not re.fullmatch(r"((system|user) )+assistant( tool assistant)*( tool)?", roles):
         raise ValueError(f"the roles are {roles:.80}; write system or user, then assistant, tool, assistant ...")
-    tools, prompt, turns = {tool.tag: tool for tool in task.tools}, list[Message](), list[Turn]()
+    tools = {tool.tag: tool for tool in task.tools}
+    prompt, turns = list[Message](), list[Turn]()
     for n, (role, content) in enumerate(told, 1):
         if not content:
             raise ValueError(f"message {n}, the {role}'s, has no content; write its text, or leave the message out")

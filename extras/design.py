@@ -62,7 +62,8 @@ class Design:
         n, size = len(self.ids), went.sum(1, keepdims=True)
         centred = went * (reward - reward.sum(1, keepdims=True) / size)
         times = went.sum(0)
-        inverse = np.linalg.pinv(np.diag(times) - (went / size).T @ went, hermitian=True)  # of a Laplacian
+        laplacian = np.diag(times) - (went / size).T @ went
+        inverse = np.linalg.pinv(laplacian, hermitian=True)
         y = centred.sum(0)
         a: Array = inverse @ y
         linked = np.linalg.matrix_power(went.T @ went > 0, n) | np.eye(n, dtype=bool)

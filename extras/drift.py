@@ -74,7 +74,9 @@ def revise(rng: np.random.Generator, text: str, lost: list[int], idle: list[int]
     told = clauses(text)
     for _ in range(edits):
         seen = lost if lost and (not idle or rng.random() < 0.6) else idle
-        told ^= {seen[rng.integers(len(seen))] if seen and rng.random() < 0.6 else int(rng.integers(CLAUSES))}
+        aimed = seen and rng.random() < 0.6
+        clause = seen[rng.integers(len(seen))] if aimed else int(rng.integers(CLAUSES))
+        told ^= {clause}
     return " ".join(map(str, sorted(told)))
 
 

@@ -201,7 +201,8 @@ class ESPL(FromOne):
             return
         step = [e for e in self.B.items if e.t == t]
         played = by_program(step)
-        best = max(played, key=lambda j: (mean(r for rewards in played[j].values() for r in rewards), j))
+        means = {j: mean(r for rewards in problems.values() for r in rewards) for j, problems in played.items()}
+        best = max(means, key=lambda j: (means[j], j))
         self.t, self.used = t, {normalize(I.text) for I in P.active}
         children: list[tuple[str, list[int]]] = []
         tried = mixed([e for e in step if e.instruction == best])[: cfg.failures]

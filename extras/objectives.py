@@ -14,7 +14,6 @@ if not __package__:
     import root  # noqa: F401
 from plumbing import stop  # noqa: F401  # isort: skip  (first: from here on a Ctrl-C is one line)
 import math
-import os
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -303,11 +302,7 @@ class ObjectiveLearner(Learner):
 
 
 def main(argv: list[str] | None = None) -> None:
-    cfg = parse(argv, ObjectiveConfig)
-    if cfg.objective == "consistent" and os.environ.get("RANK", "0") == "0":
-        print("note: no question has several instructions, so consistent is grpo here; extras/selection.py --rank"
-              " paired --objective consistent asks each under two", flush=True)  # fmt: skip
-    train(cfg, learner=ObjectiveLearner)
+    train(parse(argv, ObjectiveConfig), learner=ObjectiveLearner)
 
 
 if __name__ == "__main__":

@@ -181,7 +181,9 @@ def search_o1(player: Player, questions: Sequence[Question]) -> list[Trajectory]
     others; a query that was asked before is not searched again. Restated: `topk` passages for 10, the sampling of all
     other methods for temperature 0.7, `max_response` tokens a turn, and prompts of our own.
     """
-    taus, (start, end), (before, after) = begin(questions), player.words.query, player.words.result
+    taus = begin(questions)
+    start, end = player.words.query
+    before, after = player.words.result
     limit = [5 if q.hops == 1 else 10 for q in questions]
     for tau, searches in zip(taus, limit, strict=True):
         tau.observe(player.ids(player.words.search_o1, question=tau.question.text, searches=searches))
@@ -214,7 +216,8 @@ def search_o1(player: Player, questions: Sequence[Question]) -> list[Trajectory]
             for k, documents in found.items()
         }
         for k, turn in player.turns(notes, player.cfg.max_response).items():
-            read = player.text(turn).partition(player.words.read_end)[0].rpartition("Final Information:")[2]
+            whole = player.text(turn).partition(player.words.read_end)[0]
+            read = whole.rpartition("Final Information:")[2]
             note = before + re.sub(r"</?\w+>", "", read).strip() + after
             taus[k].observe(encode(player.tokenizer, note)[: player.cfg.max_observation])
             taus[k].response += note

@@ -130,7 +130,8 @@ def beta_tracker(b: Batch) -> Array:
     and draw questions by sqrt(v (1 - v)). Centred per instruction, since v belongs to the question alone.
     """
     table = b.memory.setdefault("beta", {})
-    v = np.array([(ab := table.get(tau.question.id, [0.5, 0.5]))[0] / sum(ab) for tau in b.taus])
+    counts = [table.get(tau.question.id, [0.5, 0.5]) for tau in b.taus]
+    v = np.array([alpha / (alpha + beta) for alpha, beta in counts])
     for rows in groups(b.question):
         r, q = b.reward[rows], b.taus[rows[0]].question.id
         alpha, beta = table.get(q, [0.5, 0.5])

@@ -182,9 +182,10 @@ def _(right_probabilities, w):
 def _(gap, predicted, right_probabilities, right_weight, tau_s, taus, w):
     desk.need("The answer", right_weight, right_probabilities)
     _best = [probabilities(np.array(w), tau)[0] for tau in taus]
+    _p = probabilities(np.array(w), tau_s)
     found = {
-        "share of the best": probabilities(np.array(w), tau_s)[0],
-        "share of the worst": probabilities(np.array(w), tau_s)[-1],
+        "share of the best": _p[0],
+        "share of the worst": _p[-1],
         "tau_s at which the best gets half": taus[np.abs(np.array(_best) - 0.5).argmin()],
         "largest distance to Population": gap,
     }

@@ -141,13 +141,13 @@ def of_a_success(k, G):
 
 @app.function(hide_code=True)
 def check_of_a_success(of_a_success):
-    mistakes = {
-        1: (1 - 1 / 5, "that is its distance to the mean, 1 - k / G; divide it by std."),
-        2: (2.0, "its std has G below the sum of squares; this project's has G - 1."),
-    }
+    mistakes = (
+        (1 - 1 / 5, "that is its distance to the mean, 1 - k / G; divide it by std."),
+        (2.0, "its std has G below the sum of squares; this project's has G - 1."),
+    )
     for k, G in ((1, 5), (4, 5), (3, 8)):
         want = np.sqrt((G - k) * (G - 1) / (G * k))
-        if says := desk.judge(f"with {k} of {G} right", of_a_success(k, G), want, *mistakes.values()):
+        if says := desk.judge(f"with {k} of {G} right", of_a_success(k, G), want, *mistakes):
             return says
     return ""
 

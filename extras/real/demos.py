@@ -90,7 +90,7 @@ def main() -> None:
         part = args.out.with_name(f".{args.out.name}.part")
         part.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         part.replace(args.out)  # all of it at once: `make real` skips what is there
-        print(f"{args.out}: {args.n:,} demonstrations of {len({row['id'] for row in rows}):,} questions")
+        print(f"{args.out}: {args.n:,} demonstrations")
 
 
 if __name__ == "__main__":

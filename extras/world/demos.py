@@ -49,7 +49,8 @@ CHOICES = (  # of each slot: clauses, or none, with their shares
 def choose_clauses(rng: random.Random, choices: Choices, best: set[str]) -> list[str]:
     """Returns a random set of clauses, never all of `best`."""
     while True:
-        clauses = [clause for slot, shares in choices if (clause := rng.choices(slot, shares)[0])]
+        chosen = [rng.choices(slot, shares)[0] for slot, shares in choices]
+        clauses = [c for c in chosen if c]
         if not set(clauses) >= best:
             return clauses
 

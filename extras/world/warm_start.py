@@ -9,7 +9,6 @@ combination of clauses. It is also the supervised (SFT) baseline.
 import argparse
 import json
 import random
-import time
 from pathlib import Path
 
 import torch
@@ -144,14 +143,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=WORLD, help="directory to write")
     args = parser.parse_args()
     torch.set_num_threads(2)  # whatever the machine has: more could round differently
-    start = time.monotonic()
     write_files(args.out)
     model, tokenizer = train(args.tokens, args.seed)
     model.save_pretrained(args.out / "policy")
     save_tokenizer(tokenizer, args.out / "policy")
-    n = sum(p.numel() for p in model.parameters())
-    took = f"{args.tokens / 1e6:.1f}M tokens in {time.monotonic() - start:.0f} s"
-    print(f"{args.out / 'policy'}: {n / 1e6:.2f}M parameters, {took}")
+    print(f"{args.out / 'policy'}: {args.tokens:,} tokens of demonstrations")
 
 
 if __name__ == "__main__":
