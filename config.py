@@ -220,7 +220,7 @@ class EngineKnobs:
     offload_reference: bool = knob(False, "keep the reference model in CPU memory", more=True)
     patience: float = knob(30.0, "minutes that a rank waits for the others before the job ends", more=True)
     dry_run: bool = knob(
-        False, "print memory and seconds of a step on --gpus 8 of --card h100 (or others: --help_all), and stop"
+        False, "print the memory that --gpus 8 of --card h100 (or others: --help_all) need, and stop"
     )
     gpus: int = knob(8, "GPUs of --dry_run", least=1, more=True)
     card: str = knob(

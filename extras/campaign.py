@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -64,7 +65,9 @@ def play(campaign: Campaign, arm: str, seed: int, extra: str, runs: Path) -> Row
     out, flags = runs / f"{arm}-seed{seed}", flags_of(campaign, arm, extra)
     runs.mkdir(parents=True, exist_ok=True)
     argv = ["inspo.py", *campaign.flags.split(), *flags.split(), "--seed", str(seed)]
-    argv += ["--out", str(out), *(["--resume"] if (out / "config.json").exists() else [])]
+    argv += ["--out", str(out)]
+    if (out / "config.json").exists():
+        argv.append("--resume")
     if not (out / "summary.json").exists():
         env = os.environ | {"OMP_NUM_THREADS": str(campaign.threads)}
         with open(f"{out}.log", "a") as log:
@@ -100,9 +103,8 @@ def row_of(out: Path) -> Row:
 def machine() -> str:
     """Returns the processor and how many cores this process may use."""
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    name = next((line.partition(":")[2].strip() for line in lines if "model name" in line), platform.machine())
-    return f"{os.cpu_count()} cores of {name}"
+    name = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
+    return f"{os.cpu_count()} cores of {name[1] if name else platform.machine()}"
 
 
 def table(campaign: Campaign, rows: Sequence[Row]) -> str:
@@ -129,13 +131,21 @@ def smooth(y: Sequence[float], n: int = 5) -> list[tuple[int, float]]:
     return [(k, float(np.mean(y[max(0, k - n) : k]))) for k in range(1, len(y) + 1)]
 
 
-def draw(campaign: Campaign, rows: Sequence[Row], path: Path) -> None:
-    """Draws every run as a thin line, the mean of an arm as a thick one; EM only if it was measured on the way."""
+def make_panels(n: int, **how: Any) -> tuple[Any, Any]:
+    """Returns a figure for a file, and its n axes, which share a row."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    figure, axes = plt.subplots(1, n, **how)
+    for ax in axes:
+        ax.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def draw(campaign: Campaign, rows: Sequence[Row], path: Path) -> None:
+    """Draws every run as a thin line, the mean of an arm as a thick one; EM only if it was measured on the way."""
     panels = {
         "reward of a step's rollouts\n(temperature 1, mean of 5 steps)": lambda row: smooth(row["curves"]["reward"]),
         "searches a question\n(mean of 5 steps)": lambda row: smooth(row["curves"]["searches"]),
@@ -143,7 +153,7 @@ def draw(campaign: Campaign, rows: Sequence[Row], path: Path) -> None:
     if any(len(row.get("evals", ())) > 2 for row in rows):
         title = "held-out exact match, greedy,\nunder the run's best instruction"
         panels[title] = lambda row: [(t, em) for t, em, *_ in row["evals"]]
-    fig, axes = plt.subplots(1, len(panels), figsize=(3.3 * len(panels), 3.3))
+    fig, axes = make_panels(len(panels), figsize=(3.3 * len(panels), 3.3))
     for ax, (title, points) in zip(axes, panels.items(), strict=True):
         for arm, (what, _) in campaign.arms.items():
             runs = [points(row) for row in rows if row["arm"] == arm]
@@ -154,7 +164,6 @@ def draw(campaign: Campaign, rows: Sequence[Row], path: Path) -> None:
                 ax.plot(mean[:, 0], mean[:, 1], color=COLORS[arm], lw=2.2, label=f"{arm}: {what}")
         ax.set_title(title, fontsize=9, loc="left")
         ax.set(xlabel="step t", ylim=(0, 1 if "searches" not in title else None))
-        ax.spines[["top", "right"]].set_visible(False)
     fig.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncol=2, frameon=False, fontsize=8)
     fig.tight_layout(rect=(0, 0.12, 1, 1))
     fig.savefig(path, dpi=130)
@@ -172,7 +181,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=HERE / "docs" / "results", help="where rows and figure go")
     args = parser.parse_args(argv)
     campaign, path = CAMPAIGNS[args.name], args.results / "rows" / f"{args.name}.jsonl"
-    runs, failed = (args.runs or HERE / "runs" / args.name).absolute(), list[Fault]()
+    runs = (args.runs or HERE / "runs" / args.name).absolute()
+    failed: list[Fault] = []
     with one_line("extras.campaign"):
         path.parent.mkdir(parents=True, exist_ok=True)
         done = {(row["arm"], row["seed"]): row for row in read_jsonl(path)}

@@ -77,7 +77,8 @@ def conversation(row: Any, task: Task) -> tuple[list[Message], list[Turn]]:
     roles = " ".join(role for role, _ in told)
     if not re.fullmatch(r"((system|user) )+assistant( tool assistant)*( tool)?", roles):
         raise ValueError(f"the roles are {roles:.80}; write system or user, then assistant, tool, assistant ...")
-    tools, prompt, turns = {tool.tag: tool for tool in task.tools}, list[Message](), list[Turn]()
+    tools = {tool.tag: tool for tool in task.tools}
+    prompt, turns = list[Message](), list[Turn]()
     for n, (role, content) in enumerate(told, 1):
         if not content:
             raise ValueError(f"message {n}, the {role}'s, has no content; write its text, or leave the message out")
@@ -157,13 +158,8 @@ def encoded(row: Any, k: int, task: Task, tokenizer: "Tokenizer", cfg: RolloutKn
 
 def demonstrations(cfg: ColdStartConfig, task: Task, tokenizer: "Tokenizer") -> dict[int, Trajectory]:
     """Returns what --demos demonstrates, by line of the file; of rows that are alike the first. Raises Fault."""
-    from models.model import load_config
-
     path, limit = Path(cfg.demos), cfg.max_prompt + cfg.max_response
     what = f"--max_prompt {cfg.max_prompt} + --max_response {cfg.max_response} are"
-    positions = getattr(load_config(cfg.model), "max_position_embeddings", None)
-    if positions and positions < limit:
-        limit, what = positions, "the model's positions are"
     if not path.is_file():
         raise Fault(f"--demos {path}: no such file; check the path")
     found: dict[tuple[int, ...], tuple[int, Trajectory]] = {}

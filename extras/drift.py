@@ -27,6 +27,7 @@ import numpy as np
 
 from config import HERE
 from evaluation.statistics import over_seeds
+from extras.campaign import make_panels
 from journal.directory import read_jsonl
 from population import Candidate, Population
 
@@ -73,7 +74,9 @@ def revise(rng: np.random.Generator, text: str, lost: list[int], idle: list[int]
     told = clauses(text)
     for _ in range(edits):
         seen = lost if lost and (not idle or rng.random() < 0.6) else idle
-        told ^= {seen[rng.integers(len(seen))] if seen and rng.random() < 0.6 else int(rng.integers(CLAUSES))}
+        aimed = seen and rng.random() < 0.6
+        clause = seen[rng.integers(len(seen))] if aimed else int(rng.integers(CLAUSES))
+        told ^= {clause}
     return " ".join(map(str, sorted(told)))
 
 
@@ -127,12 +130,7 @@ def published(arm: str, d: float) -> list[float]:
 
 def draw(found: dict[tuple[str, float], list[tuple[float, int]]], path: Path) -> None:
     """Draws the real runs, a dot a world, and the simulated mean and its 95 % interval of 12 runs."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    fig, axes = plt.subplots(1, len(DRIFTS), figsize=(10, 3), sharey=True)
+    fig, axes = make_panels(len(DRIFTS), figsize=(10, 3), sharey=True)
     for ax, d in zip(axes, DRIFTS, strict=True):
         for x, arm in enumerate(ARMS):
             rewards, real = [r for r, _ in found[arm, d]], published(arm, d)
@@ -141,7 +139,6 @@ def draw(found: dict[tuple[str, float], list[tuple[float, int]]], path: Path) ->
             ax.errorbar(x - 0.15, np.mean(rewards), half, fmt="s", color="C3", label=None if x else "simulated")
         ax.set(title=f"d = {d:g}", xticks=range(len(ARMS)), ylim=(0.3, 1))
         ax.set_xticklabels(ARMS, rotation=30, fontsize=8)
-        ax.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("reward at the end")
     axes[0].legend(frameon=False, fontsize=8, loc="lower left")
     fig.tight_layout()

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import trueskill
 
-from config import knob, parse
+from config import Config, knob, parse
 from extras.objectives import ObjectiveConfig, ObjectiveLearner
 from inspo import Evolution, train
 from plumbing.faults import OptimizerDown
@@ -88,9 +88,13 @@ class ESPLConfig(ObjectiveConfig):
             return "--rivals 1: one program alone is compared with nobody; 2 or more, or 0 for all"
         if not 0 <= self.crossover <= 1:
             return f"--crossover {self.crossover}: a probability, from 0 to 1"
-        if self.buffer < self.batch * self.G:
-            return f"--buffer {self.buffer}: E-SPL learns from whole steps of {self.batch * self.G} trajectories"
-        return ""
+        return check_buffer(self, "E-SPL")
+
+
+def check_buffer(cfg: Config, name: str) -> str:
+    """Says what is wrong with --buffer for a method of this name, which reads all that a step has played."""
+    step = cfg.batch * cfg.G
+    return f"--buffer {cfg.buffer}: {name} learns from whole steps of {step} trajectories" * (cfg.buffer < step)
 
 
 class Pool(Population):
@@ -176,15 +180,19 @@ class Pool(Population):
         self.ratings = [(mu, sigma) for mu, sigma in state["ratings"]]
 
 
-class ESPL(Evolution):
-    """From the first instruction alone: after every step its best program mutates, and may be crossed with another."""
-
-    cfg: ESPLConfig
-    P: Pool
+class FromOne(Evolution):
+    """Begins with the first instruction, without paraphrases of it."""
 
     def begin(self) -> None:
         self.P.join(self.task.instruction, None, 0)
         self.log.started(self.P)
+
+
+class ESPL(FromOne):
+    """After every step its best program mutates, and may be crossed with another."""
+
+    cfg: ESPLConfig
+    P: Pool
 
     def evolve(self, t: int, policy: Policy) -> None:
         """Adds a mutation of the step's best program, and with probability --crossover its child with another one."""
@@ -193,7 +201,8 @@ class ESPL(Evolution):
             return
         step = [e for e in self.B.items if e.t == t]
         played = by_program(step)
-        best = max(played, key=lambda j: (mean(r for rewards in played[j].values() for r in rewards), j))
+        means = {j: mean(r for rewards in problems.values() for r in rewards) for j, problems in played.items()}
+        best = max(means, key=lambda j: (means[j], j))
         self.t, self.used = t, {normalize(I.text) for I in P.active}
         children: list[tuple[str, list[int]]] = []
         tried = mixed([e for e in step if e.instruction == best])[: cfg.failures]

@@ -18,15 +18,15 @@ import numpy as np
 import numpy.typing as npt
 
 from config import knob, parse
+from extras.espl import NEVER, FromOne, check_buffer
 from extras.objectives import ObjectiveConfig, ObjectiveLearner
-from inspo import Evolution, train
+from inspo import train
 from plumbing.faults import OptimizerDown
 from population import Array, Experience, Population, ReplayBuffer
 from reflect import examples, normalize
 from tasks import Job, Question, Task, reward, rng_of
 from training.policy import Policy
 
-NEVER = 1_000_000  # more steps than any run has
 PRESET: dict[str, Any] = dict(N_P=4, K_e=6, T_e=NEVER, K_p=NEVER, rounds=4, objective="cispo_cap")
 
 # A prompt in words of our own; an example has the form of App. E's.
@@ -52,9 +52,7 @@ class FSTConfig(ObjectiveConfig):
     def check(self) -> str:
         if self.D_B < 1:
             return f"--D_B {self.D_B}: FST chooses prompts by what they win on D_B; 1 at least"
-        if self.buffer < self.batch * self.G:
-            return f"--buffer {self.buffer}: FST learns from whole steps of {self.batch * self.G} trajectories"
-        return ""
+        return check_buffer(self, "FST")
 
 
 class Front(Population):
@@ -79,17 +77,13 @@ class Front(Population):
         self._drop([I for I in self.active if I.id not in kept], t)
 
 
-class GEPA(Evolution):
-    """From the first instruction alone: `rounds` revisions of prompts drawn by what they win, of which N_P stay.
+class GEPA(FromOne):
+    """`rounds` revisions of prompts drawn by what they win, of which N_P stay.
 
     A revision passes if it has strictly more reward than its parent on the questions whose failures were shown.
     """
 
     P: Front
-
-    def begin(self) -> None:
-        self.P.join(self.task.instruction, None, 0)
-        self.log.started(self.P)
 
     def evolve(self, t: int, policy: Policy) -> None:
         cfg, P = self.cfg, self.P
@@ -108,8 +102,7 @@ class GEPA(Evolution):
             I_parent = P.active[rng.choice(len(P), p=wins / wins.sum())]
             tau_fail = shown.failures(rng, cfg.failures, I_parent.id)
             if not tau_fail:
-                spared = self.B.failures(rng, 1, I_parent.id)
-                shortfall = "D_B took every failure" if spared else "no failure to learn from"
+                shortfall = "no failure to learn from that D_B does not have"
                 break
             golds = [gold for e in tau_fail for gold in e.golds]
             prompt = feedback_prompt(I_parent.text, tau_fail, cfg.prompt_budget, self.task)

@@ -14,7 +14,6 @@ if not __package__:
     import root  # noqa: F401
 from plumbing import stop  # noqa: F401  # isort: skip  (first: from here on a Ctrl-C is one line)
 import math
-import os
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -155,11 +154,21 @@ class Batch:
         return np.array([lp for tau in self.taus for lp, m in zip(tau.logps, tau.mask, strict=True) if m], float)
 
     @cached_property
+    def advantage(self) -> Array:
+        """A-hat of each trajectory, as `set_advantages` has left it."""
+        return np.array([tau.advantage for tau in self.taus], float)
+
+    @cached_property
     def A(self) -> Array:
         """A-hat, as `set_advantages` has left it in the trajectories."""
         if not any(tau.credit for tau in self.taus):
-            return np.array([tau.advantage for tau in self.taus], float)[self.tau]
+            return self.advantage[self.tau]
         return np.concatenate([np.repeat(tau.credit, tau.acted or [sum(tau.mask)]) for tau in self.taus])
+
+    @property
+    def grpo(self) -> Array:
+        """Eq. 3 of each trajectory (n,)."""
+        return self.each(v.normal, self.reward, self.group)
 
     # ---- arithmetic
 
@@ -293,11 +302,7 @@ class ObjectiveLearner(Learner):
 
 
 def main(argv: list[str] | None = None) -> None:
-    cfg = parse(argv, ObjectiveConfig)
-    if cfg.objective == "consistent" and os.environ.get("RANK", "0") == "0":
-        print("note: no question has several instructions, so consistent is grpo here; extras/selection.py --rank"
-              " paired --objective consistent asks each under two", flush=True)  # fmt: skip
-    train(cfg, learner=ObjectiveLearner)
+    train(parse(argv, ObjectiveConfig), learner=ObjectiveLearner)
 
 
 if __name__ == "__main__":

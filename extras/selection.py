@@ -1,6 +1,6 @@
 """Other rules of choosing instructions, alone or together; docs/selection.md has the formulas and what they cost.
 
-    python extras/selection.py --rank paired                         # rivals share questions, a test prunes
+    python extras/selection.py --rank paired                         # two share a question, a test prunes
     python extras/selection.py --gate lower_bound --rounds 2         # a revision has to be hardly worse for certain
     python extras/selection.py --gate fill                           # places left go to revisions not shown to be worse
     python extras/selection.py --groups question                     # Eq. 3 compares a question's rollouts under all
@@ -37,10 +37,9 @@ class SelectionConfig(ObjectiveConfig):
     """choosing instructions (docs/selection.md)"""
 
     rank: str = knob(
-        "paper", "paper; paired: rivals share questions, and a test prunes those behind for certain",
+        "paper", "paper; paired: two share a question, and a test prunes those behind for certain",
         of=("paper", "paired"),
     )  # fmt: skip
-    rivals: int = knob(2, "instructions that share a question with --rank paired; 0: all", least=0)
     gate: str = knob(
         "paper", "who joins: paper; lower_bound: hardly below its parent for certain; fill: where places are left, who"
         " is below but not significantly, too", of=("paper", "lower_bound", "fill"),
@@ -57,10 +56,6 @@ class SelectionConfig(ObjectiveConfig):
         if self.rank == "paired" and self.groups != "pair":
             return f"--groups {self.groups}: --rank paired compares whole groups of a question and instruction; leave" \
                    " it out"  # fmt: skip
-        if self.rivals != SelectionConfig.rivals and self.rank != "paired":
-            return f"--rivals {self.rivals}: only --rank paired asks a question under several; leave it out"
-        if self.rivals == 1:
-            return "--rivals 1: one instruction alone is compared with nobody; 2 or more, or 0 for all"
         if self.gate == "lower_bound" and self.D_B < 2:
             return f"--D_B {self.D_B}: --gate lower_bound needs at least 2 questions"
         return ""
@@ -133,7 +128,7 @@ def lower_bound(r: Sequence[float], r_parent: Sequence[float]) -> float:
 class Paired(Rule):
     """A population that compares its instructions on questions which they share, since the generation began.
 
-    Every question goes to --rivals of them, so that its difficulty and the policy's progress cancel. Weights are mean
+    Every question goes to two of them, so that its difficulty and the policy's progress cancel. Weights are mean
     rewards on the common questions. All are drawn alike, not by Eq. 4: whoever is behind for certain leaves.
     """
 
@@ -151,7 +146,7 @@ class Paired(Rule):
     def blocks(self, rng: np.random.Generator, n: int) -> list[list[int]]:
         """Returns the ids that share a question, for as many questions as `n` (question, instruction) groups make."""
         self.design = self.design or Design(self.ids)
-        m = min(self.cfg.rivals or len(self.ids), len(self.ids))
+        m = min(2, len(self.ids))
         return self.design.blocks(self.ids, [m] * (n // m) + [n % m] * bool(n % m), rng)
 
     def probabilities(self) -> Array:
@@ -168,25 +163,19 @@ class Paired(Rule):
             self.learn([list(by_id)], [[sum(r) / len(r) for r in by_id.values()]])
         self.weigh()
 
-    def learn(self, blocks: Sequence[Sequence[int]], r: Sequence[Sequence[float]]) -> None:
-        """Adds questions that went to as many instructions each: ids and mean rewards (questions, instructions)."""
+    def learn(self, blocks: Sequence[list[int]], r: Sequence[list[float]]) -> None:
+        """Adds questions: the ids of the instructions that each went to, and their mean rewards."""
         design = self.design = self.design or Design(self.ids)
-        rows = {j: k for k, j in enumerate(design.ids)}
-        design.add(np.array([[rows[j] for j in block] for block in blocks]), np.array(r, float))
+        design.asked += blocks
+        design.rewards += r
 
     def weigh(self) -> None:
         """Sets w = mean reward on the common questions + effect."""
         assert self.design
-        fit = self.design.fit()
-        weights = self.design.level(fit) + fit.a
-        for I in self.active:
-            if self.design.drawn[k := self.row(I.id), k]:
-                I.rewards = [float(weights[k])]
-
-    def row(self, j: int) -> int:
-        """Returns an instruction's row in the design."""
-        assert self.design
-        return self.design.ids.index(j)
+        fit, times = self.design.fit(), self.design.drawn().diagonal()
+        for k, j in enumerate(self.design.ids):
+            if times[k] and j in self.ids:
+                self.family[j].rewards = [float(fit.level[k] + fit.a[k])]
 
     def prune(self, ranked: Sequence[Instruction], N_parent: int, t: int) -> list[Instruction]:
         """Drops those that are significantly behind the leader, the last ones first; returns the dropped ones.
@@ -206,12 +195,12 @@ class Paired(Rule):
         """
         if not self.design:
             return []
-        fit, n = self.design.fit(), len(ranked)
+        fit, n, rows = self.design.fit(), len(ranked), [self.design.ids.index(I.id) for I in ranked]
         if fit.df < 1 or n < 2:
             return []
-        distance, se = fit.behind(self.row(ranked[0].id))
+        distance, se = fit.behind(rows[0])
         t = -float(stdtrit(fit.df, ALPHA / (self.looks * (self.looks + 1) * n * (n - 1))))
-        return [I for I in ranked[1:] if distance[k := self.row(I.id)] > t * se[k] + 1e-9]
+        return [I for I, k in zip(ranked, rows, strict=True) if distance[k] > t * se[k] + 1e-9]
 
     def succeed(self, parents: Sequence[Instruction], new: Sequence[Candidate], t: int) -> list[Instruction]:
         """With a new generation the comparison begins anew."""
@@ -221,12 +210,12 @@ class Paired(Rule):
         return joined
 
     def state_dict(self) -> dict[str, Any]:
-        design = self.design.state_dict() if self.design else None
+        design = self.design and {name: [*x] for name, x in vars(self.design).items()}
         return super().state_dict() | {"design": design, "looks": self.looks}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self.design = Design.of(state["design"]) if state["design"] else None
+        self.design = state["design"] and Design(**state["design"])
         self.looks = state["looks"]
 
 

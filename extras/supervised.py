@@ -7,7 +7,7 @@ of Search-R1's SFT rows (axolotl) are not published: T, lr, batch and the schedu
 
 import json
 import math
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -109,19 +109,18 @@ def own_successes(cfg: Config, task: Task, policy: Policy, D: list[Question], lo
             raise Fault(
                 "no rollout of the first policy is right, so there is nothing to learn from; start from another"
             )
-        kept = [success(tau) for tau in right]
+        kept = [
+            {
+                "q": tau.question.id, "ids": tau.ids, "mask": tau.mask, "prompt": tau.prompt_tokens,
+                "said": tau.prediction,
+            }
+            for tau in right
+        ]  # fmt: skip
         log.run.write("successes.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
     return [
         demonstration(questions[row["q"]], k, row["ids"], row["mask"], row["prompt"], row["said"])
         for k, row in enumerate(kept)
     ]
-
-
-def success(tau: Trajectory) -> dict[str, Any]:
-    """Returns a correct rollout as a row of successes.jsonl."""
-    return {
-        "q": tau.question.id, "ids": tau.ids, "mask": tau.mask, "prompt": tau.prompt_tokens, "said": tau.prediction,
-    }  # fmt: skip
 
 
 def demonstration(

@@ -67,10 +67,6 @@ class Player:
                 waiting = {}
         return done
 
-    def progress(self, taus: list[Trajectory]) -> None:
-        """Shows how many trajectories have ended."""
-        self.agent.progress(sum(bool(tau.stop) for tau in taus))
-
     def text(self, turn: FinishedTurn) -> str:
         return str(self.tokenizer.decode(turn.ids, skip_special_tokens=True)).strip()
 
@@ -95,8 +91,7 @@ def begin(questions: Sequence[Question]) -> list[Trajectory]:
 
 def answer_of(text: str) -> str:
     r"""Returns the answer in a reply: the last \boxed{}, <answer>, or what follows "answer is:"; else all of it."""
-    boxed = re.findall(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}", text)
-    if boxed:
+    if boxed := re.findall(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}", text):
         return re.sub(r"\\text\{([^{}]*)\}", r"\1", boxed[-1]).strip()
     tagged = last_answer(text)
     if tagged is not None:
@@ -171,7 +166,6 @@ def ircot(player: Player, questions: Sequence[Question], steps: int = 5) -> list
                 taus[k].stop = "answer"
             else:
                 queries[k] = re.sub(r"</?\w+>", " ", thought).strip() or taus[k].question.text
-        player.progress(taus)
         if not queries:
             break
     for k, tau in enumerate(taus):
@@ -187,7 +181,9 @@ def search_o1(player: Player, questions: Sequence[Question]) -> list[Trajectory]
     others; a query that was asked before is not searched again. Restated: `topk` passages for 10, the sampling of all
     other methods for temperature 0.7, `max_response` tokens a turn, and prompts of our own.
     """
-    taus, end = begin(questions), player.words.query[1]
+    taus = begin(questions)
+    start, end = player.words.query
+    before, after = player.words.result
     limit = [5 if q.hops == 1 else 10 for q in questions]
     for tau, searches in zip(taus, limit, strict=True):
         tau.observe(player.ids(player.words.search_o1, question=tau.question.text, searches=searches))
@@ -204,12 +200,12 @@ def search_o1(player: Player, questions: Sequence[Question]) -> list[Trajectory]
             text = player.text(turn)
             tau.response += text
             asked = {past.argument for past in tau.turns}
-            query = text.rpartition(player.words.query[0])[2].partition(end)[0].strip() if end in text else ""
+            query = text.rpartition(start)[2].partition(end)[0].strip() if end in text else ""
             if not query:
                 tau.stop, tau.prediction = "answer", answer_of(tau.response)
             elif query in asked or len(tau.turns) >= limit[k]:
                 note = "Searched before: see above." if query in asked else "No search is left: answer."
-                tau.observe(encode(player.tokenizer, player.words.result[0] + note + player.words.result[1]))
+                tau.observe(encode(player.tokenizer, f"{before}{note}{after}"))
             else:
                 queries[k] = query
         found = player.retrieve(queries, taus)
@@ -220,11 +216,11 @@ def search_o1(player: Player, questions: Sequence[Question]) -> list[Trajectory]
             for k, documents in found.items()
         }
         for k, turn in player.turns(notes, player.cfg.max_response).items():
-            read = player.text(turn).partition(player.words.read_end)[0].rpartition("Final Information:")[2]
-            note = player.words.result[0] + re.sub(r"</?\w+>", "", read).strip() + player.words.result[1]
+            whole = player.text(turn).partition(player.words.read_end)[0]
+            read = whole.rpartition("Final Information:")[2]
+            note = before + re.sub(r"</?\w+>", "", read).strip() + after
             taus[k].observe(encode(player.tokenizer, note)[: player.cfg.max_observation])
             taus[k].response += note
-        player.progress(taus)
         active = {k for k in active if not taus[k].stop}
         if not active:
             break

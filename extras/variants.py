@@ -130,7 +130,8 @@ def beta_tracker(b: Batch) -> Array:
     and draw questions by sqrt(v (1 - v)). Centred per instruction, since v belongs to the question alone.
     """
     table = b.memory.setdefault("beta", {})
-    v = np.array([(ab := table.get(tau.question.id, [0.5, 0.5]))[0] / sum(ab) for tau in b.taus])
+    counts = [table.get(tau.question.id, [0.5, 0.5]) for tau in b.taus]
+    v = np.array([alpha / (alpha + beta) for alpha, beta in counts])
     for rows in groups(b.question):
         r, q = b.reward[rows], b.taus[rows[0]].question.id
         alpha, beta = table.get(q, [0.5, 0.5])
@@ -144,7 +145,7 @@ def consistency(b: Batch) -> Array:
     A_global: the group's mean reward over its deviation among the step's groups, centred per instruction instead of
     over all of them.
     """
-    local, means, H = b.each(normal, b.reward, b.group), b.mean(b.reward, b.group), np.zeros(b.n)
+    local, means, H = b.grpo, b.mean(b.reward, b.group), np.zeros(b.n)
     for rows in groups(b.group):
         share = np.unique(b.answer[rows], return_counts=True)[1] / len(rows)
         H[rows] = -(share * np.log(share)).sum()
@@ -190,7 +191,7 @@ def adora(b: Batch) -> Array:
     """ADORA (its code, ShadeCloak/ADORA): A of GRPO x .1 unless the longest correct answer is longer than the mean
     wrong one, truncated ones left out. Without a correct or a wrong one A is 0 anyway.
     """
-    A, weight = b.each(normal, b.reward, b.group), np.full(b.n, 0.1)
+    A, weight = b.grpo, np.full(b.n, 0.1)
     for rows in groups(b.group):
         right = b.length[rows][b.correct[rows]]
         wrong = b.length[rows][~b.correct[rows] & ~b.truncated[rows]]
@@ -204,7 +205,7 @@ def early_search(b: Batch) -> Array:
 
     p: tokens up to the end of the first turn whose call was served; means over those trajectories of the group.
     """
-    A, ends = b.each(normal, b.reward, b.group), np.cumsum(b.acted, 1)
+    A, ends = b.grpo, np.cumsum(b.acted, 1)
     used: Mask = b.called.max(1, initial=0) > 0
     for rows in groups(b.group):
         rows = rows[used[rows] & b.correct[rows]]
@@ -239,7 +240,7 @@ def across_budgets(b: Batch) -> Array:
 
     The last term belongs to a budget, so to an instruction, and is centred away. The authors' code adds both twice.
     """
-    return b.each(normal, b.reward, b.group) + b.per_instruction(b.mean(b.reward, b.group))
+    return b.grpo + b.per_instruction(b.mean(b.reward, b.group))
 
 
 # ---- credit of the turns: (n, K)
@@ -323,7 +324,7 @@ def diverse(b: Batch) -> Mask:
     """D3S (2509.22115): the half of the mini-batch's trajectories with the largest variance of A, and of their tokens
     the half with the largest |A| H. Our reading: the paper's shares, which grow with the steps, were not found.
     """
-    A = np.array([tau.advantage for tau in b.taus])
+    A = b.advantage
     up, n, spread = np.sort(A), (b.n + 1) // 2, -1.0
     chosen = np.zeros(b.n, bool)
     for k in range(n + 1 if n else 0):  # the k lowest and the n - k highest; whoever ties with one of them comes along
@@ -427,7 +428,7 @@ def fallen(b: Batch, w: Array) -> Columns:
     The sum is over tokens and the mean over those k, whatever the average of the rest: so it is divided by w.
     """
     fell = np.bincount(b.tau, b.log_rho, b.n) < 0
-    gated = fell & (np.array([tau.advantage for tau in b.taus]) >= 0)
+    gated = fell & (b.advantage >= 0)
     return {"lam": np.where(gated[b.tau], 0.1 / max(1, int(np.count_nonzero(gated))) / np.maximum(w, 1e-12), 0)}
 
 

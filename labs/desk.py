@@ -11,6 +11,7 @@ from typing import Any
 
 import marimo as mo
 import matplotlib
+import numpy as np
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
@@ -66,6 +67,17 @@ def verdict(check: Callable[[Callable], str], f: Callable, *before: Verdict) -> 
         return Verdict(blank, f"it raises {type(e).__name__}: {e}{line}.")
 
 
+def judge(case: str, got: Any, want: Any, *mistakes: tuple[Any, str]) -> str:
+    """Returns "" if a result is the right one, else the sentence of the mistake, (its result, sentence), that gives it.
+
+    A result that no mistake explains is printed beside the right one; `case` says of which arguments it is.
+    """
+    for result, says in ((want, ""), *mistakes):
+        if np.shape(got) == np.shape(result) and np.allclose(got, result, atol=1e-5, equal_nan=True):
+            return says
+    return f"{case} it returns {np.round(got, 3)}, not {np.round(want, 3)}."
+
+
 def need(what: str, *verdicts: Verdict) -> None:
     """Ends the cell with one line unless all of the blanks are right."""
     missing = [f"`{v.blank}`" for v in verdicts if not v.right]
@@ -80,13 +92,20 @@ def compare(what: str, predicted: float | None, was: float, form: str = ".2f") -
     return mo.callout(mo.md(f"**{what}**: you said {predicted:{form}}, it was **{was:{form}}**."), kind="info")
 
 
-def axes(columns: int = 1, width: float = 6.4, height: float = 3.4, **kw: Any) -> tuple[Any, Any]:
-    """Returns a figure and its axes, one or an array of them, without the upper and right frame."""
-    figure, ax = plt.subplots(1, columns, figsize=(width * columns**0.6, height), layout="constrained", **kw)
-    for one in [ax] if columns == 1 else ax:
-        one.spines[["top", "right"]].set_visible(False)
+def list_found(found: dict[str, float], *predicted: float | None) -> mo.Html:
+    """Returns what a run gave, a line for each number; nothing as long as a prediction is missing."""
+    return mo.md("" if None in predicted else "\n".join(f"- {name}: {value:.3g}" for name, value in found.items()))
+
+
+def draw(xlabel: str, ylabel: str, *series: tuple[Any, ...], **axes: Any) -> Any:
+    """Returns a figure of lines, (label, x, y) or with a format of matplotlib's after them."""
+    figure, ax = plt.subplots(figsize=(6.4, 3.4), layout="constrained")
+    for label, x, y, *form in series:
+        ax.plot(x, y, *form, label=label)
+    ax.set(xlabel=xlabel, ylabel=ylabel, **axes)
+    ax.legend(frameon=False)
     plt.close(figure)  # the notebook shows what a cell returns; nothing else keeps it
-    return figure, ax
+    return figure
 
 
 def lab(which: int | str) -> ModuleType:

@@ -80,22 +80,17 @@ def weight(rewards, n):
 def check_weight(weight):
     if (got := weight([], 3)) != 0:
         return f"without a reward it returns {got}; the weight of a new instruction is 0."
-    got = weight([0.0, 0.0, 0.3, 0.6, 0.9], 3)
-    if np.isclose(got, 0.36):
-        return "it averages all rewards. Eq. 6 has a window: the last n alone."
-    if np.isclose(got, 0.1):
-        return "it averages the first n rewards; the window is over the last n."
-    if np.isclose(got, 1.8):
-        return "it adds up the window; divide by the number of rewards in it."
-    if not np.isclose(got, 0.6):
-        return f"the last 3 of 0, 0, 0.3, 0.6, 0.9 have the mean 0.6, and it returns {got:.4g}."
-    got = weight([0.8], 4)
-    if np.isclose(got, 0.2):
-        return (
-            "with 1 reward and a window of 4 it divides by 4. That punishes instructions for being new; divide by the "
-            "rewards that there are (CHOICE-18 in docs/choices.md)."
-        )
-    return "" if np.isclose(got, 0.8) else f"with one reward, 0.8, and a window of 4 it returns {got:.4g}, not 0.8."
+    says = desk.judge(
+        "for 0, 0, 0.3, 0.6, 0.9 and a window of 3", weight([0.0, 0.0, 0.3, 0.6, 0.9], 3), 0.6,
+        (0.36, "it averages all rewards. Eq. 6 has a window: the last n alone."),
+        (0.1, "it averages the first n rewards; the window is over the last n."),
+        (1.8, "it adds up the window; divide by the number of rewards in it."),
+    )
+    return says or desk.judge(
+        "with one reward, 0.8, and a window of 4", weight([0.8], 4), 0.8,
+        (0.2, "with 1 reward and a window of 4 it divides by 4. That punishes instructions for being new; divide by "
+              "the rewards that there are (CHOICE-18 in docs/choices.md)."),
+    )
 
 
 @app.cell(hide_code=True)
@@ -124,29 +119,25 @@ def probabilities(w, tau_s):
 
 @app.function(hide_code=True)
 def check_probabilities(probabilities):
+    def softmax(z):
+        return np.exp(z) / np.exp(z).sum()
+
     w = np.array([0.5, 0.3, 0.0])
-    got = np.asarray(probabilities(w, 0.2), float)
-    e = np.exp(w / 0.2)
-    if got.shape != w.shape:
-        return f"for 3 weights it returns an array of shape {got.shape}, not (3,)."
-    if np.allclose(got, np.exp(w) / np.exp(w).sum()):
-        return "it forgets tau_s: the exponent is w / tau_s."
-    if np.allclose(got, np.exp(w * 0.2) / np.exp(w * 0.2).sum()):
-        return "it multiplies by tau_s. A low tau_s has to be greedy: divide."
-    if np.allclose(got, w / w.sum()):
-        return "it shares in proportion to w. Then a weight of 0 is never drawn again; Eq. 4 takes e^(w / tau_s)."
-    if not np.isclose(got.sum(), 1):
-        return f"its probabilities add up to {got.sum():.3g}: Eq. 4 divides by the sum over all of P."
-    if not np.allclose(got, e / e.sum()):
-        return f"for w = 0.5, 0.3, 0 and tau_s = 0.2 it returns {got.round(3)}; Eq. 4 gives {(e / e.sum()).round(3)}."
+    total = np.exp(w / 0.2).sum()
     with np.errstate(all="ignore"):
-        got = np.asarray(probabilities(np.array([0.6, 0.4]), 0.0005), float)
-    if not np.isfinite(got).all():
-        return (
-            f"with tau_s = 0.0005 it returns {got}: the exponential overflows. Subtract the largest exponent from all "
-            "first; that divides numerator and denominator by the same number."
+        says = desk.judge(
+            "for w = 0.5, 0.3, 0 and tau_s = 0.2", probabilities(w, 0.2), softmax(w / 0.2),
+            (softmax(w), "it forgets tau_s: the exponent is w / tau_s."),
+            (softmax(w * 0.2), "it multiplies by tau_s. A low tau_s has to be greedy: divide."),
+            (w / w.sum(), "it shares in proportion to w. Then a weight of 0 is never drawn again; Eq. 4 takes "
+                          "e^(w / tau_s)."),
+            (np.exp(w / 0.2), f"its probabilities add up to {total:.3g}: Eq. 4 divides by the sum over all of P."),
         )
-    return "" if np.allclose(got, [1, 0]) else f"with tau_s = 0.0005 it returns {got}; it has to be greedy there."
+        return says or desk.judge(
+            "with tau_s = 0.0005 and w = 0.6, 0.4", probabilities(np.array([0.6, 0.4]), 0.0005), np.array([1.0, 0]),
+            (np.full(2, np.nan), "with tau_s = 0.0005 the exponential overflows. Subtract the largest exponent from "
+                                 "all first; that divides numerator and denominator by the same number."),
+        )
 
 
 @app.cell(hide_code=True)
@@ -161,14 +152,14 @@ def _():
     mo.md(r"""
     ## What $\tau_s$ does
 
-    Your function over three decades of $\tau_s$, beside the project's own (`Population.probabilities`, dots). The
-    dotted line is the paper's $\tau_s$.
+    Your function over three decades of $\tau_s$; the answer below compares it with the project's own,
+    `Population.probabilities`.
     """)
     return
 
 
 @app.cell
-def _(right_probabilities, tau_s, w):
+def _(right_probabilities, w):
     desk.need("The figure", right_probabilities)
 
     def theirs(tau):
@@ -178,15 +169,12 @@ def _(right_probabilities, tau_s, w):
         return P.probabilities()
 
     taus = np.geomspace(0.01, 10, 100)
-    _figure, _ax = desk.axes()
-    _ax.plot(taus, [probabilities(np.array(w), tau) for tau in taus], label=[f"w = {x:.2f}" for x in w])
-    _ax.set_prop_cycle(None)
-    _ax.plot(taus[::9], [theirs(tau) for tau in taus[::9]], "o", ms=3)
-    _ax.axvline(tau_s, color="gray", ls=":")
-    _ax.set(xscale="log", xlabel="tau_s", ylabel="share of the questions")
-    _ax.legend(frameon=False)
     gap = max(abs(probabilities(np.array(w), tau) - theirs(tau)).max() for tau in taus)
-    _figure
+    _shares = np.array([probabilities(np.array(w), tau) for tau in taus]).T
+    desk.draw(
+        "tau_s", "share of the questions", *((f"w = {x:.2f}", taus, p) for x, p in zip(w, _shares, strict=True)),
+        xscale="log",
+    )
     return gap, taus
 
 
@@ -194,20 +182,17 @@ def _(right_probabilities, tau_s, w):
 def _(gap, predicted, right_probabilities, right_weight, tau_s, taus, w):
     desk.need("The answer", right_weight, right_probabilities)
     _best = [probabilities(np.array(w), tau)[0] for tau in taus]
+    _p = probabilities(np.array(w), tau_s)
     found = {
-        "share of the best": float(probabilities(np.array(w), tau_s)[0]),
-        "share of the worst": float(probabilities(np.array(w), tau_s)[-1]),
-        "tau_s at which the best gets half": float(taus[np.abs(np.array(_best) - 0.5).argmin()]),
-        "largest distance to Population": float(gap),
+        "share of the best": _p[0],
+        "share of the worst": _p[-1],
+        "tau_s at which the best gets half": taus[np.abs(np.array(_best) - 0.5).argmin()],
+        "largest distance to Population": gap,
     }
     mo.vstack(
         [
             desk.compare("The share of the best", predicted, found["share of the best"]),
-            mo.md(
-                f"The worst still gets {found['share of the worst']:.3f} of the questions. Half of them go to the best "
-                f"at a τ_s of {found['tau_s at which the best gets half']:.2f}. Your function and the project's differ "
-                f"by at most {found['largest distance to Population']:.0e}."
-            ),
+            desk.list_found(found, predicted),
         ]
     )
     return
@@ -241,14 +226,13 @@ def _(right_probabilities, right_weight, tau_s, w):
             P.attribute(Trajectory(j, Question("", ""), 0, [], 0, reward=float(rng.random() < w[j])) for j in drawn)
         return np.array(seen)
 
-    _figure, _axes = desk.axes(2, sharey=True)
-    for _ax, _tau in zip(_axes, (tau_s, tau_s / 10), strict=True):
-        _ax.plot(shares(_tau, 0), label=[f"{x:.2f}" for x in w])
-        _ax.set(title=f"tau_s = {_tau:g}", xlabel="step", ylim=(0, 1.02))
-        _ax.locator_params(axis="x", integer=True)
-    _axes[1].legend(title="true reward", frameon=False)
     greedy = float(np.mean([shares(tau_s / 10, seed)[-1].argmax() != 0 for seed in range(200)]))
-    _figure
+
+    def _run(tau):
+        series = ((f"true reward {x}", range(20), p) for x, p in zip(w, shares(tau, 0).T, strict=True))
+        return desk.draw(f"step, with tau_s = {tau:g}", "share of the questions", *series)
+
+    mo.hstack([_run(tau_s), _run(tau_s / 10)])
     return (greedy,)
 
 

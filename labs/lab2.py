@@ -63,23 +63,20 @@ def advantages(r):
 @app.function(hide_code=True)
 def check_advantages(advantages):
     r = np.array([1.0, 0, 0, 0, 0])
-    got = np.asarray(advantages(r), float)
     mean, std = r.mean(), r.std(ddof=1)
-    if np.allclose(got, r / std, atol=1e-3):
-        return "it does not subtract the mean. Then no answer is ever worse than nothing, and A is never below 0."
-    if np.allclose(got, r - mean, atol=1e-3):
-        return "it does not divide by std."
-    if np.allclose(got, (r - mean) / std**2, atol=1e-3):
-        return "it divides by the variance; std is its square root."
-    if np.allclose(got, (r - mean) / r.std(), atol=1e-3):
-        return "its std divides the squares by G. This project's divides by G - 1: `ddof=1`, CHOICE-19."
-    if not np.allclose(got, (r - mean) / std, atol=1e-3):
-        return f"for r = 1, 0, 0, 0, 0 it returns {got.round(3)}; by hand it is {((r - mean) / std).round(3)}."
     with np.errstate(all="ignore"):
-        got = np.asarray(advantages(np.full(5, 0.3)), float)
-    if not np.isfinite(got).all():
-        return "the group of equals has advantage nan: std is 0 there. Add 1e-6 to it, see CHOICE-19."
-    return "" if np.allclose(got, 0, atol=1e-6) else f"a group of equals has the advantages {got}; all should be 0."
+        says = desk.judge(
+            "for r = 1, 0, 0, 0, 0", advantages(r), (r - mean) / std,
+            (r / std, "it does not subtract the mean. Then no answer is ever worse than nothing: A is never below 0."),
+            (r - mean, "it does not divide by std."),
+            ((r - mean) / std**2, "it divides by the variance; std is its square root."),
+            ((r - mean) / r.std(), "its std divides the squares by G. This project's divides by G - 1: `ddof=1`, "
+                                   "CHOICE-19."),
+        )
+        return says or desk.judge(
+            "for a group of equals", advantages(np.full(5, 0.3)), np.zeros(5),
+            (np.full(5, np.nan), "the group of equals has advantage nan: std is 0 there. Add 1e-6 (CHOICE-19)."),
+        )
 
 
 @app.cell(hide_code=True)
@@ -108,18 +105,14 @@ def useful(p, G):
 
 @app.function(hide_code=True)
 def check_useful(useful):
-    got = useful(0.3, 5)
-    for wrong, says in (
+    says = desk.judge(
+        "for p = 0.3 and G = 5", useful(0.3, 5), 1 - 0.3**5 - 0.7**5,
         (1 - 0.7**5, "it counts groups that are all right as useful: their rewards are equal, too."),
         (1 - 0.3**5, "it counts groups that are all wrong as useful: their rewards are equal, too."),
         (0.3**5 + 0.7**5, "that is the probability of a group of equals; a useful one is the opposite."),
         (5 * 0.3 * 0.7**4, "it counts groups with exactly one right answer; two or three of five are useful, too."),
-    ):
-        if np.isclose(got, wrong):
-            return says
-    if not np.isclose(got, want := 1 - 0.3**5 - 0.7**5):
-        return f"for p = 0.3 and G = 5 it returns {got:.4g}, not {want:.4g}: add the two kinds of equals, and subtract."
-    return "" if useful(0.0, 5) == useful(1.0, 5) == 0 else "with p = 0 or 1 no group is useful, and it says otherwise."
+    )
+    return says or desk.judge("with p = 1 no group is useful:", useful(1.0, 5), 0.0)
 
 
 @app.cell(hide_code=True)
@@ -148,15 +141,14 @@ def of_a_success(k, G):
 
 @app.function(hide_code=True)
 def check_of_a_success(of_a_success):
-    got = of_a_success(1, 5)
-    if np.isclose(got, 1 - 1 / 5):
-        return "that is its distance to the mean, 1 - k / G; divide it by std."
-    if np.isclose(got, 2.0):
-        return "its std has G below the sum of squares; this project's has G - 1."
+    mistakes = (
+        (1 - 1 / 5, "that is its distance to the mean, 1 - k / G; divide it by std."),
+        (2.0, "its std has G below the sum of squares; this project's has G - 1."),
+    )
     for k, G in ((1, 5), (4, 5), (3, 8)):
         want = np.sqrt((G - k) * (G - 1) / (G * k))
-        if not np.isclose(got := of_a_success(k, G), want):
-            return f"with {k} of {G} right it returns {got:.4g}; `group_advantages` has {want:.4g} there."
+        if says := desk.judge(f"with {k} of {G} right", of_a_success(k, G), want, *mistakes):
+            return says
     return ""
 
 
@@ -172,17 +164,20 @@ def _(right_advantages, right_success, right_useful):
     desk.need("The figure", right_advantages, right_useful, right_success)
     G = 8
     _k = np.arange(1, G)
-    _figure, (_left, _right) = desk.axes(2)
-    _left.plot(_k / G, [of_a_success(k, G) for k in _k], "o-", label="Eq. 3: divided by std")
-    _left.plot(_k / G, 1 - _k / G, "s--", label="not divided")
-    _left.set(xlabel="share of right answers in the group", ylabel="advantage of a right one")
-    _left.legend(frameon=False)
     _p = np.linspace(0, 1, 101)
-    for _size in (2, 5, 16):
-        _right.plot(_p, [useful(p, _size) for p in _p], label=f"G = {_size}")
-    _right.set(xlabel="p, how often an answer is right", ylabel="share of useful groups")
-    _right.legend(frameon=False)
-    _figure
+    mo.hstack(
+        [
+            desk.draw(
+                "share of right answers in the group", "advantage of a right one",
+                ("Eq. 3: divided by std", _k / G, [of_a_success(k, G) for k in _k], "o-"),
+                ("not divided", _k / G, 1 - _k / G, "s--"),
+            ),
+            desk.draw(
+                "p, how often an answer is right", "share of useful groups",
+                *((f"G = {size}", _p, [useful(p, size) for p in _p]) for size in (2, 5, 16)),
+            ),
+        ]
+    )
     return
 
 
@@ -202,13 +197,9 @@ def _(right_advantages, right_success, right_useful):
     desk.need("The run", right_advantages, right_useful, right_success)
     _cfg = play.config()
     _task = play.LibraryQA(_cfg)
-    _player = play.Player(_cfg, _task)
-    _questions = _task.questions("train")[:48]
-    with open(_cfg.instruction) as _file:
-        _first = _file.read().strip()
-    _taus = _player.rewarded(
-        1, "lab 2", [Job(0, _first, q, group) for group, q in enumerate(_questions) for _ in range(_cfg.G)]
-    )
+    _groups = enumerate(_task.questions("train")[:48])
+    _jobs = [Job(0, _task.instruction, q, group) for group, q in _groups for _ in range(_cfg.G)]
+    _taus = play.Player(_cfg, _task).play(1, "lab 2", _jobs)
     rewards = np.array([tau.reward for tau in _taus]).reshape(-1, _cfg.G)
     _theirs = np.array([tau.advantage for tau in _taus]).reshape(rewards.shape)
     gap = max(abs(advantages(r) - A).max() for r, A in zip(rewards, _theirs, strict=True))
@@ -220,20 +211,19 @@ def _(gap, predicted, rewards):
     _groups, _G = rewards.shape
     _p = rewards.mean()
     found = {
-        "mean reward": float(_p),
-        "share of useful groups": float((rewards.std(1) > 0).mean()),
-        "the same if all questions were equally hard": float(useful(_p, _G)),
-        "largest distance to grpo.py": float(gap),
-        "A of one right answer of five": float(group_advantages(np.array([1.0, 0, 0, 0, 0]))[0]),
+        "mean reward": _p,
+        "share of useful groups": (rewards.std(1) > 0).mean(),
+        "the same if all questions were equally hard": useful(_p, _G),
+        "largest distance to grpo.py": gap,
+        "A of one right answer of five": group_advantages(np.array([1.0, 0, 0, 0, 0]))[0],
     }
     mo.vstack(
         [
             desk.compare("The share of useful groups", predicted, found["share of useful groups"]),
+            desk.list_found(found, predicted),
             mo.md(
-                f"The mean reward was {_p:.3f}. If all questions were equally hard, "
-                f"{found['the same if all questions were equally hard']:.2f} of the groups would be useful; they are "
-                "not, and the more a question is always or never answered, the fewer groups are. The advantages of "
-                f"`grpo.py` and yours differ by at most {gap:.0e}."
+                "If all questions were equally hard, more of the groups would be useful; the more a question is always "
+                "or never answered, the fewer groups are."
             ),
         ]
     )

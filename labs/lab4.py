@@ -113,15 +113,15 @@ def first_difference(a, b):
 
 @app.function(hide_code=True)
 def check_first_difference(first_difference):
-    if (got := first_difference([1, 2, 3], [1, 2, 3])) != -1:
-        return f"of two equal lists it returns {got}, not -1."
-    if (got := first_difference([1, 2, 3], [1, 4, 3])) != 1:
-        return f"[1, 2, 3] and [1, 4, 3] differ at place 1, and it returns {got}."
+    for a, b, place in (([1, 2], [1, 2], -1), ([1, 2, 3], [1, 4, 3], 1)):
+        if (got := first_difference(a, b)) != place:
+            return f"for {a} and {b} it returns {got}, not {place}."
     for a, b in (([1, 2], [1, 2, 3]), ([1, 2, 3], [1, 2])):
-        if first_difference(a, b) == -1:
-            return f"it takes {a} and {b} for the same: zip ends with the shorter one."
-        if (got := first_difference(a, b)) != 2:
-            return f"{a} and {b} differ at place 2, where one has ended; it returns {got}."
+        if says := desk.judge(
+            f"for {a} and {b}, which differ at place 2, where one has ended,", first_difference(a, b), 2,
+            (-1, f"it takes {a} and {b} for the same and returns -1: zip ends with the shorter one."),
+        ):  # fmt: skip
+            return says
     return ""
 
 
@@ -154,18 +154,15 @@ def rho(new, old):
 @app.function(hide_code=True)
 def check_rho(rho):
     new, old = np.log([0.5, 0.4]), np.log([0.5, 0.2, 0.5])
-    got = rho(new, old)
-    if np.ndim(got):
+    if np.ndim(got := rho(new, old)):
         return "it returns a value for each token; a turn has one rho."
-    for wrong, says in (
+    return desk.judge(
+        "with 0.5 * 0.4 over 0.5 * 0.2 * 0.5", got, 4.0,
         (np.log(4.0), "that is the log of rho: take the exponential."),
         (0.25, "it is upside down: the trainer's probability belongs on top."),
         (np.exp(np.mean(new) - np.mean(old)), "it compares averages; the probability of a turn is a product."),
-        ((0.5 + 0.4) / (0.5 + 0.2 + 0.5), "it adds up probabilities; those of tokens multiply, so their logs add up."),
-    ):
-        if np.isclose(got, wrong):
-            return says
-    return "" if np.isclose(got, 4.0) else f"with 0.5 * 0.4 over 0.5 * 0.2 * 0.5 it returns {got:.4g}, not 4."
+        (0.9 / 1.2, "it adds up probabilities; those of tokens multiply, so their logs add up."),
+    )
 
 
 @app.cell(hide_code=True)
@@ -214,8 +211,8 @@ def _(right_again, right_difference, right_rho):
         then = [[lp for lp, m in zip(tau.logps, tau.mask, strict=True) if m] for tau in sampled]
         return np.array([rho(x.double().numpy(), np.array(y)) for x, y in zip(now, then, strict=True)])
 
-    kept, lost = rhos(sampled), rhos(encoded)
-    return changed, encoded, kept, lost, sampled, taught, tokenizer
+    kept, moved = rhos(sampled), rhos(encoded)[np.array(changed)]
+    return changed, encoded, kept, moved, sampled, taught, tokenizer
 
 
 @app.cell
@@ -236,38 +233,33 @@ def _(changed, encoded, sampled, tokenizer):
 
 
 @app.cell
-def _(changed, kept, lost):
-    _moved = lost[np.array(changed)]
-    _figure, _ax = desk.axes()
-    _bins = np.linspace(-10, 10, 41)
-    _ax.hist(np.log10(_moved).clip(-10, 10), _bins, label="encoded again, ids changed")
-    _ax.hist(np.log10(kept), _bins, histtype="step", color="black", label="as sampled, all turns")
-    _ax.set(xlabel="log10 of rho of a turn, before any update", ylabel="turns", yscale="log")
-    _ax.legend(frameon=False)
-    _figure
+def _(kept, moved):
+    desk.draw(
+        "log10 of rho of a turn, before any update", "share of turns up to there",
+        *(
+            (name, np.sort(np.log10(rhos)).clip(-10, 10), np.linspace(0, 1, len(rhos)))
+            for name, rhos in (("encoded again, ids changed", moved), ("as sampled, all turns", kept))
+        ),
+    )
     return
 
 
 @app.cell(hide_code=True)
-def _(changed, kept, lost, predicted, taught):
-    _moved = lost[np.array(changed)]
+def _(changed, kept, moved, predicted, taught):
     found = {
-        "share of changed turns": float(np.mean(changed)),
-        "share of changed texts among those it was taught": float(taught),
-        "largest |log rho| as sampled": float(abs(np.log(kept)).max()),
-        "median rho of the changed turns": float(np.median(_moved)),
-        "share of the changed turns outside of the clip": float(((_moved < 0.8) | (_moved > 1.2)).mean()),
+        "share of changed turns": np.mean(changed),
+        "share of changed texts among those it was taught": taught,
+        "largest |log rho| as sampled": abs(np.log(kept)).max(),
+        "median rho of the changed turns": np.median(moved),
+        "share of the changed turns outside of the clip": ((moved < 0.8) | (moved > 1.2)).mean(),
     }
     mo.vstack(
         [
             desk.compare("The share of changed turns", predicted, found["share of changed turns"]),
+            desk.list_found(found, predicted),
             mo.md(
-                f"Of the texts that it was taught on, {found['share of changed texts among those it was taught']:.0%} "
-                "change: a tokenizer agrees with itself. A policy that samples does not have to. In the changed turns "
-                f"the median ρ is {found['median rho of the changed turns']:.2g} where it should be 1, and "
-                f"{found['share of the changed turns outside of the clip']:.0%} are further off than the clip allows, "
-                "before the policy has learned anything. As sampled, log ρ is 0 to "
-                f"{found['largest |log rho| as sampled']:.0e}."
+                "A tokenizer agrees with itself: no text that it was taught on changes. A policy that samples does not "
+                "have to agree with it. In the changed turns ρ should be 1, before the policy has learned anything."
             ),
         ]
     )

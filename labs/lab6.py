@@ -54,13 +54,12 @@ def _():
     cfg = play.config()
     task = play.LibraryQA(cfg)
     player = play.Player(cfg, task)  # plays questions under any instruction
-    with open(cfg.instruction) as _file:
-        first = _file.read().strip()
+    first = task.instruction
     P, B = Population(cfg.tau_s, cfg.window), ReplayBuffer(cfg.buffer)
     P.join(first, None, 0)
     D = {q.id: q for q in task.questions("train")}
     _jobs = [Job(0, first, q, group) for group, q in enumerate(list(D.values())[:48])]
-    _taus = player.rewarded(1, "rollout", _jobs)
+    _taus = player.play(1, "rollout", _jobs)
     P.attribute(_taus)
     B.add(1, _taus, task.shown)
     failures = B.failures(rng_of(0, 1, "lab 6"), 12, 0)
@@ -114,30 +113,21 @@ def check_diagnose(diagnose):
             f"<information> Doc 1(Title: ab ) {passage} </information> <answer> {answer} </answer>"
         )
 
-    fine = episode("producer of ab", "a film with producer tolo corp", "tolo corp")
-    got = diagnose(fine)
-    if not isinstance(got, set):
-        return f"it returns a {type(got).__name__}; a set is asked for, such as {{'exact'}}."
-    if "entity" in got:
-        return (
-            "it finds 'entity' where the query has one 'of'. Look at the queries alone: the question has two of them."
-        )
-    if got:
-        return f"it finds {sorted(got)} in an episode without a symptom."
-    sick = {
-        "entity": episode("founder of the producer of ab", "a film with producer tolo corp", "tolo corp"),
-        "exact": episode("producer of ab", "they say it is tolo corp", "it is tolo corp"),
-        "state": episode("producer of ab", "a film with producer tolo corp", "mika nol"),
-    }
-    for name, text in sick.items():
-        if (got := diagnose(text)) == {name}:
-            continue
-        if name not in got:
-            return f"it misses '{name}' in: {text.partition('</think> ')[2]}"
-        return f"it finds {sorted(got)} where '{name}' alone is right: {text.partition('</think> ')[2]}"
-    got = diagnose(episode("founder of the producer of ab", "a film", "it is mika nol"))
-    if got != {"entity", "exact", "state"}:
-        return f"of an episode with all three symptoms it finds {sorted(got)}: one must not hide the others."
+    for want, text in (
+        (set(), episode("producer of ab", "a film with producer tolo corp", "tolo corp")),
+        ({"entity"}, episode("founder of the producer of ab", "a film with producer tolo corp", "tolo corp")),
+        ({"exact"}, episode("producer of ab", "they say it is tolo corp", "it is tolo corp")),
+        ({"state"}, episode("producer of ab", "a film with producer tolo corp", "mika nol")),
+        ({"entity", "exact", "state"}, episode("founder of the producer of ab", "a film", "it is mika nol")),
+    ):
+        got, shown = diagnose(text), text.partition("</think> ")[2]
+        if not isinstance(got, set):
+            return f"it returns a {type(got).__name__}; a set is asked for, such as {{'exact'}}."
+        if "entity" in got - want:
+            return "it finds 'entity' where the query has one 'of'. Look at the queries alone: the question has two."
+        if got != want:
+            hint = ": one must not hide the others" * (len(want) == 3)
+            return f"it finds {sorted(got)}, not {sorted(want)}{hint}, in: {shown}"
     return ""
 
 
@@ -178,8 +168,7 @@ def propose(instruction, counts, n):
 @app.function(hide_code=True)
 def check_propose(propose):
     cfg = play.config()
-    with open(cfg.instruction) as file:
-        parent = file.read().strip()
+    parent = play.read_first(cfg)
     got = propose(parent, {"entity": 9, "exact": 5, "state": 2}, 4)
     if isinstance(got, str) or not all(isinstance(text, str) for text in got):
         return "it has to return a list of texts."
@@ -301,49 +290,30 @@ def _(
 
     def fresh(text):
         """Returns the mean reward on the test questions."""
-        taus = player.rewarded(1, "test", [Job(None, text, q, k) for k, q in enumerate(task.questions("test"))])
-        return float(np.mean([tau.reward for tau in taus]))
+        taus = player.play(1, "test", [Job(None, text, q, k) for k, q in enumerate(task.questions("test"))])
+        return np.mean([tau.reward for tau in taus])
 
     _best = {name: some[0].text if some else first for name, some in joined.items()}
     on_test = {name: fresh(text) for name, text in {**_best, "the parent": first}.items()}
-    return D_B, counts, joined, on_test, verified
-
-
-@app.cell
-def _(D_B, on_test, verified):
-    _figure, _axes = desk.axes(2, sharey=True)
-    for _ax, (_name, _some) in zip(_axes, verified.items(), strict=True):
-        _ax.bar(range(len(_some)), [c.r for c in _some], color="C0")
-        _ax.axhline(_some[0].r_parent, color="black", lw=1, label="the parent, on the same questions")
-        _ax.plot([0], [on_test[_name]], "D", color="C1", label="the best one, on test questions")
-        _ax.axhline(on_test["the parent"], color="C1", lw=1, ls=":", label="the parent, on test questions")
-        _ax.set(title=_name, xlabel="candidate, by rank", xticks=range(len(_some)))
-    _axes[0].set_ylabel(f"mean reward on {len(D_B)} questions")
-    _axes[0].legend(frameon=False)
-    _figure
-    return
+    return counts, joined, on_test, verified
 
 
 @app.cell(hide_code=True)
 def _(counts, joined, on_test, predicted, verified):
-    _best, _theirs = verified["yours"][0], on_test["the world's"]
+    _best = verified["yours"][0]
     found = {
+        **{f"failures with '{name}'": k for name, k in counts.items()},
         "the parent on test": on_test["the parent"],
         "your best on D_B": _best.r,
         "your best on test": on_test["yours"],
         "the world's best on D_B": verified["the world's"][0].r,
-        "the world's best on test": _theirs,
-        "yours that joined": float(len(joined["yours"])),
+        "the world's best on test": on_test["the world's"],
+        "yours that joined": len(joined["yours"]),
     }
     mo.vstack(
         [
             desk.compare("Your best instruction, on test questions", predicted, on_test["yours"]),
-            mo.md(
-                f"Symptoms in the failures: {', '.join(f'{name} {k}' for name, k in counts.most_common())}. Of your "
-                f"{len(verified['yours'])} candidates {found['yours that joined']:.0f} joined. The best had "
-                f"{_best.r:.2f} on D_B and has {on_test['yours']:.2f} on test questions; the parent has "
-                f"{on_test['the parent']:.2f} there, the best of the world's optimizer {_theirs:.2f}."
-            ),
+            desk.list_found(found, predicted),
             mo.md(f"Yours: {_best.text.replace('<', '&lt;')}"),
         ]
     )

@@ -4,6 +4,7 @@ __generated_with = "0.25.2"
 app = marimo.App(width="medium", app_title="Lab 8: your own task")
 
 with app.setup:
+    from itertools import combinations
     from types import SimpleNamespace
 
     import marimo as mo
@@ -90,9 +91,10 @@ def check_questions(questions):
             return f"among those to {split} on is {wrong[0]!r}, which is no Question."
         if len({q.id for q in some}) < len(some):
             return f"two of those to {split} on have the same id: a replay buffer could not tell them apart."
-    if len({q.text for q in train}) < 10:
-        return f"it has {len({q.text for q in train})} different texts to train on; ten are asked for."
-    if both := {q.text for q in train} & {q.text for q in [*test, *valid]}:
+    texts = {q.text for q in train}
+    if len(texts) < 10:
+        return f"it has {len(texts)} different texts to train on; ten are asked for."
+    if both := texts & {q.text for q in [*test, *valid]}:
         return f"'{sorted(both)[0]}' is asked in training and held out, too."
     return ""
 
@@ -122,10 +124,6 @@ def worth(tau):
 
 @app.function(hide_code=True)
 def check_worth(worth):
-    def of(prediction):
-        tau = Trajectory(0, Question("q", "Name the mayor of the city?"), 0, [], 0, prediction=prediction)
-        return worth(tau)
-
     for prediction, want, says in (
         ("kebik kivus", 1.0, "two words, one letter."),
         ("kebik drunis", 0.0, "the letters differ."),
@@ -133,17 +131,12 @@ def check_worth(worth):
         ("", 0.0, "it is blank."),
         ("it is kebik kivus", 0.0, "those are four words; exactly two are asked for."),
         ("kebik  kivus", 1.0, "two spaces are no third word: `split()` without an argument takes them together."),
+        (None, 0.0, "it is that of an episode without an answer."),
     ):
-        try:
-            got = of(prediction)
-        except IndexError:
-            return f"it raises an IndexError for {prediction!r}: count the words before you look at their letters."
+        got = worth(Trajectory(0, Question("q", "Name the mayor of the city?"), 0, [], 0, prediction=prediction))
         if got != want:
             return f"it is worth {got} to answer {prediction!r}, not {want:g}: {says}"
-    try:
-        return "" if of(None) == 0 else "an episode without an answer, whose prediction is None, has to be worth 0."
-    except (AttributeError, TypeError) as e:
-        return f"an episode without an answer has the prediction None, and it raises {type(e).__name__}: {e}."
+    return ""
 
 
 @app.cell(hide_code=True)
@@ -173,28 +166,22 @@ def shown(tau):
 
 @app.function(hide_code=True)
 def check_shown(shown):
-    def of(prediction):
-        response = "<think> </think>" if prediction is None else f"<think> </think> <answer> {prediction} </answer>"
-        tau = Trajectory(0, Question("q", "Name the mayor of the city?"), 0, [], 0, prediction=prediction)
-        tau.response = response
-        return response, shown(tau)
-
-    reasons = {}
+    question, reasons = "Name the mayor of the city?", {}
     for kind, prediction in (("no answer", None), ("one word", "kivus"), ("two letters", "kebik drunis")):
-        response, text = of(prediction)
-        if not isinstance(text, str):
-            return f"it returns a {type(text).__name__}, not a text."
-        if "Name the mayor of the city?" not in text:
+        response = "<think> </think>" if prediction is None else f"<think> </think> <answer> {prediction} </answer>"
+        tau = Trajectory(0, Question("q", question), 0, [], 0, prediction=prediction)
+        tau.response = response
+        text = shown(tau)
+        if question not in text:
             return "the question is missing: `tau.question.text`."
         if response not in text:
             return "the response is missing: the optimizer has to see what the policy wrote."
-        reasons[kind] = text.replace(response, "").replace("Name the mayor of the city?", "")
+        reasons[kind] = text.replace(response, "").replace(question, "")
     if len(set(reasons.values())) == 1:
         return "it says the same about every failure. Say which of the three reasons it was."
-    kinds = list(reasons)
-    for a, b in ((0, 1), (0, 2), (1, 2)):
-        if reasons[kinds[a]] == reasons[kinds[b]]:
-            return f"it gives the same reason for '{kinds[a]}' and '{kinds[b]}'."
+    for a, b in combinations(reasons, 2):
+        if reasons[a] == reasons[b]:
+            return f"it gives the same reason for '{a}' and '{b}'."
     return ""
 
 
@@ -233,52 +220,41 @@ def step(t, P, player, task, questions, rng, G):
 def check_step(step):
     done = []
 
-    class Counting(Population):
-        def draw(self, *args):
-            done.append("draw")
-            return super().draw(*args)
+    def noted(name, f=lambda *args: None):
+        return lambda *args: (done.append(name), f(*args))[1]
 
-        def attribute(self, taus):
-            done.append("attribute")
-            super().attribute(taus)
-
-    def rollout(t, purpose, jobs):
-        done.append("rollout")
-        return [Trajectory(job.instruction, job.question, job.group, [], 0) for job in jobs]
-
-    def rewarded(taus):
-        done.append("reward")
-        return [1.0] * len(taus)
-
-    learner = SimpleNamespace(
-        set_advantages=lambda taus: done.append("set_advantages"),
-        update=lambda t, parts: done.append("update" if isinstance(parts[0], list) else "update without mini-batches"),
-    )
-    P, player = Counting(0.2, 5), SimpleNamespace(rollout=rollout, learner=learner)
-    task = SimpleNamespace(reward=rewarded, failed=lambda tau: False, cfg=SimpleNamespace(reward="", task="yours"))
+    P = Population(0.2, 5)
     P.join("Answer.", None, 0)
+    P.draw, P.attribute = noted("draw", P.draw), noted("attribute", P.attribute)
+    player = SimpleNamespace(
+        rollout=noted("rollout", lambda t, _, jobs: [Trajectory(0, job.question, job.group, [], 0) for job in jobs]),
+        learner=SimpleNamespace(
+            set_advantages=noted("set_advantages"), update=noted("update", lambda t, parts: list(parts[0]))
+        ),
+    )
+    task = SimpleNamespace(
+        reward=noted("reward", lambda taus: [1.0] * len(taus)), failed=lambda tau: False,
+        cfg=SimpleNamespace(reward="", task="yours"),
+    )  # fmt: skip
     taus = step(1, P, player, task, [Question("a", "A?"), Question("b", "B?")], np.random.default_rng(0), 3)
-    lost = {
-        "draw": "nobody draws instructions: `P.draw`.", "rollout": "nothing is played: `player.rollout`.",
-        "reward": "nothing is rewarded: every trajectory keeps the reward 0.",
-        "set_advantages": "Eq. 3 is missing: every advantage stays 0, and the update learns nothing.",
-        "update": "the policy is not updated.", "attribute": "the instructions are not credited: their weights stay 0.",
-    }  # fmt: skip
-    if "update without mini-batches" in done:
-        return "`update` takes a list of mini-batches: `[taus]` for one."
-    for name, says in lost.items():
+    for name, says in (
+        ("draw", "nobody draws instructions: `P.draw`."),
+        ("rollout", "nothing is played: `player.rollout`."),
+        ("reward", "nothing is rewarded: every trajectory keeps the reward 0."),
+        ("set_advantages", "Eq. 3 is missing: every advantage stays 0, and the update learns nothing."),
+        ("update", "the policy is not updated."),
+        ("attribute", "the instructions are not credited: their weights stay 0."),
+    ):
         if name not in done:
             return says
-    order = {name: done.index(name) for name in lost}
-    if order["set_advantages"] < order["reward"]:
-        return "it computes advantages before there are rewards: they are all 0."
-    if order["update"] < order["set_advantages"]:
-        return "it updates the policy before the advantages are set."
-    if order["attribute"] < order["reward"]:
-        return "it credits the instructions before there are rewards: their weights stay 0."
-    if not isinstance(taus, list) or len(taus) != 6:
-        return "it has to return the trajectories: here 2 questions of 3."
-    return ""
+    for first, second, says in (
+        ("reward", "set_advantages", "it computes advantages before there are rewards: they are all 0."),
+        ("set_advantages", "update", "it updates the policy before the advantages are set."),
+        ("reward", "attribute", "it credits the instructions before there are rewards: their weights stay 0."),
+    ):
+        if done.index(second) < done.index(first):
+            return says
+    return "" if len(taus) == 6 else "it has to return the trajectories: here 2 questions of 3."
 
 
 @app.cell(hide_code=True)
@@ -339,47 +315,42 @@ def _(
                 "p": P.probabilities(),
             }
         )
-    return P, history, task, taus
+    return history, task, taus
 
 
 @app.cell
-def _(P, history, instructions):
-    _figure, (_left, _right) = desk.axes(2)
-    _x = range(1, len(history) + 1)
-    _left.plot(_x, [row["reward"] for row in history], label="mean reward")
-    _left.plot(_x, [row["different"] / 100 for row in history], label="different answers / 100")
-    _left.set(xlabel="step", ylim=(0, 1.05))
-    _left.legend(frameon=False)
-    for _ax in (_left, _right):
-        _ax.locator_params(axis="x", integer=True)
-    for _I, _p in zip(P.active, np.array([row["p"] for row in history]).T, strict=True):
-        _right.plot(_x, _p, label=f"instruction {_I.id + 1} of {len(instructions)}")
-    _right.set(xlabel="step", ylabel="share of the next questions (Eq. 4)", ylim=(0, 1))
-    _right.legend(frameon=False)
-    _figure
+def _(history, instructions):
+    _x, _p = range(1, len(history) + 1), np.array([row["p"] for row in history]).T
+    mo.hstack(
+        [
+            desk.draw(
+                "step", "", ("mean reward", _x, [row["reward"] for row in history]),
+                ("different answers / 100", _x, [row["different"] / 100 for row in history]),
+            ),
+            desk.draw(
+                "step", "share of the next questions (Eq. 4)",
+                *((f"instruction {k} of {len(instructions)}", _x, p) for k, p in enumerate(_p, 1)),
+            ),
+        ]
+    )
     return
 
 
 @app.cell(hide_code=True)
-def _(P, history, predicted, task, taus):
+def _(history, predicted, task, taus):
     _answers = [tau.prediction for tau in taus if tau.prediction]
     found = {
-        "reward, first step": float(history[0]["reward"]),
-        "reward, last step": float(history[-1]["reward"]),
-        "different answers, first step": float(history[0]["different"]),
-        "different answers, last step": float(history[-1]["different"]),
-        "most frequent answer, share": max(map(_answers.count, _answers)) / len(taus) if _answers else 0.0,
+        "reward, first step": history[0]["reward"],
+        "reward, last step": history[-1]["reward"],
+        "different answers, first step": history[0]["different"],
+        "different answers, last step": history[-1]["different"],
     }
     _lost = next((tau for tau in taus if tau.failed), None)
     mo.vstack(
         [
             desk.compare("Different answers among 100", predicted, found["different answers, last step"], ".0f"),
-            mo.md(
-                f"The mean reward went from {found['reward, first step']:.2f} to {found['reward, last step']:.2f}. The "
-                f'most frequent answer of the last step, "{max(_answers, key=_answers.count, default="none")}", has '
-                f"a share of {found['most frequent answer, share']:.0%}. The weights of the instructions are "
-                f"{', '.join(f'{I.w:.2f}' for I in P.active)}."
-            ),
+            desk.list_found(found, predicted),
+            mo.md(f"The most frequent answer of the last step: {max(_answers, key=_answers.count, default='none')}."),
             mo.md(f"A failure as the optimizer would read it:\n\n```\n{task.shown(_lost)}\n```" if _lost else ""),
         ]
     )

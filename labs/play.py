@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from config import PRESETS, Config
+from config import PRESETS, Config, read_instruction
 from engines.torch_engine import TorchEngine
 from grpo import Learner
 from models.model import load_policy
@@ -22,6 +22,11 @@ from tasks.tools import ANSWER, Tool, stop_strings
 def config(**knobs: Any) -> Config:
     """Returns the configuration of the embedded default, with other knobs where they are given."""
     return Config(**PRESETS["world"] | knobs)
+
+
+def read_first(cfg: Config) -> str:
+    """Reads the instruction that a run starts from."""
+    return read_instruction("instruction", cfg.instruction)
 
 
 def unfit(candidate: str, parent: str) -> str:
@@ -52,6 +57,7 @@ class LibraryQA(SearchQA):
     def __init__(self, cfg: Config):
         super().__init__(cfg)
         self.tools = [Library(cfg.corpus, cfg.topk)]
+        self.instruction = read_first(cfg)
 
 
 class Player:
@@ -69,7 +75,7 @@ class Player:
         temperature = self.cfg.temperature
         return rollout(self.engine, self.tokenizer, self.task, jobs, self.cfg, temperature=temperature, seed=seed)
 
-    def rewarded(self, t: int, purpose: str, jobs: Sequence[Job]) -> list[Trajectory]:
+    def play(self, t: int, purpose: str, jobs: Sequence[Job]) -> list[Trajectory]:
         """Returns the same with their rewards and advantages (Alg.1 line 6 and 7, Eq. 3)."""
         taus = self.rollout(t, purpose, jobs)
         reward(self.task, taus)

@@ -219,6 +219,11 @@ def test_the_presets_shapes_need_no_hub(monkeypatch):
     assert fit.shapes(CFG0.model).num_hidden_layers == 3  # the world's, from its file
 
 
+def test_every_card_is_one_that_the_flag_takes():
+    for name in fit.CARDS:
+        assert parse(["--dry_run", "--card", name]).card == name
+
+
 def test_the_command_prints_the_table_and_refuses_what_cannot_fit(capsys):
     argv = ["--model", "qwen2.5-7b", "--dry_run"]
     inspo.main([*argv, "--gpus", "8"])

@@ -1,8 +1,6 @@
 """What can be known before a run starts: the device, the memory it needs, whether a prompt leaves room for a turn."""
 
-import contextlib
 import dataclasses
-import importlib
 import os
 import shutil
 from pathlib import Path
@@ -25,15 +23,13 @@ from training.ranks import Ranks
 
 
 def print_memory(cfg: Config) -> None:
-    """Prints the memory that --gpus of --card would need, and a step's seconds; Fault if it does not fit."""
+    """Prints the memory that --gpus of --card would need; Fault if it does not fit."""
     config, gpu_mem = shapes(cfg.model), CARDS[cfg.card]
     cfg, fit = with_room(cfg, config, "torch" if cfg.engine == "torch" else "vllm", cfg.gpus, gpu_mem)
     status("")
     print(fit.table(), flush=True)
     if fault := fit.fault():
         raise Fault(fault)
-    with contextlib.suppress(ModuleNotFoundError):  # a guest, which may have been deleted
-        print(f"\n{importlib.import_module('extras.speed').table(cfg, config, fit.kv_tokens)}", flush=True)
     size, most = disk(cfg, config)
     print(f"\nA checkpoint takes {size:.1f} GB of disk, the run at most {most:.0f}, and its trajectories.", flush=True)
     if cfg.async_save:

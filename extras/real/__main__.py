@@ -35,41 +35,40 @@ class Part(NamedTuple):
 
 def parts(out: Path, hub: bool, optimizer: str, seed: int) -> list[Part]:
     """Returns what is to be done, in order."""
-    cold, run = out / "cold", out / "inspo"
-    asked = [str(PRESETS[NAME]["eval_n"]), "--out"]
+    names = {"out": out, "smollm": SMOLLM, "name": NAME, "n": PRESETS[NAME]["eval_n"], "optimizer": optimizer}
 
-    def measured(what: str, which: str, argv: list[str]) -> Part:
-        folder = out / f"evaluation/{which}"
-        return Part(what, ["extras/table1.py", *argv, "--n", *asked, str(folder)], folder / "table.md")
+    def command(text: str) -> list[str]:
+        return [word.format(seed=seed, demos=DEMOS, steps=STEPS, **names) for word in text.split()]
+
+    def measured(what: str, which: str, text: str) -> Part:
+        argv = command("extras/table1.py " + text + " --n {n} --out {out}/evaluation/" + which)
+        return Part(what, argv, out / "evaluation" / which / "table.md")
 
     return [
+        Part("the model", command("-m extras.real.model {smollm}") + ["--hub"] * hub, SMOLLM / "source.json"),
         Part(
-            "the model", ["-m", "extras.real.model", str(SMOLLM), *(["--hub"] if hub else [])], SMOLLM / "source.json",
-        ),
-        Part(
-            "its demonstrations",
-            ["-m", "extras.real.demos", "--n", str(DEMOS), "--seed", str(seed), "--out", str(out / "demos.jsonl")],
+            "its demonstrations", command("-m extras.real.demos --n {demos} --seed {seed} --out {out}/demos.jsonl"),
             out / "demos.jsonl",
         ),
         Part(
             "the cold start",
-            [
-                "extras/cold_start.py", "--demos", str(out / "demos.jsonl"), "--model", NAME, "--T", str(STEPS),
-                "--eval_n", "24", "--seed", str(seed), "--out", str(cold),
-            ],
-            cold / "summary.json",
+            command(
+                "extras/cold_start.py --demos {out}/demos.jsonl --model {name} --T {steps} --eval_n 24 --seed {seed} "
+                "--out {out}/cold"
+            ),
+            out / "cold" / "summary.json",
         ),
         Part(
             "INSPO",
-            [
-                "inspo.py", "--preset", NAME, "--model", str(cold / "policy"), "--optimizer_model", optimizer,
-                "--seed", str(seed), "--out", str(run),
-            ],
-            run / "summary.json",
+            command(
+                "inspo.py --preset {name} --model {out}/cold/policy --optimizer_model {optimizer} --seed {seed} "
+                "--out {out}/inspo"
+            ),
+            out / "inspo" / "summary.json",
         ),
-        measured("closed book, as it comes", "direct", [NAME, "--method", "direct"]),
-        measured("one search with the question, as it comes", "rag", [NAME, "--method", "rag"]),
-        measured("closed book, trained", "trained-direct", [str(run), "--method", "direct"]),
+        measured("closed book, as it comes", "direct", "{name} --method direct"),
+        measured("one search with the question, as it comes", "rag", "{name} --method rag"),
+        measured("closed book, trained", "trained-direct", "{out}/inspo --method direct"),
     ]  # fmt: skip
 
 
@@ -93,12 +92,12 @@ def play(part: Part) -> None:
 def table(out: Path) -> str:
     """Returns the Markdown table of what was measured."""
     cold, run = (decoded((out / name / "summary.json").read_text()) for name in ("cold", "inspo"))
-    rows = {what: evaluated(out, which) for what, which in [
-        ("closed book (`direct`)", "direct"), ("one search with the question (`rag`)", "rag")
-    ]}  # fmt: skip
     held = cold["held_out"]["first policy, first instruction"]
-    rows["the agent's loop, first instruction"] = (cold["questions"], held["em"], held["searches"])
-    rows = {f"as it comes, {what}": row for what, row in rows.items()}
+    rows = {
+        "as it comes, closed book (`direct`)": evaluated(out, "direct"),
+        "as it comes, one search with the question (`rag`)": evaluated(out, "rag"),
+        "as it comes, the agent's loop, first instruction": (cold["questions"], held["em"], held["searches"]),
+    }
     for name, held in sorted(run["held_out"].items()):  # the first policy's come first
         rows[name.replace("first policy", COLD).replace("trained policy", "trained by INSPO")] = (
             run["questions"], held["em"], held["searches"],

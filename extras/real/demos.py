@@ -14,18 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from config import FACTS, PRESETS, Config
+from extras.world.demos import choose_clauses, choose_habits
 from journal.directory import read_jsonl
 from plumbing.faults import one_line
 from retrieval.bm25 import BM25
 from tasks import Question
 from tasks.search_qa import SearchQA
-from world.clauses import CLAUSES, write
+from world.clauses import write
 
 Row = dict[str, Any]
 TASK = SearchQA(Config(**PRESETS["smollm2-135m"]))  # formats prompts and results; nobody starts its server
 
-SLOTS = ("search", "stop", "answer")
-USED = [name for name, clause in CLAUSES.items() if clause.slot in SLOTS and name != "memory"]
 BEST = {"entity", "cont", "exact"}
 # Probability of the right behaviour under the clause, under one that contradicts it, and under neither (None).
 OBEY = {
@@ -35,17 +34,11 @@ OBEY = {
 }
 
 
-def random_clauses(rng: random.Random) -> list[str]:
-    """Returns a random set of clauses, never all of BEST."""
-    while True:
-        chosen = [
-            rng.choices(["entity", "whole", None], [0.65, 0.20, 0.15])[0],
-            rng.choices(["cont", "early", None], [0.65, 0.15, 0.20])[0],
-            rng.choices(["exact", "verbose", None], [0.35, 0.30, 0.35])[0],
-        ]
-        clauses = [c for c in chosen if c]
-        if not set(clauses) >= BEST:
-            return clauses
+CHOICES = (  # of each slot: clauses, or none, with their shares
+    (("entity", "whole", None), (0.65, 0.20, 0.15)),
+    (("cont", "early", None), (0.65, 0.15, 0.20)),
+    (("exact", "verbose", None), (0.35, 0.30, 0.35)),
+)
 
 
 class Facts:
@@ -64,12 +57,7 @@ class Facts:
 
 def demonstrate(rng: random.Random, facts: Facts, q: Row, clauses: list[str]) -> list[tuple[str, str]]:
     """Returns (role, text) of turns that follow the clauses; the role "tool" has what a search returned."""
-
-    def does(habit: str) -> bool:
-        said = next((c for c in clauses if c in OBEY[habit]), None)
-        return rng.random() < OBEY[habit][said]
-
-    by_entity, full, bare = (does(habit) for habit in OBEY)
+    by_entity, full, bare = choose_habits(rng, OBEY, clauses)
     path = [*q["chain"], q["golden_answers"][0]]
     turns, answer = [], path[-1]
     for k in range(len(q["chain"]) if by_entity and full else 1):
@@ -83,7 +71,7 @@ def demonstrate(rng: random.Random, facts: Facts, q: Row, clauses: list[str]) ->
 
 def demo(rng: random.Random, facts: Facts) -> Row:
     """Returns a row: the messages of a conversation."""
-    q, clauses = rng.choice(facts.questions), random_clauses(rng)
+    q, clauses = rng.choice(facts.questions), choose_clauses(rng, CHOICES, BEST)
     instruction = write(rng, clauses, rng.randint(0, 1))
     prompt = TASK.prompt(instruction, Question(q["id"], q["question"]))
     turns = [{"role": role, "content": text} for role, text in demonstrate(rng, facts, q, clauses)]
@@ -102,7 +90,7 @@ def main() -> None:
         part = args.out.with_name(f".{args.out.name}.part")
         part.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         part.replace(args.out)  # all of it at once: `make real` skips what is there
-        print(f"{args.out}: {args.n:,} demonstrations of {len({row['id'] for row in rows}):,} questions")
+        print(f"{args.out}: {args.n:,} demonstrations")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ the question, App. F). Evolution has to overcome them, all but the last: that on
 """
 
 import random
+from collections.abc import Sequence
 
 from config import PRESETS, Config
 from extras.world.facts import RELATIONS, Asked, World
@@ -14,6 +15,7 @@ from world.clauses import BEST, write
 
 TASK = SearchQA(Config(**PRESETS["world"]))  # formats prompts, results and messages; nobody starts its server
 SEARCH = TASK.search
+Choices = Sequence[tuple[Sequence[str | None], Sequence[float]]]
 
 # Probability of the right behaviour under the clause, under one that contradicts it, and under neither (None).
 #
@@ -35,29 +37,33 @@ def observation(passages: list[str]) -> str:
     return f"\n\n<{SEARCH.result_tag}>{SEARCH.show(passages)}</{SEARCH.result_tag}>\n\n"
 
 
-def random_clauses(rng: random.Random) -> list[str]:
-    """Returns a random set of clauses, never all of BEST."""
+CHOICES = (  # of each slot: clauses, or none, with their shares
+    (("entity", "whole", "memory", None), (0.50, 0.25, 0.04, 0.21)),
+    (("state", "terse", None), (0.50, 0.12, 0.38)),
+    (("exact", "verbose", None), (0.50, 0.15, 0.35)),
+    (("cont", "early", None), (0.45, 0.17, 0.38)),
+    (("plan", None), (0.3, 0.7)),
+)
+
+
+def choose_clauses(rng: random.Random, choices: Choices, best: set[str]) -> list[str]:
+    """Returns a random set of clauses, never all of `best`."""
     while True:
-        chosen = [
-            rng.choices(["entity", "whole", "memory", None], [0.50, 0.25, 0.04, 0.21])[0],
-            rng.choices(["state", "terse", None], [0.50, 0.12, 0.38])[0],
-            rng.choices(["exact", "verbose", None], [0.50, 0.15, 0.35])[0],
-            rng.choices(["cont", "early", None], [0.45, 0.17, 0.38])[0],
-            rng.choices(["plan", None], [0.3, 0.7])[0],
-        ]
+        chosen = [rng.choices(slot, shares)[0] for slot, shares in choices]
         clauses = [c for c in chosen if c]
-        if not set(clauses) >= BEST:
+        if not set(clauses) >= best:
             return clauses
+
+
+def choose_habits(rng: random.Random, obey: dict[str, dict[str | None, float]], clauses: list[str]) -> list[bool]:
+    """Draws for each habit whether the agent has it under these clauses."""
+    told = (next((c for c in clauses if c in habit), None) for habit in obey.values())
+    return [rng.random() < habit[clause] for habit, clause in zip(obey.values(), told, strict=True)]
 
 
 def demonstrate(rng: random.Random, world: World, q: Asked, clauses: list[str], k: int = 3):
     """Returns a whole response that follows the clauses, as [(text, written by the agent?)]."""
-
-    def does(habit: str) -> bool:
-        said = next((c for c in clauses if c in OBEY[habit]), None)
-        return rng.random() < OBEY[habit][said]
-
-    by_entity, notes, bare, full, plan = (does(h) for h in OBEY)
+    by_entity, notes, bare, full, plan = choose_habits(rng, OBEY, clauses)
     from_memory = not by_entity and rng.random() < (0.95 if "memory" in clauses else 0.02)
     hops = len(q.chain)
     if not full:
@@ -102,6 +108,6 @@ def demonstrate(rng: random.Random, world: World, q: Asked, clauses: list[str], 
 def demo(rng: random.Random, worlds: list[World], hops: list[int], k: int = 3):
     """Returns one supervised example: (instruction, question, parts of the response)."""
     world = rng.choice(worlds)
-    clauses = random_clauses(rng)
+    clauses = choose_clauses(rng, CHOICES, BEST)
     q = world.random_question(rng, rng.choice(hops))
     return write(rng, clauses, rng.randint(0, 2)), q.text, demonstrate(rng, world, q, clauses, k)

@@ -9,12 +9,10 @@ combination of clauses. It is also the supervised (SFT) baseline.
 import argparse
 import json
 import random
-import time
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from tqdm import tqdm
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from config import WORLD
@@ -101,7 +99,6 @@ def train(tokens: int, seed: int, batch: int = 3200) -> tuple[Qwen2ForCausalLM, 
     adam = torch.optim.AdamW(others, lr=5e-3, betas=(0.9, 0.95), weight_decay=0.0)
     peak = [(group, group["lr"]) for opt in (muon, adam) for group in opt.param_groups]
 
-    bar = tqdm(total=tokens, unit="tok", unit_scale=True, desc="warm start")
     for step, (share, rows) in enumerate(lessons(rng, worlds, tokenizer, tokens, batch)):
         width = max(len(ids) for ids, _ in rows)
         ids = torch.tensor([row + [0] * (width - len(row)) for row, _ in rows])
@@ -118,10 +115,8 @@ def train(tokens: int, seed: int, batch: int = 3200) -> tuple[Qwen2ForCausalLM, 
         muon.step()
         adam.step()
         model.zero_grad()
-        bar.update(sum(len(row) for row, _ in rows))
-        if step % 20 == 0:
-            bar.set_postfix(loss=f"{loss.item():.3f}")
-    bar.close()
+        if step % 100 == 0:
+            print(f"{share:4.0%}  loss {loss.item():.3f}", flush=True)
     return model.eval(), tokenizer
 
 
@@ -148,14 +143,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=WORLD, help="directory to write")
     args = parser.parse_args()
     torch.set_num_threads(2)  # whatever the machine has: more could round differently
-    start = time.monotonic()
     write_files(args.out)
     model, tokenizer = train(args.tokens, args.seed)
     model.save_pretrained(args.out / "policy")
     save_tokenizer(tokenizer, args.out / "policy")
-    n = sum(p.numel() for p in model.parameters())
-    took = f"{args.tokens / 1e6:.1f}M tokens in {time.monotonic() - start:.0f} s"
-    print(f"{args.out / 'policy'}: {n / 1e6:.2f}M parameters, {took}")
+    print(f"{args.out / 'policy'}: {args.tokens:,} tokens of demonstrations")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
 import re
+from itertools import combinations
 
 from labs.lab6 import advised
 
@@ -24,10 +25,10 @@ def diagnose(text):
 
 
 def propose(instruction, counts, n):
-    """The frequent symptoms come first: the two most frequent together, all three, each alone, the other pairs.
-    Verification chooses; a proposer that knew the best one would need none."""
+    """The frequent symptoms come first: two of them together, all three, each alone. Verification chooses; a proposer
+    that knew the best one would need none."""
     names = sorted(counts, key=lambda name: -counts[name])
-    sets = [names[:2], names[:3], *([name] for name in names), *([names[0], names[2]], names[1:3])][: n + 1]
+    sets = [some for size in (2, 3, 1) for some in combinations(names, size)]
     texts = [advised(instruction, some) for some in sets]
     return list(dict.fromkeys(texts))[:n]
 

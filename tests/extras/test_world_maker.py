@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from config import WORLD
 from extras.world import demos, warm_start
-from extras.world.demos import SEARCH, TASK, demo, demonstrate, observation, random_clauses
+from extras.world.demos import CHOICES, SEARCH, TASK, choose_clauses, demo, demonstrate, observation
 from extras.world.facts import CHAINS, FULL, MINI, World, the_world
 from extras.world.tokenizer import build_tokenizer, save_tokenizer
 from extras.world.warm_start import tiny_policy, write_files
@@ -231,7 +231,7 @@ def test_the_warm_start_trains_every_weight_and_never_sees_a_name_of_the_world(f
 
 def failed_prompt(rng, full_world):
     """Returns an instruction and a run's reflection prompt for it, with four failures."""
-    instruction = write(rng, random_clauses(rng), rng.randint(0, 2))
+    instruction = write(rng, choose_clauses(rng, CHOICES, BEST), rng.randint(0, 2))
     shown = []
     while len(shown) < 4:
         q = full_world.random_question(rng, rng.choice([1, 2, 3]))

@@ -363,6 +363,8 @@ def test_what_cannot_be_run_is_one_line(argv):
 def test_a_prediction_comes_before_its_answer():
     assert "0.31" not in desk.compare("It", None, 0.31).text
     assert "0.70" in (text := desk.compare("It", 0.7, 0.31).text) and "0.31" in text
+    assert "0.31" not in desk.list_found({"it": 0.31}, 0.5, None).text
+    assert "0.31" in desk.list_found({"it": 0.31}, 0.5).text
 
 
 @contextlib.contextmanager
