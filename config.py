@@ -9,6 +9,7 @@ import dataclasses
 import importlib.util
 import inspect
 import os
+import re
 import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ WORLD = HERE / "world" / "files"
 FACTS = HERE / "tasks" / "facts"
 SMOLLM = HERE / "downloads" / "smollm2-135m"  # not in runs/, whose newest folder is the newest run
 SMOLLM_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
+CARDS = {"h100": 80, "h200": 141, "a100": 80, "rtx4090": 24}  # GPUs of --dry_run -> GB (1e9 bytes)
 LINE_ENDS = "\r\x0b\x0c\x85\u2028\u2029"  # besides the usual one
 
 
@@ -219,15 +221,8 @@ class EngineKnobs:
     )
     offload_reference: bool = knob(False, "keep the reference model in CPU memory", more=True)
     patience: float = knob(30.0, "minutes that a rank waits for the others before the job ends", more=True)
-    dry_run: bool = knob(
-        False, "print the memory that --gpus 8 of --card h100 (or others: --help_all) need, and stop"
-    )
-    gpus: int = knob(8, "GPUs of --dry_run", least=1, more=True)
-    card: str = knob(
-        "h100",
-        "which GPUs, of --dry_run: h100, h200, a100 or rtx4090",
-        of=("h100", "h200", "a100", "rtx4090"),
-        more=True,
+    dry_run: str = knob(
+        "", "8xh100, or as many h200, a100, rtx4090: print the memory that a run needs of each of them, and stop"
     )
 
     def check(self) -> str:
@@ -235,6 +230,8 @@ class EngineKnobs:
             return f"--vllm {self.vllm}: choose colocate, or give the URL of a server, http://host:port"
         if self.vllm != "colocate" and self.engine == "torch":
             return f"--vllm {self.vllm}: it is not used with --engine torch"
+        if self.dry_run and not re.fullmatch(rf"[1-9]\d*x({'|'.join(CARDS)})", self.dry_run):
+            return f"--dry_run {self.dry_run}: say how many of which GPUs, as 8xh100; they are {', '.join(CARDS)}"
         if not 0 < self.vllm_memory < 1:
             return f"--vllm_memory {self.vllm_memory}: a share of the GPU's memory, between 0 and 1"
         return "" if self.patience > 0 else f"--patience {self.patience}: must be above 0"

@@ -31,7 +31,7 @@ from training import checkpoint
 
 # Knobs that a resumed run may change: they affect where and how fast it runs, not what it computes.
 FREE = {"out", "resume", "device", "tracker", "retriever", "keep", "save_every", "search_retries", "optimizer_retries"}
-FREE |= {"engine", "vllm", "vllm_memory", "recompute", "offload_reference", "patience", "gpus", "card"}
+FREE |= {"engine", "vllm", "vllm_memory", "recompute", "offload_reference", "patience"}
 FREE |= {"micro_tokens", "max_rows", "fused_layers", "async_save"}
 FREE |= {"threads"}  # but with another number sums may be rounded differently
 

@@ -8,8 +8,8 @@ from page.read import Row, Run, number
 
 WIDE = 8  # sources of questions at most that have a curve of their own
 # Settings that say where a run ran and what it kept, not what it is.
-ASIDE = {"seed", "out", "resume", "device", "tracker", "retriever", "keep", "save_every", "engine", "vllm", "gpus"}
-ASIDE |= {"card", "dry_run", "patience", "micro_tokens", "max_rows"}
+ASIDE = {"seed", "out", "resume", "device", "tracker", "retriever", "keep", "save_every", "engine", "vllm"}
+ASIDE |= {"dry_run", "patience", "micro_tokens", "max_rows"}
 ASIDE |= {"id", "commit", "async_save"}
 
 

@@ -229,13 +229,14 @@ def test_an_unknown_abbreviated_or_mistyped_flag_is_refused(refuses, argv, said)
 
 
 REFUSED = """
---mode evolve|--tracker mlflow|--proposer guess|--device cuda:7|--device tpu|--engine sglang|--card v100|--recompute 2
+--mode evolve|--tracker mlflow|--proposer guess|--device cuda:7|--device tpu|--engine sglang|--recompute 2
+--dry_run 8xv100|--dry_run h100
 --G 1|--K_p 0|--K_e 0|--T 0|--T_e -1|--N_parent 0|--window 0|--D_B -1|--failures 0|--buffer 0
 --save_every 0|--eval_n -1|--seed -1|--lr -1|--lr nan|--tau_s inf|--max_optimizer_tokens -1
 --temperature 0|--tau_s 0|--eps 0|--beta -0.1|--beta nan|--warmup 1|--warmup nan|--vllm 10.0.0.1:8000|--vllm_memory 1
 --vllm_memory nan|--lora_rank -1|--lora_alpha 0
 --max_grad_norm 0|--max_observation 31|--top_n 0
---rounds 0|--keep 0|--patience 0|--gpus 0|--temperature 2.1|--instruction /nowhere/i.txt
+--rounds 0|--keep 0|--patience 0|--dry_run 0xh100|--temperature 2.1|--instruction /nowhere/i.txt
 --micro_tokens 0|--max_rows 0|--optimizer_retries -1|--search_retries -1
 """
 
@@ -308,7 +309,7 @@ def test_only_rank_0_needs_files_and_a_dry_run_none(refuses, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     assert parse(argv).instruction == "/no/i.txt"  # another node need not have it
     monkeypatch.delenv("RANK")
-    assert parse([*argv, "--dry_run", "--gpus", "4"]).gpus == 4
+    assert parse([*argv, "--dry_run", "4xh100"]).dry_run == "4xh100"
 
 
 def test_an_optimizer_is_an_endpoint_and_a_model_s_name_or_openai_s_key(monkeypatch):

@@ -15,10 +15,10 @@ from torch.utils import cpp_extension
 HERE = Path(__file__).parent
 SYNCS = 3  # times that the host waits for the card in a micro-batch, at most
 PRESETS = {
-    "0.5B": (1, "--model", "qwen2.5-0.5b", "--card", "rtx4090"),
-    "1.5B LoRA": (1, "--model", "qwen2.5-1.5b", "--lora_rank", "32", "--card", "rtx4090"),
-    "3B": (8, "--model", "qwen2.5-3b"),
-    "7B": (8, "--model", "qwen2.5-7b"),
+    "0.5B": (1, "--model", "qwen2.5-0.5b", "--dry_run", "1xrtx4090"),
+    "1.5B LoRA": (1, "--model", "qwen2.5-1.5b", "--lora_rank", "32", "--dry_run", "1xrtx4090"),
+    "3B": (8, "--model", "qwen2.5-3b", "--dry_run", "8xh100"),
+    "7B": (8, "--model", "qwen2.5-7b", "--dry_run", "8xh100"),
 }
 pytestmark = [
     pytest.mark.fake,
@@ -66,7 +66,7 @@ def test_a_preset_builds_resumes_updates_and_saves_on_the_card(preset, guard):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_torch_engine_computes_in_the_run_s_dtype(dtype, guard):
-    flags = ["1", "--model", "qwen2.5-0.5b", "--engine", "torch", "--dtype", dtype]
+    flags = ["1", "--model", "qwen2.5-0.5b", "--engine", "torch", "--dtype", dtype, "--dry_run", "1xh100"]
     command = [sys.executable, str(HERE / "fake_cuda" / "run.py"), str(guard), *flags]
     done = subprocess.run(command, env=os.environ | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-5000:]

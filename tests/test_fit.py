@@ -18,7 +18,7 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 import engines.vllm_engine as vllm_engine
 import inspo
 import training.fit as fit
-from config import Config, parse
+from config import CARDS, Config, parse
 from kernels import grpo_head
 from models import lora
 from models.model import empty, skeleton
@@ -40,7 +40,7 @@ B7 = Qwen2Config(
     hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
     vocab_size=152064, tie_word_embeddings=False,
 )  # fmt: skip
-CFG0, CFG3, CFG7 = (parse(["--dry_run", "--model", name]) for name in ("world", "qwen2.5-3b", "qwen2.5-7b"))
+CFG0, CFG3, CFG7 = (parse(["--dry_run", "8xh100", "--model", name]) for name in ("world", "qwen2.5-3b", "qwen2.5-7b"))
 
 
 def of(fitted, column="update"):
@@ -117,15 +117,15 @@ def test_a_frozen_head_has_no_gradient():
     [
         (["qwen2.5-7b", "--lora_rank", "32"], "a smaller --vllm_memory"),
         (["qwen2.5-7b", "--lora_rank", "32", "--vllm_memory", "0.7"], "It fits"),
-        (["qwen2.5-1.5b", "--card", "rtx4090", "--lora_rank", "32"], "It fits"),
-        (["qwen2.5-0.5b", "--card", "rtx4090"], "It fits"),
+        (["qwen2.5-1.5b", "--dry_run", "1xrtx4090", "--lora_rank", "32"], "It fits"),
+        (["qwen2.5-0.5b", "--dry_run", "1xrtx4090"], "It fits"),
         (["qwen2.5-7b"], "--lora_rank 32"),
-        (["qwen2.5-1.5b", "--card", "rtx4090"], "--lora_rank 32"),
+        (["qwen2.5-1.5b", "--dry_run", "1xrtx4090"], "--lora_rank 32"),
     ],
 )
 def test_one_gpu_is_told_when_adapters_make_it_fit(argv, verdict):
-    cfg = parse(["--dry_run", "--gpus", "1", "--model", *argv])
-    fitted = estimate(cfg, fit.shapes(cfg.model), "vllm", cfg.gpus, fit.CARDS[cfg.card])
+    cfg = parse(["--dry_run", "1xh100", "--model", *argv])
+    fitted = estimate(cfg, fit.shapes(cfg.model), "vllm", 1, CARDS[cfg.dry_run[2:]])
     assert verdict in (fitted.fault().split("; try ")[-1] or fitted.table())
 
 
@@ -219,23 +219,18 @@ def test_the_presets_shapes_need_no_hub(monkeypatch):
     assert fit.shapes(CFG0.model).num_hidden_layers == 3  # the world's, from its file
 
 
-def test_every_card_is_one_that_the_flag_takes():
-    for name in fit.CARDS:
-        assert parse(["--dry_run", "--card", name]).card == name
-
-
 def test_the_command_prints_the_table_and_refuses_what_cannot_fit(capsys):
     argv = ["--model", "qwen2.5-7b", "--dry_run"]
-    inspo.main([*argv, "--gpus", "8"])
+    inspo.main([*argv, "8xh100"])
     stdout, stderr = capsys.readouterr()
     assert stderr == "" and "7,616M parameters on 8 x 80 GB" in stdout
     _, fitted = with_room(CFG7, B7, "vllm", 8, 80)
     assert stdout.startswith(f"{fitted.table()}\n")
     assert "91.4 GB of disk" in stdout  # 7.616e9 x 12 bytes
-    inspo.main([*argv, "--card", "h200"])
+    inspo.main([*argv, "8xh200"])
     assert "7,616M parameters on 8 x 141 GB" in capsys.readouterr().out
     with pytest.raises(SystemExit) as end:
-        inspo.main([*argv, "--gpus", "1", "--card", "rtx4090"])
+        inspo.main([*argv, "1xrtx4090"])
     assert "do not fit" in end.value.code and "\n" not in end.value.code
 
 

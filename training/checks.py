@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import torch
 
-from config import Config
+from config import CARDS, Config
 from engines.choose import choose_engine
 from models import layers, lora
 from models.model import load_config, load_tokenizer, skeleton
@@ -18,14 +18,15 @@ from plumbing.status import status
 from rollout import prompt_ids
 from tasks import Task
 from training.device import check_device
-from training.fit import CARDS, shapes, with_room
+from training.fit import shapes, with_room
 from training.ranks import Ranks
 
 
 def print_memory(cfg: Config) -> None:
-    """Prints the memory that --gpus of --card would need; Fault if it does not fit."""
-    config, gpu_mem = shapes(cfg.model), CARDS[cfg.card]
-    cfg, fit = with_room(cfg, config, "torch" if cfg.engine == "torch" else "vllm", cfg.gpus, gpu_mem)
+    """Prints the memory that a run needs of the GPUs of --dry_run; Fault if they have too little."""
+    gpus, _, card = cfg.dry_run.partition("x")
+    config, engine = shapes(cfg.model), "torch" if cfg.engine == "torch" else "vllm"
+    cfg, fit = with_room(cfg, config, engine, int(gpus), CARDS[card])
     status("")
     print(fit.table(), flush=True)
     if fault := fit.fault():

@@ -16,7 +16,6 @@ from models import lora
 from models.layers import fuse_shapes
 from models.model import blocks, load_config, skeleton
 
-CARDS = {"h100": 80, "h200": 141, "a100": 80, "rtx4090": 24}  # --card -> GB (1e9 bytes)
 RESERVE = 0.06  # share of a GPU that shapes cannot predict: CUDA context, NCCL buffers, fragmentation
 GRAPHS = 30e6  # bytes of vLLM's CUDA graphs, a layer: an allowance
 SAMPLER = 4  # float32 matrices (rows, V) of vLLM's V1 sampler: logits, log-probs, probabilities, noise; V2 makes fewer

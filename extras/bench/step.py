@@ -11,25 +11,32 @@ import json
 import statistics
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from extras.bench.harness import ROOT, parser_of, train_command, write_instruction
 from journal.directory import read_jsonl
 
 
+def measure(repeat: int, flags: Sequence[str]) -> dict[str, float]:
+    """Returns medians of `repeat` steps of a run with these flags, after one that warms up."""
+    fixed = ["--mode", "static", "--lr", "0", "--eval_n", "1", "--T", str(repeat + 1)]
+    with tempfile.TemporaryDirectory() as tmp:
+        run = Path(tmp, "run")
+        command = train_command(run, 1, ["--instruction", str(write_instruction(Path(tmp))), *flags, *fixed])
+        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        first, *rows = read_jsonl(run / "metrics.jsonl")[1:]
+    result = {f"{name}_s": statistics.median(row[f"time/{name}"] for row in rows) for name in ("rollout", "update")}
+    names = ("searches", "response_tokens", "context_tokens")
+    result |= {name: statistics.mean(row[name] for row in rows) for name in names if name in first}
+    return result | {"start_to_end_of_first_step_s": first["time/total"]}
+
+
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--repeat", type=int, default=5, help="steps after the first")
     args, flags = parser.parse_known_args()
-    flags += ["--mode", "static", "--lr", "0", "--eval_n", "1", "--T", str(args.repeat + 1)]
-    with tempfile.TemporaryDirectory() as tmp:
-        run = Path(tmp, "run")
-        flags += ["--instruction", str(write_instruction(Path(tmp)))]
-        subprocess.run(train_command(run, 1, flags), cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-        first, *rows = read_jsonl(run / "metrics.jsonl")[1:]
-    result = {f"{name}_s": statistics.median(row[f"time/{name}"] for row in rows) for name in ("rollout", "update")}
-    result |= {name: statistics.mean(row[name] for row in rows) for name in ("searches", "context_tokens")}
-    result["start_to_end_of_first_step_s"] = first["time/total"]
+    result = measure(args.repeat, flags)
     for name, value in result.items():
         print(f"{name:30} {value:.3f}")
     print(json.dumps(result))

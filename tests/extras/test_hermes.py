@@ -525,7 +525,7 @@ def test_a_run_evolves_descriptions_and_its_doors_know_the_format(tmp_path, monk
 
 def test_impossible_flags_are_one_line(capsys):
     with pytest.raises(SystemExit):
-        inspo.main(["--evolve", "tools", "--dry_run"])
+        inspo.main(["--evolve", "tools", "--dry_run", "8xh100"])
     assert "--evolve tools: with --format tags" in capsys.readouterr().err
     with pytest.raises(SystemExit, match=f"--model {WORLD / 'policy'}: its chat template prints no 'lookup'"):
         inspo.main(["--format", "hermes", "--instruction", "", "--mode", "static"])

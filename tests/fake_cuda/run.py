@@ -43,7 +43,7 @@ from kernels import rows_triton  # noqa: E402
 from models.model import skeleton  # noqa: E402
 from tasks import Question, Trajectory  # noqa: E402
 from tasks.formats import Tags  # noqa: E402
-from training.fit import CARDS, shapes, with_room  # noqa: E402
+from training.fit import shapes, with_room  # noqa: E402
 
 OURS = {str(path) for part in ("*.py", "[!t]*/*.py", "training/*.py") for path in HERE.glob(part)}
 LENGTH, PROMPT, TURN = 2272, 449, 161  # tokens of every trajectory
@@ -261,14 +261,14 @@ FAKE, TRACKER = FakeTensorMode(allow_non_fake_inputs=True), Tracker()
 
 def main():
     ranks = int(sys.argv[2])
-    cfg = config.parse([*sys.argv[3:], "--dry_run"])
+    cfg = config.parse(sys.argv[3:])
     if cfg.engine == "torch":
         pretend(ranks)
         with FAKE, TRACKER, torch.no_grad():
             hidden = sample(cfg)
         print(json.dumps({"hidden": str(hidden.dtype), "products": TRACKER.products}))
         return
-    cfg, fit = with_room(cfg, shapes(cfg.model), "vllm", ranks, CARDS[cfg.card])
+    cfg, fit = with_room(cfg, shapes(cfg.model), "vllm", ranks, config.CARDS[cfg.dry_run.partition("x")[2]])
     full = 2 * ranks * (cfg.micro_tokens // PAIR)  # trajectories in one full micro-batch of every rank
     cfg = replace(cfg, G=2, mini=full)  # two of these in a mini-batch
     pretend(ranks)
