@@ -115,5 +115,5 @@ LOCK = $(or $(UV),uv) pip compile --quiet --no-annotate --no-header $(ARGS)
 default: setup     ## the README's table: inspo, static and frozen, 5 seeds (hours; resumable; ARGS="--seeds 0" is one)
 	$(PY) -m extras.campaign default $(ARGS)
 
-gpu:               ## does it work on this GPU? in an environment of yours (PYTHON=...), not .venv
+gpu:               ## does it work on this GPU? in an environment of yours (PYTHON=...), not .venv (ARGS="--only card")
 	$(PYTHON) -m extras.bench.gpu $(ARGS)

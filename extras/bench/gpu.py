@@ -1,15 +1,17 @@
 """Does it work on this GPU? Ten parts in at most 22 minutes (`make gpu`): a line for each, JSON last.
 
-kernels  the tests that need a GPU: the Triton kernel in every setting, packed attention in bf16
-world    a run of the embedded world (FSDP2, NCCL, torch engine), killed and resumed: extras/bench/resume.py
-update   an update of a random model of Qwen2.5-3B's shape: tokens/s, MFU, memory, gathering: extras/bench/update.py
-head     the GRPO head and Liger's, where that is installed: kernels/bench.py
-wide     the same at the shape of TRL's pull request 7244: 8,192 tokens, 4,096 wide, 151,936 words
-vllm     the world's run with vLLM: sleep, wake, reload, proof of weights, log-prob gap
-beside   a random model of Qwen2.5-3B's shape through vLLM: memory awake and asleep: extras/bench/colocated.py
-lora     the world's run with vLLM and LoRA, killed and resumed
-url      the world's run with a `vllm serve` on the second of two cards, weights over NCCL, killed and resumed
-ranks    the world's run over two cards, killed and resumed
+`--only card`, `--only run` and `--only engine` take at most nine minutes each:
+
+card    kernels  the tests that need a GPU: the Triton kernel in every setting, packed attention in bf16
+        update   an update of a random model of Qwen2.5-3B's shape: tokens/s, MFU, memory: extras/bench/update.py
+        head     the GRPO head and Liger's, where that is installed: kernels/bench.py
+        wide     the same at the shape of TRL's pull request 7244: 8,192 tokens, 4,096 wide, 151,936 words
+run     world    a run of the embedded world (FSDP2, NCCL, torch engine), killed and resumed: extras/bench/resume.py
+        ranks    the world's run over two cards, killed and resumed
+        url      the world's run with a `vllm serve` on the second of two cards, weights over NCCL, killed and resumed
+engine  vllm     the world's run with vLLM: sleep, wake, reload, proof of weights, log-prob gap
+        beside   a random model of Qwen2.5-3B's shape through vLLM: memory awake and asleep: extras/bench/colocated.py
+        lora     the world's run with vLLM and LoRA, killed and resumed
 
 Each part is a process with a time limit of its own; whatever happens to one, the next one runs. It PASSes, FAILs or is
 SKIPped because a package or a second card is missing, and then says what. A missed goal is a FAIL. Nothing outside this
@@ -115,12 +117,14 @@ TESTS = "-m pytest --tb=short -p no:cacheprovider tests/test_triton.py tests/tes
 ON_GPU = "(on_the_gpu and (37-64-1187 or beta-dtype1 or cispo-dtype1)) or on_a_gpu or triton- or triton]"
 WORLD, TOY = "-m extras.bench.resume", "--device cpu --steps 3 --kill_at 2"
 HEAD = "-m kernels.bench --seconds 0.5"
+STAGES = {
+    "card": ("kernels", "update", "head", "wide"), "run": ("world", "ranks", "url"), "engine": ("vllm", "beside", "lora"),
+}  # fmt: skip
 PARTS = [
     Part(
         "kernels", 120, "torch transformers triton pytest", f"{TESTS} -k '({ON_GPU}) and not fsdp2'",
         "-k 'equals_rows_torch or (test_settings and beta) or packed_attention'", read_tests,
     ),
-    Part("world", 110, RUN, WORLD, TOY),
     Part(
         "update", 130, "torch transformers triton numpy psutil requests tenacity simpleeval", "-m extras.bench.update",
         "--device cpu --steps 1 --trajectories 10",
@@ -133,11 +137,12 @@ PARTS = [
         "wide", 50, "torch triton", f"{HEAD} --tokens 8192 --shapes 4096x151936", "--tokens 16 --shapes 64x512",
         read_head,
     ),
+    Part("world", 110, RUN, WORLD, TOY),
+    Part("ranks", 110, RUN, f"{WORLD} --ranks 2", TOY, cards=2),
+    Part("url", 240, f"vllm {RUN}", f"{WORLD} --engine served", cards=2),
     Part("vllm", 140, f"vllm {RUN}", f"{WORLD} --engine vllm --kill_at 0", "--device cpu --steps 3"),
     Part("beside", 180, "vllm torch transformers", "-m extras.bench.colocated", "--device cpu"),
     Part("lora", 150, f"vllm {RUN}", f"{WORLD} --engine vllm --lora_rank 8", TOY),
-    Part("url", 240, f"vllm {RUN}", f"{WORLD} --engine served", cards=2),
-    Part("ranks", 110, RUN, f"{WORLD} --ranks 2", TOY, cards=2),
 ]  # fmt: skip
 
 
@@ -217,7 +222,7 @@ def probe(env: dict[str, str]) -> dict:
 
 def main() -> int:
     parser = parser_of(__doc__)
-    parser.add_argument("--only", nargs="+", choices=[part.name for part in PARTS], help="these parts alone")
+    parser.add_argument("--only", nargs="+", choices=[*STAGES, *(part.name for part in PARTS)], help="these parts")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: toy shapes, without a GPU")
     parser.add_argument("--out", default="runs/gpu", help="folder of the logs and of gpu.json")
     args = parser.parse_args()
@@ -231,8 +236,9 @@ def main() -> int:
         raise Fault("torch finds no GPU here; --device cpu tries everything on toy shapes")
     print(", ".join(f"{k} {v}" for k, v in machine.items() if v), flush=True)
     rows = []
+    chosen = {name for given in args.only or STAGES for name in STAGES.get(given, (given,))}
     for part in PARTS:
-        if not args.only or part.name in args.only:
+        if part.name in chosen:
             row = attempt(part, machine.get("cards", 0), part.limit * (1 if cuda else 3), out, env)
             where = f" ({row['log']})" if row["status"] == "FAIL" else ""
             print(f"{row['status']} {part.name:8} {row['seconds']:4.0f} s  {row['line']}{where}", flush=True)

@@ -25,7 +25,11 @@ def test_trajectories_are_as_long_as_the_docstring_says():
 
 
 def test_the_parts_take_at_most_22_minutes():
-    assert sum(part.limit for part in gpu.PARTS) <= 1320
+    limits = {part.name: part.limit for part in gpu.PARTS}
+    assert sum(limits.values()) <= 1320
+    assert sorted(name for names in gpu.STAGES.values() for name in names) == sorted(limits)
+    for names in gpu.STAGES.values():
+        assert sum(limits[name] for name in names) <= 540
 
 
 def test_a_part_for_two_cards_is_skipped_where_there_is_one(tmp_path):
