@@ -118,8 +118,10 @@ ON_GPU = "(on_the_gpu and (37-64-1187 or beta-dtype1 or cispo-dtype1)) or on_a_g
 WORLD, TOY = "-m extras.bench.resume", "--device cpu --steps 3 --kill_at 2"
 HEAD = "-m kernels.bench --seconds 0.5"
 STAGES = {
-    "card": ("kernels", "update", "head", "wide"), "run": ("world", "ranks", "url"), "engine": ("vllm", "beside", "lora"),
-}  # fmt: skip
+    "card": ("kernels", "update", "head", "wide"),
+    "run": ("world", "ranks", "url"),
+    "engine": ("vllm", "beside", "lora"),
+}
 PARTS = [
     Part(
         "kernels", 120, "torch transformers triton pytest", f"{TESTS} -k '({ON_GPU}) and not fsdp2'",
