@@ -1,7 +1,7 @@
 """Queries -> rows of the corpus: BM25, vectors under FAISS, or both, from an index directory or a FAISS file."""
 
-import hashlib
 import json
+from contextlib import suppress
 from pathlib import Path
 
 import bm25s
@@ -10,8 +10,6 @@ import numpy as np
 from plumbing.faults import Fault
 from retrieval.bm25 import BM25, Hits
 from retrieval.corpus import Corpus
-
-GARBLED = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)  # what a damaged file raises
 
 
 class Dense:
@@ -106,12 +104,9 @@ def open_index(path: str, corpus: Corpus, encoder: str = "", family: str = "", d
     """
     file, max_length = Path(path), 256
     if not file.is_file():
-        manifest = _manifest(file, corpus)
+        manifest = _read_manifest(file, corpus)
         if manifest["encoder"] == "bm25":
-            try:
-                return BM25(bm25s.BM25.load(path, mmap=True))
-            except GARBLED as e:
-                raise Fault(f"--index {path}: its BM25 index cannot be read ({e}); build it again") from None
+            return BM25(bm25s.BM25.load(path, mmap=True))
         encoder, family = encoder or manifest["encoder"], family or manifest["family"]
         file, max_length = file / "index.faiss", manifest["max_length"]
     elif not encoder:
@@ -131,42 +126,24 @@ def open_index(path: str, corpus: Corpus, encoder: str = "", family: str = "", d
     return dense
 
 
-def fingerprint(path: Path) -> list[int | str]:
-    """What index.json records of a file: its size, and a hash of its first MiB."""
-    with open(path, "rb") as f:
-        return [path.stat().st_size, hashlib.sha256(f.read(1 << 20)).hexdigest()]
-
-
-def _manifest(folder: Path, corpus: Corpus) -> dict:
-    """Reads index.json; raises Fault unless `folder` holds all that `build` wrote, for this corpus."""
+def _read_manifest(folder: Path, corpus: Corpus) -> dict:
+    file = folder / "index.json"
     try:
-        manifest = json.loads((folder / "index.json").read_text())
-        built_from, passages = manifest["digest"], manifest["passages"]
-        damaged = [name for name, written in manifest["files"].items() if fingerprint(folder / name) != written]
-    except GARBLED as e:
-        where, why = getattr(e, "filename", None) or folder / "index.json", getattr(e, "strerror", None) or "damaged"
-        raise Fault(f"{where}: {why}; give a directory made by retrieval/build.py, or a FAISS file") from None
-    if damaged:
-        raise Fault(f"{folder / damaged[0]}: not the file that was built; copy it again, or build the index again")
-    if built_from != corpus.digest:
-        mismatch = f"built from {passages:,} other passages than the {len(corpus):,} of {corpus.path}"
+        manifest = json.loads(file.read_text())
+    except OSError as e:
+        raise Fault(f"{file}: {e.strerror}; give a directory made by retrieval/build.py, or a FAISS file") from None
+    if manifest["digest"] != corpus.digest:
+        mismatch = f"built from {manifest['passages']:,} other passages than the {len(corpus):,} of {corpus.path}"
         raise Fault(f"--index {folder}: {mismatch}; give the corpus it was built from")
     return manifest
 
 
 def read_faiss(path: Path):
-    """Memory-maps a FAISS file of any kind; raises Fault if it is not one."""
+    """Reads a FAISS file of any kind, memory-mapped where FAISS can map it; raises Fault if it is not one."""
     import faiss
 
-    file, beside = str(path), faiss.IO_FLAG_ONDISK_SAME_DIR
-    try:
-        try:
-            return faiss.read_index(file, faiss.IO_FLAG_MMAP_IFC | faiss.IO_FLAG_MMAP | beside)
-        except RuntimeError:  # IVF lists are mapped in their own way,
-            index = faiss.read_index(file, faiss.IO_FLAG_MMAP)
-            lists = faiss.downcast_InvertedLists(faiss.extract_index_ivf(index).invlists)
-            if lists.filename != file:  # which this flag skips if they are in a separate file
-                index = faiss.read_index(file, faiss.IO_FLAG_READ_ONLY | beside)
-            return index
-    except RuntimeError as e:
-        raise Fault(f"--index {path}: not a FAISS index ({e}); give a file written by FAISS") from None
+    mapped, beside = faiss.IO_FLAG_MMAP_IFC | faiss.IO_FLAG_MMAP, faiss.IO_FLAG_ONDISK_SAME_DIR
+    for flags in (mapped | beside, faiss.IO_FLAG_READ_ONLY | beside):  # IVF's lists are mapped from their own file only
+        with suppress(RuntimeError):
+            return faiss.read_index(str(path), flags)
+    raise Fault(f"--index {path}: not a FAISS index; give a file written by FAISS")
