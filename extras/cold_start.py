@@ -30,7 +30,7 @@ from plumbing.outside import as_data, clean, control, decoded
 from plumbing.status import status
 from tasks import Message, Question, Task, Trajectory, Turn, load_task, rng_of
 from tasks.formats import conversation_ids, encode
-from tasks.questions import json_lines
+from tasks.questions import read_json_lines
 from tasks.tools import Function
 
 if TYPE_CHECKING:  # torch takes seconds to import; --help does not wait for it
@@ -163,7 +163,7 @@ def demonstrations(cfg: ColdStartConfig, task: Task, tokenizer: "Tokenizer") -> 
     if not path.is_file():
         raise Fault(f"--demos {path}: no such file; check the path")
     found: dict[tuple[int, ...], tuple[int, Trajectory]] = {}
-    for line, row in json_lines(path):
+    for line, row in read_json_lines(path):
         try:
             tau = encoded(clean(row), line, task, tokenizer, cfg)
             if len(tau.ids) > limit:

@@ -33,7 +33,7 @@ Message = dict[str, str]  # {"role": "system" or "user", "content": ...}
 FORMATS = {"tags": "tasks.formats:Tags", "hermes": "extras.plugs.hermes:Hermes"}  # --format
 # What else is imported by name alone, by the runs that ask for it: module:function.
 PLUGS = {
-    "function": "tasks.functions:tools_of",  # --tools module:function
+    "function": "tasks.functions:load_tools",  # --tools module:function
     "mcp": "extras.plugs.mcp:tools_of",  # --tools mcp:...
     "environment": "extras.plugs.environment:task_of",  # --task module:Class, a class as TRL has them
 }
@@ -223,8 +223,8 @@ def load_task(cfg: Config) -> Task:
         cfg = replace(cfg, tools=",".join(spec for spec in cfg.tools.split(",") if ":" not in spec) or "none")
     task: Task = kind(cfg)
     for spec in specs:
-        tools_of = load("--tools", PLUGS["mcp" if spec.startswith("mcp:") else "function"], "function")
-        task.tools = [*task.tools, *tools_of(spec.removeprefix("mcp:").strip(), f"--tools {spec}")]
+        load_tools = load("--tools", PLUGS["mcp" if spec.startswith("mcp:") else "function"], "function")
+        task.tools = [*task.tools, *load_tools(spec.removeprefix("mcp:").strip(), f"--tools {spec}")]
     if fault := unusable(task.tools, COLUMNS):
         raise Fault(f"{where}: {fault}")
     return task

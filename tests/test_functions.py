@@ -143,7 +143,9 @@ def test_a_call_that_takes_too_long_is_answered_in_time_and_keeps_nobody_waiting
     assert [call.result(10) for call in calls] == [["hangs took longer than 0.2 s"], ["sleeps took longer than 0.2 s"]]
     assert time.monotonic() - began < 5
     gate.set()
-    assert answered(shout, "a") and cancelled == [True]
+    while not cancelled:  # it is, a second after its reply
+        assert answered(shout, "a") and time.monotonic() - began < 20
+        time.sleep(0.05)
 
 
 def test_calls_run_side_by_side():
