@@ -26,6 +26,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 
 from plumbing.faults import one_line
+from plumbing.outside import clean
 from plumbing.servers import listen, serve
 from retrieval.bm25 import BM25
 from retrieval.corpus import Corpus
@@ -117,7 +118,8 @@ def make_app(corpus: Corpus, index, topk: int, max_batch: int = 256, cache: int 
     async def retrieve(search: Search) -> JSONResponse:
         """Finds the best passages of each query; with BM25 a query without a known word finds none."""
         try:
-            answers = await batcher.ask([(query[:MAX_QUERY], search.topk or topk) for query in search.queries])
+            keys = [(clean(query[:MAX_QUERY]), search.topk or topk) for query in search.queries]
+            answers = await batcher.ask(keys)
         except Exception as e:  # the next batch may succeed
             raise HTTPException(500, f"search failed: {type(e).__name__}: {e}") from None
         if not search.return_scores:

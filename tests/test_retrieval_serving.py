@@ -175,7 +175,7 @@ def test_an_answer_does_not_depend_on_its_neighbours_topk_or_scores(corpus, pool
         a = pool.submit(ask, url, "1", topk=2)
         b = pool.submit(ask, url, "1", topk=4)
         c = pool.submit(ask, url, "1", topk=2, return_scores=True)
-        until(lambda: counts(url)["waiting"] == 3)
+        until(lambda: counts(url)["queries"] == 4)
         gate.open.set()
         assert blocker.result().ok
         assert ids(a.result()) == [["p1", "p2"]] and ids(b.result()) == [["p1", "p2", "p3", "p4"]]
