@@ -16,7 +16,7 @@ from tasks import Job, Task, Trajectory, reward, rng_of
 from tasks.formats import lost
 from tasks.search import Search
 from tasks.search_qa import SearchQA
-from tasks.tools import ANSWER, Tool, stop_strings
+from tasks.tools import ANSWER, Tool, list_stop_strings
 
 
 def config(**knobs: Any) -> Config:
@@ -65,8 +65,8 @@ class Player:
 
     def __init__(self, cfg: Config, task: Task):
         self.cfg, self.task = cfg, task
-        self.model, self.tokenizer = load_policy(cfg.model, "cpu", stop_strings(task.tools))
-        self.engine = TorchEngine(self.model, self.tokenizer, stop_strings(task.tools), cfg.max_rows)
+        self.model, self.tokenizer = load_policy(cfg.model, "cpu", list_stop_strings(task.tools))
+        self.engine = TorchEngine(self.model, self.tokenizer, list_stop_strings(task.tools), cfg.max_rows)
         self.learner = Learner(self.model, copy.deepcopy(self.model), cfg)
 
     def rollout(self, t: int, purpose: str, jobs: Sequence[Job]) -> list[Trajectory]:

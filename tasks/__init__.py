@@ -26,7 +26,7 @@ from config import PRESETS, Config, read_instruction
 from plumbing.faults import Fault, together
 from plumbing.stop import may_stop
 from tasks.formats import Tags
-from tasks.tools import Tool, unusable
+from tasks.tools import Tool, check_words
 
 T = TypeVar("T")
 Message = dict[str, str]  # {"role": "system" or "user", "content": ...}
@@ -225,8 +225,7 @@ def load_task(cfg: Config) -> Task:
     for spec in specs:
         load_tools = load("--tools", PLUGS["mcp" if spec.startswith("mcp:") else "function"], "function")
         task.tools = [*task.tools, *load_tools(spec.removeprefix("mcp:").strip(), f"--tools {spec}")]
-    if fault := unusable(task.tools, COLUMNS):
-        raise Fault(f"{where}: {fault}")
+    check_words(task.tools, COLUMNS)
     return task
 
 

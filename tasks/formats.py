@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from plumbing.chat import in_template
 from plumbing.outside import as_data, control, in_texts
-from tasks.tools import ANSWER, Tool, find_call, invalid_action, last_answer, stop_strings, tags_of
+from tasks.tools import ANSWER, Tool, explain_invalid_action, find_answer, find_call, list_stop_strings, list_tags
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -78,12 +78,12 @@ class Tags:
     @classmethod
     def stop(cls, task: Task) -> tuple[str, ...]:
         """Returns the strings that end a turn, besides EOS."""
-        return stop_strings(task.tools)
+        return list_stop_strings(task.tools)
 
     @classmethod
     def words(cls, tools: Sequence[Tool]) -> tuple[str, ...]:
         """Returns the names of tags that only the policy and the loop write."""
-        return tags_of(tools)
+        return list_tags(tools)
 
     @classmethod
     def results(cls, tools: Sequence[Tool]) -> list[str]:
@@ -122,7 +122,7 @@ class Tags:
     def parse(cls, text: str, tools: Sequence[Tool], ended: bool = True) -> Said:
         """Returns what the text of a turn says to these tools; an answer counts before a call. `ended`: as turns do."""
         tool, argument = find_call(text, tools) or (None, "")
-        return Said(text, last_answer(text), tool, argument, ended)
+        return Said(text, find_answer(text), tool, argument, ended)
 
     # ---- with the policy's tokenizer
 
@@ -150,7 +150,7 @@ class Tags:
 
     def invalid(self, said: Said) -> list[int]:
         """Returns the ids between a turn that neither called nor answered and the next one."""
-        return encode(self.tokenizer, invalid_action(self.task.tools))
+        return encode(self.tokenizer, explain_invalid_action(self.task.tools))
 
     def response(self, ids: Sequence[int]) -> str:
         """Returns everything after the prompt as a text to read."""

@@ -38,7 +38,8 @@ class SchemaTool(Tool):
         self.schema, self.name = schema, str(schema["name"])
         properties = schema["parameters"].get("properties", {})
         self.bare = next(iter(properties)) if [p.get("type") for p in properties.values()] == ["string"] else ""
-        self.argument = self.bare or "{" + ", ".join(f'"{name}": {_name_type(p)}' for name, p in properties.items()) + "}"
+        types = ", ".join(f'"{name}": {_name_type(p)}' for name, p in properties.items())
+        self.argument = self.bare or f"{{{types}}}"
         self.tag = re.sub(r"[^\w-]", "_", self.name)
         self.noun, self.plural, self.result_tag = f"a call of {self.name}", f"{self.tag}_calls", "result"
 
@@ -126,7 +127,7 @@ class TypedFunction(SchemaTool):
             return dict(self._arguments.validate_json(arguments))
         except ValidationError as e:  # without a link, and without repeating them
             errors = e.errors(include_url=False, include_context=False, include_input=False)
-            raise ValueError("; ".join(": ".join([*map(str, error["loc"]), error["msg"]]) for error in errors)) from None
+            raise ValueError("; ".join(": ".join([*map(str, x["loc"]), x["msg"]]) for x in errors)) from None
 
     def call(self, arguments: dict[str, Any]) -> Any:
         return self.function(**arguments)

@@ -22,7 +22,7 @@ from tasks import Job, load_task
 from tasks.functions import MAX_RESULT, TypedFunction
 from tasks.game import Game
 from tasks.search_qa import SearchQA
-from tasks.tools import stop_strings, unusable
+from tasks.tools import check_words, list_stop_strings
 
 
 def forecast(city: str, days: int = 1, unit: Literal["C", "F"] = "C") -> dict[str, object]:
@@ -178,7 +178,8 @@ def test_a_result_is_text_that_a_tokenizer_accepts_and_no_longer_than_is_read():
 
 def test_the_words_of_a_tool_come_from_its_function():
     weather, loud = (TypedFunction(f, "") for f in (forecast, shout))
-    assert stop_strings([weather, loud]) == ("</forecast>", "</shout>", "</answer>") and not unusable([weather, loud])
+    assert list_stop_strings([weather, loud]) == ("</forecast>", "</shout>", "</answer>")
+    check_words([weather, loud])
     assert (loud.argument, loud.plural, loud.result_tag) == ("text", "shout_calls", "result")
     assert weather.argument == '{"city": string, "days": integer, "unit": string}'
     shout.result_tag = "echo"

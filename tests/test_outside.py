@@ -20,10 +20,10 @@ from rollout import prompt_ids
 from tasks import Question, Trajectory, Turn
 from tasks.formats import encode, observation_ids
 from tasks.search_qa import SEARCH_R1, SearchQA
-from tasks.tools import tags_of
+from tasks.tools import list_tags
 
 TASK = SearchQA(Config(tools="search,calculator"))
-SEARCH, TAGS = TASK.tools[0], tags_of(TASK.tools)
+SEARCH, TAGS = TASK.tools[0], list_tags(TASK.tools)
 
 
 def prompt(tokenizer, instruction, question):

@@ -20,7 +20,7 @@ from tasks.formats import observation_ids
 from tasks.game import Game
 from tasks.search import Search
 from tasks.search_qa import SEARCH_R1
-from tasks.tools import Calculator, Tool, invalid_action
+from tasks.tools import Calculator, Tool, explain_invalid_action
 
 ROOT = Path(__file__).parents[1]
 ASKED = Question("q-0", "Who designed the Sydney Opera House?", ("Jørn Utzon",), "fixture")
@@ -112,7 +112,7 @@ def observation(documents):
     return f"\n\n<information>{Found().show(documents)}</information>\n\n"
 
 
-INVALID = invalid_action([Found()])
+INVALID = explain_invalid_action([Found()])
 
 
 # ---- tokens in, tokens out
@@ -474,7 +474,7 @@ def test_a_call_of_a_tool_that_is_not_in_use_is_an_invalid_action(tokenizer):
     assert tau.response.startswith("<calculate> 6 * 7 </calculate>" + INVALID) and tau.invalid == 1
     tools = [Found(), Calculator()]
     tau, _ = play(tokenizer, tools, "hm", "<answer>x</answer>")
-    assert tau.response.startswith("hm" + invalid_action(tools)) and "<calculate>" in tau.response
+    assert tau.response.startswith("hm" + explain_invalid_action(tools)) and "<calculate>" in tau.response
 
 
 def test_progress_counts_every_trajectory_that_ends(tokenizer):

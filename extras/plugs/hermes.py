@@ -21,7 +21,7 @@ from plumbing.outside import as_data, clean, control, decoded
 from tasks.formats import TOKEN_CHARACTERS, Said, Tags, encode, lost
 from tasks.functions import SchemaTool
 from tasks.search_qa import SEARCH_R1
-from tasks.tools import ANSWER, Tool, last_answer
+from tasks.tools import ANSWER, Tool, find_answer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -115,7 +115,7 @@ class Hermes(Tags):
                 return Said(text, ended=ended, note=f"This call cannot be served: {e}.")
             more = f"Of your {len(calls)} calls the first is served: write one at a time.\n" * (len(calls) > 1)
             return Said(text, None, tool, argument, ended, more)
-        answer = last_answer(said)
+        answer = find_answer(said)
         if answer is None and ended:
             answer = said.strip() or None
         why = "was empty" if ended else "was cut off before it ended"

@@ -38,7 +38,7 @@ from tasks import Job, Question
 from tasks.formats import encode
 from tasks.questions import em
 from tasks.search_qa import SearchQA
-from tasks.tools import stop_strings
+from tasks.tools import list_stop_strings
 from training import checkpoint
 
 pytestmark = [
@@ -76,7 +76,7 @@ class Shown(SearchQA):
 
 
 TASK = Shown(CFG)
-STOP = stop_strings(TASK.tools)
+STOP = list_stop_strings(TASK.tools)
 
 
 @pytest.fixture(scope="module")
