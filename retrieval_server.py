@@ -142,7 +142,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("--corpus", required=True, help='.jsonl or .parquet: {"id", "contents"} or {"id", "title", "text"}')
+    add("--corpus", required=True, help='JSONL: {"id", "contents"} or {"id", "title", "text"} a line')
     add("--index", nargs="+", default=[], help="directories made by retrieval/build.py, or a FAISS file (BM25)")
     add("--encoder", default="", help="model of a FAISS file from elsewhere, or the new place of an index's model")
     add("--family", default="", choices=["", "e5", "bge", "plain"], help="its prefixes and pooling (from its name)")

@@ -61,11 +61,6 @@ def fill(index: faiss.Index, vectors: np.ndarray) -> faiss.Index:
     return index
 
 
-def build_bm25(corpus: Corpus, folder: Path) -> None:
-    texts = tqdm(corpus.texts(), total=len(corpus), desc="reading", unit=" passages")
-    BM25.build(texts).index.save(folder, show_progress=False)
-
-
 def build_dense(corpus: Corpus, encoders: list[Encoder], folder: Path, kind: str) -> None:
     """Writes `index.faiss`, of FAISS's type `kind`."""
     index = faiss.index_factory(encoders[0].dimension, kind, faiss.METRIC_INNER_PRODUCT)  # before hours of encoding
@@ -78,7 +73,7 @@ def main(argv: list[str] | None = None) -> None:
     """Builds the index that the command line describes; raises Fault if it cannot."""
     parser = argparse.ArgumentParser(description=__doc__, usage=argparse.SUPPRESS, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    rows = '.jsonl or .parquet: {"id", "contents"} or {"id", "title", "text"}'
+    rows = 'JSONL: {"id", "contents"} or {"id", "title", "text"} a line'
     parser.add_argument("--corpus", required=True, help=rows)
     parser.add_argument("--encoder", required=True, help="a BERT-type model (Hugging Face id or directory), or bm25")
     parser.add_argument("--index", required=True, help="directory to create")
@@ -108,7 +103,8 @@ def main(argv: list[str] | None = None) -> None:
         if encoders:
             build_dense(corpus, encoders, partial, args.type)
         else:
-            build_bm25(corpus, partial)
+            texts = tqdm(corpus.texts(), total=len(corpus), desc="reading", unit=" passages")
+            BM25.build(texts).index.save(partial, show_progress=False)
         os.replace(partial, out)
     except KeyboardInterrupt:
         raise Fault(f"\nstopped; the same command resumes with the vectors in {partial}") from None

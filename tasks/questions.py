@@ -82,7 +82,7 @@ def _read_question(row: object, line: int) -> Question:
     if isinstance(golds, str):
         golds = [golds]
     if not isinstance(golds, Iterable) or isinstance(golds, dict) or not all(isinstance(gold, str) for gold in golds):
-        raise ValueError(f"gold answers {golds!r:.80} are neither a text nor a list of texts")
+        raise ValueError(f"gold answers {golds!r:.80} are neither a text nor a list of texts; write them so")
     golds = [gold.strip() for gold in golds if gold.strip()]
     if not golds:
         raise ValueError("no gold answer; fill `golden_answers` or `reward_model.ground_truth.target`")

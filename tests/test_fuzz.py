@@ -297,10 +297,9 @@ def test_a_file_of_passages_may_hold_anything(tmp_path):
         path.write_text("\n".join(lines))
         try:
             corpus = Corpus(path)
+            for row in range(len(corpus)):
+                "".join(corpus[row].values()).encode()
         except Fault as e:
             assert str(e).startswith(str(path))
-            return
-        for row in range(len(corpus)):
-            "".join(corpus[row].values()).encode()
 
     check()

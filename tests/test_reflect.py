@@ -556,6 +556,23 @@ def test_an_optimizer_that_was_killed_is_revived(endpoint):
     assert Optimizer(gone, "m", revive=lambda: base(new)).ask("p", "t0 r0").reply == "back"
 
 
+def test_after_max_tokens_no_call_is_made_and_an_earlier_process_s_count(endpoint):
+    """--max_optimizer_tokens: a call may go beyond it, the next one is not made."""
+    server = endpoint(completion(usage={"prompt_tokens": 60, "completion_tokens": 30}))
+    optimizer = Optimizer(base(server), "m", max_tokens=100)
+    calls = [optimizer.ask("p", f"t{t} r0") for t in (1, 2)]
+    with pytest.raises(OptimizerDown, match="--max_optimizer_tokens 100 is used up: 180 tokens"):
+        optimizer.ask("p", "t3 r0")
+    paid = paid_calls([{"call": asdict(call)} for call in calls])
+    resumed = Optimizer(base(server), "m", max_tokens=100, paid=paid)
+    assert resumed.ask("p", "t2 r0").reply == "hello"  # paid for: it costs nothing
+    with pytest.raises(OptimizerDown, match="used up: 180 tokens"):
+        resumed.ask("p", "t3 r0")
+    assert len(server.requests) == 2
+    unlimited = Optimizer(base(server), "m", paid=paid)
+    assert unlimited.ask("p", "t3 r0").reply == "hello" and len(server.requests) == 3
+
+
 # --- no call is paid twice ----------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""Passages on disk: rows as plain json reads them, parquet, and the memory that a corpus takes."""
+"""Passages on disk: rows as plain json reads them, and the memory that a corpus takes."""
 
 import gzip
 import io
@@ -12,8 +12,6 @@ import tarfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from plumbing.faults import Fault
@@ -147,7 +145,7 @@ def test_packed_passages_are_refused(tmp_path, name, pack):
     path = tmp_path / name
     path.write_bytes(pack(b"".join(b'{"id": %d, "contents": "x"}\n' % k for k in range(50))))
     corpus = Corpus(path)
-    assert "a corpus is unpacked" in refusal(lambda: corpus.digest)
+    assert "a corpus is unpacked JSONL" in refusal(lambda: corpus.digest)
 
 
 @pytest.mark.parametrize("make", [lambda p: p.write_bytes(b"\n \r\n"), Path.mkdir, lambda p: None])
@@ -182,73 +180,6 @@ def test_a_replaced_file_is_still_read_in_its_old_version(tmp_path):
     corpus = Corpus(write(tmp_path / "c", rows))
     os.replace(write(tmp_path / "new", rows[::-1]), tmp_path / "c")  # like `mv`: the open file is still the old one
     assert passages(corpus) == as_passages(rows)
-
-
-# --- parquet ---
-
-
-def test_parquet_gives_its_rows(tmp_path, capsys):
-    rows = [{"id": i, "contents": f"{random.Random(i).choice(WORDS)} {i}", "more": [i]} for i in range(25_000)]
-    path = tmp_path / "c.parquet"
-    pq.write_table(pa.Table.from_pylist(rows), path)  # one row group; written out in batches of 10,000
-    assert pq.ParquetFile(path).num_row_groups == 1
-    assert passages(Corpus(path)) == as_passages(rows)
-    assert "writing it out" in capsys.readouterr().out
-    assert sorted(os.listdir(tmp_path)) == ["c.parquet", "c.parquet.jsonl"]
-
-
-@pytest.mark.parametrize("columns", [["id", "contents"], ["id", "title", "text"], ["title", "id", "contents", "text"]])
-def test_parquet_with_and_without_a_contents_column(tmp_path, columns):
-    full = [{"id": f"p{i}", "title": w, "text": f"t {i}", "contents": f"c {i}"} for i, w in enumerate(WORDS)]
-    rows = [{name: row[name] for name in columns} for row in full]
-    path = tmp_path / "c.parquet"
-    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=3)
-    assert passages(Corpus(path)) == as_passages(rows)
-
-
-def test_parquet_is_written_out_once_per_version(tmp_path, monkeypatch):
-    path = tmp_path / "c.parquet"
-    pq.write_table(pa.table({"id": [1], "contents": ["old"]}), path)
-    os.utime(path, ns=(10**18, 10**18))
-    assert Corpus(path)[0]["contents"] == "old"
-    with monkeypatch.context() as patch:
-        patch.setattr(pq, "ParquetFile", None)  # cannot be read again
-        assert Corpus(path)[0]["contents"] == "old"
-    pq.write_table(pa.table({"id": [1], "contents": ["new"]}), path)
-    os.utime(path, ns=(10**18, 10**18 - 1))  # older than before, but different
-    assert Corpus(path)[0]["contents"] == "new"
-    assert sorted(os.listdir(tmp_path)) == ["c.parquet", "c.parquet.jsonl"]
-
-
-def damaged(path):
-    pq.write_table(pa.table({"id": range(9999), "contents": [f"text {i * 7919 % 9973}" for i in range(9999)]}), path)
-    content = bytearray(path.read_bytes())
-    content[100 : len(content) // 2] = random.Random(0).randbytes(len(content) // 2 - 100)
-    path.write_bytes(content)  # the footer, which is read first, is intact
-
-
-@pytest.mark.parametrize(
-    "make, complaint",
-    [
-        (lambda p: p.write_bytes(b""), "give a readable .jsonl or .parquet file"),
-        (lambda p: p.write_bytes(b'{"id": 1, "contents": "x"}\n' * 9), "give a readable .jsonl or .parquet file"),
-        (lambda p: None, "No such file"),
-        (Path.mkdir, ""),
-        (damaged, ""),
-        (lambda p: pq.write_table(pa.table({"x": [1], "y": ["b"]}), p), "KeyError: 'title'"),
-        (lambda p: pq.write_table(pa.table({"id": [1], "title": ["b"]}), p), "KeyError: 'text'"),
-        (lambda p: pq.write_table(pa.table({"id": [1], "contents": pa.array([None], pa.string())}), p), "NoneType"),
-        (lambda p: pq.write_table(pa.table({"id": [1], "contents": [b"x"]}), p), "bytes"),
-        (lambda p: pq.write_table(pa.table({"id": [], "contents": []}), p), "no passages"),
-    ],
-)
-def test_a_bad_parquet_file_is_refused_in_one_line(tmp_path, make, complaint):
-    path = tmp_path / "c.parquet"
-    make(path)
-    message = refusal(lambda: Corpus(path).digest)
-    assert str(path) in message and complaint in message and "None;" not in message
-    if os.path.exists(f"{path}.jsonl"):  # whole: only its rows are bad
-        json.loads(Path(f"{path}.jsonl").read_text() or "{}")
 
 
 # --- memory ---
