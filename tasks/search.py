@@ -24,6 +24,7 @@ from tasks.tools import Tool
 DEFAULT = "http://127.0.0.1:8000"  # where retrieval_server.py and Search-R1's own listen unless told otherwise
 DATA = Path("data")  # as evaluate.py's --data_dir
 WIKI, INDEXES, E5 = "wiki-18.jsonl", ("e5_HNSW64.index", "e5_Flat.index"), "intfloat/e5-base-v2"
+MAX_PASSAGE = 100_000  # characters of a passage that are read and kept
 
 C = TypeVar("C", bound=TaskKnobs)
 
@@ -90,7 +91,9 @@ class Search(Tool):
 
     def _retrieve(self, queries: list[str]) -> dict[str, list[str]]:
         def read(answer: Any) -> dict[str, list[str]]:
-            rows = [[hit["document"]["contents"] for hit in hits[: self.topk]] for hits in answer["result"]]
+            rows = [
+                [hit["document"]["contents"][:MAX_PASSAGE] for hit in hits[: self.topk]] for hits in answer["result"]
+            ]
             if not all(isinstance(contents, str) for hits in rows for contents in hits):
                 raise TypeError("contents are not text")
             return dict(zip(queries, rows, strict=True))
