@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from config import RolloutKnobs
 from engines import Engine
 from tasks import Job, Question, Task, Trajectory, Turn
-from tasks.formats import Said, Tags
+from tasks.formats import Action, Tags
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -28,7 +28,7 @@ def spread(n: int, k: int) -> list[int]:
     return [j * n // k for j in range(k)] if k < n else list(range(n))
 
 
-def prompt_ids(tokenizer: Tokenizer, task: Task, instruction: str, question: Question) -> list[int]:
+def encode_prompt(tokenizer: Tokenizer, task: Task, instruction: str, question: Question) -> list[int]:
     """Returns the ids of the task's prompt in the chat template."""
     return task.format(tokenizer, task).prompt(instruction, question)
 
@@ -36,7 +36,7 @@ def prompt_ids(tokenizer: Tokenizer, task: Task, instruction: str, question: Que
 class Episode:
     """A trajectory while it is played: the policy acts, a tool may be called, and the policy reads the result."""
 
-    said: Said  # in the last turn
+    said: Action  # in the last turn
     call: Future[list[str]] | None = None  # to wait for, before the next turn
 
     def __init__(self, task: Task, form: Tags, job: Job, prompt: list[int], cfg: RolloutKnobs):

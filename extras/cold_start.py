@@ -29,7 +29,7 @@ from plumbing.faults import Fault, one_line
 from plumbing.outside import as_data, clean, control, decoded
 from plumbing.status import status
 from tasks import Message, Question, Task, Trajectory, Turn, load_task, rng_of
-from tasks.formats import conversation_ids, encode
+from tasks.formats import encode, encode_conversation
 from tasks.questions import read_json_lines
 from tasks.tools import Function
 
@@ -134,7 +134,7 @@ def encoded(row: Any, k: int, task: Task, tokenizer: "Tokenizer", cfg: RolloutKn
 
     prompt, turns = conversation(row, task)
     form, tools = task.format(tokenizer, task), {tool.tag: tool for tool in task.tools}
-    ids = conversation_ids(tokenizer, prompt, **form.options(task, str(row.get("instruction", ""))))
+    ids = encode_conversation(tokenizer, prompt, **form.options(task, str(row.get("instruction", ""))))
     q = Question(str(row.get("id", f"row {k}")), prompt[-1]["content"], source=str(row.get("data_source", "data")))
     tau = demonstration(q, k, ids, [0] * len(ids), len(ids), form.parse(turns[-1].text, task.tools).answer)
     tau.turns = turns

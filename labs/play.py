@@ -13,7 +13,7 @@ from models.model import load_policy
 from retrieval.bm25 import BM25
 from rollout import rollout
 from tasks import Job, Task, Trajectory, reward, rng_of
-from tasks.formats import lost
+from tasks.formats import find_lost_tag
 from tasks.search import Search
 from tasks.search_qa import SearchQA
 from tasks.tools import ANSWER, Tool, list_stop_strings
@@ -31,7 +31,7 @@ def read_first(cfg: Config) -> str:
 
 def unfit(candidate: str, parent: str) -> str:
     """Returns which of the agent's tags a candidate has lost, as inspo.py asks of the optimizer's; "" if none."""
-    return lost(candidate, parent, ("search", ANSWER))
+    return find_lost_tag(candidate, parent, ("search", ANSWER))
 
 
 class Library(Tool):

@@ -217,7 +217,7 @@ def load_task(cfg: Config) -> Task:
             raise Fault(f"{where}: it extends neither tasks.Task nor has a reset(), as TRL's environments have")
         kind = load(where, PLUGS["environment"], "function")(kind)
     if cfg.reward:
-        kind = with_reward(kind, cfg.reward)
+        kind = replace_reward(kind, cfg.reward)
     specs = [spec for spec in cfg.tools.split(",") if ":" in spec]
     if specs:  # the task gets those that have no module
         cfg = replace(cfg, tools=",".join(spec for spec in cfg.tools.split(",") if ":" not in spec) or "none")
@@ -245,7 +245,7 @@ def load(where: str, spec: str, kind: str) -> Any:
     return found
 
 
-def with_reward(kind: type[Task], spec: str) -> type[Task]:
+def replace_reward(kind: type[Task], spec: str) -> type[Task]:
     """Returns the task with the reward of --reward: a function, async or not, that returns a number for each of the
     trajectories it gets. Its attribute `best_reward`, if it has one, replaces the task's."""
     score = load(f"--reward {spec}", spec, "function")
@@ -260,7 +260,7 @@ def with_reward(kind: type[Task], spec: str) -> type[Task]:
     return type(kind.__name__, (kind,), own | {"__module__": kind.__module__})
 
 
-def first_instruction(task: Task) -> str:
+def choose_instruction(task: Task) -> str:
     """Returns the instruction with which a run begins: that of --instruction, else the task's. Raises Fault.
 
     A task with an instruction of its own keeps it where --instruction is only a preset's.
@@ -344,7 +344,7 @@ def draw(D: Mapping[Any, T], n: int, seed: int, t: int) -> list[T]:
     return out
 
 
-def subset(questions: list[Question], n: int, seed: int = 0) -> list[Question]:
+def take_subset(questions: list[Question], n: int, seed: int = 0) -> list[Question]:
     """Returns `n` of the questions in their order, the same ones for a seed, each source in its share; 0: all."""
     if not 0 < n < len(questions):
         return questions
@@ -358,7 +358,7 @@ def subset(questions: list[Question], n: int, seed: int = 0) -> list[Question]:
     return [questions[k] for k in sorted(k for _, k in sorted(place)[:n])]
 
 
-def by_source(taus: Iterable[Trajectory], rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def average_by_source(taus: Iterable[Trajectory], rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Returns the means of metrics, a row for each trajectory, as `name`, and of each source as `name/source`."""
     found: dict[str, list[float]] = {}
     for tau, row in zip(taus, rows, strict=True):

@@ -28,7 +28,7 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
     return ids
 
 
-def conversation_ids(tokenizer: Tokenizer, messages: Sequence[Message], **options: Any) -> list[int]:
+def encode_conversation(tokenizer: Tokenizer, messages: Sequence[Message], **options: Any) -> list[int]:
     """Returns the ids of messages in the chat template, up to where the policy's turn begins; their texts are data.
 
     `options`: what else the template is given, data as well.
@@ -38,7 +38,7 @@ def conversation_ids(tokenizer: Tokenizer, messages: Sequence[Message], **option
     return encode(tokenizer, in_template(tokenizer, messages, **in_texts(options, data)))
 
 
-def observation_ids(
+def encode_observation(
     tokenizer: Tokenizer, tool: Tool, result: list[str], limit: int, tags: tuple[str, ...] = ()
 ) -> list[int]:
     """Returns a tool's result in its tag as at most `limit` ids; a long one loses its end, not its closing tag.
@@ -52,14 +52,14 @@ def observation_ids(
     return head[: max(0, limit - len(end))] + end
 
 
-def lost(candidate: str, parent: str, names: Sequence[str]) -> str:
+def find_lost_tag(candidate: str, parent: str, names: Sequence[str]) -> str:
     """Returns which tag of these names a candidate instruction lacks and its parent has, as a reason; "" if none."""
     tags = [f"<{slash}{name}>" for name in names for slash in ("", "/")]
     return next((f"lost {tag}" for tag in tags if tag in parent and tag not in candidate), "")
 
 
 @dataclass(frozen=True)
-class Said:
+class Action:
     """What a turn says: an answer, a call of a tool, or neither."""
 
     text: str
@@ -98,7 +98,7 @@ class Tags:
     @classmethod
     def unfit(cls, candidate: str, parent: str, task: Task) -> str:
         """Returns why the policy could not act under a revision of an instruction; "" if it can."""
-        return lost(candidate, parent, [*(tool.tag for tool in task.tools), ANSWER])
+        return find_lost_tag(candidate, parent, [*(tool.tag for tool in task.tools), ANSWER])
 
     @classmethod
     def messages(cls, task: Task, instruction: str, question: Question) -> list[Message]:
@@ -119,10 +119,10 @@ class Tags:
         return {}
 
     @classmethod
-    def parse(cls, text: str, tools: Sequence[Tool], ended: bool = True) -> Said:
+    def parse(cls, text: str, tools: Sequence[Tool], ended: bool = True) -> Action:
         """Returns what the text of a turn says to these tools; an answer counts before a call. `ended`: as turns do."""
         tool, argument = find_call(text, tools) or (None, "")
-        return Said(text, find_answer(text), tool, argument, ended)
+        return Action(text, find_answer(text), tool, argument, ended)
 
     # ---- with the policy's tokenizer
 
@@ -137,18 +137,18 @@ class Tags:
         instruction = as_data(instruction, control(self.tokenizer, simple=True))  # it names the agent's tags
         text = as_data(question.text, control(self.tokenizer, self.words(self.task.tools)))
         messages = self.messages(self.task, instruction, replace(question, text=text))
-        return conversation_ids(self.tokenizer, messages, **self.options(self.task, instruction))
+        return encode_conversation(self.tokenizer, messages, **self.options(self.task, instruction))
 
-    def read(self, ids: Sequence[int]) -> Said:
+    def read(self, ids: Sequence[int]) -> Action:
         """Returns what a sampled turn says."""
         return self.parse(self.tokenizer.decode(ids, skip_special_tokens=False), self.task.tools)
 
-    def result(self, said: Said, result: list[str], limit: int) -> list[int]:
+    def result(self, said: Action, result: list[str], limit: int) -> list[int]:
         """Returns the ids between a call and the next turn: the result, as `limit` tokens at most."""
         assert said.tool
-        return observation_ids(self.tokenizer, said.tool, result, limit, self.words(self.task.tools))
+        return encode_observation(self.tokenizer, said.tool, result, limit, self.words(self.task.tools))
 
-    def invalid(self, said: Said) -> list[int]:
+    def invalid(self, said: Action) -> list[int]:
         """Returns the ids between a turn that neither called nor answered and the next one."""
         return encode(self.tokenizer, explain_invalid_action(self.task.tools))
 

@@ -17,7 +17,7 @@ import inspo
 from config import Config, read_config
 from models.model import load_tokenizer
 from plumbing.faults import Fault, ToolDown
-from rollout import prompt_ids
+from rollout import encode_prompt
 from tasks import Job, load_task
 from tasks.functions import MAX_RESULT, TypedFunction
 from tasks.game import Game
@@ -223,11 +223,11 @@ def test_every_prompt_names_the_functions_whatever_the_instruction(tiny):
     task = load_task(Config(task="test_functions:Asking", tools="search,test_functions:forecast"))
     plain = load_task(Config(task="test_functions:Asking"))
     for instruction in ("Answer.", "Be quick."):
-        text = tiny[1].decode(prompt_ids(tiny[1], task, instruction, ASKED))
+        text = tiny[1].decode(encode_prompt(tiny[1], task, instruction, ASKED))
         assert '<forecast> {"city": string, "days": integer, "unit": string} </forecast>: Returns the weather' in text
         assert re.search(r"days: How many days ahead; may be left out\n.*one of \"C\", \"F\"", text)
         before, _, after = text.partition(f"{instruction}\n\nTools, ")
-        without = tiny[1].decode(prompt_ids(tiny[1], plain, instruction, ASKED))
+        without = tiny[1].decode(encode_prompt(tiny[1], plain, instruction, ASKED))
         assert without.startswith(before + instruction) and without.endswith(after[after.index("\n\nQuestion: ") :])
 
 
@@ -267,7 +267,7 @@ def test_a_run_with_the_function_of_the_page(tmp_path, monkeypatch, tiny_path):
         tau = json.loads(next(file))
     task, tokenizer = load_task(read_config(run)), load_tokenizer(tiny_path)
     [asked] = [q for q in task.questions("train") if q.id == tau["question"]]
-    assert tau["prompt_tokens"] == len(prompt_ids(tokenizer, task, task.instruction, asked))
+    assert tau["prompt_tokens"] == len(encode_prompt(tokenizer, task, task.instruction, asked))
 
 
 # ---- what is refused

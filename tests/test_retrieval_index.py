@@ -36,7 +36,7 @@ from retrieval import build
 from retrieval.bm25 import BM25
 from retrieval.build import CHUNK, fill
 from retrieval.corpus import Corpus
-from retrieval.encoder import Encoder, family_of
+from retrieval.encoder import Encoder, infer_family
 from retrieval.index import Dense, Fused, open_index, read_faiss
 
 MINILM = str(get_model_path())
@@ -155,7 +155,7 @@ def test_vectors_equal_those_of_sentence_transformers(family, pooling, query, pa
 def test_the_family_follows_from_the_name():
     names = {"intfloat/e5-base-v2": "e5", "intfloat/multilingual-e5-large/": "e5", "BAAI/bge-base-en-v1.5": "bge"}
     names |= {"sentence-transformers/all-MiniLM-L6-v2": "plain", "/e5/models/mpnet": "plain"}
-    assert {name: family_of(name) for name in names} == names
+    assert {name: infer_family(name) for name in names} == names
 
 
 def test_other_models_of_the_bert_type(tmp_path):

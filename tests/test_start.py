@@ -23,7 +23,7 @@ from models.model import load_tokenizer
 from plumbing.faults import Fault
 from plumbing.servers import Servers
 from reflect import Optimizer, connect, describe, paraphrase_prompt, reflection_prompt
-from rollout import prompt_ids
+from rollout import encode_prompt
 from tasks import Question
 from tasks.search import Search, count_golds
 from tasks.search_qa import SEARCH_R1, SearchQA
@@ -144,7 +144,7 @@ def test_a_server_with_other_field_names_ends_the_run_at_its_start(serving, repl
 def test_an_instruction_that_leaves_no_room_for_a_turn_ends_the_run_at_its_start():
     cfg = parse(["--mode", "static"])
     task, tokenizer, ranks = SearchQA(cfg), load_tokenizer(str(WORLD / "policy")), Ranks("cpu", 1)
-    shortest = min(len(prompt_ids(tokenizer, task, task.instruction, q)) for q in task.questions("train")[:64])
+    shortest = min(len(encode_prompt(tokenizer, task, task.instruction, q)) for q in task.questions("train")[:64])
     assert check(replace(cfg, max_prompt=shortest), ranks, task)[0].engine == "torch"
     with pytest.raises(Fault, match=f"--max_prompt 10: .* are {shortest} tokens at least, .*; raise it"):
         check(replace(cfg, max_prompt=10), ranks, task)

@@ -20,9 +20,9 @@ from extras.world.warm_start import tiny_policy, write_files
 from reflect import check, normalize, reflection_prompt
 from reflect import parse as parse_reply
 from retrieval.bm25 import BM25
-from rollout import prompt_ids
+from rollout import encode_prompt
 from tasks import Question
-from tasks.formats import lost, observation_ids
+from tasks.formats import encode_observation, find_lost_tag
 from tasks.questions import em
 from tasks.tools import explain_invalid_action, find_answer
 from world.clauses import BEST, CLAUSES, FILLERS, FRAMES, SAYS, START, read, write
@@ -50,7 +50,7 @@ def squash(text):
 
 
 def prompt_of(tokenizer, question):
-    return prompt_ids(tokenizer, TASK, START, Question("", question))
+    return encode_prompt(tokenizer, TASK, START, Question("", question))
 
 
 # --- the world ----------------------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ def test_the_tokenizer_knows_every_text_of_the_world(tokenizer, full_world):
 def test_demonstrations_show_results_exactly_as_a_run_does(tokenizer, full_world):
     for passages in (full_world.search("director of the film"), full_world.passages[:1], []):
         ids = tokenizer(observation(passages), add_special_tokens=False)["input_ids"]
-        assert ids == observation_ids(tokenizer, SEARCH, passages, limit=10_000)
+        assert ids == encode_observation(tokenizer, SEARCH, passages, limit=10_000)
 
 
 def test_the_saved_tokenizer_is_current(tokenizer):
@@ -250,7 +250,8 @@ def replies(full_world):
         parent, prompt = failed_prompt(rng, full_world)
         used, judged = {normalize(parent)}, []
         for text in parse_reply(reply_to(prompt, seed=0)):
-            judged.append((text, check(text, parent, used, [], 1000, partial(lost, names=["search", "answer"]))))
+            unfit = partial(find_lost_tag, names=["search", "answer"])
+            judged.append((text, check(text, parent, used, [], 1000, unfit)))
             used.add(normalize(text))
         out.append((parent, judged))
     return out

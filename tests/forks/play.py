@@ -13,7 +13,7 @@ import inspo
 from config import WORLD, parse
 from models.model import load_tokenizer
 from plumbing.faults import Fault
-from rollout import prompt_ids, rollout
+from rollout import encode_prompt, rollout
 from tasks import Job, Question, load_task
 from tasks.formats import encode
 from tasks.tools import explain_invalid_action, list_stop_strings
@@ -63,7 +63,7 @@ Path(result).write_text(
         {
             "stop": list_stop_strings(task.tools),
             "invalid": explain_invalid_action(task.tools),
-            "prompt": tokenizer.decode(prompt_ids(tokenizer, task, "Count.", question)),
+            "prompt": tokenizer.decode(encode_prompt(tokenizer, task, "Count.", question)),
             "response": tau.response,
             "prediction": tau.prediction,
             "counts": tau.served("count"),
