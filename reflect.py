@@ -238,7 +238,8 @@ class Optimizer:
     """Client of an OpenAI-compatible chat endpoint; plumbing/client.py says what it retries.
 
     `url` is the base, as in OPENAI_BASE_URL. `paid` maps keys to the calls that an earlier process of this run has
-    logged (`read_paid_calls`): they are not paid for again. After `max_tokens`, theirs too, no more are made; 0: no limit.
+    logged (`read_paid_calls`): they are not paid for again. After `max_tokens`, theirs too, no more are made; 0: no
+    limit.
     """
 
     def __init__(

@@ -17,7 +17,6 @@ Without scores each hit is the document itself. /health also counts queries rece
 
 import argparse
 import asyncio
-import sys
 
 from cachetools import LRUCache
 from fastapi import FastAPI, HTTPException, Request
@@ -175,8 +174,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        with one_line():
-            main()
-    except KeyboardInterrupt:
-        sys.exit("\nstopped")
+    with one_line():
+        main()

@@ -66,7 +66,7 @@ def build_dense(corpus: Corpus, encoders: list[Encoder], folder: Path, kind: str
     index = faiss.index_factory(encoders[0].dimension, kind, faiss.METRIC_INNER_PRODUCT)  # before hours of encoding
     vectors = folder / "vectors"
     faiss.write_index(fill(index, encode(corpus, encoders, vectors)), str(folder / "index.faiss"))
-    vectors.unlink()
+    vectors.unlink(missing_ok=True)
 
 
 def main(argv: list[str] | None = None) -> None:
