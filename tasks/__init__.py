@@ -150,8 +150,8 @@ class Task(ABC):
     @property
     def format(self) -> type[Tags]:
         """How calls, answers and results are written (--format)."""
-        found: type[Tags] = load(f"--format {self.cfg.format}", FORMATS.get(self.cfg.format, self.cfg.format), "class")
-        return found
+        name = self.cfg.format
+        return load(f"--format {name}", FORMATS.get(name, name), "class")  # type: ignore[no-any-return]
 
     def check(self) -> None:
         """Raises Fault if something that `start` will need is missing; on rank 0, before anything is loaded."""
@@ -237,12 +237,12 @@ def load(where: str, spec: str, kind: str) -> Any:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        found = getattr(importlib.import_module(module), name, None)
+        target = getattr(importlib.import_module(module), name, None)
     except ImportError as e:
         raise Fault(f"{where}: {module} cannot be imported ({e}); run in the directory that it is in") from None
-    if not callable(found) or isinstance(found, type) != (kind == "class"):
+    if not callable(target) or isinstance(target, type) != (kind == "class"):
         raise Fault(f"{where}: {name} is no {kind} in {module}")
-    return found
+    return target
 
 
 def replace_reward(kind: type[Task], spec: str) -> type[Task]:
@@ -360,9 +360,9 @@ def take_subset(questions: list[Question], n: int, seed: int = 0) -> list[Questi
 
 def average_by_source(taus: Iterable[Trajectory], rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Returns the means of metrics, a row for each trajectory, as `name`, and of each source as `name/source`."""
-    found: dict[str, list[float]] = {}
+    columns: dict[str, list[float]] = {}
     for tau, row in zip(taus, rows, strict=True):
         for name, x in row.items():
-            found.setdefault(name, []).append(x)
-            found.setdefault(f"{name}/{tau.question.source}", []).append(x)
-    return {name: sum(x) / len(x) for name, x in sorted(found.items())}
+            columns.setdefault(name, []).append(x)
+            columns.setdefault(f"{name}/{tau.question.source}", []).append(x)
+    return {name: sum(x) / len(x) for name, x in sorted(columns.items())}

@@ -60,7 +60,7 @@ def find_lost_tag(candidate: str, parent: str, names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Action:
-    """What a turn says: an answer, a call of a tool, or neither."""
+    """What a turn does: it answers, calls a tool, or neither."""
 
     text: str
     answer: str | None = None
@@ -143,12 +143,12 @@ class Tags:
         """Returns what a sampled turn says."""
         return self.parse(self.tokenizer.decode(ids, skip_special_tokens=False), self.task.tools)
 
-    def result(self, said: Action, result: list[str], limit: int) -> list[int]:
+    def result(self, action: Action, result: list[str], limit: int) -> list[int]:
         """Returns the ids between a call and the next turn: the result, as `limit` tokens at most."""
-        assert said.tool
-        return encode_observation(self.tokenizer, said.tool, result, limit, self.words(self.task.tools))
+        assert action.tool
+        return encode_observation(self.tokenizer, action.tool, result, limit, self.words(self.task.tools))
 
-    def invalid(self, said: Action) -> list[int]:
+    def invalid(self, action: Action) -> list[int]:
         """Returns the ids between a turn that neither called nor answered and the next one."""
         return encode(self.tokenizer, explain_invalid_action(self.task.tools))
 

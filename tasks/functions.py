@@ -148,7 +148,7 @@ def _make_reader(function: Callable[..., Any]) -> Any:
         if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.POSITIONAL_ONLY):
             raise TypeError(f"its argument {name} has no name to call it by")
         fields[name] = hints[name] if p.default is p.empty else NotRequired[hints[name]]
-    return TypeAdapter(with_config(ConfigDict(extra="forbid"))(TypedDict("arguments", fields)))  # type: ignore[misc]
+    return TypeAdapter(with_config(ConfigDict(extra="forbid"))(TypedDict("arguments", fields)))  # type: ignore[operator]
 
 
 def _name_type(schema: dict[str, Any]) -> str:

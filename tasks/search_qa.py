@@ -28,11 +28,11 @@ class SearchQA(Task):
     def __init__(self, cfg: Config):
         super().__init__(cfg)
         self.search = Search("", cfg.topk, retries=cfg.search_retries)
-        known: dict[str, Tool] = {"search": self.search, "calculator": Calculator()}
+        tools: dict[str, Tool] = {"search": self.search, "calculator": Calculator()}
         names = [] if cfg.tools == "none" else cfg.tools.split(",")
-        if not set(names) <= set(known) or (names and "search" not in names):
+        if not set(names) <= set(tools) or (names and "search" not in names):
             raise Fault(f"--tools {cfg.tools}: choose search, search with calculator, none, or module:function")
-        self.tools = [known[name] for name in names]
+        self.tools = [tools[name] for name in names]
 
     def connect(self, address: str, revive: Callable[[], str] = lambda: "") -> None:
         """Searches at these URLs, separated by commas."""

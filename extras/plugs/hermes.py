@@ -141,17 +141,17 @@ class Hermes(Tags):
         text = self.tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=False)
         return self.parse(text, self.task.tools, ended)
 
-    def result(self, said: Action, result: list[str], limit: int) -> list[int]:
-        assert said.tool
-        return self._message(said, said.tool.show([as_data(text, self.pattern) for text in result]), limit)
+    def result(self, action: Action, result: list[str], limit: int) -> list[int]:
+        assert action.tool
+        return self._message(action, action.tool.show([as_data(text, self.pattern) for text in result]), limit)
 
-    def invalid(self, said: Action) -> list[int]:
-        return self._message(said, "", TOKEN_CHARACTERS * len(said.note))
+    def invalid(self, action: Action) -> list[int]:
+        return self._message(action, "", TOKEN_CHARACTERS * len(action.note))
 
-    def _message(self, said: Action, text: str, limit: int) -> list[int]:
+    def _message(self, action: Action, text: str, limit: int) -> list[int]:
         """Returns the ids of the tool's message, `limit` at most, and of what opens the next turn."""
-        begin = ("" if said.ended else self.eos) + self.begin
-        shown = as_data(said.note, self.pattern) + text[: limit * TOKEN_CHARACTERS]
+        begin = ("" if action.ended else self.eos) + self.begin
+        shown = as_data(action.note, self.pattern) + text[: limit * TOKEN_CHARACTERS]
         ids = encode(self.tokenizer, begin + shown + self.end)
         if len(ids) <= limit:
             return ids
