@@ -6,6 +6,7 @@ import os
 import queue
 import re
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -156,21 +157,25 @@ def describe(search: Search, cfg: TaskKnobs, questions: Sequence[Question]) -> s
     """Returns where a run searches, and what that server finds for some questions, if there are any."""
     how = Path(index).name if (index := find_index(cfg.corpus)) else "BM25"
     where = without_secrets(cfg.retriever) or f"{search.urls[0]} ({how} over {cfg.corpus}, started by this run)"
-    return f"{where}\n        {count_golds(search, questions)}" if questions else where
+    return f"{where}\n        {try_search(search, questions)}" if questions else where
 
 
-def count_golds(search: Search, questions: Sequence[Question]) -> str:
-    """Returns in how many questions' passages a gold answer is, in words; Fault if there is no passage at all."""
+def try_search(search: Search, questions: Sequence[Question]) -> str:
+    """Returns how fast and how well the server answers some questions, in words; Fault if it finds nothing at all."""
+    start, n = time.perf_counter(), len(questions)
     results = [future.result() for future in [search.submit(q.text) for q in questions]]
-    texts = [" ".join(passages) for passages in results]
-    if not any(text.strip() for text in texts):
+    seconds = time.perf_counter() - start
+    if not any(text.strip() for passages in results for text in passages):
         raise Fault(
-            f"{without_secrets(search.urls[0])} found no passage for any of {len(texts)} questions: check its index,"
-            " and that it answers as Search-R1's server does"
+            f"{without_secrets(search.urls[0])} found no passage for any of {n} questions: check its index, and that it"
+            " answers as Search-R1's server does"
         )
-    padded = [f" {normalize(text)} " for text in texts]
+    texts = [f" {normalize(' '.join(passages))} " for passages in results]
     hits = sum(
-        any(f" {normalize(gold)} " in text for gold in q.golds) for q, text in zip(questions, padded, strict=True)
+        any(f" {normalize(gold)} " in text for gold in q.golds) for q, text in zip(questions, texts, strict=True)
     )
-    few = ": nearly none; check that index, corpus and questions belong together" if hits < len(texts) / 20 else ""
-    return f"a gold answer was in the passages of {hits} of {len(texts)} questions{few}"
+    return (
+        f"{n} questions took {seconds:.2f} s, 1,000 searches would take {1000 * seconds / n:,.1f} s;"
+        f" a gold answer was in the passages of {hits}"
+        + (": nearly none; check that index, corpus and questions belong together" if hits < n / 20 else "")
+    )

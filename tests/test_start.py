@@ -25,7 +25,7 @@ from plumbing.servers import Servers
 from reflect import Optimizer, connect, describe, paraphrase_prompt, reflection_prompt
 from rollout import encode_prompt
 from tasks import Question
-from tasks.search import Search, count_golds
+from tasks.search import Search, try_search
 from tasks.search_qa import SEARCH_R1, SearchQA
 from training import checks
 from training.checks import check, check_copy, check_disk, disk
@@ -68,12 +68,13 @@ def serving():
         server.stop()
 
 
-def test_gold_answers_in_passages_are_counted(serving):
+def test_searches_are_timed_and_gold_answers_counted(serving):
     # "Person 1" is not in "Person 12", nor in "person".
     passage = {1: "A\nIt was the person 1!", 2: "A\nPerson, 2.", 3: "A\nPerson 12", 4: "A\nperson"}
     url = serving(answer(lambda query: [passage.get(int(query.split()[-1][:-1]), "A\nnothing")]))
-    line = count_golds(Search(url, 3), QUESTIONS)
-    assert line == "a gold answer was in the passages of 2 of 5 questions"
+    line = try_search(Search(url, 3), QUESTIONS)
+    seconds, thousand = map(float, re.search(r"5 questions took (.*) s, 1,000 searches .* take (.*) s;", line).groups())
+    assert thousand == pytest.approx(200 * seconds, abs=1.1) and line.endswith("in the passages of 2")
 
 
 class Usage:
@@ -119,19 +120,19 @@ def test_the_copy_of_a_checkpoint_has_to_fit_the_memory_of_a_node(monkeypatch):
 @pytest.mark.parametrize("found", [[], ["", " \n"]], ids=["none", "empty"])
 def test_a_server_that_finds_nothing_ends_the_run_at_its_start(serving, found):
     with pytest.raises(Fault, match="found no passage for any of 5 questions: check its index"):
-        count_golds(Search(serving(answer(lambda query: found)), 3), QUESTIONS)
+        try_search(Search(serving(answer(lambda query: found)), 3), QUESTIONS)
 
 
 def test_a_server_whose_passages_hold_nearly_no_gold_answer_is_suspicious(serving):
     url = serving(answer(lambda query: ["A\nPerson 1" if "number 1?" in query else "A\nx"]))
-    assert "nearly none" not in count_golds(Search(url, 3), QUESTIONS)  # a fifth
-    line = count_golds(Search(serving(answer(lambda query: ["A\nx"])), 3), QUESTIONS * 5)
-    assert "in the passages of 0 of 25 questions: nearly none" in line
+    assert "nearly none" not in try_search(Search(url, 3), QUESTIONS)  # a fifth
+    line = try_search(Search(serving(answer(lambda query: ["A\nx"])), 3), QUESTIONS * 5)
+    assert "in the passages of 0: nearly none" in line
 
 
 def test_a_refused_topk_is_named(serving):
     with pytest.raises(Fault, match=r"/retrieve: HTTP 422: too many"):
-        count_golds(Search(serving((422, {}, "too many")), 1000), QUESTIONS)
+        try_search(Search(serving((422, {}, "too many")), 1000), QUESTIONS)
 
 
 @pytest.mark.parametrize("reply", [{"results": [[]]}, {"result": [[{"text": "x"}]]}, {"result": []}])
