@@ -1,7 +1,6 @@
 """Queries -> rows of the corpus: BM25, vectors under FAISS, or both, from an index directory or a FAISS file."""
 
 import json
-from contextlib import suppress
 from pathlib import Path
 
 import bm25s
@@ -139,11 +138,18 @@ def _read_manifest(folder: Path, corpus: Corpus) -> dict:
 
 
 def read_faiss(path: Path):
-    """Reads a FAISS file of any kind, memory-mapped where FAISS can map it; raises Fault if it is not one."""
+    """Memory-maps a FAISS file of any kind; raises Fault if it is not one."""
     import faiss
 
-    mapped, beside = faiss.IO_FLAG_MMAP_IFC | faiss.IO_FLAG_MMAP, faiss.IO_FLAG_ONDISK_SAME_DIR
-    for flags in (mapped | beside, faiss.IO_FLAG_READ_ONLY | beside):  # IVF's lists are mapped from their own file only
-        with suppress(RuntimeError):
-            return faiss.read_index(str(path), flags)
-    raise Fault(f"--index {path}: not a FAISS index; give a file written by FAISS")
+    file, beside = str(path), faiss.IO_FLAG_ONDISK_SAME_DIR
+    try:
+        try:
+            return faiss.read_index(file, faiss.IO_FLAG_MMAP_IFC | faiss.IO_FLAG_MMAP | beside)
+        except RuntimeError:  # IVF lists are mapped in their own way,
+            index = faiss.read_index(file, faiss.IO_FLAG_MMAP)
+            lists = faiss.downcast_InvertedLists(faiss.extract_index_ivf(index).invlists)
+            if lists.filename != file:  # which this flag skips if they are in a separate file
+                index = faiss.read_index(file, faiss.IO_FLAG_READ_ONLY | beside)
+            return index
+    except RuntimeError as e:
+        raise Fault(f"--index {path}: not a FAISS index ({e}); give a file written by FAISS") from None
