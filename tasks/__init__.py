@@ -225,7 +225,7 @@ def load_task(cfg: Config) -> Task:
     for spec in specs:
         load_tools = load("--tools", PLUGS["mcp" if spec.startswith("mcp:") else "function"], "function")
         task.tools = [*task.tools, *load_tools(spec.removeprefix("mcp:").strip(), f"--tools {spec}")]
-    check_words(task.tools, COLUMNS)
+    check_words(where, task.tools, COLUMNS)
     return task
 
 

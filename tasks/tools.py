@@ -87,10 +87,10 @@ class Calculator(Function):
         return f"{float(simpleeval.SimpleEval(names={}, functions={}).eval(one_line)):.12g}"
 
 
-def check_words(tools: Sequence[Tool], columns: Collection[str] = ()) -> None:
-    """Raises Fault unless a task's tools can be told apart by their words; `columns`: names that no metric can have.
+def check_words(where: str, tools: Sequence[Tool], columns: Collection[str] = ()) -> None:
+    """Raises Fault, which begins with `where`, unless a task's tools can be told apart by their words.
 
-    Raises AttributeError where a tool lacks a word.
+    `columns`: names that no metric can have. Raises AttributeError where a tool lacks a word.
     """
     tags = Counter(["think", ANSWER, *(tool.tag for tool in tools)])
     plurals = Counter([*columns, *(tool.plural for tool in tools)])
@@ -104,7 +104,7 @@ def check_words(tools: Sequence[Tool], columns: Collection[str] = ()) -> None:
         }
         for word in (word for word in WORDS if not right[word]):
             rule = "tags are letters, digits, - and _, and no tag or plural is another's or the name of a column"
-            raise Fault(f"the tool <{tool.tag}> has the {word} {getattr(tool, word)!r}; {rule}")
+            raise Fault(f"{where}: its tool <{tool.tag}> has the {word} {getattr(tool, word)!r}; {rule}")
 
 
 def list_stop_strings(tools: Sequence[Tool]) -> tuple[str, ...]:

@@ -179,7 +179,7 @@ def test_a_result_is_text_that_a_tokenizer_accepts_and_no_longer_than_is_read():
 def test_the_words_of_a_tool_come_from_its_function():
     weather, loud = (TypedFunction(f, "") for f in (forecast, shout))
     assert list_stop_strings([weather, loud]) == ("</forecast>", "</shout>", "</answer>")
-    check_words([weather, loud])
+    check_words("--tools x", [weather, loud])
     assert (loud.argument, loud.plural, loud.result_tag) == ("text", "shout_calls", "result")
     assert weather.argument == '{"city": string, "days": integer, "unit": string}'
     shout.result_tag = "echo"

@@ -111,7 +111,7 @@ def test_a_task_s_module_may_lie_in_the_working_directory(tmp_path, monkeypatch)
         ("my_game:Chess", "Chess is no class in my_game"),
         ("my_game:Stranger", "it extends neither tasks.Task nor has a reset()"),
         ("my_game:function", "function is no class in my_game"),
-        ("my_game:Twice", "the tool <calculate> has the tag 'calculate'; tags are"),
+        ("my_game:Twice", "its tool <calculate> has the tag 'calculate'; tags are"),
     ],
 )
 def test_what_is_no_task_is_refused_by_name(game, name, says):

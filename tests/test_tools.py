@@ -107,7 +107,7 @@ def test_a_tool_with_a_word_that_is_blank_or_another_s_is_one_line(changed, says
     for word, said in (words | changed).items():
         setattr(Dial, word, said)
     with pytest.raises(Fault, match=re.escape(says)) as refused:
-        check_words([Calculator(), Dial()], ["loss"])
+        check_words("--task x", [Calculator(), Dial()], ["loss"])
     assert "\n" not in str(refused.value) and "; " in str(refused.value)
 
 
@@ -117,7 +117,7 @@ def test_a_tool_without_a_word_does_not_come_as_far_as_a_rollout(word):
     Dial = type("Dial", (Function,), words | {"run": lambda self, number: number})
     delattr(Dial, word)
     with pytest.raises(AttributeError, match=f"'Dial' object has no attribute '{word}'"):
-        check_words([Dial()])
+        check_words("--task x", [Dial()])
 
 
 def test_tools_may_share_the_tag_of_their_results():
@@ -128,7 +128,7 @@ def test_tools_may_share_the_tag_of_their_results():
             return number
 
     for tools in ([Calculator(), Dial()], [SEARCH, Calculator()], []):
-        check_words(tools)
+        check_words("--task x", tools)
 
 
 # ---- calls in a turn

@@ -151,9 +151,9 @@ def test_a_task_has_the_server_s_tools_beside_its_own():
     assert "</add>" in list_stop_strings(task.tools)
     [message] = task.format.messages(task, "Answer.", Question("q", "What is it?"))
     assert "<add> " in message["content"] and "Adds two numbers." in message["content"]
-    with pytest.raises(Fault, match="the tool <add> has the tag 'add'; "):
+    with pytest.raises(Fault, match="its tool <add> has the tag 'add'; "):
         load_task(Config(tools=f"mcp:{COMMAND},mcp:{COMMAND} "))
-    with pytest.raises(Fault, match="the tool <1st> has the tag '1st'; tags are"):
+    with pytest.raises(Fault, match="its tool <1st> has the tag '1st'; tags are"):
         load_task(Config(tools=f"mcp:{COMMAND} --lie name"))
 
 
