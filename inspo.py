@@ -25,16 +25,16 @@ from plumbing.status import status
 from population import Candidate, Experience, Instruction, Population, ReplayBuffer
 from reflect import (
     Optimizer,
-    candidates,
     connect,
     describe,
-    endpoint,
+    find_endpoint,
     history_prompt,
     normalize,
     paraphrase_prompt,
+    read_candidates,
     reflection_prompt,
 )
-from tasks import Job, Question, Task, check_questions, draw, first_instruction, load_task, reward, rng_of
+from tasks import Job, Question, Task, check_questions, choose_instruction, draw, load_task, reward, rng_of
 from training.device import check_preset_device
 
 if TYPE_CHECKING:  # torch takes seconds to import; --help does not wait for it
@@ -170,7 +170,7 @@ class Evolution:
         call = self.optimizer.ask(prompt, f"t{self.t} r{self.round}")
         self.log.call(self.t, self.round, I_parent, call)  # before anything else can fail: it has been paid for
         unfit = partial(self.task.format.unfit, task=self.task)
-        accepted, rejected = candidates(
+        accepted, rejected = read_candidates(
             call.reply, I_parent.text, self.used, golds, self.cfg.max_instruction, n, unfit
         )
         self.log.proposed(self.t, self.round, I_parent, call, list(accepted), rejected)
@@ -229,10 +229,12 @@ def train(
     """Starts what a run needs and trains with `algorithm` on rank 0; other ranks do what its policy asks of them."""
     with one_line():
         task = load_task(cfg)
-        task.instruction = first_instruction(task)
+        task.instruction = choose_instruction(task)
         if leads := os.environ.get("RANK", "0") == "0" and not cfg.dry_run:
             status("reading the questions")
-            together(lambda: check_questions(task), task.check, lambda: endpoint(cfg), lambda: check_preset_device(cfg))
+            together(
+                lambda: check_questions(task), task.check, lambda: find_endpoint(cfg), lambda: check_preset_device(cfg)
+            )  # fmt: skip
         status("importing torch")
         import torch
 

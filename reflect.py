@@ -69,7 +69,7 @@ WITHOUT_GOLD = "<example>\nResponse: {response}\n</example>"  # of a task withou
 
 
 @functools.cache
-def token_counter() -> tuple[Callable[[str], int], str]:
+def make_token_counter() -> tuple[Callable[[str], int], str]:
     """Returns a function that counts the tokens of a text, and its name.
 
     It is tiktoken's o200k_base, or an estimate if tiktoken or its file is missing.
@@ -103,15 +103,15 @@ def reflection_prompt(
 
     Each failure is cut to an equal share of `budget` tokens; `observations`: tags of what can be cut first.
     """
-    shown = "\n".join(examples(failures, budget, observations))
+    shown = "\n".join(format_examples(failures, budget, observations))
     return REFLECTION.format(instruction=instruction, examples=shown, n=n)
 
 
-def examples(
+def format_examples(
     failures: Sequence[tuple[str, tuple[str, ...]]], budget: int, observations: Sequence[str] = ("information",)
 ) -> list[str]:
     """Returns failures, (question and response, golds), as they stand in a prompt, in `budget` tokens together."""
-    count, _ = token_counter()
+    count, _ = make_token_counter()
     share = budget // max(1, len(failures))  # CHOICE-30
     return [
         (EXAMPLE if golds else WITHOUT_GOLD).format(
@@ -133,14 +133,14 @@ def shorten(
     for keep in (2000, 1000, 500, 250, 100, 40, 0) if tags else ():
         if count(text) <= budget:
             return text
-        cut = lambda m, keep=keep: f"<{m[1]}>{_middle_out(m[2], keep)}</{m[1]}>"  # noqa: E731
+        cut = lambda m, keep=keep: f"<{m[1]}>{_cut_middle(m[2], keep)}</{m[1]}>"  # noqa: E731
         text = re.sub(rf"<({tags})>(.*?)</\1>", cut, text, flags=re.S)
     while count(text) > budget and len(text) > 80:
-        text = _middle_out(text, len(text) * 3 // 4)
+        text = _cut_middle(text, len(text) * 3 // 4)
     return text
 
 
-def _middle_out(text: str, keep: int) -> str:
+def _cut_middle(text: str, keep: int) -> str:
     return text if len(text) <= keep else f"{text[: keep // 2]} [...] {text[len(text) - keep // 2 :]}"
 
 
@@ -156,7 +156,7 @@ def parse(reply: str) -> list[str]:
     return [text.strip() for _, text in BLOCK.findall(reply[end:] if thinks else reply)]
 
 
-def candidates(
+def read_candidates(
     reply: str, parent: str, used: set[str], golds: Sequence[str], max_tokens: int, n: int,
     unfit: Callable[[str, str], str],
 ) -> tuple[dict[int, str], list[dict[str, Any]]]:  # fmt: skip
@@ -191,7 +191,7 @@ def check(
         return "empty"
     if words in used:  # CHOICE-28
         return "duplicate"
-    if token_counter()[0](candidate) > max_tokens:  # CHOICE-27
+    if make_token_counter()[0](candidate) > max_tokens:  # CHOICE-27
         return f"longer than {max_tokens} tokens"
     if reason := unfit(candidate, parent):
         return reason
@@ -204,12 +204,12 @@ def check(
     if any(len(normalize(result).split()) > 5 for result in {*RESULT.findall(candidate)} - {*RESULT.findall(parent)}):
         return "holds a search result of its own"
     for gold in golds:  # one that the parent names already ("Beijing" in Search-R1's instruction) is no new leak
-        if _names(candidate, gold) and not _names(parent, gold):
+        if _mentions(candidate, gold) and not _mentions(parent, gold):
             return f"contains the gold answer {gold!r}"
     return ""
 
 
-def _names(text: str, answer: str) -> bool:
+def _mentions(text: str, answer: str) -> bool:
     """Returns whether a text has an answer's words in a row; "a", "yes" and "two" are words of any prompt."""
     words = normalize(answer)
     return len(words) > (3 if words.isascii() else 2) and f" {words} " in f" {normalize(text)} "
@@ -238,7 +238,8 @@ class Optimizer:
     """Client of an OpenAI-compatible chat endpoint; plumbing/client.py says what it retries.
 
     `url` is the base, as in OPENAI_BASE_URL. `paid` maps keys to the calls that an earlier process of this run has
-    logged (`paid_calls`): they are not paid for again. After `max_tokens`, theirs too, no more are made; 0: no limit.
+    logged (`read_paid_calls`): they are not paid for again. After `max_tokens`, theirs too, no more are made; 0: no
+    limit.
     """
 
     def __init__(
@@ -290,7 +291,7 @@ def _tokens(counted: Any, text: str) -> int:
     return counted if type(counted) is int and 0 < counted < 10**9 else len(text) // 4
 
 
-def paid_calls(rows: Iterable[Any]) -> dict[str, Call]:
+def read_paid_calls(rows: Iterable[Any]) -> dict[str, Call]:
     """Returns the calls that an earlier process of this run has paid for, by key, from rows of reflections.jsonl."""
     from pydantic import TypeAdapter  # here: few runs are resumed
 
@@ -302,7 +303,7 @@ def paid_calls(rows: Iterable[Any]) -> dict[str, Call]:
     return paid
 
 
-def endpoint(cfg: Config) -> tuple[str, str]:
+def find_endpoint(cfg: Config) -> tuple[str, str]:
     """Returns URL and key of the optimizer: OPENAI_BASE_URL's, else OpenAI's; "" if the run calls none of them.
 
     Raises Fault if none can be called.
@@ -323,14 +324,14 @@ def endpoint(cfg: Config) -> tuple[str, str]:
 def connect(
     cfg: Config, serve: Callable[..., str], rows: Iterable[Any]
 ) -> Optimizer | None:
-    """Returns the client of `endpoint`, or of the world's scripted optimizer; None in mode static.
+    """Returns the client of `find_endpoint`, or of the world's scripted optimizer; None in mode static.
 
     `serve` runs a program as a server; `rows`: of reflections.jsonl, whose calls have been paid for.
     """
     if not evolves(cfg):
         return None
     knobs: dict[str, Any] = {"retries": cfg.optimizer_retries, "max_tokens": cfg.max_optimizer_tokens}
-    knobs["paid"] = paid_calls(rows)
+    knobs["paid"] = read_paid_calls(rows)
     if scripted(cfg):
         control = ["--guess"] if cfg.optimizer_model == "guessing" else []
 
@@ -338,7 +339,7 @@ def connect(
             return serve("-m", "world.optimizer", "--seed", str(cfg.seed), *control) + "/v1"
 
         return Optimizer(own(), cfg.optimizer_model, revive=own, **knobs)
-    url, key = endpoint(cfg)
+    url, key = find_endpoint(cfg)
     return Optimizer(url, cfg.optimizer_model, key, **knobs)
 
 
@@ -346,4 +347,4 @@ def describe(optimizer: Optimizer | None) -> str:
     """Returns the optimizer in words."""
     if not optimizer:
         return "none"
-    return f"{optimizer.model} at {without_secrets(optimizer.url)} (tokens: {token_counter()[1]})"
+    return f"{optimizer.model} at {without_secrets(optimizer.url)} (tokens: {make_token_counter()[1]})"

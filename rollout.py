@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from config import RolloutKnobs
 from engines import Engine
 from tasks import Job, Question, Task, Trajectory, Turn
-from tasks.formats import Said, Tags
+from tasks.formats import Action, Tags
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -28,7 +28,7 @@ def spread(n: int, k: int) -> list[int]:
     return [j * n // k for j in range(k)] if k < n else list(range(n))
 
 
-def prompt_ids(tokenizer: Tokenizer, task: Task, instruction: str, question: Question) -> list[int]:
+def encode_prompt(tokenizer: Tokenizer, task: Task, instruction: str, question: Question) -> list[int]:
     """Returns the ids of the task's prompt in the chat template."""
     return task.format(tokenizer, task).prompt(instruction, question)
 
@@ -36,7 +36,7 @@ def prompt_ids(tokenizer: Tokenizer, task: Task, instruction: str, question: Que
 class Episode:
     """A trajectory while it is played: the policy acts, a tool may be called, and the policy reads the result."""
 
-    said: Said  # in the last turn
+    action: Action  # in the last turn
     call: Future[list[str]] | None = None  # to wait for, before the next turn
 
     def __init__(self, task: Task, form: Tags, job: Job, prompt: list[int], cfg: RolloutKnobs):
@@ -51,29 +51,29 @@ class Episode:
 
     def act(self, ids: list[int], logps: list[float]) -> None:
         """Adds a sampled turn: an answer ends the episode, a call is made, anything else gets a message."""
-        tau, said = self.tau, self.form.read(ids)
+        tau, action = self.tau, self.form.read(ids)
         tau.act(ids, logps)
-        turn, tool = Turn(said.text), said.tool
+        turn, tool = Turn(action.text), action.tool
         tau.turns.append(turn)
-        tau.prediction, self.said = said.answer, said
-        if said.answer is not None:
+        tau.prediction, self.action = action.answer, action
+        if action.answer is not None:
             tau.stop = "answer"
             return
         if tool:
-            turn.tool, turn.argument = tool.tag, said.argument
+            turn.tool, turn.argument = tool.tag, action.argument
         if len(tau.turns) > self.max_turns:  # CHOICE-1 CHOICE-21
             tau.stop = "turns"
         elif tool:
-            self.call = tool.of(tau).submit(said.argument)
+            self.call = tool.of(tau).submit(action.argument)
         else:
-            self.read(self.form.invalid(said))
+            self.read(self.form.invalid(action))
 
     def receive(self) -> None:
         """Adds the result of the call. Raises ToolDown."""
         assert self.call
         result = self.tau.turns[-1].result = self.call.result()
         self.call = None
-        self.read(self.form.result(self.said, result, self.cfg.max_observation))
+        self.read(self.form.result(self.action, result, self.cfg.max_observation))
 
     def read(self, ids: list[int]) -> None:
         """Adds what the policy reads before its next turn, for which it may leave no room."""

@@ -15,7 +15,7 @@ from plumbing.outside import without_secrets
 from plumbing.servers import Servers
 from plumbing.trust import check_origin
 from rollout import rollout
-from tasks import Job, Question, Task, Trajectory, first_instruction
+from tasks import Job, Question, Task, Trajectory, choose_instruction
 
 # Flags of inspo.py that matter here; a run's own values are the defaults. The second half changes no result.
 PLAYED = (
@@ -125,7 +125,7 @@ def instruction_of(chosen: Subject, task: Task, method: Method, file: str = "") 
         return read_instruction("instruction", file)
     if method.I_star and not chosen.I_star:
         raise Fault(f"{chosen.name} has no I_star.txt to play under; give an instruction with --instruction")
-    return chosen.I_star if method.I_star else first_instruction(task)
+    return chosen.I_star if method.I_star else choose_instruction(task)
 
 
 @contextlib.contextmanager

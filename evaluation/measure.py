@@ -23,7 +23,7 @@ from plumbing import stop
 from plumbing.client import Client, RequestFailed
 from plumbing.faults import Fault, Outage
 from plumbing.outside import decoded, without_secrets
-from tasks import Question, Task, Trajectory, load_task, measure, reward, rng_of, subset
+from tasks import Question, Task, Trajectory, load_task, measure, reward, rng_of, take_subset
 from tasks.questions import normalize
 from tasks.search_qa import SearchQA
 from training.checkpoint import digest
@@ -90,7 +90,7 @@ def questions_of(task: Task, args: argparse.Namespace) -> dict[str, list[Questio
             raise Fault(f"--data {name}: there is a {title} already; give each once, and files different names")
         if not every:
             raise Fault(f"--data {name}: {task.cfg.task} has no such questions")
-        questions[title] = subset(every, args.n, args.seed)
+        questions[title] = take_subset(every, args.n, args.seed)
     return questions
 
 

@@ -29,8 +29,8 @@ from plumbing.faults import Fault, one_line
 from plumbing.outside import as_data, clean, control, decoded
 from plumbing.status import status
 from tasks import Message, Question, Task, Trajectory, Turn, load_task, rng_of
-from tasks.formats import conversation_ids, encode
-from tasks.questions import json_lines
+from tasks.formats import encode, encode_conversation
+from tasks.questions import read_json_lines
 from tasks.tools import Function
 
 if TYPE_CHECKING:  # torch takes seconds to import; --help does not wait for it
@@ -134,7 +134,7 @@ def encoded(row: Any, k: int, task: Task, tokenizer: "Tokenizer", cfg: RolloutKn
 
     prompt, turns = conversation(row, task)
     form, tools = task.format(tokenizer, task), {tool.tag: tool for tool in task.tools}
-    ids = conversation_ids(tokenizer, prompt, **form.options(task, str(row.get("instruction", ""))))
+    ids = encode_conversation(tokenizer, prompt, **form.options(task, str(row.get("instruction", ""))))
     q = Question(str(row.get("id", f"row {k}")), prompt[-1]["content"], source=str(row.get("data_source", "data")))
     tau = demonstration(q, k, ids, [0] * len(ids), len(ids), form.parse(turns[-1].text, task.tools).answer)
     tau.turns = turns
@@ -163,7 +163,7 @@ def demonstrations(cfg: ColdStartConfig, task: Task, tokenizer: "Tokenizer") -> 
     if not path.is_file():
         raise Fault(f"--demos {path}: no such file; check the path")
     found: dict[tuple[int, ...], tuple[int, Trajectory]] = {}
-    for line, row in json_lines(path):
+    for line, row in read_json_lines(path):
         try:
             tau = encoded(clean(row), line, task, tokenizer, cfg)
             if len(tau.ids) > limit:

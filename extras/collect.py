@@ -27,8 +27,8 @@ from evaluation.agents import PLAYED, SERVED, Method, Subject, agent, instructio
 from extras.cold_start import conversation, until_it_ends
 from plumbing.faults import Fault, one_line
 from plumbing.outside import as_data, control
-from tasks import Question, Task, load_task, reward, rng_of, subset
-from tasks.questions import json_lines
+from tasks import Question, Task, load_task, reward, rng_of, take_subset
+from tasks.questions import read_json_lines
 
 CHUNK = 64  # questions that are played together
 KNOBS = (*PLAYED, *SERVED, "train")
@@ -83,7 +83,7 @@ def play(args: argparse.Namespace, known: set[tuple[str, str]]) -> Iterator[Play
     chosen = subject(args.what, args.served_model)
     task = load_task(chosen.configured(args, KNOBS))
     instruction = instruction_of(chosen, task, Method(), args.instruction)
-    asked = subset(task.questions("train"), args.n, args.seed)
+    asked = take_subset(task.questions("train"), args.n, args.seed)
     left = [q for q in asked if (instruction, q.id) not in known]
     with agent(chosen, task, instruction, args.temperature, args.seed) as player:
         print(player.tools or f"task: {task.cfg.task}", flush=True)
@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.add_argument(f"--{name}", type=knobs[name].type, help=knobs[name].metadata["doc"].replace("%", "%%"))
     args = parser.parse_args(argv)
     with one_line("extras/collect.py"), stop.listening(), stop.may_stop():
-        there: list[Any] = [row for _, row in json_lines(args.out)] if args.out.is_file() else []
+        there: list[Any] = [row for _, row in read_json_lines(args.out)] if args.out.is_file() else []
         known = {(row["instruction"], row["id"]) for row in there}
         is_run = (Path(args.what) / "trajectories").is_dir()
         new = left_out = 0

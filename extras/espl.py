@@ -22,7 +22,7 @@ from extras.objectives import ObjectiveConfig, ObjectiveLearner
 from inspo import Evolution, train
 from plumbing.faults import OptimizerDown
 from population import Array, Experience, Instruction, Population
-from reflect import examples, normalize, shorten, token_counter
+from reflect import format_examples, make_token_counter, normalize, shorten
 from tasks import Job, Question, Task, Trajectory, rng_of
 from training.policy import Policy
 
@@ -232,9 +232,9 @@ class ESPL(FromOne):
 
 def mutation_prompt(instruction: str, tried: Sequence[tuple[Experience, Experience]], budget: int, task: Task) -> str:
     """Returns the prompt that asks for a small change after questions `tried`: a right attempt and a wrong one."""
-    count, _ = token_counter()
+    count, _ = make_token_counter()
     observations, half = task.format.results(task.tools), budget // 2
-    wrong = examples([(e.text, e.golds) for _, e in tried], half, observations)
+    wrong = format_examples([(e.text, e.golds) for _, e in tried], half, observations)
     right = [shorten(e.text, half // len(tried), count, observations) for e, _ in tried]
     attempts = [f"<right>\n{a}\n</right>\n{b}" for a, b in zip(right, wrong, strict=True)]
     return MUTATION.format(instruction=instruction, attempts="\n".join(attempts), one=ONE)

@@ -23,7 +23,7 @@ from extras.objectives import ObjectiveConfig, ObjectiveLearner
 from inspo import train
 from plumbing.faults import OptimizerDown
 from population import Array, Experience, Population, ReplayBuffer
-from reflect import examples, normalize
+from reflect import format_examples, normalize
 from tasks import Job, Question, Task, reward, rng_of
 from training.policy import Policy
 
@@ -148,7 +148,7 @@ class GEPA(FromOne):
 def feedback_prompt(instruction: str, tau_fail: Sequence[Experience], budget: int, task: Task) -> str:
     """Returns the prompt that asks for one new instruction after failures."""
     observations = task.format.results(task.tools)
-    shown = examples([(e.text, e.golds) for e in tau_fail], budget, observations)
+    shown = format_examples([(e.text, e.golds) for e in tau_fail], budget, observations)
     return FEEDBACK.format(instruction=instruction, examples="\n".join(shown))
 
 

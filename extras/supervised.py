@@ -20,7 +20,7 @@ from journal.directory import read_jsonl
 from journal.log import Log
 from plumbing.faults import Fault
 from population import Instruction
-from rollout import prompt_ids
+from rollout import encode_prompt
 from tasks import Job, Question, Task, Trajectory, draw, reward
 from tasks.formats import encode
 from training.policy import Policy, of_rank_0, on_all_ranks
@@ -83,7 +83,7 @@ def gold_answers(cfg: Config, task: Task, policy: Policy, D: list[Question]) -> 
     tokenizer, target = policy.tokenizer, wording(cfg.model).target
     examples = []
     for k, q in enumerate(D):
-        ids = prompt_ids(tokenizer, task, task.instruction, q)
+        ids = encode_prompt(tokenizer, task, task.instruction, q)
         tau = demonstration(q, k, ids, [0] * len(ids), len(ids), q.golds[0])
         tau.response = target.format(answer=q.golds[0])
         written = [*encode(tokenizer, tau.response), tokenizer.eos_token_id]

@@ -29,7 +29,7 @@ from plumbing.chat import in_template
 from tasks import Question, Task, Trajectory, Turn
 from tasks.formats import encode
 from tasks.search_qa import SearchQA
-from tasks.tools import last_answer
+from tasks.tools import find_answer
 
 # ---- playing
 
@@ -93,7 +93,7 @@ def answer_of(text: str) -> str:
     r"""Returns the answer in a reply: the last \boxed{}, <answer>, or what follows "answer is:"; else all of it."""
     if boxed := re.findall(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}", text):
         return re.sub(r"\\text\{([^{}]*)\}", r"\1", boxed[-1]).strip()
-    tagged = last_answer(text)
+    tagged = find_answer(text)
     if tagged is not None:
         return tagged
     return text.rpartition("nswer is:")[2].strip().rstrip(".").strip()
@@ -162,7 +162,7 @@ def ircot(player: Player, questions: Sequence[Question], steps: int = 5) -> list
             taus[k].act(turn.ids, turn.logps)
             thought = player.text(turn)
             thoughts[k] += f" {thought}"
-            if "nswer is:" in thought or last_answer(thought) is not None:
+            if "nswer is:" in thought or find_answer(thought) is not None:
                 taus[k].stop = "answer"
             else:
                 queries[k] = re.sub(r"</?\w+>", " ", thought).strip() or taus[k].question.text

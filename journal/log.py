@@ -25,7 +25,7 @@ from plumbing.versions import versions
 from population import Candidate, Instruction, Population
 from reflect import Call
 from rollout import spread
-from tasks import Question, Task, Trajectory, by_source, measure, subset
+from tasks import Question, Task, Trajectory, average_by_source, measure, take_subset
 from training.policy import STORED
 
 START = "first policy, first instruction"
@@ -82,7 +82,7 @@ class Log:
     def introduce(self, policy: str, tools: str, optimizer: str) -> None:
         """Prints what is about to be trained, and with what."""
         cfg = self.cfg
-        train, test = self.task.questions("train"), subset(self.task.questions("test"), cfg.eval_n)
+        train, test = self.task.questions("train"), take_subset(self.task.questions("test"), cfg.eval_n)
         lines = [f"{cfg.mode}: {preset_of(cfg.model)} ({policy}) on {len(train)} questions, {len(test)} held out"]
         steps = f"{cfg.T} steps of {cfg.batch} questions x {cfg.G}, seed {cfg.seed}"
         lines += [tools, f"optimizer: {optimizer}", f"{steps}; everything goes to {self.run.path}"]
@@ -173,7 +173,7 @@ class Log:
             ]
             self.run.write_trajectories(f"test-{setting.replace(', ', '-').replace(' ', '_')}", stored)
         calls = {tool.plural: statistics.fmean(tau.served(tool.tag) for tau in taus) for tool in self.task.tools}
-        return by_source(taus, rows) | calls
+        return average_by_source(taus, rows) | calls
 
     def compared(self, setting: str, taus: Sequence[Trajectory]) -> None:
         """Logs one of the settings of the final table."""

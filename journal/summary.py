@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from population import Instruction, Population, mean_rewards
-from tasks import Task, Trajectory, by_source, measure
+from tasks import Task, Trajectory, average_by_source, measure
 
 Row = dict[str, Any]
 WIDE = 8  # sources of questions at most that have a column of their own
@@ -27,8 +27,8 @@ def step_metrics(taus: Sequence[Trajectory], P: Population, G: int, task: Task) 
     groups = [taus[k : k + G] for k in range(0, n, G)]
     best = P.best()
     return {
-        **by_source(taus, [{"reward": tau.reward} for tau in taus]),
-        **by_source(taus, measure(task, taus)),
+        **average_by_source(taus, [{"reward": tau.reward} for tau in taus]),
+        **average_by_source(taus, measure(task, taus)),
         **{tool.plural: sum(tau.served(tool.tag) for tau in taus) / n for tool in task.tools},
         **{f"{tool.plural}/empty": x for tool in task.tools if (x := empty(taus, tool.tag)) is not None},
         "answered": sum(tau.stop == "answer" for tau in taus) / n,

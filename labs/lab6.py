@@ -14,7 +14,7 @@ with app.setup:
     from inspo import Evolution
     from labs import desk, play
     from population import Candidate, Population, ReplayBuffer
-    from reflect import candidates, normalize
+    from reflect import normalize, read_candidates
     from tasks import Job, rng_of
     from world.clauses import CLAUSES, FRAMES, read
     from world.optimizer import reply_to
@@ -177,7 +177,7 @@ def check_propose(propose):
     if len(got) > 4:
         return f"4 were asked for, and it returns {len(got)}."
     reply = "\n".join(f"<ins_{k}>{text}</ins_{k}>" for k, text in enumerate(got, 1))
-    _, refused = candidates(reply, parent, {normalize(parent)}, [], cfg.max_instruction, 4, play.unfit)
+    _, refused = read_candidates(reply, parent, {normalize(parent)}, [], cfg.max_instruction, 4, play.unfit)
     if refused:
         says = {"duplicate": "it is the instruction in use, or another one of yours"}
         return f"number {refused[0]['k']} is refused: {says.get(refused[0]['reason'], refused[0]['reason'])}."
@@ -284,7 +284,7 @@ def _(
     verified, joined = {}, {}
     for _name, _reply in _replies.items():
         _used = {normalize(first)}
-        _texts, _ = candidates(_reply, first, _used, _golds, cfg.max_instruction, room, play.unfit)
+        _texts, _ = read_candidates(_reply, first, _used, _golds, cfg.max_instruction, room, play.unfit)
         verified[_name] = _evolution.verify(player, P.family[0], list(_texts.values()), D_B)
         joined[_name] = admit(verified[_name], room)
 

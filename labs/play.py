@@ -13,10 +13,10 @@ from models.model import load_policy
 from retrieval.bm25 import BM25
 from rollout import rollout
 from tasks import Job, Task, Trajectory, reward, rng_of
-from tasks.formats import lost
+from tasks.formats import find_lost_tag
 from tasks.search import Search
 from tasks.search_qa import SearchQA
-from tasks.tools import ANSWER, Tool, stop_strings
+from tasks.tools import ANSWER, Tool, list_stop_strings
 
 
 def config(**knobs: Any) -> Config:
@@ -31,7 +31,7 @@ def read_first(cfg: Config) -> str:
 
 def unfit(candidate: str, parent: str) -> str:
     """Returns which of the agent's tags a candidate has lost, as inspo.py asks of the optimizer's; "" if none."""
-    return lost(candidate, parent, ("search", ANSWER))
+    return find_lost_tag(candidate, parent, ("search", ANSWER))
 
 
 class Library(Tool):
@@ -65,8 +65,8 @@ class Player:
 
     def __init__(self, cfg: Config, task: Task):
         self.cfg, self.task = cfg, task
-        self.model, self.tokenizer = load_policy(cfg.model, "cpu", stop_strings(task.tools))
-        self.engine = TorchEngine(self.model, self.tokenizer, stop_strings(task.tools), cfg.max_rows)
+        self.model, self.tokenizer = load_policy(cfg.model, "cpu", list_stop_strings(task.tools))
+        self.engine = TorchEngine(self.model, self.tokenizer, list_stop_strings(task.tools), cfg.max_rows)
         self.learner = Learner(self.model, copy.deepcopy(self.model), cfg)
 
     def rollout(self, t: int, purpose: str, jobs: Sequence[Job]) -> list[Trajectory]:

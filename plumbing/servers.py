@@ -38,15 +38,12 @@ def listen(host: str, port: int) -> socket.socket:
     return sock
 
 
-def serve(app: Any, sock: socket.socket, child: bool, http: Any = "auto") -> None:
-    """Serves an ASGI app on a listening socket until interrupted, or, as a child, until standard input ends.
-
-    `http`: uvicorn's protocol class, or the name of one.
-    """
+def serve(app: Any, sock: socket.socket, child: bool) -> None:
+    """Serves an ASGI app on a listening socket until interrupted, or, as a child, until standard input ends."""
     import uvicorn  # here, because the trainer imports this module too
 
     # 120 s: a trainer's connections stay open during its update step.
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=120, http=http)
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=120)
     server = uvicorn.Server(config)
     if child:
         # A cluster may signal every process of a job, but the parent needs this server until it has saved, and stops

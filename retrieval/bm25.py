@@ -11,7 +11,7 @@ from plumbing.faults import Fault
 Hits = list[tuple[int, float]]  # (row of the corpus, score), best first
 
 
-def words(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
     """The lower-cased words of a text; stop words stay, nothing is stemmed."""
     return re.findall(r"\w+", text.lower())
 
@@ -28,7 +28,7 @@ class BM25:
     def build(cls, texts: Iterable[str]) -> "BM25":
         """Indexes the texts in memory, at 40 bytes a word; raises Fault if none has a word."""
         vocabulary: dict[str, int] = {}
-        tokens = [[vocabulary.setdefault(word, len(vocabulary)) for word in words(text)] for text in texts]
+        tokens = [[vocabulary.setdefault(word, len(vocabulary)) for word in split_words(text)] for text in texts]
         if not vocabulary:
             raise Fault("no passage of the corpus has a word in it; check the file given as --corpus")
         index = bm25s.BM25(method="lucene", k1=1.5, b=0.75, dtype="float64", csc_backend="scipy")
@@ -41,7 +41,7 @@ class BM25:
 
     def _search(self, query: str, k: int) -> Hits:
         vocabulary = self.index.vocab_dict
-        tokens = [vocabulary[w] for w in words(query) if w in vocabulary]
+        tokens = [vocabulary[w] for w in split_words(query) if w in vocabulary]
         # Rounded to fp32, so that scores that are equal on paper tie, in whatever order their terms were added.
         scores = self.index.get_scores_from_ids(tokens).astype(np.float32)  # (passages,)
         k = min(k, len(scores))

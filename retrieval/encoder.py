@@ -14,7 +14,7 @@ FAMILIES = {  # query prefix, passage prefix, pooling
 }
 
 
-def family_of(model: str) -> str:
+def infer_family(model: str) -> str:
     """Infers the family from a model's name: "e5", "bge", or else "plain"."""
     name = model.rstrip("/").rsplit("/", 1)[-1].lower()
     return next((family for family in ("e5", "bge") if family in name), "plain")
@@ -28,7 +28,7 @@ class Encoder:
     """
 
     def __init__(self, model: str, family: str = "", max_length: int = 256, device: str = ""):
-        self.name, self.family = model, family or family_of(model)
+        self.name, self.family = model, family or infer_family(model)
         self.query_prefix, self.passage_prefix, self.pooling = FAMILIES[self.family]
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         logging.disable_progress_bar()

@@ -1,6 +1,5 @@
 """Queries -> rows of the corpus: BM25, vectors under FAISS, or both, from an index directory or a FAISS file."""
 
-import hashlib
 import json
 from pathlib import Path
 
@@ -10,8 +9,6 @@ import numpy as np
 from plumbing.faults import Fault
 from retrieval.bm25 import BM25, Hits
 from retrieval.corpus import Corpus
-
-GARBLED = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)  # what a damaged file raises
 
 
 class Dense:
@@ -106,12 +103,9 @@ def open_index(path: str, corpus: Corpus, encoder: str = "", family: str = "", d
     """
     file, max_length = Path(path), 256
     if not file.is_file():
-        manifest = _manifest(file, corpus)
+        manifest = _read_manifest(file, corpus)
         if manifest["encoder"] == "bm25":
-            try:
-                return BM25(bm25s.BM25.load(path, mmap=True))
-            except GARBLED as e:
-                raise Fault(f"--index {path}: its BM25 index cannot be read ({e}); build it again") from None
+            return BM25(bm25s.BM25.load(path, mmap=True))
         encoder, family = encoder or manifest["encoder"], family or manifest["family"]
         file, max_length = file / "index.faiss", manifest["max_length"]
     elif not encoder:
@@ -131,25 +125,14 @@ def open_index(path: str, corpus: Corpus, encoder: str = "", family: str = "", d
     return dense
 
 
-def fingerprint(path: Path) -> list[int | str]:
-    """What index.json records of a file: its size, and a hash of its first MiB."""
-    with open(path, "rb") as f:
-        return [path.stat().st_size, hashlib.sha256(f.read(1 << 20)).hexdigest()]
-
-
-def _manifest(folder: Path, corpus: Corpus) -> dict:
-    """Reads index.json; raises Fault unless `folder` holds all that `build` wrote, for this corpus."""
+def _read_manifest(folder: Path, corpus: Corpus) -> dict:
+    file = folder / "index.json"
     try:
-        manifest = json.loads((folder / "index.json").read_text())
-        built_from, passages = manifest["digest"], manifest["passages"]
-        damaged = [name for name, written in manifest["files"].items() if fingerprint(folder / name) != written]
-    except GARBLED as e:
-        where, why = getattr(e, "filename", None) or folder / "index.json", getattr(e, "strerror", None) or "damaged"
-        raise Fault(f"{where}: {why}; give a directory made by retrieval/build.py, or a FAISS file") from None
-    if damaged:
-        raise Fault(f"{folder / damaged[0]}: not the file that was built; copy it again, or build the index again")
-    if built_from != corpus.digest:
-        mismatch = f"built from {passages:,} other passages than the {len(corpus):,} of {corpus.path}"
+        manifest = json.loads(file.read_text())
+    except OSError as e:
+        raise Fault(f"{file}: {e.strerror}; give a directory made by retrieval/build.py, or a FAISS file") from None
+    if manifest["digest"] != corpus.digest:
+        mismatch = f"built from {manifest['passages']:,} other passages than the {len(corpus):,} of {corpus.path}"
         raise Fault(f"--index {folder}: {mismatch}; give the corpus it was built from")
     return manifest
 

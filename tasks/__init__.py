@@ -26,14 +26,14 @@ from config import PRESETS, Config, read_instruction
 from plumbing.faults import Fault, together
 from plumbing.stop import may_stop
 from tasks.formats import Tags
-from tasks.tools import Tool, unusable
+from tasks.tools import Tool, check_words
 
 T = TypeVar("T")
 Message = dict[str, str]  # {"role": "system" or "user", "content": ...}
 FORMATS = {"tags": "tasks.formats:Tags", "hermes": "extras.plugs.hermes:Hermes"}  # --format
 # What else is imported by name alone, by the runs that ask for it: module:function.
 PLUGS = {
-    "function": "tasks.functions:tools_of",  # --tools module:function
+    "function": "tasks.functions:load_tools",  # --tools module:function
     "mcp": "extras.plugs.mcp:tools_of",  # --tools mcp:...
     "environment": "extras.plugs.environment:task_of",  # --task module:Class, a class as TRL has them
 }
@@ -150,8 +150,8 @@ class Task(ABC):
     @property
     def format(self) -> type[Tags]:
         """How calls, answers and results are written (--format)."""
-        found: type[Tags] = load(f"--format {self.cfg.format}", FORMATS.get(self.cfg.format, self.cfg.format), "class")
-        return found
+        name = self.cfg.format
+        return load(f"--format {name}", FORMATS.get(name, name), "class")  # type: ignore[no-any-return]
 
     def check(self) -> None:
         """Raises Fault if something that `start` will need is missing; on rank 0, before anything is loaded."""
@@ -217,16 +217,15 @@ def load_task(cfg: Config) -> Task:
             raise Fault(f"{where}: it extends neither tasks.Task nor has a reset(), as TRL's environments have")
         kind = load(where, PLUGS["environment"], "function")(kind)
     if cfg.reward:
-        kind = with_reward(kind, cfg.reward)
+        kind = replace_reward(kind, cfg.reward)
     specs = [spec for spec in cfg.tools.split(",") if ":" in spec]
     if specs:  # the task gets those that have no module
         cfg = replace(cfg, tools=",".join(spec for spec in cfg.tools.split(",") if ":" not in spec) or "none")
     task: Task = kind(cfg)
     for spec in specs:
-        tools_of = load("--tools", PLUGS["mcp" if spec.startswith("mcp:") else "function"], "function")
-        task.tools = [*task.tools, *tools_of(spec.removeprefix("mcp:").strip(), f"--tools {spec}")]
-    if fault := unusable(task.tools, COLUMNS):
-        raise Fault(f"{where}: {fault}")
+        load_tools = load("--tools", PLUGS["mcp" if spec.startswith("mcp:") else "function"], "function")
+        task.tools = [*task.tools, *load_tools(spec.removeprefix("mcp:").strip(), f"--tools {spec}")]
+    check_words(where, task.tools, COLUMNS)
     return task
 
 
@@ -238,15 +237,15 @@ def load(where: str, spec: str, kind: str) -> Any:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        found = getattr(importlib.import_module(module), name, None)
+        target = getattr(importlib.import_module(module), name, None)
     except ImportError as e:
         raise Fault(f"{where}: {module} cannot be imported ({e}); run in the directory that it is in") from None
-    if not callable(found) or isinstance(found, type) != (kind == "class"):
+    if not callable(target) or isinstance(target, type) != (kind == "class"):
         raise Fault(f"{where}: {name} is no {kind} in {module}")
-    return found
+    return target
 
 
-def with_reward(kind: type[Task], spec: str) -> type[Task]:
+def replace_reward(kind: type[Task], spec: str) -> type[Task]:
     """Returns the task with the reward of --reward: a function, async or not, that returns a number for each of the
     trajectories it gets. Its attribute `best_reward`, if it has one, replaces the task's."""
     score = load(f"--reward {spec}", spec, "function")
@@ -261,7 +260,7 @@ def with_reward(kind: type[Task], spec: str) -> type[Task]:
     return type(kind.__name__, (kind,), own | {"__module__": kind.__module__})
 
 
-def first_instruction(task: Task) -> str:
+def choose_instruction(task: Task) -> str:
     """Returns the instruction with which a run begins: that of --instruction, else the task's. Raises Fault.
 
     A task with an instruction of its own keeps it where --instruction is only a preset's.
@@ -345,7 +344,7 @@ def draw(D: Mapping[Any, T], n: int, seed: int, t: int) -> list[T]:
     return out
 
 
-def subset(questions: list[Question], n: int, seed: int = 0) -> list[Question]:
+def take_subset(questions: list[Question], n: int, seed: int = 0) -> list[Question]:
     """Returns `n` of the questions in their order, the same ones for a seed, each source in its share; 0: all."""
     if not 0 < n < len(questions):
         return questions
@@ -359,11 +358,11 @@ def subset(questions: list[Question], n: int, seed: int = 0) -> list[Question]:
     return [questions[k] for k in sorted(k for _, k in sorted(place)[:n])]
 
 
-def by_source(taus: Iterable[Trajectory], rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def average_by_source(taus: Iterable[Trajectory], rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Returns the means of metrics, a row for each trajectory, as `name`, and of each source as `name/source`."""
-    found: dict[str, list[float]] = {}
+    columns: dict[str, list[float]] = {}
     for tau, row in zip(taus, rows, strict=True):
         for name, x in row.items():
-            found.setdefault(name, []).append(x)
-            found.setdefault(f"{name}/{tau.question.source}", []).append(x)
-    return {name: sum(x) / len(x) for name, x in sorted(found.items())}
+            columns.setdefault(name, []).append(x)
+            columns.setdefault(f"{name}/{tau.question.source}", []).append(x)
+    return {name: sum(x) / len(x) for name, x in sorted(columns.items())}

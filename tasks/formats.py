@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from plumbing.chat import in_template
 from plumbing.outside import as_data, control, in_texts
-from tasks.tools import ANSWER, Tool, find_call, invalid_action, last_answer, stop_strings, tags_of
+from tasks.tools import ANSWER, Tool, explain_invalid_action, find_answer, find_call, list_stop_strings, list_tags
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -28,7 +28,7 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
     return ids
 
 
-def conversation_ids(tokenizer: Tokenizer, messages: Sequence[Message], **options: Any) -> list[int]:
+def encode_conversation(tokenizer: Tokenizer, messages: Sequence[Message], **options: Any) -> list[int]:
     """Returns the ids of messages in the chat template, up to where the policy's turn begins; their texts are data.
 
     `options`: what else the template is given, data as well.
@@ -38,7 +38,7 @@ def conversation_ids(tokenizer: Tokenizer, messages: Sequence[Message], **option
     return encode(tokenizer, in_template(tokenizer, messages, **in_texts(options, data)))
 
 
-def observation_ids(
+def encode_observation(
     tokenizer: Tokenizer, tool: Tool, result: list[str], limit: int, tags: tuple[str, ...] = ()
 ) -> list[int]:
     """Returns a tool's result in its tag as at most `limit` ids; a long one loses its end, not its closing tag.
@@ -52,15 +52,15 @@ def observation_ids(
     return head[: max(0, limit - len(end))] + end
 
 
-def lost(candidate: str, parent: str, names: Sequence[str]) -> str:
+def find_lost_tag(candidate: str, parent: str, names: Sequence[str]) -> str:
     """Returns which tag of these names a candidate instruction lacks and its parent has, as a reason; "" if none."""
     tags = [f"<{slash}{name}>" for name in names for slash in ("", "/")]
     return next((f"lost {tag}" for tag in tags if tag in parent and tag not in candidate), "")
 
 
 @dataclass(frozen=True)
-class Said:
-    """What a turn says: an answer, a call of a tool, or neither."""
+class Action:
+    """What a turn does: it answers, calls a tool, or neither."""
 
     text: str
     answer: str | None = None
@@ -78,12 +78,12 @@ class Tags:
     @classmethod
     def stop(cls, task: Task) -> tuple[str, ...]:
         """Returns the strings that end a turn, besides EOS."""
-        return stop_strings(task.tools)
+        return list_stop_strings(task.tools)
 
     @classmethod
     def words(cls, tools: Sequence[Tool]) -> tuple[str, ...]:
         """Returns the names of tags that only the policy and the loop write."""
-        return tags_of(tools)
+        return list_tags(tools)
 
     @classmethod
     def results(cls, tools: Sequence[Tool]) -> list[str]:
@@ -98,7 +98,7 @@ class Tags:
     @classmethod
     def unfit(cls, candidate: str, parent: str, task: Task) -> str:
         """Returns why the policy could not act under a revision of an instruction; "" if it can."""
-        return lost(candidate, parent, [*(tool.tag for tool in task.tools), ANSWER])
+        return find_lost_tag(candidate, parent, [*(tool.tag for tool in task.tools), ANSWER])
 
     @classmethod
     def messages(cls, task: Task, instruction: str, question: Question) -> list[Message]:
@@ -119,10 +119,10 @@ class Tags:
         return {}
 
     @classmethod
-    def parse(cls, text: str, tools: Sequence[Tool], ended: bool = True) -> Said:
+    def parse(cls, text: str, tools: Sequence[Tool], ended: bool = True) -> Action:
         """Returns what the text of a turn says to these tools; an answer counts before a call. `ended`: as turns do."""
         tool, argument = find_call(text, tools) or (None, "")
-        return Said(text, last_answer(text), tool, argument, ended)
+        return Action(text, find_answer(text), tool, argument, ended)
 
     # ---- with the policy's tokenizer
 
@@ -137,20 +137,20 @@ class Tags:
         instruction = as_data(instruction, control(self.tokenizer, simple=True))  # it names the agent's tags
         text = as_data(question.text, control(self.tokenizer, self.words(self.task.tools)))
         messages = self.messages(self.task, instruction, replace(question, text=text))
-        return conversation_ids(self.tokenizer, messages, **self.options(self.task, instruction))
+        return encode_conversation(self.tokenizer, messages, **self.options(self.task, instruction))
 
-    def read(self, ids: Sequence[int]) -> Said:
+    def read(self, ids: Sequence[int]) -> Action:
         """Returns what a sampled turn says."""
         return self.parse(self.tokenizer.decode(ids, skip_special_tokens=False), self.task.tools)
 
-    def result(self, said: Said, result: list[str], limit: int) -> list[int]:
+    def result(self, action: Action, result: list[str], limit: int) -> list[int]:
         """Returns the ids between a call and the next turn: the result, as `limit` tokens at most."""
-        assert said.tool
-        return observation_ids(self.tokenizer, said.tool, result, limit, self.words(self.task.tools))
+        assert action.tool
+        return encode_observation(self.tokenizer, action.tool, result, limit, self.words(self.task.tools))
 
-    def invalid(self, said: Said) -> list[int]:
+    def invalid(self, action: Action) -> list[int]:
         """Returns the ids between a turn that neither called nor answered and the next one."""
-        return encode(self.tokenizer, invalid_action(self.task.tools))
+        return encode(self.tokenizer, explain_invalid_action(self.task.tools))
 
     def response(self, ids: Sequence[int]) -> str:
         """Returns everything after the prompt as a text to read."""

@@ -14,7 +14,7 @@ import json
 import re
 import threading
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
@@ -38,7 +38,8 @@ class SchemaTool(Tool):
         self.schema, self.name = schema, str(schema["name"])
         properties = schema["parameters"].get("properties", {})
         self.bare = next(iter(properties)) if [p.get("type") for p in properties.values()] == ["string"] else ""
-        self.argument = self.bare or "{" + ", ".join(f'"{name}": {_kind(p)}' for name, p in properties.items()) + "}"
+        types = ", ".join(f'"{name}": {_name_type(p)}' for name, p in properties.items())
+        self.argument = self.bare or f"{{{types}}}"
         self.tag = re.sub(r"[^\w-]", "_", self.name)
         self.noun, self.plural, self.result_tag = f"a call of {self.name}", f"{self.tag}_calls", "result"
 
@@ -56,7 +57,7 @@ class SchemaTool(Tool):
         for name, p in parameters.get("properties", {}).items():
             choices = f"; one of {', '.join(map(json.dumps, p['enum']))}" if "enum" in p else ""
             optional = "" if name in parameters.get("required", ()) else "; may be left out"
-            lines.append(f"  {name}: {' '.join(p.get('description', _kind(p)).split())}{choices}{optional}")
+            lines.append(f"  {name}: {' '.join(p.get('description', _name_type(p)).split())}{choices}{optional}")
         return "\n".join(lines)
 
     def submit(self, argument: str) -> Future[list[str]]:
@@ -75,7 +76,7 @@ class SchemaTool(Tool):
                     result.set_result([clean(reply[:MAX_RESULT])])
 
         # Daemons, so that a call that hangs does not keep the program from ending.
-        timer = threading.Timer(self.timeout, settle, [self._late()])
+        timer = threading.Timer(self.timeout, settle, [f"{self.name} took longer than {self.timeout:g} s"])
         timer.daemon = True
         result.add_done_callback(lambda _: timer.cancel())
         timer.start()
@@ -90,20 +91,12 @@ class SchemaTool(Tool):
         try:
             result = self.call(arguments)
             if inspect.isawaitable(result):
-                result = asyncio.run(self._awaited(result))
+                result = asyncio.run(asyncio.wait_for(result, self.timeout + 1))  # cancels it, once it is answered
             return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
         except Fault as e:
             return e
         except BaseException as e:  # also SystemExit: the episode waits for a reply
             return f"{self.name} failed: {type(e).__name__}: {e}"
-
-    async def _awaited(self, work: Awaitable[Any]) -> Any:
-        task = asyncio.ensure_future(work)
-        done, _ = await asyncio.wait([task], timeout=self.timeout)
-        return task.result() if done else self._late()  # asyncio.run cancels it
-
-    def _late(self) -> str:
-        return f"{self.name} took longer than {self.timeout:g} s"
 
 
 class TypedFunction(SchemaTool):
@@ -113,8 +106,17 @@ class TypedFunction(SchemaTool):
     """
 
     def __init__(self, function: Callable[..., Any], where: str):
-        super().__init__(schema_of(function, where))
-        self.function, self._arguments = function, _reader(function, where)
+        from transformers.utils import get_json_schema  # here: it takes seconds, and few runs have such a tool
+
+        try:
+            super().__init__(get_json_schema(function)["function"])
+            self.function, self._arguments = function, _make_reader(function)
+            if not (self.schema["description"] or "").strip():
+                raise TypeError("its docstring does not say what it does")
+        except Exception as e:  # of transformers, of pydantic, and what evaluating an annotation raises
+            why = str(e).partition("\n")[0].rstrip("!.")
+            remedy = "a tool has a type for every argument and a docstring that describes each under Args:"
+            raise Fault(f"{where}: {why}; {remedy}") from None
         for word in (*WORDS, "timeout"):
             setattr(self, word, getattr(function, word, getattr(self, word)))
 
@@ -124,54 +126,31 @@ class TypedFunction(SchemaTool):
         try:
             return dict(self._arguments.validate_json(arguments))
         except ValidationError as e:  # without a link, and without repeating them
-            wrong = e.errors(include_url=False, include_context=False, include_input=False)
-            raise ValueError("; ".join(": ".join([*map(str, error["loc"]), error["msg"]]) for error in wrong)) from None
+            errors = e.errors(include_url=False, include_context=False, include_input=False)
+            raise ValueError("; ".join(": ".join([*map(str, x["loc"]), x["msg"]]) for x in errors)) from None
 
     def call(self, arguments: dict[str, Any]) -> Any:
         return self.function(**arguments)
 
 
-def tools_of(spec: str, where: str) -> list[TypedFunction]:
+def load_tools(spec: str, where: str) -> list[TypedFunction]:
     """Returns the function that --tools names; raises Fault, which begins with `where`."""
     return [TypedFunction(load(where, spec, "function"), where)]
 
 
-def schema_of(function: Callable[..., Any], where: str) -> dict[str, Any]:
-    """Returns name, description and parameters (a JSON schema) of a function; raises Fault."""
-    from transformers.utils import get_json_schema  # here: it takes seconds, and few runs have such a tool
-
-    remedy = "a tool has a type for every argument and a docstring that describes each under Args:"
-    for p in inspect.signature(function).parameters.values():
-        if p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
-            raise Fault(f"{where}: its argument {p.name} has no name to call it by; a tool's arguments have names")
-    try:
-        schema: dict[str, Any] = get_json_schema(function)["function"]
-        json.dumps(schema)
-    except Exception as e:  # two classes of transformers, and what evaluating an annotation raises
-        why = str(e).partition("\n")[0].rstrip("!.")
-        raise Fault(f"{where}: {why}; {remedy}") from None
-    if not (schema["description"] or "").strip():
-        raise Fault(f"{where}: its docstring does not say what it does; {remedy}")
-    return schema
-
-
-def _reader(function: Callable[..., Any], where: str) -> Any:
+def _make_reader(function: Callable[..., Any]) -> Any:
     """Returns pydantic's reader of a function's arguments: a dictionary of names that it has, each of its type."""
     from pydantic import ConfigDict, TypeAdapter, with_config
     from typing_extensions import NotRequired, TypedDict, get_type_hints  # noqa: UP035 (pydantic takes no older ones)
 
-    hints = get_type_hints(function, include_extras=True)
-    given = {
-        name: hints[name] if p.default is p.empty else NotRequired[hints[name]]  # type: ignore[valid-type]
-        for name, p in inspect.signature(function).parameters.items()
-    }
-    try:
-        arguments = TypedDict("arguments", given)  # type: ignore[misc]
-        return TypeAdapter(with_config(ConfigDict(extra="forbid"))(arguments))
-    except Exception as e:  # a type that pydantic cannot check
-        raise Fault(f"{where}: its arguments cannot be checked ({str(e).partition(chr(10))[0]})") from None
+    hints, fields = get_type_hints(function, include_extras=True), {}
+    for name, p in inspect.signature(function).parameters.items():
+        if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.POSITIONAL_ONLY):
+            raise TypeError(f"its argument {name} has no name to call it by")
+        fields[name] = hints[name] if p.default is p.empty else NotRequired[hints[name]]
+    return TypeAdapter(with_config(ConfigDict(extra="forbid"))(TypedDict("arguments", fields)))  # type: ignore[operator]
 
 
-def _kind(schema: dict[str, Any]) -> str:
+def _name_type(schema: dict[str, Any]) -> str:
     kind = schema.get("type", "any")
     return " or ".join(kind) if isinstance(kind, list) else str(kind)

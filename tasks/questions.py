@@ -6,7 +6,7 @@ Reads Search-R1's and verl's parquet unchanged, and JSONL with the same fields.
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,37 +23,32 @@ COLUMNS = ("id", "question", "golden_answers", "data_source", "prompt", "reward_
 HOPS = {"nq": 1, "triviaqa": 1, "popqa": 1, "hotpotqa": 2, "bamboogle": 2}  # of every question in these sets
 
 
-def load_questions(path: str | Path, skip: Callable[[str], None] | None = None) -> list[Question]:
+def load_questions(path: str | Path) -> list[Question]:
     """Returns the questions of a .jsonl or .parquet file, or of one on the hub (§4); a Fault names file and row.
 
-    An id that several sources share (`train_0` of NQ and of HotpotQA in one file) becomes `{source}-{id}`. With `skip`
-    a row that is no question is left out, and `skip` is told where it stands and why.
+    An id that several sources share (`train_0` of NQ and of HotpotQA in one file) becomes `{source}-{id}`.
     """
     path = fetched(str(path))
-    read = {".jsonl": json_lines, ".parquet": _read_parquet}.get(path.suffix)
+    read = {".jsonl": read_json_lines, ".parquet": _read_parquet}.get(path.suffix)
     if read is None or not path.is_file():
         raise Fault(f"{path}: no such .jsonl or .parquet file; check the path")
-    questions: dict[tuple[str, str], Question] = {}
+    questions = []
     for line, row in read(path):
         try:
-            q = _question(row, line)
-            if (q.source, q.id) in questions:
-                raise ValueError(f"another question of {q.source} has the id {q.id!r}; make the ids unique")
-            questions[q.source, q.id] = q
-        except ValueError as fault:
-            if skip is None:
-                raise Fault(f"{path}:{line}: {fault}") from None
-            skip(f"{path}:{line}: {fault}")
+            questions.append(_read_question(row, line))
+        except ValueError as e:
+            raise Fault(f"{path}:{line}: {e}") from None
     if not questions:
         raise Fault(f"{path}: no question in it; give a file with at least one row")
-    shared = Counter(q.id for q in questions.values())
-    named = {f"{q.source}-{q.id}" if shared[q.id] > 1 else q.id: q for q in questions.values()}
-    if len(named) < len(questions):
-        raise Fault(f"{path}: questions have one id once their source stands before it; make the ids unique")
-    return [replace(q, id=id) for id, q in named.items()]
+    n = Counter(q.id for q in questions)
+    questions = [replace(q, id=f"{q.source}-{q.id}") if n[q.id] > 1 else q for q in questions]
+    [(id, most)] = Counter(q.id for q in questions).most_common(1)
+    if most > 1:
+        raise Fault(f"{path}: {most} questions have the id {id!r}, source included; make the ids unique")
+    return questions
 
 
-def json_lines(path: Path) -> Iterator[tuple[int, object]]:
+def read_json_lines(path: Path) -> Iterator[tuple[int, object]]:
     with path.open("rb") as file:
         for line, raw in enumerate(file, 1):
             if not raw.strip():
@@ -61,21 +56,18 @@ def json_lines(path: Path) -> Iterator[tuple[int, object]]:
             try:
                 yield line, decoded(raw)
             except ValueError as e:
-                what = "not UTF-8" if isinstance(e, UnicodeDecodeError) else f"invalid JSON ({getattr(e, 'msg', e)})"
+                what = f"invalid JSON ({getattr(e, 'msg', e)})"
                 raise Fault(f"{path}:{line}: {what}; write one JSON object a line, in UTF-8") from None
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[int, object]]:
-    import pyarrow as pa  # here: few files are parquet
-
     try:
         yield from enumerate(parquet_rows(path, COLUMNS), 1)
-    except (OSError, pa.ArrowException) as e:
-        what = str(e).splitlines()[0]
-        raise Fault(f"{path}: not a readable parquet file ({what}); write it again") from None
+    except (OSError, ValueError) as e:  # pyarrow's are one or the other
+        raise Fault(f"{path}: not a readable parquet file ({str(e).splitlines()[0]}); write it again") from None
 
 
-def _question(row: object, line: int) -> Question:
+def _read_question(row: object, line: int) -> Question:
     """Returns the question in a row of either format; a ValueError says what is wrong and what to do."""
     if not isinstance(row, dict):
         raise ValueError("not a JSON object; write one JSON object a line")
@@ -83,35 +75,22 @@ def _question(row: object, line: int) -> Question:
     id = str(_get(row, "id", default=_get(row, "extra_info", "index", default=f"{source}-{line}")))
     text = _get(row, "question")
     if text is None:
-        text = _question_in_prompt(_get(row, "prompt"))
+        text = _find_question(_get(row, "prompt"))
     if not isinstance(text, str) or not text.strip():
         raise ValueError("no question; fill `question`, or `prompt` with a user message")
-    target = _get(row, "reward_model", "ground_truth", "target", default=())
-    golds = _answers(_get(row, "golden_answers", default=target))
-    if wrong := [g for g in golds if not isinstance(g, str)]:
-        raise ValueError(f"gold answer {wrong[0]!r:.80} is not text; write it as a string")
-    golds = [g.strip() for g in golds if g.strip()]
+    golds = _get(row, "golden_answers", default=_get(row, "reward_model", "ground_truth", "target", default=()))
+    if isinstance(golds, str):
+        golds = [golds]
+    if not isinstance(golds, Iterable) or isinstance(golds, dict) or not all(isinstance(gold, str) for gold in golds):
+        raise ValueError(f"gold answers {golds!r:.80} are neither a text nor a list of texts; write them so")
+    golds = [gold.strip() for gold in golds if gold.strip()]
     if not golds:
         raise ValueError("no gold answer; fill `golden_answers` or `reward_model.ground_truth.target`")
     id, source, text, *golds = clean([id, source, text.strip(), *golds])
-    return Question(id, text if text.endswith("?") else text + "?", tuple(golds), source, _hops(row, source))
+    return Question(id, text if text.endswith("?") else text + "?", tuple(golds), source, _count_hops(row, source))
 
 
-def _answers(golds: object) -> list[Any]:
-    """Returns the answers in a field: a text, a list, or the dictionary of a known format."""
-    if isinstance(golds, dict):
-        known = [x for key in ("value", "aliases", "text", "target") if key in golds for x in _listed(golds[key])]
-        if not known:  # TriviaQA: value and aliases; SQuAD: text; verl: target
-            raise ValueError(f"gold answers have the keys {sorted(golds)}; give a text or a list of texts")
-        return [x for k, x in enumerate(known) if x not in known[:k]]
-    return _listed(golds)
-
-
-def _listed(golds: object) -> list[Any]:
-    return list(golds) if isinstance(golds, Iterable) and not isinstance(golds, (str, dict)) else [golds]
-
-
-def _hops(row: object, source: str) -> int:
+def _count_hops(row: object, source: str) -> int:
     """Returns how many facts a question needs, from FlashRAG's metadata or from the name of its source; 0: unknown."""
     steps = _get(row, "metadata", "question_decomposition")  # MuSiQue
     if isinstance(steps, list) and steps:
@@ -130,7 +109,7 @@ def _get(row: object, *keys: str, default: Any = None) -> Any:
     return default if row is None else row
 
 
-def _question_in_prompt(prompt: object) -> str | None:
+def _find_question(prompt: object) -> str | None:
     """Returns what follows the last `Question:` in the last user message, or in the string."""
     if isinstance(prompt, Iterable) and not isinstance(prompt, str):
         prompt = next((_get(m, "content") for m in reversed(list(prompt)) if _get(m, "role") == "user"), None)

@@ -34,11 +34,10 @@ class Search(Tool):
     """Client of Search-R1's POST /retrieve: queries in, passages out.
 
     One thread sends whatever has queued up since its last request as one request: batches form under load, and a lone
-    query leaves at once. A query that is already under way is not sent again. `url` may name several servers, with
-    commas. A transient fault (connection, time-out, 429, 5xx) moves on to the next one at once; when all have failed,
-    they are asked again with exponential back-off or after the time that Retry-After asks for. `revive` is called
-    before that (the run restarts its own server there) and may return a new URL. After `retries` such rounds the
-    futures raise ToolDown.
+    query leaves at once. `url` may name several servers, with commas. A transient fault (connection, time-out, 429,
+    5xx) moves on to the next one at once; when all have failed, they are asked again with exponential back-off or after
+    the time that Retry-After asks for. `revive` is called before that (the run restarts its own server there) and may
+    return a new URL. After `retries` such rounds the futures raise ToolDown.
     """
 
     tag, noun, argument, plural, result_tag = "search", "a search", "query", "searches", "information"
@@ -48,9 +47,7 @@ class Search(Tool):
         self.topk = topk
         self._client_of = partial(Client, timeout=timeout, retries=retries)
         self.connect(url)
-        self._queue: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._under_way: dict[str, Future[list[str]]] = {}
-        self._lock = threading.Lock()
+        self._queue: queue.SimpleQueue[tuple[str, Future[list[str]]]] = queue.SimpleQueue()
         threading.Thread(target=self._send_batches, daemon=True).start()
 
     def connect(self, url: str, revive: Callable[[], str] = lambda: "") -> None:
@@ -68,12 +65,9 @@ class Search(Tool):
 
     def submit(self, argument: str) -> Future[list[str]]:
         """Returns a Future of the passages' `contents`, best first."""
-        query = argument[:4096]  # the server accepts no longer ones
-        with self._lock:
-            if query not in self._under_way:
-                self._under_way[query] = Future()
-                self._queue.put(query)
-            return self._under_way[query]
+        future: Future[list[str]] = Future()
+        self._queue.put((argument, future))
+        return future
 
     def show(self, result: list[str]) -> str:
         """Returns the passages as the policy reads them (App. F); each is `"Title"\\ntext`."""
@@ -88,38 +82,31 @@ class Search(Tool):
             batch = [self._queue.get()]
             while not self._queue.empty() and len(batch) < 256:
                 batch.append(self._queue.get())
-            results: Sequence[list[str] | Exception]
             try:
-                results = self._retrieve(batch)
+                passages = self._retrieve(list(dict.fromkeys(query for query, _ in batch)))
+                for query, future in batch:
+                    future.set_result(passages[query])
             except Exception as e:  # raised by the futures, in the caller's thread
-                results = [e] * len(batch)
-            with self._lock:
-                futures = [self._under_way.pop(query) for query in batch]
-            for future, result in zip(futures, results, strict=True):
-                if isinstance(result, Exception):
-                    future.set_exception(result)
-                else:
-                    future.set_result(result)
+                for _, future in batch:
+                    future.set_exception(e)
 
-    def _retrieve(self, queries: list[str]) -> list[list[str]]:
+    def _retrieve(self, queries: list[str]) -> dict[str, list[str]]:
+        def read(answer: Any) -> dict[str, list[str]]:
+            rows = [
+                [hit["document"]["contents"][:MAX_PASSAGE] for hit in hits[: self.topk]] for hits in answer["result"]
+            ]
+            if not all(isinstance(contents, str) for hits in rows for contents in hits):
+                raise TypeError("contents are not text")
+            return dict(zip(queries, rows, strict=True))
+
         body = {"queries": queries, "topk": self.topk, "return_scores": True}
         try:
-            return self._client.ask("/retrieve", body, lambda answer: _read_passages(answer, len(queries), self.topk))
+            return self._client.ask("/retrieve", body, read)
         except Outage as e:  # also of its revival
             raise ToolDown(f"the search server does not answer ({e})") from e
 
 
-def _read_passages(answer: Any, n: int, topk: int) -> list[list[str]]:
-    rows = answer["result"]
-    if len(rows) != n:
-        raise ValueError(f"{len(rows)} results for {n} queries")
-    passages = [[hit["document"]["contents"] for hit in hits[:topk]] for hits in rows]
-    if not all(isinstance(contents, str) for hits in passages for contents in hits):
-        raise TypeError("contents are not text")
-    return [[contents[:MAX_PASSAGE] for contents in hits] for hits in passages]
-
-
-def found(cfg: C) -> C:
+def choose_source(cfg: C) -> C:
     """Returns `cfg` with what a run searches that names neither --retriever nor --corpus; raises Fault if it cannot.
 
     That is the server on port 8000 of this machine, if one answers there, else Search-R1's corpus and index in DATA.
@@ -132,9 +119,9 @@ def found(cfg: C) -> C:
         raise Fault(f"--corpus {cfg.corpus}: no such file; check the path")
     if cfg.corpus or cfg.retriever:
         return cfg
-    if not silent(DEFAULT, cfg.topk):
+    if not probe(DEFAULT, cfg.topk):
         return replace(cfg, retriever=DEFAULT)
-    if index_of(str(DATA / WIKI)):
+    if find_index(str(DATA / WIKI)):
         return replace(cfg, corpus=str(DATA / WIKI))
     raise Fault(
         f"nothing to search: give --corpus (passages) or --retriever (URL of a running server), start one at {DEFAULT},"
@@ -142,51 +129,48 @@ def found(cfg: C) -> C:
     )
 
 
-def silent(url: str, topk: int) -> BaseException | None:
-    """Returns why a search server does not answer, None if it does."""
+def probe(url: str, topk: int) -> BaseException | None:
+    """Asks a search server; returns why it does not answer, None if it does."""
     return Search(url, topk, retries=0).submit("is anyone there").exception()
 
 
-def index_of(corpus: str) -> str:
+def find_index(corpus: str) -> str:
     """Returns the FAISS file of Search-R1's corpus, which is expected beside it; "" for any other corpus."""
     beside = [Path(corpus).parent / name for name in INDEXES] if Path(corpus).name == WIKI else []
     return next((str(path) for path in beside if path.is_file() and Path(corpus).is_file()), "")
 
 
-def reach(cfg: TaskKnobs, serve: Callable[..., str]) -> tuple[str, Callable[[], str]]:
+def start_server(cfg: TaskKnobs, serve: Callable[..., str]) -> tuple[str, Callable[[], str]]:
     """Returns the URLs of --retriever, which answers, or of a server over --corpus; and what restarts that."""
     if cfg.retriever:
-        if fault := silent(cfg.retriever, cfg.topk):
+        if fault := probe(cfg.retriever, cfg.topk):
             raise Fault(f"--retriever: {fault}; start it, or serve --corpus with --retriever ''")
         return cfg.retriever, lambda: ""
-    argv, index = [str(HERE / "retrieval_server.py"), "--corpus", cfg.corpus], index_of(cfg.corpus)
+    argv, index = [str(HERE / "retrieval_server.py"), "--corpus", cfg.corpus], find_index(cfg.corpus)
     # A slow core makes BM25 of 1 MB of passages a second (LOG.md), and reads 10.
     deadline = 60 + Path(cfg.corpus).stat().st_size / (1e7 if index else 1e6)
     own = partial(serve, *argv, *(["--index", index, "--encoder", E5] if index else []), deadline=deadline)
     return own(), own
 
 
-def described(search: Search, cfg: TaskKnobs, questions: Sequence[Question]) -> str:
-    """Returns where a run searches, and how that server does on some questions, if there are any."""
-    how = Path(index).name if (index := index_of(cfg.corpus)) else "BM25"
+def describe(search: Search, cfg: TaskKnobs, questions: Sequence[Question]) -> str:
+    """Returns where a run searches, and what that server finds for some questions, if there are any."""
+    how = Path(index).name if (index := find_index(cfg.corpus)) else "BM25"
     where = without_secrets(cfg.retriever) or f"{search.urls[0]} ({how} over {cfg.corpus}, started by this run)"
     return f"{where}\n        {try_search(search, questions)}" if questions else where
 
 
 def try_search(search: Search, questions: Sequence[Question]) -> str:
     """Returns how fast and how well the server answers some questions, in words; Fault if it finds nothing at all."""
-    began = time.perf_counter()
-    try:
-        found = [future.result() for future in [search.submit(q.text) for q in questions]]
-    except ToolDown as e:
-        raise Fault(f"{e}; check --retriever, and --topk {search.topk}") from None
-    seconds, n = time.perf_counter() - began, len(questions)
-    if not any(text.strip() for passages in found for text in passages):
+    start, n = time.perf_counter(), len(questions)
+    results = [future.result() for future in [search.submit(q.text) for q in questions]]
+    seconds = time.perf_counter() - start
+    if not any(text.strip() for passages in results for text in passages):
         raise Fault(
             f"{without_secrets(search.urls[0])} found no passage for any of {n} questions: check its index, and that it"
             " answers as Search-R1's server does"
         )
-    texts = [f" {normalize(' '.join(passages))} " for passages in found]
+    texts = [f" {normalize(' '.join(passages))} " for passages in results]
     hits = sum(
         any(f" {normalize(gold)} " in text for gold in q.golds) for q, text in zip(questions, texts, strict=True)
     )

@@ -8,7 +8,7 @@ from plumbing.faults import Fault
 from plumbing.hub import here
 from tasks import Question, Task, Trajectory, rng_of
 from tasks.questions import em, f1, load_questions
-from tasks.search import Search, described, found, reach
+from tasks.search import Search, choose_source, describe, start_server
 from tasks.tools import Calculator, Tool
 
 SEARCH_R1 = (
@@ -28,11 +28,11 @@ class SearchQA(Task):
     def __init__(self, cfg: Config):
         super().__init__(cfg)
         self.search = Search("", cfg.topk, retries=cfg.search_retries)
-        known: dict[str, Tool] = {"search": self.search, "calculator": Calculator()}
+        tools: dict[str, Tool] = {"search": self.search, "calculator": Calculator()}
         names = [] if cfg.tools == "none" else cfg.tools.split(",")
-        if not set(names) <= set(known) or (names and "search" not in names):
+        if not set(names) <= set(tools) or (names and "search" not in names):
             raise Fault(f"--tools {cfg.tools}: choose search, search with calculator, none, or module:function")
-        self.tools = [known[name] for name in names]
+        self.tools = [tools[name] for name in names]
 
     def connect(self, address: str, revive: Callable[[], str] = lambda: "") -> None:
         """Searches at these URLs, separated by commas."""
@@ -43,14 +43,14 @@ class SearchQA(Task):
 
     def check(self) -> None:
         if self.search in self.tools:
-            self.cfg = found(self.cfg)
+            self.cfg = choose_source(self.cfg)
 
     def start(self, serve: Callable[..., str]) -> str:
         if self.search not in self.tools:
             return f"search: none (--tools {self.cfg.tools})"
-        self.connect(*reach(self.cfg, serve))
-        asked = self.questions("train")[:64] if here(self.cfg.train) else []  # an evaluation needs none
-        return f"search: {described(self.search, self.cfg, asked)}"
+        self.connect(*start_server(self.cfg, serve))
+        questions = self.questions("train")[:64] if here(self.cfg.train) else []  # an evaluation needs none
+        return f"search: {describe(self.search, self.cfg, questions)}"
 
     @cache  # noqa: B019 (a run has one task)
     def questions(self, split: str) -> list[Question]:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 import simpleeval
 
+from plumbing.faults import Fault
+
 if TYPE_CHECKING:
     from tasks import Trajectory
 
@@ -21,7 +23,7 @@ simpleeval.MAX_POWER = 1000  # largest base and exponent, so that no calculation
 ANSWER = "answer"  # the tag that ends a trajectory
 WORDS = ("tag", "noun", "argument", "plural", "result_tag")
 TAG = re.compile(r"[^\W\d][\w-]*")
-LAST_ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)  # innermost, complete
+ANSWERS = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)  # innermost, complete
 
 
 class Tool(ABC):
@@ -85,9 +87,11 @@ class Calculator(Function):
         return f"{float(simpleeval.SimpleEval(names={}, functions={}).eval(one_line)):.12g}"
 
 
-def unusable(tools: Sequence[Tool], columns: Collection[str] = ()) -> str:
-    """Returns what is wrong with the words of a task's tools; "" if nothing is. `columns`: names that no metric can
-    have. Raises AttributeError where a tool lacks a word."""
+def check_words(where: str, tools: Sequence[Tool], columns: Collection[str] = ()) -> None:
+    """Raises Fault, which begins with `where`, unless a task's tools can be told apart by their words.
+
+    `columns`: names that no metric can have. Raises AttributeError where a tool lacks a word.
+    """
     tags = Counter(["think", ANSWER, *(tool.tag for tool in tools)])
     plurals = Counter([*columns, *(tool.plural for tool in tools)])
     for tool in tools:
@@ -100,21 +104,20 @@ def unusable(tools: Sequence[Tool], columns: Collection[str] = ()) -> str:
         }
         for word in (word for word in WORDS if not right[word]):
             rule = "tags are letters, digits, - and _, and no tag or plural is another's or the name of a column"
-            return f"its tool <{tool.tag}> has the {word} {getattr(tool, word)!r}; {rule}"
-    return ""
+            raise Fault(f"{where}: its tool <{tool.tag}> has the {word} {getattr(tool, word)!r}; {rule}")
 
 
-def stop_strings(tools: Sequence[Tool]) -> tuple[str, ...]:
+def list_stop_strings(tools: Sequence[Tool]) -> tuple[str, ...]:
     """Returns the strings that end a turn: the closing tags of the tools and of the answer."""
     return tuple(f"</{tag}>" for tag in [*(tool.tag for tool in tools), ANSWER])
 
 
-def tags_of(tools: Sequence[Tool]) -> tuple[str, ...]:
+def list_tags(tools: Sequence[Tool]) -> tuple[str, ...]:
     """Returns the agent's tags, which only the policy and the loop write: those of thoughts, tools and answers."""
     return "think", ANSWER, *(tag for tool in tools for tag in (tool.tag, tool.result_tag))
 
 
-def invalid_action(tools: Sequence[Tool]) -> str:
+def explain_invalid_action(tools: Sequence[Tool]) -> str:
     """Returns the observation after a turn that neither called a tool nor answered."""
     nouns = " nor ".join([*(tool.noun for tool in tools), "an answer"])
     calls = ", ".join(f"<{tool.tag}> {tool.argument} </{tool.tag}>" for tool in tools)
@@ -123,17 +126,17 @@ def invalid_action(tools: Sequence[Tool]) -> str:
 
 def find_call(text: str, tools: Sequence[Tool]) -> tuple[Tool, str] | None:
     """Returns the tool that a turn calls first, and the argument; None if no call is complete."""
-    found = []
+    calls = []
     for tool in tools:
         if match := re.search(rf"<{tool.tag}>((?:(?!<{tool.tag}>).)*?)</{tool.tag}>", text, re.S):
-            found.append((match.start(), tool, match.group(1).strip()))
-    return min(found, key=lambda call: call[0])[1:] if found else None
+            calls.append((match.start(), tool, match.group(1).strip()))
+    return min(calls, key=lambda call: call[0])[1:] if calls else None
 
 
-def last_answer(response: str) -> str | None:
+def find_answer(response: str) -> str | None:
     """Returns the text of the last complete <answer>...</answer>, or None.
 
     Give it the policy's own text: a prompt holds an example answer, and a passage may hold one too.
     """
-    found = LAST_ANSWER.findall(response)
-    return found[-1].strip() if found else None
+    answers = ANSWERS.findall(response)
+    return answers[-1].strip() if answers else None

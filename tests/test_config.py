@@ -14,7 +14,7 @@ from torch.distributed.run import get_args_parser as torchrun_parser
 import config
 from config import OPTIMIZER, PRESETS, Config, parse, read_instruction, warnings
 from plumbing.faults import Fault
-from reflect import endpoint
+from reflect import find_endpoint
 
 HERE = Path(config.__file__).parent
 WORLD = HERE / "world" / "files"
@@ -316,19 +316,20 @@ def test_an_optimizer_is_an_endpoint_and_a_model_s_name_or_openai_s_key(monkeypa
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     argv = ["--model", "qwen2.5-3b"]
     for elsewhere in (["--mode", "static"], ["--optimizer_model", "scripted"]):
-        assert endpoint(parse([*argv, *elsewhere])) == ("", "")
+        assert find_endpoint(parse([*argv, *elsewhere])) == ("", "")
     with pytest.raises(Fault, match="no optimizer: set OPENAI_API_KEY"):
-        endpoint(parse(argv))
+        find_endpoint(parse(argv))
     monkeypatch.setenv("OPENAI_API_KEY", "sk-1\n")
-    assert endpoint(parse(argv)) == ("https://api.openai.com/v1", "sk-1") and parse(argv).optimizer_model == OPTIMIZER
+    assert find_endpoint(parse(argv)) == ("https://api.openai.com/v1", "sk-1")
+    assert parse(argv).optimizer_model == OPTIMIZER
     assert parse([*argv, "--optimizer_model", "m"]).optimizer_model == "m"
     monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
     with pytest.raises(Fault, match="no optimizer"):  # OpenAI's model is not that endpoint's
-        endpoint(parse(argv))
-    assert endpoint(parse([*argv, "--optimizer_model", "m"])) == ("http://127.0.0.1:9/v1", "sk-1")
+        find_endpoint(parse(argv))
+    assert find_endpoint(parse([*argv, "--optimizer_model", "m"])) == ("http://127.0.0.1:9/v1", "sk-1")
     monkeypatch.setenv("OPENAI_BASE_URL", "localhost:9")
     with pytest.raises(Fault, match="OPENAI_BASE_URL localhost:9"):
-        endpoint(parse([*argv, "--optimizer_model", "m"]))
+        find_endpoint(parse([*argv, "--optimizer_model", "m"]))
 
 
 def test_periods_that_drift_against_each_other_are_only_a_warning():

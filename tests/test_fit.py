@@ -23,7 +23,7 @@ from kernels import grpo_head
 from models import lora
 from models.model import empty, skeleton
 from models.packing import Packing
-from rollout import prompt_ids, rollout
+from rollout import encode_prompt, rollout
 from tasks import Job, Question
 from tasks.search_qa import SearchQA
 from tasks.tools import Tool
@@ -194,7 +194,7 @@ def test_the_longest_trajectory_is_the_longest_that_rollout_makes(tiny):
     question = Question("q", "Who?", ("x",), "")
     task = SearchQA(Config())
     task.tools = [Endless()]
-    prompt = len(prompt_ids(tokenizer, task, "Answer.", question))
+    prompt = len(encode_prompt(tokenizer, task, "Answer.", question))
     cfg = replace(CFG7, max_turns=4, max_response=60, max_observation=50)
     longest = 0
     for max_prompt in range(prompt, prompt + 240, 10):  # from a limit that the first turn reaches to one that none does

@@ -17,12 +17,12 @@ import inspo
 from config import Config, read_config
 from models.model import load_tokenizer
 from plumbing.faults import Fault, ToolDown
-from rollout import prompt_ids
+from rollout import encode_prompt
 from tasks import Job, load_task
 from tasks.functions import MAX_RESULT, TypedFunction
 from tasks.game import Game
 from tasks.search_qa import SearchQA
-from tasks.tools import stop_strings, unusable
+from tasks.tools import check_words, list_stop_strings
 
 
 def forecast(city: str, days: int = 1, unit: Literal["C", "F"] = "C") -> dict[str, object]:
@@ -143,7 +143,9 @@ def test_a_call_that_takes_too_long_is_answered_in_time_and_keeps_nobody_waiting
     assert [call.result(10) for call in calls] == [["hangs took longer than 0.2 s"], ["sleeps took longer than 0.2 s"]]
     assert time.monotonic() - began < 5
     gate.set()
-    assert answered(shout, "a") and cancelled == [True]
+    while not cancelled:  # it is, a second after its reply
+        assert answered(shout, "a") and time.monotonic() - began < 20
+        time.sleep(0.05)
 
 
 def test_calls_run_side_by_side():
@@ -176,7 +178,8 @@ def test_a_result_is_text_that_a_tokenizer_accepts_and_no_longer_than_is_read():
 
 def test_the_words_of_a_tool_come_from_its_function():
     weather, loud = (TypedFunction(f, "") for f in (forecast, shout))
-    assert stop_strings([weather, loud]) == ("</forecast>", "</shout>", "</answer>") and not unusable([weather, loud])
+    assert list_stop_strings([weather, loud]) == ("</forecast>", "</shout>", "</answer>")
+    check_words("--tools x", [weather, loud])
     assert (loud.argument, loud.plural, loud.result_tag) == ("text", "shout_calls", "result")
     assert weather.argument == '{"city": string, "days": integer, "unit": string}'
     shout.result_tag = "echo"
@@ -220,11 +223,11 @@ def test_every_prompt_names_the_functions_whatever_the_instruction(tiny):
     task = load_task(Config(task="test_functions:Asking", tools="search,test_functions:forecast"))
     plain = load_task(Config(task="test_functions:Asking"))
     for instruction in ("Answer.", "Be quick."):
-        text = tiny[1].decode(prompt_ids(tiny[1], task, instruction, ASKED))
+        text = tiny[1].decode(encode_prompt(tiny[1], task, instruction, ASKED))
         assert '<forecast> {"city": string, "days": integer, "unit": string} </forecast>: Returns the weather' in text
         assert re.search(r"days: How many days ahead; may be left out\n.*one of \"C\", \"F\"", text)
         before, _, after = text.partition(f"{instruction}\n\nTools, ")
-        without = tiny[1].decode(prompt_ids(tiny[1], plain, instruction, ASKED))
+        without = tiny[1].decode(encode_prompt(tiny[1], plain, instruction, ASKED))
         assert without.startswith(before + instruction) and without.endswith(after[after.index("\n\nQuestion: ") :])
 
 
@@ -264,7 +267,7 @@ def test_a_run_with_the_function_of_the_page(tmp_path, monkeypatch, tiny_path):
         tau = json.loads(next(file))
     task, tokenizer = load_task(read_config(run)), load_tokenizer(tiny_path)
     [asked] = [q for q in task.questions("train") if q.id == tau["question"]]
-    assert tau["prompt_tokens"] == len(prompt_ids(tokenizer, task, task.instruction, asked))
+    assert tau["prompt_tokens"] == len(encode_prompt(tokenizer, task, task.instruction, asked))
 
 
 # ---- what is refused

@@ -19,20 +19,20 @@ from tokenizers_like import control_ids, made
 from config import Config
 from plumbing.faults import Fault, OptimizerDown, ToolDown
 from plumbing.outside import printable
-from reflect import MAX_REPLY, Optimizer, candidates, normalize, paid_calls
+from reflect import MAX_REPLY, Optimizer, normalize, read_candidates, read_paid_calls
 from retrieval.corpus import Corpus
-from rollout import prompt_ids, rollout
+from rollout import encode_prompt, rollout
 from tasks import Job, Question
-from tasks.formats import encode, lost
+from tasks.formats import encode, find_lost_tag
 from tasks.questions import load_questions
 from tasks.search import MAX_PASSAGE, Search
 from tasks.search_qa import SearchQA
-from tasks.tools import tags_of
+from tasks.tools import list_tags
 
 N = int(os.environ.get("FUZZ", 0))  # 10^5 in `make fuzz`
 KEY, GOLD = "sk-secret-123", "Zavrazhye"
 PARENT = "Think in <think> </think>, search with <search> </search>, answer in <answer> </answer>."
-PARSED = partial(lost, names=["search", "answer"])
+PARSED = partial(find_lost_tag, names=["search", "answer"])
 TOKENIZERS = ("world", "qwen", "deepseek")
 ASKED = Question("q", "Who?", (GOLD,), "s")
 TASK = SearchQA(Config(max_observation=60, search_retries=0))
@@ -162,11 +162,11 @@ def one_line(fault: Exception, secrets: list[str]) -> None:
 @cache
 def scaffold(name: str) -> list[int]:
     """Returns the control tokens of a prompt that are the chat template's own."""
-    return [i for i in prompt_ids(made(name), TASK, "x", Question("x", "x")) if i in control_ids(made(name))]
+    return [i for i in encode_prompt(made(name), TASK, "x", Question("x", "x")) if i in control_ids(made(name))]
 
 
 def speaks_for_nobody(name: str, instruction: str, question: str) -> None:
-    ids, forbidden = prompt_ids(made(name), TASK, instruction, Question("q", question)), control_ids(made(name))
+    ids, forbidden = encode_prompt(made(name), TASK, instruction, Question("q", question)), control_ids(made(name))
     assert [i for i in ids if i in forbidden] == scaffold(name)
 
 
@@ -185,8 +185,8 @@ def test_an_optimizer_may_reply_anything(server):
         stored = json.dumps(asdict(call), allow_nan=False)
         assert KEY not in stored and stored.encode() and len(call.reply) <= MAX_REPLY
         assert 0 <= call.prompt_tokens < 10**9 and 0 <= call.completion_tokens < 10**9
-        assert paid_calls([{"call": json.loads(stored)}]) == {call.key: call}
-        accepted, rejected = candidates(call.reply, PARENT, {normalize(PARENT)}, [GOLD], 1500, 6, PARSED)
+        assert read_paid_calls([{"call": json.loads(stored)}]) == {call.key: call}
+        accepted, rejected = read_candidates(call.reply, PARENT, {normalize(PARENT)}, [GOLD], 1500, 6, PARSED)
         assert len(accepted) <= 6
         for instruction in accepted.values():
             assert "\x1b" not in instruction and GOLD.lower() not in normalize(instruction).split()
@@ -210,8 +210,8 @@ def test_a_log_of_calls_may_hold_anything():
                 log.append(json.loads(line))
             except (ValueError, RecursionError):
                 continue
-        for call in paid_calls(log).values():
-            candidates(call.reply, PARENT, set(), [GOLD], 1500, 6, PARSED)
+        for call in read_paid_calls(log).values():
+            read_candidates(call.reply, PARENT, set(), [GOLD], 1500, 6, PARSED)
             json.dumps(asdict(call))
 
     check()
@@ -259,7 +259,7 @@ def test_a_search_server_may_answer_anything(server):
         assert len(observed) <= 60 and not control_ids(tokenizer) & set(observed)
         shown = tokenizer.decode(observed, skip_special_tokens=False)
         assert shown.count("</information>") == 1 == shown.count("<information>")
-        assert not any(f"<{slash}{tag}>" in shown for tag in tags_of([]) for slash in ("", "/"))
+        assert not any(f"<{slash}{tag}>" in shown for tag in list_tags([]) for slash in ("", "/"))
         json.dumps(tau.record(), allow_nan=False)
 
     check()
@@ -297,10 +297,9 @@ def test_a_file_of_passages_may_hold_anything(tmp_path):
         path.write_text("\n".join(lines))
         try:
             corpus = Corpus(path)
+            for row in range(len(corpus)):
+                "".join(corpus[row].values()).encode()
         except Fault as e:
             assert str(e).startswith(str(path))
-            return
-        for row in range(len(corpus)):
-            "".join(corpus[row].values()).encode()
 
     check()

@@ -112,19 +112,19 @@ def test_a_server_on_the_usual_port_is_found_unless_a_flag_names_another(monkeyp
     with json_servers() as start:
         usual = start({"result": [[{"document": {"contents": "A\nb"}, "score": 1.0}]]})
         monkeypatch.setattr(search, "DEFAULT", usual.url)
-        assert search.found(Config()).retriever == usual.url
+        assert search.choose_source(Config()).retriever == usual.url
         given = Config(retriever="http://127.0.0.1:9"), Config(corpus=str(WORLD / "corpus.jsonl"))
-        assert all(search.found(cfg) is cfg for cfg in given) and len(usual.requests) == 1
+        assert all(search.choose_source(cfg) is cfg for cfg in given) and len(usual.requests) == 1
         monkeypatch.setattr(search, "DEFAULT", start((404, {}, "vllm serve has no /retrieve")).url)
         with pytest.raises(Fault, match="nothing to search"):
-            search.found(Config())
+            search.choose_source(Config())
 
 
 def started(cfg):
     """Returns the arguments with which a run starts its search server, and the seconds that it waits for it."""
     calls = []
     serve = lambda *argv, deadline: calls.append((argv[1:], deadline)) or "http://127.0.0.1:1"  # noqa: E731
-    assert search.reach(cfg, serve)[0] == "http://127.0.0.1:1"
+    assert search.start_server(cfg, serve)[0] == "http://127.0.0.1:1"
     [call] = calls
     return call
 
@@ -142,14 +142,14 @@ def test_search_r1_s_corpus_is_served_with_its_index_if_both_are_there(elsewhere
     wiki, index = elsewhere / "wiki-18.jsonl", elsewhere / "e5_Flat.index"
     for path in (wiki, index):
         with pytest.raises(Fault, match=f"nothing to search: .*{elsewhere}"):
-            search.found(Config())
+            search.choose_source(Config())
         path.touch()
-    cfg = search.found(Config())
+    cfg = search.choose_source(Config())
     assert cfg.corpus == str(wiki)
     assert started(cfg) == (("--corpus", str(wiki), "--index", str(index), "--encoder", "intfloat/e5-base-v2"), 60)
     (elsewhere / "e5_HNSW64.index").touch()  # a CPU's
-    assert search.index_of(str(wiki)) == str(elsewhere / "e5_HNSW64.index")
-    assert search.index_of(str(WORLD / "corpus.jsonl")) == ""
+    assert search.find_index(str(wiki)) == str(elsewhere / "e5_HNSW64.index")
+    assert search.find_index(str(WORLD / "corpus.jsonl")) == ""
 
 
 def test_a_server_may_take_longer_to_start_than_others(tmp_path):
@@ -189,7 +189,7 @@ def run(cwd, argv, **env):
 @pytest.mark.parametrize("preset", [name for name in PRESETS if name.startswith("qwen")])
 def test_a_preset_says_all_that_is_missing(tmp_path, preset):
     """Data, something to search, an optimizer, a GPU: there is no hub here, no search server, no key, no card."""
-    if not search.silent(search.DEFAULT, 3):
+    if not search.probe(search.DEFAULT, 3):
         pytest.skip("a search server runs on this machine")
     code, out, err = run(tmp_path, [HERE / "inspo.py", "--model", preset], HF_HUB_OFFLINE="1")
     assert code == 1 and out == "" and not (tmp_path / "runs").exists()
@@ -212,7 +212,7 @@ def test_the_paper_s_command_fetches_what_it_needs_once_and_serves_what_is_there
 
     They are the world's, and a MiniLM that calls itself E5.
     """
-    if not search.silent(search.DEFAULT, 3):
+    if not search.probe(search.DEFAULT, 3):
         pytest.skip("a search server runs on this machine")
     files, data = tmp_path / "hub", tmp_path / "data"
     for name in ("train", "test"):

@@ -16,18 +16,18 @@ from plumbing.faults import Fault, one_line
 from plumbing.outside import clean, plain, printable
 from population import Instruction
 from reflect import Call
-from rollout import prompt_ids
+from rollout import encode_prompt
 from tasks import Question, Trajectory, Turn
-from tasks.formats import encode, observation_ids
+from tasks.formats import encode, encode_observation
 from tasks.search_qa import SEARCH_R1, SearchQA
-from tasks.tools import tags_of
+from tasks.tools import list_tags
 
 TASK = SearchQA(Config(tools="search,calculator"))
-SEARCH, TAGS = TASK.tools[0], tags_of(TASK.tools)
+SEARCH, TAGS = TASK.tools[0], list_tags(TASK.tools)
 
 
 def prompt(tokenizer, instruction, question):
-    return prompt_ids(tokenizer, TASK, instruction, Question("q", question))
+    return encode_prompt(tokenizer, TASK, instruction, Question("q", question))
 
 
 def spellings(tokenizer):
@@ -61,7 +61,7 @@ def test_no_outside_text_becomes_a_control_token(name):
     def check(instruction, question, passage, limit):
         ids = prompt(tokenizer, instruction, question)
         assert [i for i in ids if i in forbidden] == scaffold
-        ids = observation_ids(tokenizer, SEARCH, [passage, passage], limit, TAGS)
+        ids = encode_observation(tokenizer, SEARCH, [passage, passage], limit, TAGS)
         assert not forbidden & set(ids)
         end = encode(tokenizer, "</information>\n\n")
         assert ids[-len(end) :] == end and len(ids) <= max(limit, len(end))
@@ -89,7 +89,7 @@ def test_harmless_text_keeps_its_tokens(name):
     text = f"\n\n<information>{SEARCH.show(passages)}</information>\n\n"
     end = encode(tokenizer, "</information>\n\n")
     expected = encode(tokenizer, text[: -len("</information>\n\n")]) + end
-    assert observation_ids(tokenizer, SEARCH, passages, 10_000, TAGS) == expected
+    assert encode_observation(tokenizer, SEARCH, passages, 10_000, TAGS) == expected
     question = "Who wrote “Emma” (the novel) & when?"
     message = {"role": "user", "content": f"{SEARCH_R1}\n\nQuestion: {question}\n"}
     whole = tokenizer.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
@@ -101,7 +101,7 @@ def test_the_texts_of_the_world_keep_their_tokens():
     rows = [json.loads(line) for line in (WORLD / "corpus.jsonl").open()]
     for row in random.Random(0).sample(rows, 200):
         expected = encode(tokenizer, f"\n\n<information>{SEARCH.show([row['contents']])}")
-        assert observation_ids(tokenizer, SEARCH, [row["contents"]], 10_000, TAGS)[: len(expected)] == expected
+        assert encode_observation(tokenizer, SEARCH, [row["contents"]], 10_000, TAGS)[: len(expected)] == expected
     instruction = (WORLD / "instruction.txt").read_text().strip()
     tags = encode(tokenizer, "<think></think><search></search><information></information><answer></answer>")
     assert len(tags) == 8 and set(tags) <= set(prompt(tokenizer, instruction, "who?"))
@@ -118,9 +118,9 @@ def test_a_passage_of_megabytes_is_cut_before_it_is_tokenized():
             seen.append(len(text))
             return tokenizer(text, **kwargs)
 
-    ids = observation_ids(Watched(), SEARCH, ["word " * 10**6] * 3, 100, TAGS)
+    ids = encode_observation(Watched(), SEARCH, ["word " * 10**6] * 3, 100, TAGS)
     assert len(ids) == 100 and max(seen) < 20_000
-    assert ids == observation_ids(tokenizer, SEARCH, ["word " * 5000], 100, TAGS)
+    assert ids == encode_observation(tokenizer, SEARCH, ["word " * 5000], 100, TAGS)
 
 
 # ---- arrival

@@ -17,18 +17,18 @@ from plumbing.faults import OptimizerDown
 from reflect import (
     MAX_REPLY,
     Optimizer,
-    candidates,
     check,
     history_prompt,
+    make_token_counter,
     normalize,
-    paid_calls,
     paraphrase_prompt,
     parse,
+    read_candidates,
+    read_paid_calls,
     reflection_prompt,
     shorten,
-    token_counter,
 )
-from tasks.formats import lost
+from tasks.formats import find_lost_tag
 from tasks.search_qa import SEARCH_R1
 
 
@@ -163,14 +163,14 @@ def test_the_observations_of_every_tool_are_cut_over_all_their_lines():
 
 
 def test_a_failure_without_right_answers_has_none_in_the_prompt_and_the_only_one_has_the_whole_budget():
-    count, _ = token_counter()
+    count, _ = make_token_counter()
     text = long_failure(400)
     prompt = reflection_prompt("Do it.", [(text, ())], 6, count(text))
     assert f"<example>\nResponse: {text}\n</example>" in prompt and "Correct answer" not in prompt
 
 
 def test_every_failure_gets_its_share_of_the_budget():
-    count, _ = token_counter()
+    count, _ = make_token_counter()
     failures = [(long_failure(4000), ("gold",))] * 4
     prompt = reflection_prompt("Do it.", failures, 6, 800)
     assert prompt.count(QUESTION) == prompt.count(END) == prompt.count("Correct answer: gold") == 4
@@ -258,7 +258,7 @@ PARENT = "Think in <think> </think>, search with <search> </search>, answer in <
 GOOD = f"Search one entity at a time. {PARENT}"
 
 
-PARSED = partial(lost, names=["search", "answer"])  # as with one tool, a search
+PARSED = partial(find_lost_tag, names=["search", "answer"])  # as with one tool, a search
 FIG_4 = """You are required to answer the following question. To do so, you must externalize your entire thought \
 process using the specified XML tags. Your task is to follow the "Evidence-Based Reasoning" protocol.
 - **Plan:** In a `<think>...</think>` block, create a numbered plan of inquiry.
@@ -290,7 +290,7 @@ def test_a_candidate_that_differs_in_case_space_and_punctuation_alone_is_a_dupli
 
 
 def test_a_candidate_may_be_as_long_as_the_limit_and_no_longer():
-    n = token_counter()[0](GOOD)
+    n = make_token_counter()[0](GOOD)
     assert reason(GOOD, max_tokens=n) == ""
     assert reason(GOOD, max_tokens=n - 1) == f"longer than {n - 1} tokens"
 
@@ -301,7 +301,7 @@ def test_a_candidate_that_lost_a_tag_of_its_parent_s_that_is_parsed_is_rejected(
     assert reason(GOOD.replace(tag, tag.replace("<", "["))) == f"lost {tag}"
     assert reason(GOOD.replace(tag, tag.upper())) == f"lost {tag}"
     assert reason(GOOD.replace(tag, ""), parent=PARENT.replace(tag, "")) == ""  # the parent does not have it either
-    assert reason(GOOD.replace(tag, ""), parsed=partial(lost, names=["calculate"])) == ""
+    assert reason(GOOD.replace(tag, ""), parsed=partial(find_lost_tag, names=["calculate"])) == ""
 
 
 def test_all_other_tags_are_its_own_to_choose():
@@ -416,28 +416,29 @@ def test_a_reply_s_candidates_are_accepted_or_rejected_with_a_reason():
         f"<ins_{k}>{text}</ins_{k}>"
         for k, text in enumerate([GOOD, PARENT.upper(), "No tags.", f"Say Tarkovsky. {PARENT}", f"Twice. {PARENT}"], 1)
     )
-    accepted, rejected = candidates(reply, PARENT, used, ["Solaris", "Tarkovsky"], 100, 6, PARSED)
+    accepted, rejected = read_candidates(reply, PARENT, used, ["Solaris", "Tarkovsky"], 100, 6, PARSED)
     assert accepted == {1: GOOD, 5: f"Twice. {PARENT}"}
     assert rejected == [
         {"k": 2, "reason": "duplicate"},
         {"k": 3, "reason": "lost <search>"},
         {"k": 4, "reason": "contains the gold answer 'Tarkovsky'"},
     ]
-    assert candidates("I cannot help with that.", "parent", set(), [], 100, 6, PARSED) == ({}, [])
+    assert read_candidates("I cannot help with that.", "parent", set(), [], 100, 6, PARSED) == ({}, [])
     assert used == {normalize(text) for text in (PARENT, "another one", GOOD, f"Twice. {PARENT}")}
-    assert candidates(reply, PARENT, used, [], 100, 6, PARSED)[0] == {4: f"Say Tarkovsky. {PARENT}"}  # others are used
+    accepted, _ = read_candidates(reply, PARENT, used, [], 100, 6, PARSED)
+    assert accepted == {4: f"Say Tarkovsky. {PARENT}"}  # others are used
 
 
 def test_two_candidates_of_one_reply_with_the_same_words_are_one():
-    accepted, rejected = candidates("<ins_1>A b.</ins_1><ins_2>a, B!</ins_2>", "parent", set(), [], 100, 6, PARSED)
+    accepted, rejected = read_candidates("<ins_1>A b.</ins_1><ins_2>a, B!</ins_2>", "parent", set(), [], 100, 6, PARSED)
     assert accepted == {1: "A b."} and rejected == [{"k": 2, "reason": "duplicate"}]
 
 
 def test_candidates_are_measured_in_the_optimizer_s_tokens():
-    count, _ = token_counter()
+    count, _ = make_token_counter()
     text = "Search for one entity at a time, then answer."
-    assert candidates(f"<ins_1>{text}</ins_1>", "parent", set(), [], count(text), 1, PARSED)[0] == {1: text}
-    _, [row] = candidates(f"<ins_1>{text}</ins_1>", "parent", set(), [], count(text) - 1, 1, PARSED)
+    assert read_candidates(f"<ins_1>{text}</ins_1>", "parent", set(), [], count(text), 1, PARSED)[0] == {1: text}
+    _, [row] = read_candidates(f"<ins_1>{text}</ins_1>", "parent", set(), [], count(text) - 1, 1, PARSED)
     assert row["reason"] == f"longer than {count(text) - 1} tokens"
 
 
@@ -556,6 +557,23 @@ def test_an_optimizer_that_was_killed_is_revived(endpoint):
     assert Optimizer(gone, "m", revive=lambda: base(new)).ask("p", "t0 r0").reply == "back"
 
 
+def test_after_max_tokens_no_call_is_made_and_an_earlier_process_s_count(endpoint):
+    """--max_optimizer_tokens: a call may go beyond it, the next one is not made."""
+    server = endpoint(completion(usage={"prompt_tokens": 60, "completion_tokens": 30}))
+    optimizer = Optimizer(base(server), "m", max_tokens=100)
+    calls = [optimizer.ask("p", f"t{t} r0") for t in (1, 2)]
+    with pytest.raises(OptimizerDown, match="--max_optimizer_tokens 100 is used up: 180 tokens"):
+        optimizer.ask("p", "t3 r0")
+    paid = read_paid_calls([{"call": asdict(call)} for call in calls])
+    resumed = Optimizer(base(server), "m", max_tokens=100, paid=paid)
+    assert resumed.ask("p", "t2 r0").reply == "hello"  # paid for: it costs nothing
+    with pytest.raises(OptimizerDown, match="used up: 180 tokens"):
+        resumed.ask("p", "t3 r0")
+    assert len(server.requests) == 2
+    unlimited = Optimizer(base(server), "m", paid=paid)
+    assert unlimited.ask("p", "t3 r0").reply == "hello" and len(server.requests) == 3
+
+
 # --- no call is paid twice ----------------------------------------------------------------------------------------
 
 
@@ -564,7 +582,7 @@ def test_a_resumed_run_does_not_pay_again_for_a_reply(endpoint):
     call = Optimizer(base(server), "m").ask("prompt", "t15 r0")
     log = [{"t": 15, "call": asdict(call)}, {"t": 15, "accepted": []}, {"t": 15, "verified": []}]
     log = [json.loads(json.dumps(row)) for row in log]  # as reflections.jsonl keeps them
-    again = Optimizer(base(server), "m", paid=paid_calls(log)).ask("prompt", "t15 r0")
+    again = Optimizer(base(server), "m", paid=read_paid_calls(log)).ask("prompt", "t15 r0")
     assert len(server.requests) == 1
     assert again == replace(call, paid_before=True)
 
@@ -582,7 +600,7 @@ GOOD_ROW = {"key": "k", "prompt": "p", "reply": "r", "prompt_tokens": 3, "comple
     ],
 )  # fmt: skip
 def test_a_damaged_record_of_a_call_is_as_good_as_absent(endpoint, row):
-    assert list(paid_calls([row, {"call": GOOD_ROW}])) == ["k"]
+    assert list(read_paid_calls([row, {"call": GOOD_ROW}])) == ["k"]
 
 
 def test_the_key_of_a_call_stays_the_same_from_one_version_to_the_next(endpoint):
@@ -595,7 +613,7 @@ def test_the_key_of_a_call_stays_the_same_from_one_version_to_the_next(endpoint)
 def test_another_prompt_round_or_model_is_another_call(endpoint, prompt, when, model):
     server = endpoint(completion("first"), completion("second"))
     call = Optimizer(base(server), "m").ask("p", "t15 r0")
-    after = Optimizer(base(server), model, paid=paid_calls([{"call": asdict(call)}]))
+    after = Optimizer(base(server), model, paid=read_paid_calls([{"call": asdict(call)}]))
     assert after.ask(prompt, when).reply == "second"
     assert len(server.requests) == 2
 
@@ -611,7 +629,7 @@ def test_without_tiktoken_or_its_encodings_tokens_are_estimated(monkeypatch):
 
     for module in (None, Unreachable):  # None: not installed
         monkeypatch.setitem(sys.modules, "tiktoken", module)
-        count, how = token_counter.__wrapped__()
+        count, how = make_token_counter.__wrapped__()
         assert "estimate" in how
         assert count("") >= 0
         assert 90 <= count("word " * 80) <= 110
@@ -623,7 +641,7 @@ def test_with_tiktoken_tokens_are_counted_and_its_special_tokens_are_ordinary_te
         "bytes", pat_str=r"[\s\S]", mergeable_ranks={bytes([i]): i for i in range(256)}, special_tokens={"<|end|>": 256}
     )
     monkeypatch.setattr(tiktoken, "get_encoding", {"o200k_base": bytes_}.__getitem__)
-    count, how = token_counter.__wrapped__()  # past its cache
+    count, how = make_token_counter.__wrapped__()  # past its cache
     assert how == "tiktoken"
     assert count("hello") == 5
     assert count("<|end|>") == 7

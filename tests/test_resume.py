@@ -26,7 +26,7 @@ from journal.log import Log
 from models.model import load_tokenizer
 from plumbing import stop
 from plumbing.faults import Fault, Outage
-from reflect import Call, paid_calls
+from reflect import Call, read_paid_calls
 from tasks import Question, Task, Trajectory, Turn
 from training import checkpoint, policy
 
@@ -151,7 +151,7 @@ def play(out: Path, calls: Calls, **knobs) -> None:
     cfg = replace(CFG, out=str(out), resume=(out / "config.json").exists(), **knobs)
     task = Judged(cfg, calls)
     with stop.listening(), RunDirectory.opened(cfg) as run:
-        policy, optimizer = Policy(calls, task), Optimizer(calls, paid_calls(run.rows("reflections")))
+        policy, optimizer = Policy(calls, task), Optimizer(calls, read_paid_calls(run.rows("reflections")))
         log = Log(cfg, run, task, TOKENIZER)
         evolution = Evolution(cfg, task, optimizer, population_of(cfg), log)
         checkpoints = Checkpoints(run, policy, evolution.P, evolution.B, log)

@@ -13,15 +13,15 @@ from tasks import (
     Question,
     Task,
     Trajectory,
-    by_source,
+    average_by_source,
     check_questions,
+    choose_instruction,
     draw,
-    first_instruction,
     load_task,
     measure,
     reward,
     rng_of,
-    subset,
+    take_subset,
 )
 from tasks.search_qa import SEARCH_R1, SearchQA
 from tasks.tools import Calculator
@@ -153,11 +153,11 @@ def test_a_task_s_own_instruction_beats_a_preset_s_and_not_a_flag_s(game, tmp_pa
     preset = read_instruction("instruction", PRESETS["world"]["instruction"])
     (tmp_path / "mine.txt").write_text("Win.")
     flags = ["--task", "my_game:Instructed", "--instruction", str(tmp_path / "mine.txt")]
-    assert first_instruction(load_task(parse(flags[:2]))) == "Play."
-    assert first_instruction(load_task(parse(flags))) == "Win."
-    assert first_instruction(load_task(parse(["--task", "my_game:Game"]))) == preset  # it says nothing of its own
-    assert first_instruction(load_task(parse([]))) == preset
-    assert first_instruction(load_task(Config())) == SEARCH_R1
+    assert choose_instruction(load_task(parse(flags[:2]))) == "Play."
+    assert choose_instruction(load_task(parse(flags))) == "Win."
+    assert choose_instruction(load_task(parse(["--task", "my_game:Game"]))) == preset  # it says nothing of its own
+    assert choose_instruction(load_task(parse([]))) == preset
+    assert choose_instruction(load_task(Config())) == SEARCH_R1
 
 
 # ---- a reward without a task
@@ -342,7 +342,7 @@ def test_metrics_that_cannot_be_averaged_are_refused_by_name(rows, says):
 
 def test_means_are_given_over_all_and_over_every_source():
     rows = [{"em": 1.0, "f1": 1.0}, {"em": 0.0, "f1": 0.5}, {"em": 0.0, "f1": 0.25}]
-    assert by_source([*taus(1, "nq"), *taus(2, "musique")], rows) == {
+    assert average_by_source([*taus(1, "nq"), *taus(2, "musique")], rows) == {
         "em": 1 / 3, "em/musique": 0.0, "em/nq": 1.0, "f1": 1.75 / 3, "f1/musique": 0.375, "f1/nq": 1.0,
     }  # fmt: skip
 
@@ -386,18 +386,18 @@ def test_randomness_depends_on_seed_step_and_purpose_alone():
 def test_a_subset_is_the_same_every_time_and_has_every_source_in_its_share(n):
     sizes = {"nq": 70, "musique": 20, "bamboogle": 10}  # one after the other, as in a sorted file
     questions = [Question(f"{s}-{k}", "Who?", source=s) for s, size in sizes.items() for k in range(size)]
-    found = subset(questions, n)
-    assert found == subset(questions, n) and len(set(found)) == n
+    found = take_subset(questions, n)
+    assert found == take_subset(questions, n) and len(set(found)) == n
     assert found == sorted(found, key=questions.index)
     for source, size in sizes.items():
         assert abs(sum(q.source == source for q in found) - n * size / 100) <= 1
     assert [q.id for q in found] != [q.id for q in questions[:n]]
-    assert n == 99 or subset(questions, n, seed=1) != found
+    assert n == 99 or take_subset(questions, n, seed=1) != found
     order = np.random.default_rng([0, 0, zlib.crc32(b"subset")]).permutation(70)  # the same in every version
-    assert n > 70 or subset(questions[:70], n) == [questions[k] for k in sorted(order[:n])]
+    assert n > 70 or take_subset(questions[:70], n) == [questions[k] for k in sorted(order[:n])]
 
 
 @pytest.mark.parametrize("n", [0, 100, 1000])
 def test_a_subset_of_all_is_all(n):
     questions = [Question(str(k), "Who?") for k in range(100)]
-    assert subset(questions, n) == questions
+    assert take_subset(questions, n) == questions

@@ -21,7 +21,7 @@ from models.model import load_config, load_model, load_tokenizer, skeleton
 from plumbing.faults import Fault, OptimizerDown
 from plumbing.outside import without_secrets
 from plumbing.servers import Child
-from reflect import Optimizer, describe, endpoint
+from reflect import Optimizer, describe, find_endpoint
 from retrieval.encoder import Encoder
 
 # ---- a folder's own code
@@ -145,5 +145,5 @@ def test_a_path_goes_before_the_query_and_what_the_address_hides_is_not_shown():
 def test_a_refused_address_is_not_echoed_whole(monkeypatch):
     monkeypatch.setenv("OPENAI_BASE_URL", "ann:Geheim42@host/v1")
     with pytest.raises(Fault, match="host/v1: begin it with http") as e:
-        endpoint(parse(["--optimizer_model", "m"]))
+        find_endpoint(parse(["--optimizer_model", "m"]))
     assert "Geheim" not in str(e.value)

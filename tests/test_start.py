@@ -23,7 +23,7 @@ from models.model import load_tokenizer
 from plumbing.faults import Fault
 from plumbing.servers import Servers
 from reflect import Optimizer, connect, describe, paraphrase_prompt, reflection_prompt
-from rollout import prompt_ids
+from rollout import encode_prompt
 from tasks import Question
 from tasks.search import Search, try_search
 from tasks.search_qa import SEARCH_R1, SearchQA
@@ -72,9 +72,9 @@ def test_searches_are_timed_and_gold_answers_counted(serving):
     # "Person 1" is not in "Person 12", nor in "person".
     passage = {1: "A\nIt was the person 1!", 2: "A\nPerson, 2.", 3: "A\nPerson 12", 4: "A\nperson"}
     url = serving(answer(lambda query: [passage.get(int(query.split()[-1][:-1]), "A\nnothing")]))
-    said = try_search(Search(url, 3), QUESTIONS)
-    seconds, thousand = map(float, re.search(r"5 questions took (.*) s, 1,000 searches .* take (.*) s;", said).groups())
-    assert thousand == pytest.approx(200 * seconds, abs=1.1) and said.endswith("in the passages of 2")
+    line = try_search(Search(url, 3), QUESTIONS)
+    seconds, thousand = map(float, re.search(r"5 questions took (.*) s, 1,000 searches .* take (.*) s;", line).groups())
+    assert thousand == pytest.approx(200 * seconds, abs=1.1) and line.endswith("in the passages of 2")
 
 
 class Usage:
@@ -126,12 +126,12 @@ def test_a_server_that_finds_nothing_ends_the_run_at_its_start(serving, found):
 def test_a_server_whose_passages_hold_nearly_no_gold_answer_is_suspicious(serving):
     url = serving(answer(lambda query: ["A\nPerson 1" if "number 1?" in query else "A\nx"]))
     assert "nearly none" not in try_search(Search(url, 3), QUESTIONS)  # a fifth
-    said = try_search(Search(serving(answer(lambda query: ["A\nx"])), 3), QUESTIONS * 5)
-    assert "in the passages of 0: nearly none" in said
+    line = try_search(Search(serving(answer(lambda query: ["A\nx"])), 3), QUESTIONS * 5)
+    assert "in the passages of 0: nearly none" in line
 
 
 def test_a_refused_topk_is_named(serving):
-    with pytest.raises(Fault, match=r"HTTP 422: too many\); check --retriever, and --topk 1000"):
+    with pytest.raises(Fault, match=r"/retrieve: HTTP 422: too many"):
         try_search(Search(serving((422, {}, "too many")), 1000), QUESTIONS)
 
 
@@ -145,7 +145,7 @@ def test_a_server_with_other_field_names_ends_the_run_at_its_start(serving, repl
 def test_an_instruction_that_leaves_no_room_for_a_turn_ends_the_run_at_its_start():
     cfg = parse(["--mode", "static"])
     task, tokenizer, ranks = SearchQA(cfg), load_tokenizer(str(WORLD / "policy")), Ranks("cpu", 1)
-    shortest = min(len(prompt_ids(tokenizer, task, task.instruction, q)) for q in task.questions("train")[:64])
+    shortest = min(len(encode_prompt(tokenizer, task, task.instruction, q)) for q in task.questions("train")[:64])
     assert check(replace(cfg, max_prompt=shortest), ranks, task)[0].engine == "torch"
     with pytest.raises(Fault, match=f"--max_prompt 10: .* are {shortest} tokens at least, .*; raise it"):
         check(replace(cfg, max_prompt=10), ranks, task)

@@ -20,12 +20,12 @@ from tasks.tools import (
     WORDS,
     Calculator,
     Function,
+    check_words,
+    explain_invalid_action,
+    find_answer,
     find_call,
-    invalid_action,
-    last_answer,
-    stop_strings,
-    tags_of,
-    unusable,
+    list_stop_strings,
+    list_tags,
 )
 
 SEARCH, CALCULATOR = Search("http://127.0.0.1:9", topk=3), Calculator()  # nobody listens there
@@ -35,14 +35,14 @@ SEARCH, CALCULATOR = Search("http://127.0.0.1:9", topk=3), Calculator()  # nobod
 
 
 def test_tags_and_messages_name_every_tool():
-    assert stop_strings([SEARCH]) == ("</search>", "</answer>")
-    assert stop_strings([SEARCH, CALCULATOR]) == ("</search>", "</calculate>", "</answer>")
-    assert tags_of([]) == ("think", "answer")
-    assert tags_of([SEARCH, CALCULATOR]) == ("think", "answer", "search", "information", "calculate", "result")
-    assert invalid_action([SEARCH]) == (
+    assert list_stop_strings([SEARCH]) == ("</search>", "</answer>")
+    assert list_stop_strings([SEARCH, CALCULATOR]) == ("</search>", "</calculate>", "</answer>")
+    assert list_tags([]) == ("think", "answer")
+    assert list_tags([SEARCH, CALCULATOR]) == ("think", "answer", "search", "information", "calculate", "result")
+    assert explain_invalid_action([SEARCH]) == (
         "\n\nThat was neither a search nor an answer. Write <search> query </search> or <answer> answer </answer>.\n\n"
     )
-    assert invalid_action([SEARCH, CALCULATOR]) == (
+    assert explain_invalid_action([SEARCH, CALCULATOR]) == (
         "\n\nThat was neither a search nor a calculation nor an answer. Write <search> query </search>, "
         "<calculate> expression </calculate> or <answer> answer </answer>.\n\n"
     )
@@ -77,8 +77,9 @@ def test_a_tool_of_ones_own_is_five_words_and_a_function():
             return {"Rome": "12:00"}[city]
 
     clock = Clock()
-    assert stop_strings([clock]) == ("</clock>", "</answer>")
-    assert "neither a look at the clock nor an answer. Write <clock> city </clock> or <ans" in invalid_action([clock])
+    assert list_stop_strings([clock]) == ("</clock>", "</answer>")
+    message = explain_invalid_action([clock])
+    assert "neither a look at the clock nor an answer. Write <clock> city </clock> or <ans" in message
     tool, argument = find_call("<clock>\nRome </clock>", [SEARCH, clock])
     assert tool is clock and tool.show(tool.submit(argument).result()) == "12:00"
     assert tool.faults == 0 and tool.of(None) is tool
@@ -105,8 +106,9 @@ def test_a_tool_with_a_word_that_is_blank_or_another_s_is_one_line(changed, says
     words = dict(zip(WORDS, ("dial", "a call", "number", "calls", "tone"), strict=True))
     for word, said in (words | changed).items():
         setattr(Dial, word, said)
-    line = unusable([Calculator(), Dial()], ["loss"])
-    assert says in line and "\n" not in line and "; " in line
+    with pytest.raises(Fault, match=re.escape(says)) as refused:
+        check_words("--task x", [Calculator(), Dial()], ["loss"])
+    assert "\n" not in str(refused.value) and "; " in str(refused.value)
 
 
 @pytest.mark.parametrize("word", WORDS)
@@ -115,7 +117,7 @@ def test_a_tool_without_a_word_does_not_come_as_far_as_a_rollout(word):
     Dial = type("Dial", (Function,), words | {"run": lambda self, number: number})
     delattr(Dial, word)
     with pytest.raises(AttributeError, match=f"'Dial' object has no attribute '{word}'"):
-        unusable([Dial()])
+        check_words("--task x", [Dial()])
 
 
 def test_tools_may_share_the_tag_of_their_results():
@@ -125,7 +127,8 @@ def test_tools_may_share_the_tag_of_their_results():
         def run(self, number):
             return number
 
-    assert unusable([Calculator(), Dial()]) == unusable([SEARCH, Calculator()]) == unusable([]) == ""
+    for tools in ([Calculator(), Dial()], [SEARCH, Calculator()], []):
+        check_words("--task x", tools)
 
 
 # ---- calls in a turn
@@ -194,12 +197,12 @@ def test_a_call_is_an_opening_tag_and_its_closing_tag_with_no_opening_tag_betwee
     ],
 )
 def test_last_answer(response, want):
-    assert last_answer(response) == want
+    assert find_answer(response) == want
 
 
 def test_last_answer_is_linear_in_a_degenerate_response():
-    assert last_answer("<answer>" * 50_000 + "x") is None
-    assert last_answer("<answer>" + "x" * 500_000) is None
+    assert find_answer("<answer>" * 50_000 + "x") is None
+    assert find_answer("<answer>" + "x" * 500_000) is None
 
 
 # ---- the calculator
@@ -339,24 +342,18 @@ def test_a_query_without_a_passage_has_an_empty_result(retriever):
     assert Search(retriever('{"result": [[]]}').url, topk=3).submit("who").result(10) == []
 
 
-def test_a_query_longer_than_the_server_accepts_is_cut(retriever):
-    server = retriever()
-    Search(server.url, topk=3).submit("x" * 5000).result(10)
-    assert server.batches == [["x" * 4096]]
-
-
-def test_queries_that_wait_leave_together_and_a_duplicate_in_flight_is_sent_once(retriever):
+def test_queries_that_wait_leave_together_and_a_duplicate_among_them_is_sent_once(retriever):
     server = retriever()
     server.gate.clear()
     search = Search(server.url, topk=3)
     first = search.submit("a")
     wait_until(lambda: server.batches)
-    futures = {query: search.submit(query) for query in "bcd"}
-    assert search.submit("a") is first and search.submit("c") is futures["c"]
+    futures = [(query, search.submit(query)) for query in "bcdcb"]
     server.gate.set()
-    assert {query: future.result(10) for query, future in futures.items()} == {q: [f'"{q}"\nText.'] for q in "bcd"}
+    assert first.result(10) == ['"a"\nText.']
+    assert [future.result(10) for _, future in futures] == [[f'"{query}"\nText.'] for query, _ in futures]
     assert server.batches == [["a"], ["b", "c", "d"]]
-    search.submit("a").result(10)  # answered before: nothing is under way, so it is asked again
+    search.submit("a").result(10)  # it keeps no answers
     assert server.batches[2:] == [["a"]]
 
 

@@ -15,7 +15,7 @@ from models import layers, lora
 from models.model import load_config, load_tokenizer, skeleton
 from plumbing.faults import Fault
 from plumbing.status import status
-from rollout import prompt_ids
+from rollout import encode_prompt
 from tasks import Task
 from training.device import check_device
 from training.fit import shapes, with_room
@@ -98,7 +98,7 @@ def check(cfg: Config, ranks: Ranks, task: Task) -> tuple[Config, str]:
     if longest and cfg.max_prompt + cfg.max_response > longest:
         raise Fault(f"--max_prompt {cfg.max_prompt} + --max_response {cfg.max_response}: the model ends at {longest}")
     tokenizer = load_tokenizer(cfg.model)
-    shortest = min(len(prompt_ids(tokenizer, task, task.instruction, q)) for q in task.questions("train")[:64])
+    shortest = min(len(encode_prompt(tokenizer, task, task.instruction, q)) for q in task.questions("train")[:64])
     if shortest > cfg.max_prompt:
         raise Fault(
             f"--max_prompt {cfg.max_prompt}: the first instruction and a question are {shortest} tokens at least, so no"

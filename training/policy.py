@@ -29,7 +29,7 @@ from plumbing import stop
 from plumbing.faults import DiskFault, Fault
 from population import Instruction
 from rollout import play, rollout, spread
-from tasks import Job, Task, Trajectory, reward, rng_of, subset
+from tasks import Job, Task, Trajectory, reward, rng_of, take_subset
 from training import checkpoint
 from training.ranks import Ranks
 
@@ -218,7 +218,7 @@ class Policy:
 
     def evaluate(self, t: int, I: Instruction, split: str) -> list[Trajectory]:
         """Plays and rewards the questions of "valid" or "test", --eval_n of them, greedily under an instruction."""
-        questions = subset(self.task.questions(split), self.cfg.eval_n)  # CHOICE-11
+        questions = take_subset(self.task.questions(split), self.cfg.eval_n)  # CHOICE-11
         taus = self.rollout(t, "evaluate", [Job(I.id, I.text, q, k) for k, q in enumerate(questions)], temperature=0.0)
         reward(self.task, taus)
         return taus

@@ -21,10 +21,10 @@ NAMES = {
         f"xǁEvolutionǁ{name}" for name in ("population", "begin", "evolve", "propose", "prompt", "ask", "verify")
     ),
     "grpo": "group_advantages xǁLearnerǁset_advantages xǁLearnerǁterms",
-    "reflect": "parse candidates check _names normalize paraphrase_prompt history_prompt "
-    "reflection_prompt examples shorten _middle_out",
-    "tasks": "load_task check_questions reward measure _finite rng_of draw subset by_source",
-    "tasks.questions": "normalize em f1 _token_f1 _answers _hops",
+    "reflect": "parse read_candidates check _mentions normalize paraphrase_prompt history_prompt "
+    "reflection_prompt format_examples shorten _cut_middle",
+    "tasks": "load_task check_questions reward measure _finite rng_of draw take_subset average_by_source",
+    "tasks.questions": "normalize em f1 _token_f1 _read_question _count_hops",
 }
 FUNCTIONS = ["population.*"]
 FUNCTIONS += [

@@ -17,7 +17,7 @@ from config import Config
 from plumbing.faults import Fault
 from tasks import Message, Question, Task, Trajectory
 from tasks.functions import TypedFunction
-from tasks.questions import json_lines
+from tasks.questions import read_json_lines
 
 NO_TOOLS = ("reset", "get_reward")  # public methods that the policy cannot call
 
@@ -60,7 +60,7 @@ class EnvironmentTask(Task):
         path, found = Path(file), []
         if path.suffix != ".jsonl" or not path.is_file():
             raise Fault(f"--{split} {file or 'is missing'}: give a .jsonl file, each line a row for reset()")
-        for line, row in json_lines(path):
+        for line, row in read_json_lines(path):
             if not (text := _asked(row).strip()) or not isinstance(row, dict):
                 raise Fault(f"--{split} {file}:{line}: nothing is asked; fill `prompt` or `question`")
             found.append(Question(str(row.get("id", f"{split}-{line}")), text, source=path.stem, data=row))

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 from plumbing.chat import rendered, template_of
 from plumbing.faults import Fault
 from plumbing.outside import as_data, clean, control, decoded
-from tasks.formats import TOKEN_CHARACTERS, Said, Tags, encode, lost
+from tasks.formats import TOKEN_CHARACTERS, Action, Tags, encode, find_lost_tag
 from tasks.functions import SchemaTool
 from tasks.search_qa import SEARCH_R1
-from tasks.tools import ANSWER, Tool, last_answer
+from tasks.tools import ANSWER, Tool, find_answer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -82,7 +82,7 @@ class Hermes(Tags):
         if "<tool_response>" in candidate and "<tool_response>" not in parent:
             return "holds a result of its own"
         reason = malformed(candidate, task.tools) if task.cfg.evolve == "tools" else ""
-        return reason or lost(candidate, parent, [ANSWER])
+        return reason or find_lost_tag(candidate, parent, [ANSWER])
 
     @classmethod
     def messages(cls, task: Task, instruction: str, question: Question) -> list[Message]:
@@ -101,7 +101,7 @@ class Hermes(Tags):
         return {"tools": [{"type": "function", "function": schema} for schema in schemas] or None}
 
     @classmethod
-    def parse(cls, text: str, tools: Sequence[Tool], ended: bool = True) -> Said:
+    def parse(cls, text: str, tools: Sequence[Tool], ended: bool = True) -> Action:
         """Returns what the text of a turn says to these tools. Of several calls the first counts; a call counts before
         an answer.
 
@@ -112,15 +112,15 @@ class Hermes(Tags):
             try:
                 tool, argument = call_of(calls[0], tools)
             except ValueError as e:
-                return Said(text, ended=ended, note=f"This call cannot be served: {e}.")
+                return Action(text, ended=ended, note=f"This call cannot be served: {e}.")
             more = f"Of your {len(calls)} calls the first is served: write one at a time.\n" * (len(calls) > 1)
-            return Said(text, None, tool, argument, ended, more)
-        answer = last_answer(said)
+            return Action(text, None, tool, argument, ended, more)
+        answer = find_answer(said)
         if answer is None and ended:
             answer = said.strip() or None
         why = "was empty" if ended else "was cut off before it ended"
         note = f"Your turn {why}. Call a tool, or write the answer inside <{ANSWER}> and </{ANSWER}>."
-        return Said(text, answer, ended=ended, note="" if answer is not None else note)
+        return Action(text, answer, ended=ended, note="" if answer is not None else note)
 
     # ---- with the policy's tokenizer
 
@@ -136,22 +136,22 @@ class Hermes(Tags):
         for function in self.options(task, "")["tools"] or ():
             check_printed(tokenizer, function)
 
-    def read(self, ids: Sequence[int]) -> Said:
+    def read(self, ids: Sequence[int]) -> Action:
         ended = bool(ids) and ids[-1] == self.tokenizer.eos_token_id
         text = self.tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=False)
         return self.parse(text, self.task.tools, ended)
 
-    def result(self, said: Said, result: list[str], limit: int) -> list[int]:
-        assert said.tool
-        return self._message(said, said.tool.show([as_data(text, self.pattern) for text in result]), limit)
+    def result(self, action: Action, result: list[str], limit: int) -> list[int]:
+        assert action.tool
+        return self._message(action, action.tool.show([as_data(text, self.pattern) for text in result]), limit)
 
-    def invalid(self, said: Said) -> list[int]:
-        return self._message(said, "", TOKEN_CHARACTERS * len(said.note))
+    def invalid(self, action: Action) -> list[int]:
+        return self._message(action, "", TOKEN_CHARACTERS * len(action.note))
 
-    def _message(self, said: Said, text: str, limit: int) -> list[int]:
+    def _message(self, action: Action, text: str, limit: int) -> list[int]:
         """Returns the ids of the tool's message, `limit` at most, and of what opens the next turn."""
-        begin = ("" if said.ended else self.eos) + self.begin
-        shown = as_data(said.note, self.pattern) + text[: limit * TOKEN_CHARACTERS]
+        begin = ("" if action.ended else self.eos) + self.begin
+        shown = as_data(action.note, self.pattern) + text[: limit * TOKEN_CHARACTERS]
         ids = encode(self.tokenizer, begin + shown + self.end)
         if len(ids) <= limit:
             return ids

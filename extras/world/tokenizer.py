@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from extras.world.demos import SEARCH
 from extras.world.facts import NAMES, OPENINGS, RELATIONS
-from tasks.tools import invalid_action
+from tasks.tools import explain_invalid_action
 from world.clauses import CLAUSES, FILLERS, FRAMES
 
 CONTROL = ["<pad>", "<unk>", "<|user|>", "<|assistant|>", "<eos>"]
@@ -24,7 +24,8 @@ TEMPLATE = (
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """Returns a tokenizer of lower-cased words and punctuation; a tag, `Question:` and `Doc 1(Title:` are one token."""
-    said = [*FRAMES, *FILLERS, *OPENINGS, invalid_action([SEARCH]), "a with and of the it is steps ( ) . , ? : ' !"]
+    signs = "a with and of the it is steps ( ) . , ? : ' !"
+    said = [*FRAMES, *FILLERS, *OPENINGS, explain_invalid_action([SEARCH]), signs]
     said += [wording for c in CLAUSES.values() for wording in c.taught + c.unseen]
     said += [*RELATIONS, *NAMES] + [word for pools in NAMES.values() for pool in pools for word in pool]
     text = re.sub("|".join(map(re.escape, TAGS)), " ", " ".join(said)).lower()

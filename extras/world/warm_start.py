@@ -19,7 +19,7 @@ from config import WORLD
 from extras.world.demos import TASK, demo
 from extras.world.facts import MINI, World, questions, the_world
 from extras.world.tokenizer import build_tokenizer, save_tokenizer
-from rollout import prompt_ids
+from rollout import encode_prompt
 from tasks import Question
 from world.clauses import START
 
@@ -60,7 +60,7 @@ def lessons(rng: random.Random, worlds: list[World], tokenizer, total: int, batc
             rows = []
             for _ in range(10 * batch // 130):
                 instruction, question, parts = demo(rng, worlds, hops, k)
-                ids = prompt_ids(tokenizer, TASK, instruction, Question("", question))
+                ids = encode_prompt(tokenizer, TASK, instruction, Question("", question))
                 weights = [OTHER] * len(ids)
                 texts = tokenizer([text for text, _ in parts], add_special_tokens=False)["input_ids"]
                 for (_, by_agent), part in zip(parts, texts, strict=True):

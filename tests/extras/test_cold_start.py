@@ -35,7 +35,7 @@ from tasks import Job, Question, reward
 from tasks.formats import encode
 from tasks.questions import load_questions
 from tasks.search_qa import SearchQA
-from tasks.tools import stop_strings
+from tasks.tools import list_stop_strings
 
 ROOT = Path(__file__).parents[2]
 WORLD = ROOT / "world" / "files"
@@ -58,7 +58,7 @@ def task(tmp_path_factory):
 def played(task, world):
     """Rollouts of the world's policy, 40 questions under two instructions, rewarded."""
     model, tokenizer = world
-    engine = TorchEngine(model, tokenizer, stop_strings(task.tools))
+    engine = TorchEngine(model, tokenizer, list_stop_strings(task.tools))
     jobs = [Job(0, text, q, k) for text in (GOOD, task.instruction) for k, q in enumerate(task.questions("train")[:40])]
     taus = rollout(engine, tokenizer, task, jobs, CFG, temperature=1.0, seed=1)
     reward(task, taus)

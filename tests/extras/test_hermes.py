@@ -18,9 +18,9 @@ from evaluation.agents import Subject, agent
 from extras.plugs.hermes import IN_TEMPLATE, schema_of
 from journal.directory import read_jsonl
 from plumbing.faults import Fault
-from reflect import candidates
+from reflect import read_candidates
 from rollout import rollout
-from tasks import Job, Question, Task, first_instruction, load_task
+from tasks import Job, Question, Task, choose_instruction, load_task
 from tasks.functions import TypedFunction
 from tasks.search_qa import SEARCH_R1, SearchQA
 from tasks.tools import Calculator, Function
@@ -298,7 +298,7 @@ def test_a_task_s_own_rules_and_functions_are_in_the_template_s_places():
     task = load_task(Config(tools="search,test_hermes:forecast", format="hermes"))
     assert "Tools, whose" not in str(task.format.messages(task, "Go.", ASKED))
     named = [f["function"]["name"] for f in task.format.options(task, "Go.")["tools"]]
-    assert named == ["search", "forecast"] and "<search>" not in first_instruction(task)
+    assert named == ["search", "forecast"] and "<search>" not in choose_instruction(task)
 
 
 def test_what_the_optimizer_reads_has_no_control_tokens_and_results_that_can_be_cut():
@@ -448,7 +448,7 @@ def test_a_revision_keeps_every_tool_s_section_and_adds_none(change, says):
     parent = first(task)
     reply = f"<ins_1>{change(parent)} </ins_1>"
     unfit = lambda candidate, parent: task.format.unfit(candidate, parent, task)  # noqa: E731
-    accepted, rejected = candidates(reply, parent, set(), [], 1000, 1, unfit)
+    accepted, rejected = read_candidates(reply, parent, set(), [], 1000, 1, unfit)
     if says:
         assert not accepted and says in rejected[0]["reason"]
     else:

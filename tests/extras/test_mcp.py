@@ -15,7 +15,7 @@ import pytest
 from config import Config
 from plumbing.faults import Fault, ToolDown
 from tasks import Question, load_task
-from tasks.tools import stop_strings
+from tasks.tools import list_stop_strings
 
 pytest.importorskip("mcp", reason="the MCP SDK is not installed here: pip install mcp jsonschema")
 
@@ -148,7 +148,7 @@ def test_a_server_that_is_none_or_lies_is_one_line(target, says):
 def test_a_task_has_the_server_s_tools_beside_its_own():
     task = load_task(Config(tools=f"search,mcp:{COMMAND}"))
     assert {tool.tag for tool in task.tools} == {"search", "add", "shout", "fail", "sleep", "end", "secret"}
-    assert "</add>" in stop_strings(task.tools)
+    assert "</add>" in list_stop_strings(task.tools)
     [message] = task.format.messages(task, "Answer.", Question("q", "What is it?"))
     assert "<add> " in message["content"] and "Adds two numbers." in message["content"]
     with pytest.raises(Fault, match="its tool <add> has the tag 'add'; "):

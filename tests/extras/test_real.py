@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from config import FACTS, HERE, PRESETS, SMOLLM, SMOLLM_HUB, Config
 from extras.real import model
 from plumbing.faults import Fault
-from tasks.formats import observation_ids
+from tasks.formats import encode_observation
 from tasks.questions import em, load_questions
 from tasks.search_qa import SearchQA
 
@@ -210,5 +210,5 @@ def test_the_real_model_answers(tmp_path):
     assert tokenizer.tokenize("in  1990") == ["in", "ĠĠ", "1", "9", "9", "0"]
     cfg = Config(**PRESETS["smollm2-135m"])
     search = SearchQA(cfg).search
-    longest = max(len(observation_ids(tokenizer, search, [row["contents"]], 500)) for row in CORPUS)
+    longest = max(len(encode_observation(tokenizer, search, [row["contents"]], 500)) for row in CORPUS)
     assert longest <= cfg.max_observation  # no fact is cut

@@ -33,12 +33,12 @@ from extras.cold_start import encoded
 from journal.directory import read_jsonl
 from models.model import load_policy, weights
 from page.sample import parts
-from rollout import prompt_ids, rollout
+from rollout import encode_prompt, rollout
 from tasks import Job, Question
 from tasks.formats import encode
 from tasks.questions import em
 from tasks.search_qa import SearchQA
-from tasks.tools import stop_strings
+from tasks.tools import list_stop_strings
 from training import checkpoint
 
 pytestmark = [
@@ -76,7 +76,7 @@ class Shown(SearchQA):
 
 
 TASK = Shown(CFG)
-STOP = stop_strings(TASK.tools)
+STOP = list_stop_strings(TASK.tools)
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +188,7 @@ def test_plain_transformers_say_what_the_trained_policy_said(runs, lora_rank, tm
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )  # fmt: skip
         context = given["input_ids"][0].tolist()
-        assert context == prompt_ids(tokenizer, TASK, INSTRUCTION, known[row["question"]])
+        assert context == encode_prompt(tokenizer, TASK, INSTRUCTION, known[row["question"]])
         engine.begin(0)
         [turn] = engine.generate({0: context}, CFG.max_response, 0.0)
         assert tokenizer.decode(turn.ids) == row["turns"][0]["text"]
@@ -312,7 +312,7 @@ def test_vllm_says_what_the_torch_engine_says(real):
         assert vllm.unproven == 0
         twin = TorchEngine(model, tokenizer, STOP)
         questions = [q for q in TASK.questions("train") if q.id in ASKED] + TASK.questions("test")[:2]
-        contexts = {k: prompt_ids(tokenizer, TASK, INSTRUCTION, q) for k, q in enumerate(questions)}
+        contexts = {k: encode_prompt(tokenizer, TASK, INSTRUCTION, q) for k, q in enumerate(questions)}
         texts = []
         for _ in range(2):
             mine, theirs = turns(vllm, contexts), turns(twin, contexts)

@@ -26,7 +26,7 @@ from tasks import Question
 from tasks.questions import em, load_questions
 from tasks.search import Search
 from tasks.search_qa import SearchQA
-from tasks.tools import stop_strings
+from tasks.tools import list_stop_strings
 
 ROOT = Path(__file__).parents[2]
 EMMA = Question("q0", "Who wrote Emma?", ("Jane Austen",), "nq", 1)
@@ -221,7 +221,7 @@ def test_the_flags_of_the_methods_that_train(tmp_path):
     for cfg in (sft, reject):
         assert (cfg.mode, cfg.beta, cfg.mini, cfg.N_P, cfg.T_e) == ("supervised", 0, cfg.batch, 1, 0)
     assert grpo.beta == parse(flags).beta and len(TRAINED) == 3
-    assert stop_strings(SearchQA(grpo).tools) == ("</answer>",)
+    assert list_stop_strings(SearchQA(grpo).tools) == ("</answer>",)
     assert (tmp_path / "run.instruction.txt").read_text().strip() == IN_WORLD.direct
 
 

@@ -20,15 +20,15 @@ from extras.world.warm_start import tiny_policy, write_files
 from reflect import check, normalize, reflection_prompt
 from reflect import parse as parse_reply
 from retrieval.bm25 import BM25
-from rollout import prompt_ids
+from rollout import encode_prompt
 from tasks import Question
-from tasks.formats import lost, observation_ids
+from tasks.formats import encode_observation, find_lost_tag
 from tasks.questions import em
-from tasks.tools import invalid_action, last_answer
+from tasks.tools import explain_invalid_action, find_answer
 from world.clauses import BEST, CLAUSES, FILLERS, FRAMES, SAYS, START, read, write
 from world.optimizer import HARM, reply_to
 
-INVALID = invalid_action([SEARCH])
+INVALID = explain_invalid_action([SEARCH])
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def squash(text):
 
 
 def prompt_of(tokenizer, question):
-    return prompt_ids(tokenizer, TASK, START, Question("", question))
+    return encode_prompt(tokenizer, TASK, START, Question("", question))
 
 
 # --- the world ----------------------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ def test_following_all_the_right_clauses_leads_to_the_right_answer(full_world, m
         q = full_world.random_question(rng, hops)
         parts = demonstrate(rng, full_world, q, ["entity", "state", "exact", "cont"])
         text = "".join(part for part, _ in parts)
-        assert last_answer(text) == q.path[-1]
+        assert find_answer(text) == q.path[-1]
         queries = re.findall("<search>(.*?)</search>", text)
         assert queries == [f"{r} of {e}" for r, e in zip(q.chain, q.path, strict=False)]
         notes = re.findall("</information>\n\n<think>(.*?)</think>", text)
@@ -131,7 +131,7 @@ def test_the_clauses_decide_how_often_a_demonstration_succeeds(full_world, monke
         rng = random.Random(0)
         asked = [full_world.random_question(rng, hops) for _ in range(n)]
         texts = ["".join(part for part, _ in demonstrate(rng, full_world, q, clauses)) for q in asked]
-        return sum(em(last_answer(text), [q.path[-1]]) for text, q in zip(texts, asked, strict=True)) / n
+        return sum(em(find_answer(text), [q.path[-1]]) for text, q in zip(texts, asked, strict=True)) / n
 
     for hops in (2, 3):
         assert all(mean(clauses, hops) < 0.15 for clauses in ([], ["whole"], ["memory"]))
@@ -165,7 +165,7 @@ def test_the_tokenizer_knows_every_text_of_the_world(tokenizer, full_world):
 def test_demonstrations_show_results_exactly_as_a_run_does(tokenizer, full_world):
     for passages in (full_world.search("director of the film"), full_world.passages[:1], []):
         ids = tokenizer(observation(passages), add_special_tokens=False)["input_ids"]
-        assert ids == observation_ids(tokenizer, SEARCH, passages, limit=10_000)
+        assert ids == encode_observation(tokenizer, SEARCH, passages, limit=10_000)
 
 
 def test_the_saved_tokenizer_is_current(tokenizer):
@@ -181,7 +181,7 @@ def test_decoding_restores_a_trajectory_up_to_case_and_spaces(tokenizer, full_wo
         text = f"{instruction}\n\nQuestion: {question}\n" + INVALID + "".join(part for part, _ in parts)
         back = tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"], skip_special_tokens=False)
         assert squash(back) == squash(text)
-        assert em(last_answer(back), [last_answer(text)]) == 1  # and the reward is the same
+        assert em(find_answer(back), [find_answer(text)]) == 1  # and the reward is the same
 
 
 def test_the_tokenizer_survives_a_qwen2_config_and_being_saved_twice(tmp_path):
@@ -236,7 +236,7 @@ def failed_prompt(rng, full_world):
     while len(shown) < 4:
         q = full_world.random_question(rng, rng.choice([1, 2, 3]))
         text = "".join(part for part, _ in demonstrate(rng, full_world, q, read(instruction)))
-        if last_answer(text) != q.path[-1]:
+        if find_answer(text) != q.path[-1]:
             shown.append((f"Question: {q.text}\n{text}", (q.path[-1],)))
     return instruction, reflection_prompt(instruction, shown, 6, 10_000)
 
@@ -250,7 +250,8 @@ def replies(full_world):
         parent, prompt = failed_prompt(rng, full_world)
         used, judged = {normalize(parent)}, []
         for text in parse_reply(reply_to(prompt, seed=0)):
-            judged.append((text, check(text, parent, used, [], 1000, partial(lost, names=["search", "answer"]))))
+            unfit = partial(find_lost_tag, names=["search", "answer"])
+            judged.append((text, check(text, parent, used, [], 1000, unfit)))
             used.add(normalize(text))
         out.append((parent, judged))
     return out
@@ -291,7 +292,7 @@ def climb(world, seed, guess):
     def play(instruction):
         q = world.random_question(rng, rng.choice([1, 2, 3]))
         text = "".join(part for part, _ in demonstrate(rng, world, q, read(instruction)))
-        return float(last_answer(text) == q.path[-1]), (f"Question: {q.text}\n{text}", (q.path[-1],))
+        return float(find_answer(text) == q.path[-1]), (f"Question: {q.text}\n{text}", (q.path[-1],))
 
     def reward(instruction, n=40):
         return sum(play(instruction)[0] for _ in range(n)) / n

@@ -13,10 +13,10 @@ import inspo
 from config import WORLD, parse
 from models.model import load_tokenizer
 from plumbing.faults import Fault
-from rollout import prompt_ids, rollout
+from rollout import encode_prompt, rollout
 from tasks import Job, Question, load_task
 from tasks.formats import encode
-from tasks.tools import invalid_action, stop_strings
+from tasks.tools import explain_invalid_action, list_stop_strings
 
 
 class Script:
@@ -45,7 +45,7 @@ def play(task, question, *turns):
 base, result, *flags = sys.argv[1:]
 cfg = parse(["--tools", "search,my_tool:count"])
 task, game = load_task(cfg), load_task(parse(["--task", "my_game:Guess"]))
-tokenizer = load_tokenizer(base, stop_strings(task.tools))
+tokenizer = load_tokenizer(base, list_stop_strings(task.tools))
 question = Question("q", "How many words?", ("3",), "s")
 tau = play(task, question, "Let me see. <count> one two three </count>", "Three?", "<answer> 3 </answer>")
 hidden = next(q for q in game.questions("train") if q.id == "20-5")
@@ -54,16 +54,16 @@ guesses = [
     for moves in ((22, 25), (27, "x"), ())
 ]
 try:
-    load_tokenizer(str(WORLD / "policy"), stop_strings(task.tools))
+    load_tokenizer(str(WORLD / "policy"), list_stop_strings(task.tools))
     refusal = ""
 except Fault as e:
     refusal = str(e)
 Path(result).write_text(
     json.dumps(
         {
-            "stop": stop_strings(task.tools),
-            "invalid": invalid_action(task.tools),
-            "prompt": tokenizer.decode(prompt_ids(tokenizer, task, "Count.", question)),
+            "stop": list_stop_strings(task.tools),
+            "invalid": explain_invalid_action(task.tools),
+            "prompt": tokenizer.decode(encode_prompt(tokenizer, task, "Count.", question)),
             "response": tau.response,
             "prediction": tau.prediction,
             "counts": tau.served("count"),
