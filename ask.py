@@ -55,8 +55,7 @@ def question_of(task: Task, text: str, known: list[Question]) -> Question:
 def typed() -> Iterator[str]:
     print("\nA question a line, an empty line ends.")
     with contextlib.suppress(EOFError):  # Ctrl-D, or the end of a file
-        while text := input("\n> ").strip():
-            yield text
+        yield from iter(lambda: input("\n> ").strip(), "")
     print()
 
 

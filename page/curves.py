@@ -1,16 +1,15 @@
 """The curves of a page: every number of metrics.jsonl over the steps; runs that differ by their seed are one group."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from page.read import Row, Run, number
 
 WIDE = 8  # sources of questions at most that have a curve of their own
 # Settings that say where a run ran and what it kept, not what it is.
-ASIDE = {"seed", "out", "resume", "device", "tracker", "retriever", "keep", "save_every", "engine", "vllm"}
-ASIDE |= {"dry_run", "patience", "micro_tokens", "max_rows"}
-ASIDE |= {"id", "commit", "async_save"}
+ASIDE = {
+    "seed", "out", "resume", "device", "tracker", "retriever", "keep", "save_every", "engine", "vllm", "dry_run",
+    "patience", "micro_tokens", "max_rows", "id", "commit", "async_save",
+}  # fmt: skip
 
 
 def curves(run: Run) -> Row:
@@ -36,18 +35,7 @@ def groups(runs: list[Run]) -> list[Row]:
     for k, run in enumerate(runs):
         settings = {name: value for name, value in run.config.items() if name not in ASIDE}
         members.setdefault(repr(sorted(settings.items())) if settings else run.name, []).append(k)
-    first = [runs[places[0]] for places in members.values()]
-    names = sorted({name for run in runs for name in run.config} - ASIDE)
-    differ = [name for name in names if len({repr(run.config.get(name)) for run in first}) > 1]
-    out = []
-    for run, places in zip(first, members.values(), strict=True):
-        label = ", ".join(f"{name} {_brief(run.config.get(name))}" for name in differ)
-        if not 0 < len(label) <= 60 or not run.config:
-            label = run.name
-        out.append({"label": label + (f" ({len(places)} seeds)" if len(places) > 1 else ""), "runs": places})
-    return out
-
-
-def _brief(value: object) -> str:
-    """A setting as a label: of a path its last part."""
-    return str(value).rpartition("/")[2] or "none"
+    seeds = [f" ({len(places)} seeds)" if len(places) > 1 else "" for places in members.values()]
+    return [
+        {"label": runs[places[0]].name + n, "runs": places} for places, n in zip(members.values(), seeds, strict=True)
+    ]

@@ -63,12 +63,11 @@ def requested() -> bool:
 
 
 def _request(number: int, frame: FrameType | None) -> None:
-    if _State.request:
-        return
-    _State.request = signal.Signals(number).name
-    if _State.raises:
-        check()
-    _print(f"\n{_State.request}: stopping as soon as this update or file is complete\n")
+    if not _State.request:
+        _State.request = signal.Signals(number).name
+        if _State.raises:
+            check()
+        _print(f"\n{_State.request}: stopping as soon as this update or file is complete\n")
 
 
 def _exit(number: int, frame: FrameType | None) -> None:

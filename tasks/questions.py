@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from plumbing.faults import Fault
-from plumbing.hub import fetched
+from plumbing.hub import fetch
 from plumbing.outside import clean, decoded
 from plumbing.parquet import parquet_rows
 from tasks import Question
@@ -29,7 +29,7 @@ def load_questions(path: str | Path, skip: Callable[[str], None] | None = None) 
     An id that several sources share (`train_0` of NQ and of HotpotQA in one file) becomes `{source}-{id}`. With `skip`
     a row that is no question is left out, and `skip` is told where it stands and why.
     """
-    path = fetched(str(path))
+    path = fetch(str(path))
     read = {".jsonl": json_lines, ".parquet": _read_parquet}.get(path.suffix)
     if read is None or not path.is_file():
         raise Fault(f"{path}: no such .jsonl or .parquet file; check the path")

@@ -491,7 +491,7 @@ def test_export_writes_a_checkpoint_as_hugging_face_stores_models(whole, tmp_pat
     "flags, says",
     [
         (["--step", "4"], "has no checkpoint of step 4; it has: 9, 10"),
-        (["--best"], "has no checkpoint that was evaluated; it has: 9, 10; choose one with --step, or train with"),
+        (["--best"], "has no checkpoint that was evaluated; it has: 9, 10"),
         (["--to", "HERE"], "exists already; remove it, or choose another with --to"),
     ],
 )
