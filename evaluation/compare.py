@@ -18,9 +18,9 @@ from evaluation.statistics import (
     paired,
     right_or_wrong,
 )
-from journal.directory import read_jsonl
 from journal.summary import label
 from plumbing.faults import Fault
+from plumbing.files import read_jsonl
 from plumbing.outside import decoded
 
 TOLD_APART = ("what", "method", "instruction", "model", "seed", "n", "data", "questions")  # by what is compared

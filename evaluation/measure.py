@@ -16,10 +16,11 @@ from tqdm import tqdm
 from evaluation.agents import PLAYED, SERVED, Agent, Method, agent, content_of, instruction_of, method_of, subject
 from evaluation.benchmarks import load
 from evaluation.statistics import Interval, interval, macro
-from journal.directory import RunDirectory, read_jsonl, writing
+from journal.directory import RunDirectory
 from journal.summary import label
 from plumbing import stop
 from plumbing.faults import Fault, Outage
+from plumbing.files import read_jsonl, writing
 from plumbing.outside import decoded, finite, without_secrets
 from tasks import Question, Task, Trajectory, load_task, measure, reward, rng_of, subset
 from tasks.questions import normalize
@@ -102,14 +103,14 @@ def read_earlier(files: RunDirectory, setting: Row) -> tuple[list[Row], list[str
         return [], []
     try:
         summary = decoded(path.read_text())
-        was, metrics = summary["setting"], summary.get("metrics", [])
+        was, metrics = summary["setting"], summary["metrics"]
         unlike = [key for key in setting if was[key] != setting[key]]
     except (ValueError, LookupError, TypeError, AttributeError):
         raise Fault(f"{path} is no evaluation's, or damaged: choose another --out") from None
-    if metrics and unlike:
+    if unlike:
         values = [f"{json.dumps(values[unlike[0]]):.60}" for values in (was, setting)]
         raise Fault(f"{files.path} was started with {unlike[0]} {values[0]}, not {values[1]}: choose another --out")
-    return read_jsonl(files.path / "results.jsonl") if metrics else [], metrics
+    return read_jsonl(files.path / "results.jsonl"), metrics
 
 
 def cut_chunks(rows: list[Row], questions: Mapping[str, list[Question]]) -> list[Chunk]:

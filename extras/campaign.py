@@ -25,8 +25,8 @@ import numpy as np
 
 from config import HERE
 from evaluation.statistics import adjust, between_seeds, over_seeds
-from journal.directory import read_jsonl
 from plumbing.faults import Fault, one_line
+from plumbing.files import read_jsonl
 from plumbing.outside import decoded
 
 Row = dict[str, Any]

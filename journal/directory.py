@@ -232,7 +232,7 @@ class RunDirectory:
         if all are. Calls to the optimizer stay in reflections.jsonl: they have been paid for.
         """
         bad: dict[Path, str] = {}
-        found = None
+        found: tuple[Path, dict[str, Any]] | None = None
         for path in reversed(self.checkpoints()):
             if wrong := damage(path.absolute()):
                 bad[path] = wrong[0]
@@ -251,7 +251,7 @@ class RunDirectory:
                 remove(aside)
                 path.rename(aside)
             note(f"note: checkpoint {path.name} is damaged ({reason}) and is now called {aside.name}")
-        state = found[1] if found else {"t": -1, "phase": ""}  # without one the rows of step 0 are written again too
+        state: dict[str, Any] = found[1] if found else {"t": -1, "phase": ""}  # without one the rows of step 0 are written again too
         t, phase = state["t"], state["phase"]  # inside a step its row is still to come, and what its evolution logs
         last = {"metrics": t - bool(phase), "population": t, "reflections": t - (phase == "evolve")}
         for name in last:

@@ -1,10 +1,7 @@
 """The curves of a page: every number of metrics.jsonl over the steps; runs that differ by their seed are one group."""
 
-from collections import Counter
-
 from page.read import Row, Run, number
 
-WIDE = 8  # sources of questions at most that have a curve of their own
 # Settings that say where a run ran and what it kept, not what it is.
 ASIDE = {
     "seed", "out", "resume", "device", "tracker", "retriever", "keep", "save_every", "engine", "vllm", "dry_run",
@@ -15,13 +12,9 @@ ASIDE = {
 def curves(run: Run) -> Row:
     """Returns {"t": [...], "series": {name: [...]}} with None where a step has no such number.
 
-    The scores at the run's end, which are in summary.json alone, are those of the last step. A metric that has more
-    than WIDE sources is drawn of all of them together.
+    The scores at the run's end, which are in summary.json alone, are those of the last step.
     """
     names = sorted({name for row in run.steps for name, value in row.items() if number(value) is not None} - {"t"})
-    sources = Counter(name.partition("/")[0] for name in names if "/" in name)
-    crowded = {f"{metric}/" for metric in names if sources[metric] > WIDE}
-    names = [name for name in names if name[: name.find("/") + 1] not in crowded]
     series = {name: [number(row.get(name)) for row in run.steps] for name in names}
     for name, value in run.summary.get("end", {}).items():
         if f"test/{name}" in series:

@@ -60,22 +60,17 @@ def cost(run: Run) -> Row:
     names = ("rollout", "reward", "update", "verify", "evolve", "evaluate", "log")
     phases = {name: sum(column(run.steps, f"time/{name}")) for name in names}
     phases["evolve"] -= phases["verify"]  # a part of it; the rest are the optimizer's calls
+    failed = {name for row in run.steps for name in row if name.endswith("/faults")}
     phases["other"] = max(0.0, total - sum(phases.values()))
     return {
         "calls": len(calls), "optimizer": run.config.get("optimizer_model"),
         **{name: sum(column(calls, name)) for name in ("prompt_tokens", "completion_tokens")},
         "optimizer_seconds": sum(column(calls, "seconds")),
-        "training": len(_measured(run)) * run.config.get("batch", 0) * run.config.get("G", 0),
+        "training": sum(row["t"] > 0 for row in run.steps) * run.config.get("batch", 0) * run.config.get("G", 0),
         "verification": sum(column(run.reflections, "rollouts")),
         "tool_calls": run.summary.get("ledger", {}).get("tool_calls"),
-        "faults": sum(faults(run).values()), "seconds": total, "phases": phases,
+        "faults": sum(max(column(run.steps, name), default=0) for name in failed), "seconds": total, "phases": phases,
     }  # fmt: skip
-
-
-def faults(run: Run) -> dict[str, float]:
-    """How many requests have failed, by the name before "/faults" in metrics.jsonl."""
-    names = {name for row in run.steps for name in row if name.endswith("/faults")}
-    return {name.rpartition("/")[0]: max(column(run.steps, name), default=0) for name in sorted(names)}
 
 
 # ---- what went wrong
@@ -83,7 +78,7 @@ def faults(run: Run) -> dict[str, float]:
 
 def warnings(run: Run) -> list[Row]:
     """What a person who knows the failures of such runs would point at: {"text", "panel", "t"}."""
-    rows, out = _measured(run), list[Row]()
+    rows, out = [row for row in run.steps if row["t"] > 0], list[Row]()
 
     def warn(text: str, panel: str = "", t: int | None = None) -> None:
         out.append({"text": text, "panel": panel, "t": t})
@@ -108,23 +103,12 @@ def warnings(run: Run) -> list[Row]:
     if gaps := [row for row in rows if (number(row.get("logp_gap")) or 0) > 0.05]:
         t, gap = gaps[0]["t"], max(column(gaps, "logp_gap"))
         warn(f"Engine and trainer differ by up to {gap:.2g} nat a token, from step {t} on.", "logp_gap", t)
-    for name, n in faults(run).items():
-        if n:
-            warn(f"{n:.0f} requests to {name} failed and were repeated.")
     if skipped := [row["t"] for row in rows if row.get("skipped_updates")]:
         n = sum(column(rows, "skipped_updates"))
         warn(f"{n:.0f} optimizer steps were skipped: loss or gradient were not finite.", "skipped_updates", skipped[0])
     if len(reward) >= 10 and max(means := _windows(reward, few)) - means[-1] > 0.3 * max(map(abs, means)):
         warn(f"Reward fell from {max(means):.2f} to {means[-1]:.2f}.", "reward")
-    for event in run.events:
-        if event["text"].startswith("no new instruction: "):
-            warn(f"Step {event['t']}: {event['text'].partition(';')[0]}.", "tree", event["t"])
     return out
-
-
-def _measured(run: Run) -> list[Row]:
-    """The rows of steps, without those that hold evaluations alone."""
-    return [row for row in run.steps if "reward" in row or "loss" in row]
 
 
 def column(rows: Sequence[Row], name: str) -> list[float]:

@@ -88,10 +88,8 @@ def one_line(program: str = "") -> Iterator[None]:
 
     What is inside goes on when its standard output ends first.
     """
-    if not sys.stdout:  # closed (>&-)
-        sys.stdout = open(os.devnull, "w")
-    before = sys.stdout
-    if before is sys.__stdout__:
+    before = sys.stdout = sys.stdout or open(os.devnull, "w")  # None: closed (>&-)
+    if isinstance(before, io.TextIOWrapper) and before is sys.__stdout__:
         buffer, at_once = io.BufferedWriter(Outlived(1, "w", closefd=False)), before.isatty() or before.write_through
         sys.stdout = io.TextIOWrapper(buffer, before.encoding, before.errors, line_buffering=at_once)
     try:

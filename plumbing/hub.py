@@ -40,8 +40,9 @@ def fetch(path: str) -> Path:
     """
     from huggingface_hub import hf_hub_download
 
-    name = parse_name(path)
-    if on_disk := here(path) if name else Path(path):
+    if not (name := parse_name(path)):
+        return Path(path)
+    if on_disk := here(path):
         return on_disk
     if not (reason := out_of_reach()):
         try:

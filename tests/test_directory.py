@@ -19,9 +19,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from config import Config, knob, parse, read_config
-from journal.directory import RunDirectory, read_jsonl, step_of, with_absolute_paths
+from journal.directory import RunDirectory, step_of, with_absolute_paths
 from journal.export import export_checkpoint
 from plumbing.faults import CheckpointFault, DiskFault, Fault, Outage
+from plumbing.files import read_jsonl
 from training import checkpoint
 
 STATE = {"population": {}, "phase": ""}

@@ -25,8 +25,8 @@ from engines.chat_engine import ChatEngine, Words
 from evaluation import benchmarks, measure
 from evaluation.agents import METHODS
 from evaluation.compare import compare
-from journal.directory import read_jsonl
 from plumbing.faults import EngineFault, Fault, Outage
+from plumbing.files import read_jsonl
 from plumbing.servers import Child
 from tasks import Question
 from tasks.game import Game

@@ -17,9 +17,9 @@ from json_server import json_servers
 
 from config import HERE, PRESETS, SEARCH_R1, WORLD, Config
 from evaluation import benchmarks
-from journal.directory import read_jsonl
 from plumbing import hub
 from plumbing.faults import Fault, together
+from plumbing.files import read_jsonl
 from plumbing.servers import Servers
 from retrieval.encoder import Encoder
 from tasks import search

@@ -26,7 +26,7 @@ import export
 import inspo
 from engines.vllm_engine import vllm_installed
 from grpo import Learner
-from journal.directory import read_jsonl
+from plumbing.files import read_jsonl
 from plumbing.servers import Child
 from tasks import draw, rng_of
 from tasks.questions import load_questions

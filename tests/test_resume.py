@@ -21,11 +21,12 @@ import pytest
 from config import WORLD, Config
 from inspo import Evolution, compare, inspo, population_of
 from journal.checkpoints import Checkpoints
-from journal.directory import RunDirectory, read_jsonl, step_of
+from journal.directory import RunDirectory, step_of
 from journal.log import Log
 from models.model import load_tokenizer
 from plumbing import stop
 from plumbing.faults import Fault, Outage
+from plumbing.files import read_jsonl
 from reflect import Call, paid_calls
 from tasks import Question, Task, Trajectory, Turn
 from training import checkpoint, policy

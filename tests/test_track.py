@@ -6,9 +6,9 @@ import sys
 import pytest
 from test_resume import Calls, no_page, play
 
-from journal.directory import read_jsonl
 from plumbing import stop
 from plumbing.faults import Fault
+from plumbing.files import read_jsonl
 
 assert no_page  # a fixture
 WANDB = """
