@@ -251,7 +251,7 @@ class RunDirectory:
                 remove(aside)
                 path.rename(aside)
             note(f"note: checkpoint {path.name} is damaged ({reason}) and is now called {aside.name}")
-        state: dict[str, Any] = found[1] if found else {"t": -1, "phase": ""}  # without one the rows of step 0 are written again too
+        state: dict[str, Any] = found[1] if found else {"t": -1, "phase": ""}  # without one step 0 is written again
         t, phase = state["t"], state["phase"]  # inside a step its row is still to come, and what its evolution logs
         last = {"metrics": t - bool(phase), "population": t, "reflections": t - (phase == "evolve")}
         for name in last:

@@ -409,7 +409,7 @@ def test_each_fault_is_one_line_that_says_what_to_do(tmp_path, finished, monkeyp
     for flags, words in (
         (["world", "--data", "world", "world"], "--data world: there is a world already"),
         (["world", "--data", "squad"], "squad: no such .jsonl or .parquet file"),
-        ([unfinished], "has no I_star.txt, so it has not finished: resume it, or give a checkpoint"),
+        ([unfinished], "has no I_star.txt, so it has not finished: resume it, or give a directory that"),
         ([policy, "--method", "inspo", "--data", "world"], "has no I_star.txt to play under; give an instruction"),
         ([policy, "--data", "world"], "nothing to search: give --corpus"),
         ([policy], "--test is missing"),

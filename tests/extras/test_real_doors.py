@@ -28,7 +28,7 @@ import report
 from config import FACTS, PRESETS, SMOLLM, Config
 from engines.torch_engine import TorchEngine
 from engines.vllm_engine import VllmEngine, vllm_installed
-from evaluation.command import main as evaluate
+from evaluate import main as evaluate
 from extras.cold_start import encoded
 from models.model import load_policy, weights
 from page.sample import parts
