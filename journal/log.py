@@ -85,14 +85,13 @@ class Log:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run has to know; inside a step, as it was when the phase began that is repeated."""
-        found = {"ledger": asdict(self.ledger), "row": self.row} if self.phase != "evolve" else self.before
-        found |= {"held_out": self.held_out, "spread": self.spread, "metrics": self.metrics}
-        return found | {"seconds": self.seconds()}
+        state = {"ledger": asdict(self.ledger), "row": self.row} if self.phase != "evolve" else self.before
+        return state | {"held_out": self.held_out, "spread": self.spread, "metrics": self.metrics}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.ledger, self.row, self.t, self.phase = Ledger(**state["ledger"]), state["row"], state["t"], state["phase"]
         self.held_out, self.spread, self.metrics = state["held_out"], state["spread"], state["metrics"]
-        self.spent, self.clock = max(self.spent, float(state["seconds"])), time.perf_counter()
+        self.clock = time.perf_counter()
         self.before = {"ledger": state["ledger"], "row": dict(self.row)}
         for row in self.run.rows("metrics"):
             self.silence.step(row)
