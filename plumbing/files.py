@@ -44,4 +44,4 @@ def parse_lines(lines: Iterable[str], key: str = "") -> list[dict[str, Any]]:
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """Returns the rows of a .jsonl file, none of a file that is not there."""
-    return parse_lines(path.read_text(errors="replace").split("\n")) if path.exists() else []
+    return parse_lines(path.read_text(errors="replace").split("\n")) if path.is_file() else []
