@@ -28,7 +28,8 @@ def groups(runs: list[Run]) -> list[Row]:
     for k, run in enumerate(runs):
         settings = {name: value for name, value in run.config.items() if name not in ASIDE}
         members.setdefault(repr(sorted(settings.items())) if settings else run.name, []).append(k)
-    seeds = [f" ({len(places)} seeds)" if len(places) > 1 else "" for places in members.values()]
-    return [
-        {"label": runs[places[0]].name + n, "runs": places} for places, n in zip(members.values(), seeds, strict=True)
-    ]
+    out = []
+    for places in members.values():
+        seeds = f" ({len(places)} seeds)" if len(places) > 1 else ""
+        out.append({"label": runs[places[0]].name + seeds, "runs": places})
+    return out

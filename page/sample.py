@@ -25,8 +25,8 @@ def sample(run: Run, tree: Row, limit: int) -> tuple[Row, dict[str, str]]:
     pages, questions = dict[str, str](), dict[str, int]()
     steps = sorted((run.path / "trajectories").glob("step-*.jsonl.gz"))
     others = [path for kind in ("test", "verify") for path in (run.path / "trajectories").glob(f"{kind}-*.jsonl.gz")]
-    of_step, every = math.ceil(limit / max(1, len(steps))), max(1, math.ceil(len(steps) / limit))
-    for file in [*steps[::every], *sorted(others)]:
+    of_step = math.ceil(limit / max(1, len(steps)))
+    for file in [*steps, *sorted(others)]:
         rows, in_all, damaged = _rows(file, of_step if file in steps else 10**9)
         index["all"] += in_all
         if damaged:

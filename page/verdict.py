@@ -90,11 +90,9 @@ def warnings(run: Run) -> list[Row]:
         if broken := [row["t"] for row in rows if name in row and number(row[name]) is None]:
             warn(f"{name} is not a number at step {broken[0]}.", name, broken[0])
     few = max(1, min(10, len(rows) // 5))
-    entropy, answered, reward = (column(rows, name) for name in ("entropy", "answered", "reward"))
+    entropy, reward = column(rows, "entropy"), column(rows, "reward")
     if entropy and (end := fmean(entropy[-few:])) < 0.05 * (start := fmean(entropy[:few])):
         warn(f"Entropy has collapsed from {start:.3g} to {end:.3g} nats: the policy hardly explores.", "entropy")
-    if answered and (best := max(_windows(answered, few))) - (end := fmean(answered[-few:])) > 0.1:
-        warn(f"Trajectories that end in an answer fell from {best:.0%} to {end:.0%}.", "answered")
     silence = Silence()
     for row in rows:
         silence.step(row)

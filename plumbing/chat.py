@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -42,7 +43,11 @@ def in_template(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], **opti
     at its ends."""
     text = rendered(tokenizer, messages, **options)
     for message in messages:
-        if (content := message["content"].strip()) not in text:
-            place = f"the {message['role']}'s message that begins {content[:60]!r}"
-            raise Fault(f"{template_of(tokenizer)} drops or changes {place}; {REMEDY}")
+        content = message["content"].strip()
+        if content not in text:
+            kept = bisect(range(len(content)), False, key=lambda n: content[: n + 1] not in text)  # noqa: B023
+            lost = content[content.rfind(" ", 0, kept) + 1 :][:60]
+            raise Fault(
+                f"{template_of(tokenizer)} drops or changes {lost!r} of the {message['role']}'s message; {REMEDY}"
+            )
     return text

@@ -341,7 +341,6 @@ def test_a_healthy_run_has_no_warning():
     "name, late, says",
     [
         ("entropy", 0.01, ["0.3", "0.01"]),
-        ("answered", 0.5, ["90%", "50%"]),
         ("logp_gap", 0.2, ["0.2", "step 11"]),
         ("loss", float("nan"), ["step 11"]),
         ("reward", 0.1, ["0.50", "0.10"]),
