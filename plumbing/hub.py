@@ -38,10 +38,10 @@ def fetch(path: str) -> Path:
 
     What was fetched stays, and is not asked for again: not even if the hub has another version by then.
     """
-    from huggingface_hub import hf_hub_download
-
     if not (name := parse_name(path)):
         return Path(path)
+    from huggingface_hub import hf_hub_download
+
     if on_disk := here(path):
         return on_disk
     if not (reason := out_of_reach()):
