@@ -20,9 +20,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import evaluate
 from config import STATIC, Config, knob, parse
 from engines import FinishedTurn
+from evaluation import command
 from evaluation.agents import METHODS, Agent, Method
 from extras.prompts import Prompt, wording
 from plumbing.chat import in_template
@@ -309,7 +309,7 @@ def main(argv: list[str] | None = None) -> None:
     if argv[:1] == ["train"]:
         train(argv[1:])
     else:
-        evaluate.main(argv, TABLE_1, "extras/table1.py", __doc__)
+        command.main(argv, TABLE_1, "extras/table1.py", __doc__)
 
 
 if __name__ == "__main__":
