@@ -158,10 +158,6 @@ class RunDirectory:
             with writing(path), gzip.open(path, "wt", compresslevel=1) as f:
                 f.writelines(json.dumps(row) + "\n" for row in rows)
 
-    def seconds(self) -> float:
-        """Returns how long the processes of this run have taken together, as far as they wrote it down."""
-        return max((x for row in self.rows("metrics") if type(x := row.get("time/total")) is float), default=0.0)
-
     # ---- checkpoints
 
     def checkpoint(self, t: int, save: Callable[[Path], Callable[[], dict[str, str]]], state: dict[str, Any]) -> None:

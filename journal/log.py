@@ -52,7 +52,8 @@ class Log:
         self.screen = Screen(cfg.T)
         # Monotonic clock, shifted back to process start.
         self.began = time.perf_counter() - max(0.0, time.time() - psutil.Process().create_time())
-        self.spent: float = run.seconds()  # by earlier processes of this run
+        # By earlier processes of this run, as far as they wrote it down.
+        self.spent: float = max((row.get("time/total", 0.0) for row in run.rows("metrics")), default=0.0)
         self.versions = versions()  # now: the code may change while it runs
         self.track = Tracker(cfg.tracker, run.path, run.id, asdict(cfg))
         self.silence = Silence()
