@@ -42,8 +42,7 @@ OFFLINE = {
     "no_proxy": "127.0.0.1,localhost",
 }
 OFFLINE |= dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), "http://127.0.0.1:9")  # nobody
-RUN = "torch transformers triton numpy requests psutil simpleeval tqdm bm25s fastapi uvicorn cachetools"
-RUN += " matplotlib"
+RUN = "torch transformers triton numpy requests psutil simpleeval tqdm bm25s fastapi uvicorn cachetools matplotlib"
 PROBE = """
 import importlib.metadata as metadata, json, platform, torch
 def version(*names):
