@@ -33,7 +33,7 @@ def newest_run() -> str:
     return str(runs[-1].parent)
 
 
-def held_out(task: Task) -> list[Question]:
+def read_held_out(task: Task) -> list[Question]:
     """The task's held-out questions; none where their file is gone, since others can be asked."""
     try:
         return task.questions("test")
@@ -52,24 +52,23 @@ def question_of(task: Task, text: str, known: list[Question]) -> Question:
     return Question("asked", asked, source="asked")
 
 
-def typed() -> Iterator[str]:
+def read_questions() -> Iterator[str]:
     print("\nA question a line, an empty line ends.")
     with contextlib.suppress(EOFError):  # Ctrl-D, or the end of a file
-        while text := input("\n> ").strip():
-            yield text
+        yield from iter(lambda: input("\n> ").strip(), "")
     print()
 
 
 def show(tau: Trajectory) -> None:
     """Prints a trajectory turn by turn: what the agent wrote, and what its tools returned."""
     for turn in tau.turns:
-        print(printable(folded(f"\n  agent   {turn.text.strip()}")))
+        print(printable(wrap(f"\n  agent   {turn.text.strip()}")))
         for text in turn.result or []:
             print(printable(f"  {turn.tool:8}{' '.join(text.split())[:160]}"))
     print(printable(f"\n  answer  {tau.prediction}" if tau.prediction else f"\n  the end ({tau.stop})"))
 
 
-def folded(text: str) -> str:
+def wrap(text: str) -> str:
     """Wraps a text to the width of a terminal."""
     return "\n".join(textwrap.fill(line, 120) for line in text.splitlines())
 
@@ -80,11 +79,11 @@ def ask(args: argparse.Namespace) -> None:
     if not chosen.I_star:
         raise Fault(f"{args.run} holds no finished run (no I_star.txt)")
     task = load_task(chosen.configured(args, FLAGS, engine="torch"))
-    instruction, known = instruction_of(chosen, task, METHODS["inspo"]), held_out(task)
+    instruction, known = instruction_of(chosen, task, METHODS["inspo"]), read_held_out(task)
     with agent(chosen, task, instruction, args.temperature, args.seed) as player:
         status("")
-        print(printable(f"{chosen.name}\n\n{folded(instruction)}"))
-        for text in [args.question] if args.question else typed():
+        print(printable(f"{chosen.name}\n\n{wrap(instruction)}"))
+        for text in [args.question] if args.question else read_questions():
             try:
                 q = question_of(task, text, known)
             except Fault as e:

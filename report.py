@@ -12,7 +12,7 @@ from pathlib import Path
 
 from page.html import LIMIT, write
 from page.serve import app
-from plumbing.faults import Fault, one_line
+from plumbing.faults import one_line
 from plumbing.servers import listen, serve
 
 
@@ -25,8 +25,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--trajectories", type=int, default=LIMIT, help=f"trajectories of training in it [{LIMIT}]")
     args = parser.parse_args(argv)
     with one_line("report.py"):
-        if args.trajectories < 1:
-            raise Fault(f"--trajectories {args.trajectories}: must be at least 1")
         if args.serve:
             return serve(app(args.runs, args.trajectories), listen("127.0.0.1", args.port), child=False)
         out = args.out or (args.runs[0] if len(args.runs) == 1 else Path()) / "report.html"

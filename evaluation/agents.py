@@ -184,20 +184,9 @@ def local(chosen: Subject, cfg: Config, stop: tuple[str, ...]) -> tuple[Engine, 
 
 
 def content_of(chosen: Subject) -> str:
-    """Digests the files of a model's directory; of the hub its commit, of a server what it says of its model."""
-    weights = Path(chosen.weights)
-    if chosen.remote:
-        with contextlib.closing(chat(chosen, chosen.cfg, ())[0]) as engine:
-            said = [str(engine.said[key]) for key in ("id", "root") if key in engine.said]  # without the time
-            return f"{' of '.join(said)} at {without_secrets(chosen.weights)}"
-    if weights.is_dir():
-        from training.checkpoint import digest
+    """Digests the files of a model's directory; a model of the hub or of a server is known by its name alone."""
+    from training.checkpoint import digest
 
-        files = [path for path in sorted(weights.iterdir()) if path.is_file() and path.name[0] != "."]
-        return " ".join(f"{path.name} {digest(path)}" for path in files if path.suffix != ".md")
-    from transformers.utils import cached_file
-
-    from models.model import load_config
-
-    load_config(chosen.weights)  # raises a Fault where there is none
-    return f"commit {Path(str(cached_file(chosen.weights, 'config.json'))).parent.name} of {chosen.weights}"
+    files = sorted(path for path in Path(chosen.weights).glob("[!.]*") if path.is_file() and path.suffix != ".md")
+    digests = [f"{path.name} {digest(path)}" for path in files]
+    return " ".join(digests) or without_secrets(f"{chosen.served} {chosen.weights}".strip())

@@ -8,7 +8,8 @@
 WHAT is a run, a checkpoint that export.py wrote, a Hugging Face directory or id, a preset, or the URL of an
 OpenAI-compatible chat endpoint (OPENAI_API_KEY). Greedy unless --temperature says otherwise. --out gets summary.json,
 table.md and results.jsonl, a line a question; the same command again continues where it was stopped, unless questions,
-instruction, weights or passages are others by then. Benchmarks that --data_dir lacks come from the Hugging Face hub.
+instruction, or weights and passages on this disk are others by then. Benchmarks that --data_dir lacks come from the
+Hugging Face hub.
 """
 
 import argparse

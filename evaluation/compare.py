@@ -10,7 +10,7 @@ from evaluation.measure import markdown
 from evaluation.statistics import (
     Array,
     Difference,
-    adjusted,
+    adjust,
     between_seeds,
     macro_difference,
     mcnemar,
@@ -18,9 +18,9 @@ from evaluation.statistics import (
     paired,
     right_or_wrong,
 )
-from journal.directory import read_jsonl
 from journal.summary import label
 from plumbing.faults import Fault
+from plumbing.files import read_jsonl
 from plumbing.outside import decoded
 
 TOLD_APART = ("what", "method", "instruction", "model", "seed", "n", "data", "questions")  # by what is compared
@@ -103,7 +103,7 @@ def compare(directories: Sequence[str]) -> str:
         headline.append(whole if np.isnan(seeds.p) else seeds)
     out = [f"Differences from {first.name}.", "", markdown(rows)]
     if len(others) > 1:
-        p = adjusted(dict(enumerate(headline)))
+        p = adjust(dict(enumerate(headline)))
         shown = [f"{arm.name} {p_value(p[k]) if k in p else 'no test'}" for k, arm in enumerate(others)]
         out.append(f"Holm's p over the {len(others)} comparisons: {', '.join(shown)}")
     if unlike := [k for k in one.setting if k not in TOLD_APART and any(e.setting[k] != one.setting[k] for e in rest)]:

@@ -13,16 +13,15 @@ from typing import Any
 
 from tqdm import tqdm
 
-from config import TaskKnobs
 from evaluation.agents import PLAYED, SERVED, Agent, Method, agent, content_of, instruction_of, method_of, subject
 from evaluation.benchmarks import load
 from evaluation.statistics import Interval, interval, macro
-from journal.directory import RunDirectory, read_jsonl, writing
+from journal.directory import RunDirectory
 from journal.summary import label
 from plumbing import stop
-from plumbing.client import Client, RequestFailed
 from plumbing.faults import Fault, Outage
-from plumbing.outside import decoded, without_secrets
+from plumbing.files import read_jsonl, writing
+from plumbing.outside import decoded, finite, without_secrets
 from tasks import Question, Task, Trajectory, load_task, measure, reward, rng_of, take_subset
 from tasks.questions import normalize
 from tasks.search_qa import SearchQA
@@ -39,12 +38,13 @@ def evaluate(args: argparse.Namespace, methods: Mapping[str, Method]) -> Row:
     chosen = subject(args.what, args.served_model)
     name = args.method or method_of(chosen, methods)
     method = methods[name]
-    task = load_task(cfg := chosen.configured(args, (*PLAYED, *SERVED), **method.knobs))
+    task = load_task(chosen.configured(args, (*PLAYED, *SERVED), **method.knobs))
     if not isinstance(task, method.task):
         raise Fault(f"--method {name} cannot play {task.cfg.task}: it is for {method.task.__name__}")
     instruction = instruction_of(chosen, task, method, args.instruction)
-    questions = questions_of(task, args)
+    questions = collect_questions(task, args)
     task.check()
+    cfg = task.cfg
     searched = isinstance(task, SearchQA) and task.tools
     setting = {
         "what": without_secrets(args.what),
@@ -54,7 +54,7 @@ def evaluate(args: argparse.Namespace, methods: Mapping[str, Method]) -> Row:
         "questions": {title: hashlib.sha256(repr(some).encode()).hexdigest()[:16] for title, some in questions.items()},
         "instruction": instruction,
         "model": content_of(chosen),
-        "passages": passages(task.cfg) if searched else "",
+        "passages": without_secrets(cfg.retriever) or digest(Path(cfg.corpus)) if searched else "",
     }
     player = agent(chosen, task, instruction, args.temperature, args.seed, method.stop(task))
     out = Path(args.out or f"runs/evaluation/{chosen.name}-{name}")
@@ -62,8 +62,8 @@ def evaluate(args: argparse.Namespace, methods: Mapping[str, Method]) -> Row:
         with writing(out):
             out.mkdir(parents=True, exist_ok=True)
         files.lock()
-        rows, metrics = earlier(files, setting)
-        left = whole_chunks(rows, questions)
+        rows, metrics = read_earlier(files, setting)
+        left = cut_chunks(rows, questions)
         files.write("results.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
         if rows:
             total = sum(map(len, questions.values()))
@@ -71,14 +71,13 @@ def evaluate(args: argparse.Namespace, methods: Mapping[str, Method]) -> Row:
         if left:
             metrics = play(files, setting, player, method, left, rows)
         summary = summary_of(setting, metrics, [tool.plural for tool in tools_of(task)], rows)
-        finite = json.loads(json.dumps(summary), parse_constant=lambda _: None)  # JSON has no word for infinity
-        files.write("summary.json", json.dumps(finite, indent=1))
-        files.write("table.md", text := table(summary))
+        files.write("summary.json", json.dumps(finite(summary), indent=1))
+        files.write("table.md", text := tabulate(summary))
     print(f"\n{chosen.name}, {name}:\n\n{text}\n{out}: summary.json, table.md, results.jsonl")
     return summary
 
 
-def questions_of(task: Task, args: argparse.Namespace) -> dict[str, list[Question]]:
+def collect_questions(task: Task, args: argparse.Namespace) -> dict[str, list[Question]]:
     """The questions of --data by the names of their sets. Raises Fault."""
     questions: dict[str, list[Question]] = {}
     for name in args.data:
@@ -94,52 +93,38 @@ def questions_of(task: Task, args: argparse.Namespace) -> dict[str, list[Questio
     return questions
 
 
-def passages(cfg: TaskKnobs) -> str:
-    """A digest of --corpus, or what the server at --retriever says of its index; of another kind of server its URL."""
-    if not cfg.retriever:
-        return digest(Path(cfg.corpus))
-    client = Client(cfg.retriever.split(","), timeout=30, retries=0)
-    try:
-        return client.ask("/health", None, lambda said: f"{said['passages']} of {said['corpus']}, {said['index']}")
-    except RequestFailed:
-        return without_secrets(cfg.retriever)
-
-
 # ---- playing
 
 
-def earlier(files: RunDirectory, setting: Row) -> tuple[list[Row], list[str]]:
+def read_earlier(files: RunDirectory, setting: Row) -> tuple[list[Row], list[str]]:
     """Reads the rows of an earlier call and the names of its metrics; Fault if its setting differs from this one."""
     path = files.path / "summary.json"
     if not path.exists():
         return [], []
     try:
         summary = decoded(path.read_text())
-        was, metrics = summary["setting"], summary.get("metrics", [])
+        was, metrics = summary["setting"], summary["metrics"]
         unlike = [key for key in setting if was[key] != setting[key]]
     except (ValueError, LookupError, TypeError, AttributeError):
         raise Fault(f"{path} is no evaluation's, or damaged: choose another --out") from None
-    if metrics and unlike:
+    if unlike:
         values = [f"{json.dumps(values[unlike[0]]):.60}" for values in (was, setting)]
         raise Fault(f"{files.path} was started with {unlike[0]} {values[0]}, not {values[1]}: choose another --out")
-    return read_jsonl(files.path / "results.jsonl") if metrics else [], metrics
+    return read_jsonl(files.path / "results.jsonl"), metrics
 
 
-def whole_chunks(rows: list[Row], questions: Mapping[str, list[Question]]) -> list[Chunk]:
-    """Cuts `rows` behind the last chunk that is whole; returns the chunks that are left to play."""
-    chunks = [
-        (title, first // CHUNK, some[first : first + CHUNK])
-        for title, some in questions.items()
-        for first in range(0, len(some), CHUNK)
-    ]
-    end = 0
-    for k, (title, _, some) in enumerate(chunks):
-        ids = [(title, q.id) for q in some]
-        if [(row.get("data"), row.get("id")) for row in rows[end : end + len(ids)]] != ids:
-            del rows[end:]
-            return chunks[k:]
-        end += len(ids)
-    return []
+def cut_chunks(rows: list[Row], questions: Mapping[str, list[Question]]) -> list[Chunk]:
+    """Cuts `rows`, of the same questions, behind the last chunk that is whole; returns the chunks left to play."""
+    chunks, end = list[Chunk](), 0
+    for title, some in questions.items():
+        for number, first in enumerate(range(0, len(some), CHUNK)):
+            chunk = some[first : first + CHUNK]
+            if chunks or end + len(chunk) > len(rows):
+                chunks.append((title, number, chunk))
+            else:
+                end += len(chunk)
+    del rows[end:]
+    return chunks
 
 
 def play(
@@ -201,51 +186,40 @@ def tools_of(task: Task) -> Sequence[Any]:
 def summary_of(setting: Row, metrics: list[str], tools: list[str], rows: Sequence[Row]) -> Row:
     """The figures of all rows, by the sets of questions and on average; the first metric is the main one."""
     sets = {title: [row for row in rows if row["data"] == title] for title in setting["questions"]}
-    parts = {title: figures(some, metrics, tools) for title, some in sets.items()}
+    parts = {title: summarize(some, metrics, tools) for title, some in sets.items()}
     average = macro({title: Interval(**part[metrics[0]]) for title, part in parts.items()})
     return {"setting": setting, "metrics": metrics, "tools": tools, "benchmarks": parts, "average": average._asdict()}
 
 
-def figures(rows: Sequence[Row], metrics: Sequence[str], tools: Sequence[str]) -> Row:
+def summarize(rows: Sequence[Row], metrics: Sequence[str], tools: Sequence[str]) -> Row:
     """A set's metrics with 95 % intervals over questions, and the means of what explains them.
 
     `gold_recall` is the share of questions of which some retrieved passage holds a gold answer.
     """
-
-    def of(name: str, rows: Sequence[Row] = rows) -> dict[str, float]:
-        return interval([row[name] for row in rows])._asdict()
-
-    out: Row = {"questions": len(rows)} | {name: of(name) for name in metrics}
+    out: Row = {name: interval([row[name] for row in rows])._asdict() for name in metrics} | {"questions": len(rows)}
     for name in ("answered", *tools, "prompt_tokens", "sampled_tokens", "tokens"):
         out[name] = fmean(row[name] for row in rows)
     if "gold_found" in rows[0]:
         out["gold_recall"] = fmean(row["gold_found"] for row in rows)
-    hops = sorted({row["hops"] for row in rows} - {0})
-    out[f"{metrics[0]}_by_hops"] = {str(h): of(metrics[0], [row for row in rows if row["hops"] == h]) for h in hops}
     return out
 
 
-def table(summary: Row) -> str:
+def tabulate(summary: Row) -> str:
     """The Markdown table of an evaluation."""
     (main, *others), cells = summary["metrics"], dict[str, dict[str, str]]()
+    head = f"{label(main)}, 95 %"
     for title, part in summary["benchmarks"].items():
         recall = "gold_recall" in part
-        cells[title] = {"": title, "questions": f"{part['questions']:,}", f"{label(main)}, 95 %": shown(part[main])}
+        cells[title] = {"": title, "questions": f"{part['questions']:,}", head: f"{Interval(**part[main])}"}
         cells[title] |= {label(key): f"{part[key]['mean']:.3f}" for key in others}
         cells[title] |= {"answered" if recall else "finished": f"{part['answered']:.3f}"}  # what a tool ends is over
         cells[title] |= {key: f"{part[key]:.2f}" for key in summary["tools"]}
         cells[title] |= {"gold recall": f"{part['gold_recall']:.3f}"} if recall else {}
         cells[title] |= {"sampled tokens": f"{part['sampled_tokens']:.0f}"}
-        hops = part[f"{main}_by_hops"]
-        cells[title] |= {f"{label(main)}, {h} hop{'s' * (h != '1')}": shown(x) for h, x in hops.items()}
     if len(cells) > 1:
         average = summary["average"]
-        cells["average"] = {"": "average", "questions": f"{average['n']:,}", f"{label(main)}, 95 %": shown(average)}
+        cells["average"] = {"": "average", "questions": f"{average['n']:,}", head: f"{Interval(**average)}"}
     return markdown(list(cells.values()))
-
-
-def shown(x: Row) -> str:
-    return f"{Interval(**x)}"
 
 
 def markdown(rows: Sequence[Mapping[str, str]]) -> str:

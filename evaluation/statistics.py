@@ -129,22 +129,16 @@ def macro_difference(parts: Mapping[str, Difference]) -> Difference:
     return Difference(whole, 2 * float(stats.norm.sf(abs(whole.mean) / whole.se)), visible(whole.se, math.inf))
 
 
-def holm(p: Sequence[float]) -> list[float]:
-    """Adjusts p-values by Holm's method, in the order given: their family errs in at most 5 % of the cases at 0.05.
+def adjust(differences: Mapping[K, Difference]) -> dict[K, float]:
+    """Adjusts p-values by Holm's method: their family errs in at most 5 % of the cases at 0.05.
 
-    NaN, where there was no test, stays NaN and is not part of the family.
+    Those without a test (NaN) are left out, and are not part of the family.
     """
-    order = sorted((x, k) for k, x in enumerate(p) if not math.isnan(x))
-    adjusted, worst = [math.nan] * len(p), 0.0
-    for rank, (x, k) in enumerate(order):
-        adjusted[k] = worst = max(worst, min(1.0, (len(order) - rank) * x))
+    tested = [key for key, difference in differences.items() if not math.isnan(difference.p)]
+    adjusted, worst = dict[K, float](), 0.0
+    for rank, key in enumerate(sorted(tested, key=lambda key: differences[key].p)):
+        adjusted[key] = worst = max(worst, min(1.0, (len(tested) - rank) * differences[key].p))
     return adjusted
-
-
-def adjusted(differences: Mapping[K, Difference]) -> dict[K, float]:
-    """Holm's adjusted p of those differences that have a p; the others are left out."""
-    p = holm([difference.p for difference in differences.values()])
-    return {key: x for key, x in zip(differences, p, strict=True) if not math.isnan(x)}
 
 
 def visible(se: float, df: float) -> float:

@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from config import HERE
-from evaluation.statistics import adjusted, between_seeds, over_seeds
-from journal.directory import read_jsonl
+from evaluation.statistics import adjust, between_seeds, over_seeds
 from plumbing.faults import Fault, one_line
+from plumbing.files import read_jsonl
 from plumbing.outside import decoded
 
 Row = dict[str, Any]
@@ -114,7 +114,7 @@ def table(campaign: Campaign, rows: Sequence[Row]) -> str:
     """
     em = {arm: x for arm in campaign.arms if (x := [row["em"] for row in rows if row["arm"] == arm])}
     less = {arm: between_seeds(em["inspo"], x) for arm, x in em.items() if arm != "inspo" and "inspo" in em}
-    p = adjusted(less)
+    p = adjust(less)
     lines = ["| | EM, by seed | mean, 95 % | inspo less this, 95 % | p (Holm) | would have shown | searches |"]
     lines.append("|---" * 7 + "|")
     for arm, x in em.items():

@@ -26,6 +26,7 @@ from engines.chat_engine import Words
 from evaluation.agents import PLAYED, SERVED, Method, Subject, agent, instruction_of, subject
 from extras.cold_start import conversation, until_it_ends
 from plumbing.faults import Fault, one_line
+from plumbing.files import read_jsonl
 from plumbing.outside import as_data, control
 from tasks import Question, Task, load_task, reward, rng_of, take_subset
 from tasks.questions import read_json_lines
@@ -67,8 +68,6 @@ def possible(row: Row, task: Task) -> bool:
 
 def read(run: Path, args: argparse.Namespace) -> Iterator[Played]:
     """Yields a run's training rollouts, the latest first."""
-    from journal.directory import read_jsonl  # with torch, which takes seconds to import
-
     task = load_task(Subject(run.name, "", read_config(run), run=run).configured(args, KNOBS))
     questions = {q.id: q for q in task.questions("train")}
     texts = {I["id"]: I["text"] for event in read_jsonl(run / "population.jsonl") for I in event["P"]}

@@ -28,7 +28,7 @@ import numpy as np
 from config import HERE
 from evaluation.statistics import over_seeds
 from extras.campaign import make_panels
-from journal.directory import read_jsonl
+from plumbing.files import read_jsonl
 from population import Candidate, Population
 
 LINES, OPTIONAL, CLAUSES = 25, 13, 28  # the first 13 lines are empty unless told; clauses 25 to 27 name a wrong unit

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from plumbing.faults import one_line
-from plumbing.hub import fetched
+from plumbing.hub import fetch
 from plumbing.parquet import parquet_rows
 
 HUB = "hf://datasets/hotpotqa/hotpot_qa@1908d6afbbead072334abe2965f91bd2709910ab/distractor"
@@ -37,7 +37,7 @@ def convert(out: Path, files: dict[str, Sequence[str]]) -> Counter[str]:
             name: stack.enter_context(open(out / f".{name}.part", "w", encoding="utf-8")) for name in (*files, "corpus")
         }
         for name, some in files.items():
-            for row in (row for file in some for row in parquet_rows(fetched(file), COLUMNS)):
+            for row in (row for file in some for row in parquet_rows(fetch(file), COLUMNS)):
                 question = {"id": row["id"], "question": row["question"], "golden_answers": [row["answer"]]}
                 question |= {"data_source": "hotpotqa", "metadata": {"type": row["type"], "level": row["level"]}}
                 to[name].write(json.dumps(question, ensure_ascii=False) + "\n")

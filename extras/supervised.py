@@ -16,9 +16,9 @@ from extras.prompts import wording
 from grpo import Array, Learner, Terms
 from inspo import Evolution
 from journal.checkpoints import Checkpoints
-from journal.directory import read_jsonl
 from journal.log import Log
 from plumbing.faults import Fault
+from plumbing.files import read_jsonl
 from population import Instruction
 from rollout import encode_prompt
 from tasks import Job, Question, Task, Trajectory, draw, reward

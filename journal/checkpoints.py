@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from journal.directory import RunDirectory
 from journal.log import Log
 from plumbing import stop
-from plumbing.faults import DiskFault, Fault, Outage
+from plumbing.faults import DiskFault, Outage
 from population import Instruction, Population, ReplayBuffer
 from training.policy import Policy
 
@@ -26,13 +26,10 @@ class Checkpoints:
         if not found:
             return 1, ""
         path, state = found
-        try:
-            self.P.load_state_dict(state["population"])
-            self.B.load_state_dict(state["buffer"])
-            self.policy.learner.memory = state["memory"]
-            self.log.load_state_dict(state)
-        except (LookupError, TypeError, ValueError) as e:
-            raise Fault(f"{path}/state.pt is of another program ({type(e).__name__}: {e})") from None
+        self.P.load_state_dict(state["population"])
+        self.B.load_state_dict(state["buffer"])
+        self.policy.learner.memory = state["memory"]
+        self.log.load_state_dict(state)
         t, phase = state["t"], state["phase"]
         self.policy.load(path.absolute(), t)
         return (t, phase) if phase else (t + 1, "")

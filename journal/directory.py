@@ -24,16 +24,19 @@ import torch
 from config import ABOUT, Config, holds_a_run, preset_of, program_of, read_config
 from plumbing import stop
 from plumbing.faults import DiskFault, Fault, Outage
+from plumbing.files import read_jsonl, write, writing
 from plumbing.outside import decoded
 from plumbing.trust import remember
 from plumbing.versions import commit
 from training import checkpoint
 
 # Knobs that a resumed run may change: they affect where and how fast it runs, not what it computes.
-FREE = {"out", "resume", "device", "tracker", "retriever", "keep", "save_every", "search_retries", "optimizer_retries"}
-FREE |= {"engine", "vllm", "vllm_memory", "recompute", "offload_reference", "patience"}
-FREE |= {"micro_tokens", "max_rows", "fused_layers", "async_save"}
-FREE |= {"threads"}  # but with another number sums may be rounded differently
+FREE = {
+    "out", "resume", "device", "tracker", "retriever", "keep", "save_every", "search_retries", "optimizer_retries",
+    "engine", "vllm", "vllm_memory", "recompute", "offload_reference", "patience", "micro_tokens", "max_rows",
+    "fused_layers", "async_save",
+    "threads",  # but with another number sums may be rounded differently
+}  # fmt: skip
 
 
 class RunDirectory:
@@ -57,8 +60,10 @@ class RunDirectory:
             yield run
             run.settle()
         except (Fault, stop.Stopped) as e:
-            run.discard_if_empty()
-            if not run.path.exists() or not isinstance(e, (Outage, stop.Stopped)):
+            empty = run.created and not run.rows("metrics") and not run.rows("reflections")
+            if empty:  # it ended before it measured or paid for anything
+                shutil.rmtree(run.path, ignore_errors=True)
+            if empty or not isinstance(e, (Outage, stop.Stopped)):
                 raise
             first = "make room and " if isinstance(e, DiskFault) else ""
             raise Fault(f"\n{e}\n{first}{run.how_to_resume()}") from None
@@ -72,8 +77,9 @@ class RunDirectory:
         Raises Fault if it cannot be written to, if it belongs to another run, or if a process is writing to it.
         """
         theirs = dataclasses.asdict(read_config(Path(cfg.out), type(cfg), resume=True)) if cfg.resume else {}
-        run = cls(Path(cfg.out), cfg.keep)
-        try:
+        run = cls(Path(cfg.out or "runs"), cfg.keep)
+        with contextlib.ExitStack() as stack, writing(run.path):
+            stack.callback(run.close)
             if not cfg.out:
                 run.path = _unused(f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{name}-{cfg.mode}")
             run.created = not cfg.out or not run.path.exists()
@@ -83,9 +89,9 @@ class RunDirectory:
             if changed := [k for k in theirs if k not in FREE and mine[k] != theirs[k]]:
                 k = changed[0]
                 raise Fault(f"--resume: {run.path} was started with --{k} {theirs[k]}, not {mine[k]}")
-            if not cfg.resume and (run.path / "config.json").exists():
-                raise Fault(holds_a_run(str(run.path)))
             if not cfg.resume:
+                if (run.path / "config.json").exists():
+                    raise Fault(holds_a_run(str(run.path)))
                 run.id = secrets.token_hex(4)
                 about = dict(zip(ABOUT, (program_of(type(cfg)), commit() or ABOUT["commit"], run.id), strict=True))
                 run.write("config.json", json.dumps(mine | about, indent=1))
@@ -94,13 +100,7 @@ class RunDirectory:
                 (run.path / folder).mkdir(exist_ok=True)
             for left in (run.path / "checkpoints").glob(".*.tmp"):  # of a process that was killed
                 remove(left)
-        except (OSError, DiskFault) as e:
-            run.close()
-            reason = e.strerror if isinstance(e, OSError) else e
-            raise Fault(f"cannot write to {run.path} ({reason}): choose another --out") from None
-        except Fault:
-            run.close()
-            raise
+            stack.pop_all()
         return run
 
     def lock(self) -> None:
@@ -119,23 +119,11 @@ class RunDirectory:
         if self._lock:
             self._lock.close()
 
-    def discard_if_empty(self) -> None:
-        """Removes the directory of a run that ended before it measured or paid for anything."""
-        if self.created and not self.rows("metrics") and not self.rows("reflections"):
-            shutil.rmtree(self.path, ignore_errors=True)
-
     # ---- files and rows
 
     def write(self, name: str, text: str) -> None:
         """Writes a file atomically: a reader finds the old content or the new one."""
-        path = self.path / name
-        temporary = path.with_name(f".{path.name}.tmp")
-        with writing(path):
-            try:
-                temporary.write_text(text)
-                os.replace(temporary, path)
-            finally:
-                temporary.unlink(missing_ok=True)
+        write(self.path / name, text)
 
     @contextlib.contextmanager
     def directory(self, name: str) -> Iterator[Path]:
@@ -169,10 +157,6 @@ class RunDirectory:
         if rows:
             with writing(path), gzip.open(path, "wt", compresslevel=1) as f:
                 f.writelines(json.dumps(row) + "\n" for row in rows)
-
-    def seconds(self) -> float:
-        """Returns how long the processes of this run have taken together, as far as they wrote it down."""
-        return max((x for row in self.rows("metrics") if type(x := row.get("time/total")) is float), default=0.0)
 
     # ---- checkpoints
 
@@ -244,14 +228,12 @@ class RunDirectory:
         if all are. Calls to the optimizer stay in reflections.jsonl: they have been paid for.
         """
         bad: dict[Path, str] = {}
-        found = None
+        found: tuple[Path, dict[str, Any]] | None = None
         for path in reversed(self.checkpoints()):
             if wrong := damage(path.absolute()):
                 bad[path] = wrong[0]
-            elif (state := self.load_state(path))["t"] != step_of(path):
-                bad[path] = f"it is of step {state['t']}"
             else:
-                found = path, state
+                found = path, self.load_state(path)
                 break
         if bad and not found:
             reasons = "; ".join(f"{path.name}: {reason}" for path, reason in bad.items())
@@ -265,7 +247,7 @@ class RunDirectory:
                 remove(aside)
                 path.rename(aside)
             note(f"note: checkpoint {path.name} is damaged ({reason}) and is now called {aside.name}")
-        state = found[1] if found else {"t": -1, "phase": ""}  # without one the rows of step 0 are written again too
+        state: dict[str, Any] = found[1] if found else {"t": -1, "phase": ""}  # without one step 0 is written again
         t, phase = state["t"], state["phase"]  # inside a step its row is still to come, and what its evolution logs
         last = {"metrics": t - bool(phase), "population": t, "reflections": t - (phase == "evolve")}
         for name in last:
@@ -299,19 +281,8 @@ def step_of(checkpoint: Path) -> int:
 def with_absolute_paths(cfg: Config) -> dict[str, Any]:
     """Returns the knobs for config.json, which is read from other directories too."""
     knobs = dataclasses.asdict(cfg)
-    for name in ("train", "valid", "test", "corpus", "instruction", "model"):
-        if knobs[name] and Path(knobs[name]).exists():
-            knobs[name] = str(Path(knobs[name]).absolute())
-    return knobs
-
-
-@contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turns an error of the file system into a DiskFault with the name of the file."""
-    try:
-        yield
-    except OSError as e:
-        raise DiskFault(f"cannot write {path} ({e.strerror or e})") from None
+    paths = {name: Path(knobs[name]) for name in ("train", "valid", "test", "corpus", "instruction", "model")}
+    return knobs | {name: str(path.absolute()) for name, path in paths.items() if knobs[name] and path.exists()}
 
 
 def _unused(name: str) -> Path:
@@ -323,17 +294,3 @@ def _unused(name: str) -> Path:
             break
     return path
 
-
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Returns the rows of a .jsonl file; no file has none, and a line that is no row, or cut short, is left out."""
-    try:
-        lines = path.read_text(errors="replace").split("\n")
-    except FileNotFoundError:
-        return []
-    except OSError as e:
-        raise Fault(f"cannot read {path} ({e.strerror}): move it away") from None
-    rows = []
-    for line in lines:
-        with contextlib.suppress(ValueError):
-            rows.append(decoded(line))
-    return [row for row in rows if isinstance(row, dict)]

@@ -33,10 +33,7 @@ def export_checkpoint(
         raise Fault(f"{chosen} is damaged ({wrong[0]}): choose another with --step")
     state = run.load_state(chosen)
     P = Population(cfg.tau_s, cfg.window)
-    try:
-        P.load_state_dict(state["population"])
-    except (LookupError, TypeError, ValueError) as e:
-        raise Fault(f"{chosen}/state.pt is of another program ({type(e).__name__}: {e})") from None
+    P.load_state_dict(state["population"])
     config = load_config(cfg.model)
     computed = getattr(torch, cfg.dtype)
     model = empty(config, torch.float32, "cpu")
@@ -54,14 +51,9 @@ def export_checkpoint(
 
 def choose(run: RunDirectory, step: int | None, best: bool) -> Path:
     """Returns the checkpoint that was asked for; a Fault lists those that there are."""
-    saved = run.checkpoints()
-    if best:
-        found = [chosen] if (chosen := run.best()) else []
-    else:
-        found = [x for x in saved if step in (None, step_of(x))]
-    if not found:
-        steps = ", ".join(str(step_of(x)) for x in saved) or "none"
-        asked = " that was evaluated" if best else "" if step is None else f" of step {step}"
-        remedy = "; choose one with --step, or train with --eval_every and --save_every" if best else ""
-        raise Fault(f"{run.path} has no checkpoint{asked}; it has: {steps}{remedy}")
-    return found[-1]
+    steps = {step_of(path): path for path in run.checkpoints()}
+    chosen = run.best() if best else steps.get(max(steps, default=0) if step is None else step)
+    if not chosen:
+        such = " that was evaluated" if best else "" if step is None else f" of step {step}"
+        raise Fault(f"{run.path} has no checkpoint{such}; it has: {', '.join(map(str, steps)) or 'none'}")
+    return chosen

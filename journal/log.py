@@ -45,10 +45,6 @@ class Ledger:
     evolutions: int = 0
     evolutions_in_vain: int = 0  # that left P as it was
 
-    def overhead(self) -> float:
-        """Returns verification rollouts as a share of training rollouts."""
-        return self.verification_rollouts / max(1, self.training_rollouts)
-
 
 class Log:
     def __init__(self, cfg: Config, run: RunDirectory, task: Task, tokenizer: Any):
@@ -56,7 +52,8 @@ class Log:
         self.screen = Screen(cfg.T)
         # Monotonic clock, shifted back to process start.
         self.began = time.perf_counter() - max(0.0, time.time() - psutil.Process().create_time())
-        self.spent: float = run.seconds()  # by earlier processes of this run
+        # By earlier processes of this run, as far as they wrote it down.
+        self.spent: float = max((row.get("time/total", 0.0) for row in run.rows("metrics")), default=0.0)
         self.versions = versions()  # now: the code may change while it runs
         self.track = Tracker(cfg.tracker, run.path, run.id, asdict(cfg))
         self.silence = Silence()
@@ -70,7 +67,6 @@ class Log:
         self.metrics: list[str] = []  # names of the task's metrics, the most important first
 
     def __enter__(self) -> Log:
-        self.screen.start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -90,14 +86,13 @@ class Log:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run has to know; inside a step, as it was when the phase began that is repeated."""
-        found = {"ledger": asdict(self.ledger), "row": self.row} if self.phase != "evolve" else self.before
-        found |= {"held_out": self.held_out, "spread": self.spread, "metrics": self.metrics}
-        return found | {"seconds": self.seconds()}
+        state = {"ledger": asdict(self.ledger), "row": self.row} if self.phase != "evolve" else self.before
+        return state | {"held_out": self.held_out, "spread": self.spread, "metrics": self.metrics}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.ledger, self.row, self.t, self.phase = Ledger(**state["ledger"]), state["row"], state["t"], state["phase"]
         self.held_out, self.spread, self.metrics = state["held_out"], state["spread"], state["metrics"]
-        self.spent, self.clock = max(self.spent, float(state["seconds"])), time.perf_counter()
+        self.clock = time.perf_counter()
         self.before = {"ledger": state["ledger"], "row": dict(self.row)}
         for row in self.run.rows("metrics"):
             self.silence.step(row)
@@ -225,12 +220,9 @@ class Log:
         self.spend("evolve")
         if accepted:
             return
-        fault = "has no <ins_k> block"
-        if rejected:
-            fault = f"has no candidate: all {len(rejected)} were rejected, the first: {rejected[0]['reason']}"
-        if call.cut:
-            fault += "; it was cut off by a length limit"
-        self.note(f"step {t:3d}  the optimizer's reply {fault}")
+        why = f"the first: {rejected[0]['reason']}" if rejected else "it has no <ins_k> block"
+        cut = "; it was cut off by a length limit" * call.cut
+        self.note(f"step {t:3d}  the optimizer's reply has no candidate, {len(rejected)} were rejected; {why}{cut}")
 
     def played(self, t: int, round: int, parent: Instruction, taus: Sequence[Trajectory]) -> None:
         """Counts a verification's rollouts, and stores a sample: the same questions under a parent and its revisions.
@@ -286,16 +278,17 @@ class Log:
 
     def finish(self, P: Population, I_star: Instruction) -> None:
         """Writes and prints the result: I_star, and the metrics of both policies under both instructions."""
-        cfg, run = self.cfg, self.run
+        cfg, run, cost = self.cfg, self.run, self.ledger
         rows = {name: self.held_out[name] for name in TABLE if name in self.held_out}
         metric, n = self.metrics[0], self.questions
-        evolved = self.ledger.evolutions > self.ledger.evolutions_in_vain
+        evolved = cost.evolutions > cost.evolutions_in_vain
         summary = {  # other programs may rely on these keys
             "mode": cfg.mode, "seed": cfg.seed, "steps": cfg.T, "metric": metric, "metrics": self.metrics,
             "tools": [tool.plural for tool in self.task.tools], "start": rows[START], "end": next(iter(rows.values())),
             "held_out": rows, "spread": self.spread, "questions": n, "seconds": round(self.seconds(), 1),
-            "overhead_inference": round(self.ledger.overhead(), 4), "ledger": asdict(self.ledger),
-            "generations": lineage(P, I_star), "I_star": I_star.text, "evolved": evolved, "versions": self.versions,
+            "overhead_inference": round(cost.verification_rollouts / max(1, cost.training_rollouts), 4),
+            "ledger": asdict(cost), "generations": lineage({I.id: I.parent for I in P.family}, I_star.id),
+            "I_star": I_star.text, "evolved": evolved, "versions": self.versions,
             "conclusion": conclusion({name: row[metric] for name, row in rows.items()}, n, metric, self.spread),
         }  # fmt: skip
         run.write("summary.json", json.dumps(summary, indent=1))
@@ -306,9 +299,8 @@ class Log:
         for _, _, warning in self.silence.lasting():
             print(f"WARNING  until the end, {warning}")
         if evolves(cfg) and not evolved:
-            n = self.ledger.evolutions
-            what = f"{many(n, 'evolution')} left the population as it was" if n else "No evolution took place"
-            print(f"{what}: this is no result of --mode {cfg.mode} (evolved: false in summary.json).")
+            vain = f"{many(cost.evolutions, 'evolution')} left the population as it was"
+            print(f"{vain}: this is no result of --mode {cfg.mode} (evolved: false in summary.json).")
         try:
             page = importlib.import_module("report").write([run.path], run.path / "report.html")
             print(f"see it: {page}")

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 PATIENCE = 5  # steps
-LIMIT = 3  # evolutions without a candidate
 
 NO_ACTION = "no turn called a tool or answered"
 NO_ANSWER = "no trajectory ended in an answer"
@@ -20,6 +19,7 @@ REMEDIES = {
     NO_CANDIDATE: "reflections.jsonl has the replies and why they were refused; try another --optimizer_model",
     EMPTY: "ask the tool yourself: does its server have the right corpus?",
 }
+LIMITS = {sign: 3 if sign == NO_CANDIDATE else PATIENCE for sign in REMEDIES}  # evolutions, or steps
 
 
 def signs(row: Mapping[str, Any]) -> dict[str, bool]:
@@ -44,24 +44,15 @@ class Silence:
         self.since: Counter[str] = Counter()
 
     def step(self, row: Mapping[str, Any]) -> list[str]:
-        """Returns warnings after a step: of signs that have just lasted too long, and each time they double that."""
+        """Returns warnings after a step: of signs that have just lasted too long."""
         now = signs(row)
         for sign, there in now.items():
             self.since[sign] = (self.since[sign] + 1) * there
-        return [text for sign, n, text in self.lasting() if now.get(sign) and _doubles(n, _limit(sign))]
+        return [text for sign, n, text in self.lasting() if now.get(sign) and n == LIMITS[sign]]
 
     def lasting(self) -> Iterator[tuple[str, int, str]]:
         """Yields each sign that has lasted too long, for how many steps (evolutions), and a sentence about it."""
         for sign, n in self.since.items():
-            if n >= _limit(sign):
+            if n >= LIMITS[sign]:
                 unit = "evolutions" if sign == NO_CANDIDATE else "steps"
                 yield sign, n, f"in {n} {unit} without a break {sign}: {REMEDIES[sign]}"
-
-
-def _limit(sign: str) -> int:
-    return LIMIT if sign == NO_CANDIDATE else PATIENCE
-
-
-def _doubles(n: int, limit: int) -> bool:
-    times, rest = divmod(n, limit)
-    return not rest and times & (times - 1) == 0

@@ -3,15 +3,14 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from population import Instruction, Population, mean_rewards
+from population import Population, mean_rewards
 from tasks import Task, Trajectory, average_by_source, measure
 
 Row = dict[str, Any]
-WIDE = 8  # sources of questions at most that have a column of their own
 LINE = {  # column of metrics.jsonl -> how a line shows it
     "reward": "reward {:.2f}", "logp": "log-prob {:.3f}", "kl": "KL {:.4f}", "P": "|P| {}", "w_best": "best w {:.2f}",
 }  # fmt: skip
@@ -68,32 +67,27 @@ def added_sentences(text: str, parent: str, width: int = 90) -> str:
     return (added if len(added) <= width else added[: width - 5] + "[...]").replace("\n", " ") or "(other order)"
 
 
-def lineage(P: Population, I: Instruction) -> list[int]:
-    """Returns the ids from the first instruction to I."""
-    line = [I.id]
-    while (parent := P.family[line[0]].parent) is not None:
+def lineage(parents: Mapping[int, int | None], id: int) -> list[int]:
+    """Returns the ids from the first instruction to `id`; `parents`: of each instruction."""
+    line = [id]
+    while (parent := parents.get(line[0])) is not None:
         line.insert(0, parent)
     return line
 
 
-def conclusion(means: dict[str, float], n: int, metric: str = "em", spread: dict[str, float] | None = None) -> str:
+def conclusion(means: dict[str, float], n: int, metric: str, spread: dict[str, float]) -> str:
     """Returns whose gain it is in one sentence: the policy's, the instruction's, or only the pair's.
 
     `means`: row of the final table -> mean of the metric over `n` questions; `spread`: its standard deviation over
-    them, without which a question scores 0 or 1. A gain below two standard errors, or of too few questions, counts as
-    none.
+    them. A gain below two standard errors, or of too few questions, counts as none.
     """
     first, policy = "first policy, first instruction", "trained policy, first instruction"
     end = "trained policy, I_star" if "trained policy, I_star" in means else policy
-
-    def variance(row: str) -> float:
-        return (spread or {}).get(row, math.sqrt(max(0.0, means[row] * (1 - means[row])))) ** 2
-
-    gain, noise = means[end] - means[first], 2 * math.sqrt((variance(end) + variance(first)) / n)
-    gained = f"{'EM' if metric == 'em' else metric} {gain:+.2f}"
+    gain, noise = means[end] - means[first], 2 * math.hypot(spread[end], spread[first]) / math.sqrt(n)
+    gained = f"{label(metric)} {gain:+.2f}"
     if noise and abs(gain) <= noise:
         return f"{gained}: nothing gained that {n} questions could show (two standard errors are {noise:.2f})."
-    right_or_wrong = all(math.isclose(variance(x), means[x] * (1 - means[x]), abs_tol=1e-9) for x in (first, end))
+    right_or_wrong = all(math.isclose(spread[x] ** 2, means[x] * (1 - means[x]), abs_tol=1e-9) for x in (first, end))
     if n < SIGNS or (right_or_wrong and round(abs(gain) * n) < SIGNS):
         asked = many(n, "question")
         return f"{gained}: nothing gained that {asked} could show (a sign test takes {SIGNS} that change)."
@@ -111,23 +105,12 @@ def conclusion(means: dict[str, float], n: int, metric: str = "em", spread: dict
 
 
 def ending(summary: Row, path: Path) -> str:
-    """Returns the last screen of a run: metrics by source, the winning instruction, its cost, where the files are."""
+    """Returns the last screen of a run: metrics, the winning instruction, its cost, where the files are."""
     rows: dict[str, Row] = summary["held_out"]
-    metric, first = summary["metric"], next(iter(rows.values()))
-    sources = [k for k in sorted(first) if k.startswith(f"{metric}/")]
-    columns = [metric, *(sources if len(sources) <= WIDE else ())]
-    columns += [k for k in (*summary["metrics"][1:], *summary["tools"]) if k in first]
-    heads = [label(k.removeprefix(f"{metric}/")) for k in columns]
-    widths = [max(9, len(head) + 2) for head in heads]
-    name_width = max(map(len, rows)) + 2
-    lines = ["", "held-out questions, greedy"]
-    lines.append(" " * name_width + "".join(f"{head:>{w}}" for head, w in zip(heads, widths, strict=True)))
-    for name, row in rows.items():
-        cells = [f"{row[k]:>{w}.{2 if k in summary['tools'] else 3}f}" for k, w in zip(columns, widths, strict=True)]
-        lines.append(f"{name:{name_width}}{''.join(cells)}")
-    if len(sources) > WIDE:
-        lines.append(f"({label(metric)} of each of {len(sources)} sources is in summary.json)")
-    lines += ["", summary["conclusion"]]
+    digits = dict.fromkeys(summary["metrics"], 3) | dict.fromkeys(summary["tools"], 2)
+    lines = ["", "held-out questions, greedy", "  ".join([" " * 33, *(f"{label(k):>9}" for k in digits)])]
+    lines += ["  ".join([f"{name:33}", *(f"{row[k]:9.{n}f}" for k, n in digits.items())]) for name, row in rows.items()]
+    lines += ["(by source in summary.json)", "", summary["conclusion"]]
     cost = summary["ledger"]
     lines += ["", f"I_star ({' -> '.join(f'#{j}' for j in summary['generations'])}):", summary["I_star"], ""]
     if cost["optimizer_calls"]:
@@ -146,7 +129,7 @@ def ending(summary: Row, path: Path) -> str:
 
 def label(metric: str) -> str:
     """Returns a metric's name as it is shown."""
-    return "EM" if metric == "em" else "F1" if metric == "f1" else metric
+    return {"em": "EM", "f1": "F1"}.get(metric, metric)
 
 
 def many(n: int, noun: str) -> str:

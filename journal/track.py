@@ -4,8 +4,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from plumbing.faults import Fault
-
 
 class Tracker:
     """What --tracker names: "wandb", "tensorboard", or "" for none. A resumed run continues under its `id`."""
@@ -13,18 +11,15 @@ class Tracker:
     def __init__(self, name: str, path: Path, id: str, config: dict[str, Any]):
         self.wandb: Any = None
         self.board: Any = None
-        try:
-            if name == "wandb":
-                import wandb
+        if name == "wandb":
+            import wandb
 
-                self.wandb = wandb
-                wandb.init(project="inspo", name=path.name, dir=path, config=config, id=id, resume="allow")
-            elif name == "tensorboard":
-                from torch.utils.tensorboard import SummaryWriter
+            self.wandb = wandb
+            wandb.init(project="inspo", name=path.name, dir=path, config=config, id=id, resume="allow")
+        elif name == "tensorboard":
+            from torch.utils.tensorboard import SummaryWriter
 
-                self.board = SummaryWriter(path / "tensorboard")
-        except ImportError as e:
-            raise Fault(f"--tracker {name}: cannot be imported ({e}); fix that, or leave it out") from None
+            self.board = SummaryWriter(path / "tensorboard")
 
     def numbers(self, values: Mapping[str, float], t: int) -> None:
         if self.wandb:

@@ -1,28 +1,20 @@
 """The curves of a page: every number of metrics.jsonl over the steps; runs that differ by their seed are one group."""
 
-from __future__ import annotations
-
-from collections import Counter
-
 from page.read import Row, Run, number
 
-WIDE = 8  # sources of questions at most that have a curve of their own
 # Settings that say where a run ran and what it kept, not what it is.
-ASIDE = {"seed", "out", "resume", "device", "tracker", "retriever", "keep", "save_every", "engine", "vllm"}
-ASIDE |= {"dry_run", "patience", "micro_tokens", "max_rows"}
-ASIDE |= {"id", "commit", "async_save"}
+ASIDE = {
+    "seed", "out", "resume", "device", "tracker", "retriever", "keep", "save_every", "engine", "vllm", "dry_run",
+    "patience", "micro_tokens", "max_rows", "id", "commit", "async_save",
+}  # fmt: skip
 
 
 def curves(run: Run) -> Row:
     """Returns {"t": [...], "series": {name: [...]}} with None where a step has no such number.
 
-    The scores at the run's end, which are in summary.json alone, are those of the last step. A metric that has more
-    than WIDE sources is drawn of all of them together.
+    The scores at the run's end, which are in summary.json alone, are those of the last step.
     """
     names = sorted({name for row in run.steps for name, value in row.items() if number(value) is not None} - {"t"})
-    sources = Counter(name.partition("/")[0] for name in names if "/" in name)
-    crowded = {f"{metric}/" for metric in names if sources[metric] > WIDE}
-    names = [name for name in names if name[: name.find("/") + 1] not in crowded]
     series = {name: [number(row.get(name)) for row in run.steps] for name in names}
     for name, value in run.summary.get("end", {}).items():
         if f"test/{name}" in series:
@@ -36,18 +28,8 @@ def groups(runs: list[Run]) -> list[Row]:
     for k, run in enumerate(runs):
         settings = {name: value for name, value in run.config.items() if name not in ASIDE}
         members.setdefault(repr(sorted(settings.items())) if settings else run.name, []).append(k)
-    first = [runs[places[0]] for places in members.values()]
-    names = sorted({name for run in runs for name in run.config} - ASIDE)
-    differ = [name for name in names if len({repr(run.config.get(name)) for run in first}) > 1]
     out = []
-    for run, places in zip(first, members.values(), strict=True):
-        label = ", ".join(f"{name} {_brief(run.config.get(name))}" for name in differ)
-        if not 0 < len(label) <= 60 or not run.config:
-            label = run.name
-        out.append({"label": label + (f" ({len(places)} seeds)" if len(places) > 1 else ""), "runs": places})
+    for places in members.values():
+        seeds = f" ({len(places)} seeds)" if len(places) > 1 else ""
+        out.append({"label": runs[places[0]].name + seeds, "runs": places})
     return out
-
-
-def _brief(value: object) -> str:
-    """A setting as a label: of a path its last part."""
-    return str(value).rpartition("/")[2] or "none"

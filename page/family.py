@@ -1,7 +1,5 @@
 """The family tree of a run's instructions: who was born when, of whom, why it left, and who was refused."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -76,11 +74,3 @@ def _call(call: Row) -> Row:
     kept: dict[str, Any] = {key: call[key] for key in keys}
     failures = [{"text": text, "gold": gold} for text, gold in EXAMPLE.findall(call["prompt"])]
     return kept | {"failures": failures, "analysis": BLOCKS.sub("", call["reply"]).strip()}
-
-
-def lineage(instructions: list[Row], id: int) -> list[int]:
-    """The ids from a first instruction to `id`."""
-    by_id, line = {I["id"]: I for I in instructions}, [id]
-    while parents := by_id.get(line[0], {}).get("parents"):
-        line.insert(0, parents[0])
-    return line

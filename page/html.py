@@ -1,13 +1,9 @@
 """One self-contained HTML file: the template with its style, its scripts, the data and the compressed pages."""
 
-from __future__ import annotations
-
 import base64
-import contextlib
 import hashlib
 import html
 import json
-import os
 import re
 import time
 from collections.abc import Sequence
@@ -15,11 +11,12 @@ from pathlib import Path
 
 from page.curves import curves, groups
 from page.family import family
-from page.read import Row, Run, finite, read_run
+from page.read import Row, Run, read_run
 from page.sample import pack, sample
 from page.verdict import verdict
+from plumbing import files
 from plumbing.faults import Fault
-from plumbing.outside import without_secrets
+from plumbing.outside import finite, without_secrets
 
 STATIC = Path(__file__).parent / "static"
 SCRIPTS = (
@@ -51,14 +48,7 @@ def build(paths: Sequence[Path], *, limit: int = LIMIT, live: str = "") -> str:
 
 def write(runs: Sequence[Path], to: Path, *, limit: int = LIMIT) -> Path:
     """Writes the page of these runs into a file, atomically, and returns its path; Fault if it cannot."""
-    text, temporary = build(runs, limit=limit), to.with_name(f".{to.name}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, to)
-    except OSError as e:
-        with contextlib.suppress(OSError):
-            temporary.unlink()  # on a disk that is full, half of it may be there
-        raise Fault(f"cannot write {to} ({e.strerror}): make room, or write it elsewhere") from None
+    files.write(to, build(runs, limit=limit))
     return to
 
 

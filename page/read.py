@@ -1,16 +1,12 @@
 """A run's directory as it is: finished, running, or cut short."""
 
-from __future__ import annotations
-
-import contextlib
-import json
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from plumbing.faults import Fault
+from plumbing.files import parse_lines
 from plumbing.outside import decoded
 
 Row = dict[str, Any]
@@ -78,21 +74,6 @@ def read_run(path: Path) -> Run:
 def number(x: Any) -> float | None:
     """x if it is a finite number, else None."""
     return x if isinstance(x, (int, float)) and math.isfinite(x) else None
-
-
-def finite(x: Any) -> Any:
-    """x with None for every nan and infinity inside: JSON has no word for them, and browsers refuse them."""
-    return json.loads(json.dumps(x), parse_constant=lambda _: None)
-
-
-def parse_lines(lines: Iterable[str], key: str) -> list[Row]:
-    """The objects of JSON lines that have a key; a line that is cut short or damaged is left out."""
-    rows = []
-    for line in lines:
-        with contextlib.suppress(ValueError, TypeError):
-            if key in (row := decoded(line)):
-                rows.append(row)
-    return rows
 
 
 def _object(run: Run, name: str, without: str) -> Row:

@@ -1,7 +1,5 @@
 """A sample of a run's trajectories: an index that a page can filter, and the rows themselves in compressed pages."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json
@@ -9,7 +7,9 @@ import math
 import zlib
 from pathlib import Path
 
-from page.read import Row, Run, finite, parse_lines
+from page.read import Row, Run
+from plumbing.files import parse_lines
+from plumbing.outside import finite
 
 COLUMNS = "page place kind t ins reward failed stop source calls question group tokens".split()
 SHOWN = ("prediction", "golds", "metrics", "advantage", "invalid", "prompt_tokens", "action_tokens", "token_data")
@@ -25,8 +25,8 @@ def sample(run: Run, tree: Row, limit: int) -> tuple[Row, dict[str, str]]:
     pages, questions = dict[str, str](), dict[str, int]()
     steps = sorted((run.path / "trajectories").glob("step-*.jsonl.gz"))
     others = [path for kind in ("test", "verify") for path in (run.path / "trajectories").glob(f"{kind}-*.jsonl.gz")]
-    of_step, every = math.ceil(limit / max(1, len(steps))), max(1, math.ceil(len(steps) / limit))
-    for file in [*steps[::every], *sorted(others)]:
+    of_step = math.ceil(limit / max(1, len(steps)))
+    for file in [*steps, *sorted(others)]:
         rows, in_all, damaged = _rows(file, of_step if file in steps else 10**9)
         index["all"] += in_all
         if damaged:
@@ -40,8 +40,6 @@ def sample(run: Run, tree: Row, limit: int) -> tuple[Row, dict[str, str]]:
             pages[file.name.removesuffix(".jsonl.gz")] = pack(shown)
     if not index["rows"]:
         run.missing.append("trajectories/ is empty: no trajectory can be shown.")
-    elif steps and not any(row[COLUMNS.index("tokens")] for row in index["rows"]):
-        run.missing.append("No trajectory has the data of its tokens.")
     return index | {"questions": list(questions), "seen": len(index["rows"])}, pages
 
 

@@ -1,6 +1,7 @@
 """Serves the page of runs on 127.0.0.1; a page that is open reloads when the runs have written more."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +23,14 @@ def app(paths: Sequence[Path], limit: int) -> Any:
     from fastapi.middleware.trustedhost import TrustedHostMiddleware
     from fastapi.responses import HTMLResponse, PlainTextResponse
 
-    pages, first = FastAPI(openapi_url=None), stamp(paths)
-    made = {first: build(paths, limit=limit, live=first)}
+    pages, build_once = FastAPI(openapi_url=None), lru_cache(1)(lambda now: build(paths, limit=limit, live=now))
+    build_once(stamp(paths))
     # A name that points here is no reason to answer: another site's script may have asked for it.
     pages.add_middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])
 
     @pages.get("/")
     def page() -> HTMLResponse:
-        now = stamp(paths)
-        text = made.get(now) or build(paths, limit=limit, live=now)
-        made.clear()
-        made[now] = text
-        return HTMLResponse(text, headers={"Cache-Control": "no-store"})
+        return HTMLResponse(build_once(stamp(paths)), headers={"Cache-Control": "no-store"})
 
     @pages.get("/stamp")
     def state() -> PlainTextResponse:

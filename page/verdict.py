@@ -1,12 +1,11 @@
 """The first screen of a page: did it learn, which instruction won and why, what did it cost, what went wrong."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
+from statistics import fmean
 
-from journal.silence import ALL_ALIKE, NO_ANSWER, PATIENCE, Silence
-from page.family import lineage
+from journal.silence import ALL_ALIKE, NO_ANSWER, Silence
+from journal.summary import lineage
 from page.read import Row, Run, number
 
 RUNNING = 600.0  # seconds without a line after which an unfinished run counts as stopped
@@ -33,7 +32,7 @@ def learned(run: Run) -> Row:
     return {
         "table": run.summary.get("held_out", {}), "questions": run.summary.get("questions"),
         "sentence": run.summary.get("conclusion", ""), "few": few,
-        "rewards": [mean(rewards[:few]), mean(rewards[-few:])] if rewards else None,
+        "rewards": [fmean(rewards[:few]), fmean(rewards[-few:])] if rewards else None,
     }  # fmt: skip
 
 
@@ -47,7 +46,8 @@ def winner(run: Run, tree: Row) -> Row | None:
     w = {int(j): value for j, value in last[0]["w"].items()} if last else {}
     others = sorted(((value, j) for j, value in w.items() if j != id), reverse=True)
     return {
-        "id": id, "lineage": lineage(tree["instructions"], id), "w": w.get(id), "since": by_id[id]["born"],
+        "id": id, "lineage": lineage({j: I["parents"][0] if I["parents"] else None for j, I in by_id.items()}, id),
+         "w": w.get(id), "since": by_id[id]["born"],
         "second": {"id": others[0][1], "w": others[0][0]} if others else None, "ever": len(by_id),
         "refused": len(tree["refused"]),
     }  # fmt: skip
@@ -56,27 +56,21 @@ def winner(run: Run, tree: Row) -> Row | None:
 def cost(run: Run) -> Row:
     """What the run has spent: calls and tokens, rollouts, seconds by phase."""
     calls = [row["call"] for row in run.reflections if "call" in row]
-    training = len(_measured(run)) * run.config.get("batch", 0) * run.config.get("G", 0)
-    spent = {"training_rollouts": training, "verification_rollouts": sum(column(run.reflections, "rollouts"))}
-    spent |= run.summary.get("ledger", {})
     total = run.summary.get("seconds") or max(column(run.steps, "time/total"), default=0.0)
     names = ("rollout", "reward", "update", "verify", "evolve", "evaluate", "log")
     phases = {name: sum(column(run.steps, f"time/{name}")) for name in names}
     phases["evolve"] -= phases["verify"]  # a part of it; the rest are the optimizer's calls
+    failed = {name for row in run.steps for name in row if name.endswith("/faults")}
     phases["other"] = max(0.0, total - sum(phases.values()))
     return {
         "calls": len(calls), "optimizer": run.config.get("optimizer_model"),
         **{name: sum(column(calls, name)) for name in ("prompt_tokens", "completion_tokens")},
         "optimizer_seconds": sum(column(calls, "seconds")),
-        "training": spent["training_rollouts"], "verification": spent["verification_rollouts"],
-        "tool_calls": spent.get("tool_calls"), "faults": sum(faults(run).values()), "seconds": total, "phases": phases,
+        "training": sum(row["t"] > 0 for row in run.steps) * run.config.get("batch", 0) * run.config.get("G", 0),
+        "verification": sum(column(run.reflections, "rollouts")),
+        "tool_calls": run.summary.get("ledger", {}).get("tool_calls"),
+        "faults": sum(max(column(run.steps, name), default=0) for name in failed), "seconds": total, "phases": phases,
     }  # fmt: skip
-
-
-def faults(run: Run) -> dict[str, float]:
-    """How many requests have failed, by the name before "/faults" in metrics.jsonl."""
-    names = {name for row in run.steps for name in row if name.endswith("/faults")}
-    return {name.rpartition("/")[0]: max(column(run.steps, name), default=0) for name in sorted(names)}
 
 
 # ---- what went wrong
@@ -84,7 +78,7 @@ def faults(run: Run) -> dict[str, float]:
 
 def warnings(run: Run) -> list[Row]:
     """What a person who knows the failures of such runs would point at: {"text", "panel", "t"}."""
-    rows, out = _measured(run), list[Row]()
+    rows, out = [row for row in run.steps if row["t"] > 0], list[Row]()
 
     def warn(text: str, panel: str = "", t: int | None = None) -> None:
         out.append({"text": text, "panel": panel, "t": t})
@@ -96,50 +90,29 @@ def warnings(run: Run) -> list[Row]:
         if broken := [row["t"] for row in rows if name in row and number(row[name]) is None]:
             warn(f"{name} is not a number at step {broken[0]}.", name, broken[0])
     few = max(1, min(10, len(rows) // 5))
-    entropy, answered, reward = (column(rows, name) for name in ("entropy", "answered", "reward"))
-    if entropy and (end := mean(entropy[-few:])) < 0.05 * (start := mean(entropy[:few])):
+    entropy, reward = column(rows, "entropy"), column(rows, "reward")
+    if entropy and (end := fmean(entropy[-few:])) < 0.05 * (start := fmean(entropy[:few])):
         warn(f"Entropy has collapsed from {start:.3g} to {end:.3g} nats: the policy hardly explores.", "entropy")
-    if answered and (best := max(_windows(answered, few))) - (end := mean(answered[-few:])) > 0.1:
-        warn(f"Trajectories that end in an answer fell from {best:.0%} to {end:.0%}.", "answered")
     silence = Silence()
     for row in rows:
         silence.step(row)
     for sign, _, text in silence.lasting():
         warn(f"To the end, {text}", {NO_ANSWER: "answered", ALL_ALIKE: "zero_variance_groups"}.get(sign, ""))
-    alike = column(rows, "zero_variance_groups")[-few:]
-    if alike and silence.since[ALL_ALIKE] < PATIENCE and mean(alike) > 0.9:
-        warn(f"{mean(alike):.0%} of the last groups have rewards all alike, and teach nothing.", "zero_variance_groups")
-    if gap := max(((row["logp_gap"], -row["t"]) for row in rows if number(row.get("logp_gap"))), default=None):
-        if gap[0] > 0.05:
-            warn(f"Engine and trainer differ by up to {gap[0]:.2g} nat a token (step {-gap[1]}).", "logp_gap", -gap[1])
-    for name, n in faults(run).items():
-        if n:
-            warn(f"{n:.0f} requests to {name} failed and were repeated.")
+    if gaps := [row for row in rows if (number(row.get("logp_gap")) or 0) > 0.05]:
+        t, gap = gaps[0]["t"], max(column(gaps, "logp_gap"))
+        warn(f"Engine and trainer differ by up to {gap:.2g} nat a token, from step {t} on.", "logp_gap", t)
     if skipped := [row["t"] for row in rows if row.get("skipped_updates")]:
         n = sum(column(rows, "skipped_updates"))
         warn(f"{n:.0f} optimizer steps were skipped: loss or gradient were not finite.", "skipped_updates", skipped[0])
     if len(reward) >= 10 and max(means := _windows(reward, few)) - means[-1] > 0.3 * max(map(abs, means)):
         warn(f"Reward fell from {max(means):.2f} to {means[-1]:.2f}.", "reward")
-    for event in run.events:
-        if "no new instruction: " in event["text"]:
-            reason = event["text"].partition("no new instruction: ")[2].partition(";")[0]
-            warn(f"Step {event['t']} brought no new instruction: {reason}.", "tree", event["t"])
     return out
-
-
-def _measured(run: Run) -> list[Row]:
-    """The rows of steps, without those that hold evaluations alone."""
-    return [row for row in run.steps if "reward" in row or "loss" in row]
 
 
 def column(rows: Sequence[Row], name: str) -> list[float]:
     return [x for row in rows if (x := number(row.get(name))) is not None]
 
 
-def mean(x: Sequence[float]) -> float:
-    return sum(x) / len(x)
-
-
 def _windows(x: Sequence[float], n: int) -> list[float]:
     """The means of n neighbours."""
-    return [mean(x[k : k + n]) for k in range(max(1, len(x) - n + 1))]
+    return [fmean(x[k : k + n]) for k in range(max(1, len(x) - n + 1))]

@@ -2,12 +2,11 @@
 
 import random
 import re
-import time
 from collections.abc import Callable, Iterable
+from time import monotonic, sleep
 from typing import Any, NoReturn, TypeVar
 
 import requests
-import tenacity
 import urllib3
 
 from plumbing.faults import Outage
@@ -62,32 +61,21 @@ class Client:
         A LookupError, TypeError or ValueError of `read` makes the answer malformed. `str` reads one that is no JSON.
         Raises RequestFailed.
         """
-        rounds = 1 + (self.retries if retries is None else retries)
-        retrying = tenacity.Retrying(
-            stop=tenacity.stop_after_attempt(rounds * len(self.urls)),
-            retry=tenacity.retry_if_exception(lambda e: isinstance(e, RequestFailed) and e.transient),
-            wait=self._seconds_to_wait,
-            before=self._before_attempt,
-            reraise=True,
-        )
-        try:
-            answer: T = retrying(self._ask, path, body, read)
-            return answer
-        except RequestFailed as e:
-            times = f", {rounds} times" if e.transient and rounds > 1 else ""
-            raise RequestFailed(f"{e}{times}", e.transient) from None
-
-    def _before_attempt(self, state: tenacity.RetryCallState) -> None:
-        if state.attempt_number > 1 and (url := self.revive()):
-            self.urls[0] = at(url)
-
-    def _seconds_to_wait(self, state: tenacity.RetryCallState) -> float:
-        rounds, rest = divmod(state.attempt_number, len(self.urls))
-        if rest:
-            return 0.0
-        fault = state.outcome.exception() if state.outcome else None
-        asked = fault.retry_after if isinstance(fault, RequestFailed) else 0.0
-        return min(MAX_WAIT, max(asked, 2.0 ** (rounds - 1) * random.uniform(0.5, 1.5)))
+        rounds, attempts = 1 + (self.retries if retries is None else retries), 0
+        while True:
+            attempts += 1
+            try:
+                return self._ask(path, body, read)
+            except RequestFailed as e:
+                round, others = divmod(attempts, len(self.urls))  # 0: all have been asked in this round
+                if not e.transient or round == rounds:
+                    times = f", {rounds} times" if e.transient and rounds > 1 else ""
+                    raise RequestFailed(f"{e}{times}", e.transient) from None
+                asked = e.retry_after
+            if not others:
+                sleep(min(MAX_WAIT, max(asked, 2.0 ** (round - 1) * random.uniform(0.5, 1.5))))
+            if url := self.revive():
+                self.urls[0] = at(url)
 
     def _ask(self, path: str, body: Any, read: Callable[[Any], T]) -> T:
         url = at(self.urls[0], path)
@@ -101,7 +89,7 @@ class Client:
             raise RequestFailed(text, e.transient, e.retry_after) from None
 
     def _exchange(self, url: str, body: Any) -> tuple[requests.Response, bytes]:
-        method, content, end = "GET" if body is None else "POST", bytearray(), time.monotonic() + self.timeout
+        method, content, end = "GET" if body is None else "POST", bytearray(), monotonic() + self.timeout
         seconds = (min(5.0, self.timeout), self.timeout)  # to connect, between two bytes
         try:
             reply = self.session.request(method, url, json=body, timeout=seconds, stream=True, allow_redirects=False)
@@ -110,7 +98,7 @@ class Client:
                     content += part
                     if len(content) > MAX_ANSWER:
                         raise RequestFailed(f"its answer is larger than {MAX_ANSWER >> 20} MiB")
-                    if time.monotonic() > end:
+                    if monotonic() > end:
                         raise requests.ReadTimeout
         except (requests.ReadTimeout, urllib3.exceptions.ReadTimeoutError):
             raise RequestFailed(f"no whole answer in {self.timeout:g} s", self.retry_timeout) from None

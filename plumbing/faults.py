@@ -1,40 +1,37 @@
 """Faults that a user can fix. Libraries raise them; each program's `main` prints them as one line."""
 
 import contextlib
+import io
 import json
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any
 
 from plumbing.outside import printable
 from plumbing.status import status
 
 
 class Fault(Exception):
-    """What is wrong, where, and what to do about it, in one line."""
+    """What is wrong, where, and what to do about it: a line, or a line for each of several faults."""
 
-
-class Faults(Fault):
-    """Several of them, different ones; `of` has their lines."""
-
-    def __init__(self, of: list[str]):
-        super().__init__("\n  ".join([f"{len(of)} things are missing or wrong:", *of]))
-        self.of = of
+    def __str__(self) -> str:
+        lines = [str(line) for line in self.args]
+        return "\n  ".join([f"{len(lines)} things are missing or wrong:", *lines] if len(lines) > 1 else lines)
 
 
 def together(*checks: Callable[[], object]) -> None:
     """Runs every check and reports all failures at once."""
-    found: list[str] = []
+    lines: list[object] = []
     for check in checks:
         try:
             check()
         except Fault as e:
-            found += [line for line in (e.of if isinstance(e, Faults) else [str(e)]) if line not in found]
-    if found:
-        raise Faults(found) if len(found) > 1 else Fault(found[0])
+            lines += [line for line in e.args if line not in lines]
+    if lines:
+        raise Fault(*lines)
 
 
 class Outage(Fault):
@@ -61,32 +58,20 @@ class OptimizerDown(Outage):
     """The LLM-based optimizer gave no usable reply; training continues without it."""
 
 
-class Outlived:
+class Outlived(io.FileIO):
     """Standard output that its program outlives: once it cannot be written, one line on standard error, then nothing.
 
     The reader of a long run may end before it (`| head`, a killed `| tee log`), or the disk of its log may be full.
     """
 
-    def __init__(self, stream: TextIO):
-        self.stream = stream
-
-    def write(self, text: str) -> int:
-        self._try(self.stream.write, text)
-        return len(text)
-
-    def flush(self) -> None:
-        self._try(self.stream.flush)
-
-    def _try(self, work: Callable[..., object], *args: str) -> None:
+    def write(self, content: Any) -> int:
         try:
-            work(*args)
+            return super().write(content)
         except OSError as e:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())  # also for what is still in its buffer
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
             with contextlib.suppress(OSError):
                 print(f"standard output cannot be written ({e.strerror}): continuing without it", file=sys.stderr)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
+            return len(content)
 
 
 def tell_torchrun(text: str) -> None:
@@ -103,7 +88,10 @@ def one_line(program: str = "") -> Iterator[None]:
 
     What is inside goes on when its standard output ends first.
     """
-    before, sys.stdout = sys.stdout, cast(TextIO, Outlived(sys.stdout or open(os.devnull, "w")))  # None: closed, >&-
+    before = sys.stdout = sys.stdout or open(os.devnull, "w")  # None: closed (>&-)
+    if isinstance(before, io.TextIOWrapper) and before is sys.__stdout__:
+        buffer, at_once = io.BufferedWriter(Outlived(1, "w", closefd=False)), before.isatty() or before.write_through
+        sys.stdout = io.TextIOWrapper(buffer, before.encoding, before.errors, line_buffering=at_once)
     try:
         yield
     except Fault as e:

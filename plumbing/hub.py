@@ -14,7 +14,7 @@ from plumbing.faults import Fault
 NAMED = re.compile(r"hf://datasets/(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w.-]+))?/(?P<file>.+)")
 
 
-def named(path: str) -> dict[str, str] | None:
+def parse_name(path: str) -> dict[str, str] | None:
     """Returns repo, revision and file of a hub's name, None for a path on this disk; raises Fault at another hf://."""
     if not path.startswith("hf://"):
         return None
@@ -27,36 +27,30 @@ def here(path: str) -> Path | None:
     """Returns the file of that path or hub's name if it is on this disk, else None."""
     from huggingface_hub import try_to_load_from_cache
 
-    if not (name := named(path)):
+    if not (name := parse_name(path)):
         return Path(path) if Path(path).is_file() else None
     found = try_to_load_from_cache(name["repo"], name["file"], revision=name["revision"], repo_type="dataset")
     return Path(found) if isinstance(found, str) else None
 
 
-def fetched(path: str) -> Path:
+def fetch(path: str) -> Path:
     """Returns the file of a path or a hub's name, which is fetched once; raises Fault where it cannot be.
 
     What was fetched stays, and is not asked for again: not even if the hub has another version by then.
     """
-    if not (name := named(path)):
+    if not (name := parse_name(path)):
         return Path(path)
-    try:
-        return here(path) or download(name["repo"], name["file"], name["revision"])
-    except Fault as e:
-        raise Fault(f"{path}: {e}; run this where it can be reached, or give a file of your own") from None
-
-
-def download(repo: str, file: str, revision: str = "main", folder: Path | None = None) -> Path:
-    """Returns a file of a data set, fetched into a folder or the hub's cache; raises Fault with why it cannot be."""
     from huggingface_hub import hf_hub_download
 
-    if reason := out_of_reach():
-        raise Fault(f"the hub cannot be reached ({reason})")
-    try:
-        return Path(hf_hub_download(repo, file, revision=revision, repo_type="dataset", local_dir=folder))
-    except Exception as e:  # a name that is not there, a broken connection, a full disk
-        reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
-        raise Fault(f"the hub does not give {file} of {repo} ({reason})") from None
+    if on_disk := here(path):
+        return on_disk
+    if not (reason := out_of_reach()):
+        try:
+            return Path(hf_hub_download(name["repo"], name["file"], revision=name["revision"], repo_type="dataset"))
+        except Exception as e:  # a name that is not there, a broken connection, a full disk
+            first = (str(e).strip().splitlines() or [type(e).__name__])[0]
+            reason = f"the hub does not give {name['file']} of {name['repo']} ({first})"
+    raise Fault(f"{path}: {reason}; run this where it can be reached, or give a file of your own")
 
 
 @functools.cache
@@ -66,9 +60,9 @@ def out_of_reach() -> str:
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
-        return "HF_HUB_OFFLINE is set"
+        return "the hub cannot be reached (HF_HUB_OFFLINE is set)"
     try:
         requests.head(constants.ENDPOINT, timeout=30)
     except requests.RequestException as e:
-        return f"{constants.ENDPOINT}: {type(e).__name__}"
+        return f"the hub cannot be reached ({constants.ENDPOINT}: {type(e).__name__})"
     return ""

@@ -31,6 +31,11 @@ def decoded(text: str | bytes, **options: Any) -> Any:
         raise ValueError("nested too deep") from None
 
 
+def finite(value: Any) -> Any:
+    """Returns JSON data with None for every nan and infinity: JSON has no word for them, and browsers refuse them."""
+    return json.loads(json.dumps(value), parse_constant=lambda _: None)
+
+
 def clean(value: Any, secrets: Collection[str] = ()) -> Any:
     """Returns decoded JSON, in which half surrogate pairs are U+FFFD and `secrets` are "[secret]" in every text."""
 

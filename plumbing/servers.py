@@ -30,9 +30,8 @@ def listen(host: str, port: int) -> socket.socket:
         # "" would bind every address of the machine: an unset shell variable must not publish the server.
         sock = socket.create_server((host or "127.0.0.1", port), family=family, backlog=2048)
     except (OSError, OverflowError, UnicodeError) as e:
-        reason = str(getattr(e, "strerror", None) or e).partition(" (while")[0].rstrip(".")
         remedy = "give an address of this machine as --host and a free port as --port (0 takes any)"
-        raise Fault(f"cannot listen on {host}:{port}: {reason}; {remedy}") from None
+        raise Fault(f"cannot listen on {host}:{port}: {e}; {remedy}") from None
     # asyncio leaves Nagle's algorithm on for sockets made like this, so a short response takes 44 ms instead of 1.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return sock
@@ -130,13 +129,12 @@ class Servers:
 
     def __call__(self, *argv: str, deadline: float = 60.0) -> str:
         last = self._running.get(argv)
-        if not last:
-            self._running[argv] = Child([*argv], self.log, deadline)
-        elif not last.alive():
+        if not last or not last.alive():
+            port = urlsplit(last.url).port or 0 if last else 0
             try:
-                self._running[argv] = Child([*argv], self.log, deadline, urlsplit(last.url).port or 0)
+                self._running[argv] = Child([*argv], self.log, deadline, port)
             except Fault as e:
-                raise Outage(f"{e} (log: {self.log})") from None
+                raise (Outage(f"{e} (log: {self.log})") if last else e) from None
         return self._running[argv].url
 
     def __enter__(self) -> "Servers":

@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # a terminal, a cluster, a terminal that went away
+LEADS = os.environ.get("RANK", "0") == "0"  # whether this process speaks for all of torchrun's
 
 
 class Stopped(SystemExit):
@@ -55,7 +56,7 @@ def may_stop() -> Iterator[None]:
 def check() -> None:
     """Raises Stopped if a signal has come."""
     if _State.request:
-        raise Stopped(f"stopped by {_State.request}" if _leads() else 1)
+        raise Stopped(f"stopped by {_State.request}" if LEADS else 1)
 
 
 def requested() -> bool:
@@ -63,12 +64,11 @@ def requested() -> bool:
 
 
 def _request(number: int, frame: FrameType | None) -> None:
-    if _State.request:
-        return
-    _State.request = signal.Signals(number).name
-    if _State.raises:
-        check()
-    _print(f"\n{_State.request}: stopping as soon as this update or file is complete\n")
+    if not _State.request:
+        _State.request = signal.Signals(number).name
+        if _State.raises:
+            check()
+        _print(f"\n{_State.request}: stopping as soon as this update or file is complete\n")
 
 
 def _exit(number: int, frame: FrameType | None) -> None:
@@ -79,14 +79,9 @@ def _exit(number: int, frame: FrameType | None) -> None:
 
 def _print(text: str) -> None:
     """Writes to standard error, past a print that the signal may have interrupted; the terminal may be gone."""
-    if _leads():
+    if LEADS:
         with contextlib.suppress(OSError):
             os.write(2, text.encode())
-
-
-def _leads() -> bool:
-    """Whether this process speaks for all of torchrun's."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def _handle_by(handler: Callable[[int, FrameType | None], None]) -> dict[signal.Signals, Any]:

@@ -52,11 +52,10 @@ def check_origin(run: Path, settings: Mapping[str, Any], given: Container[str]) 
 
 def remember(run: Path) -> None:
     """Notes that this user has started the run; without a writable home directory nothing is remembered."""
-    if not _remembers(run):
-        with suppress(OSError):
-            _ledger().parent.mkdir(parents=True, exist_ok=True)
-            with open(_ledger(), "a") as file:
-                file.write(f"{_digest(run)}\n")
+    with suppress(OSError):
+        _ledger().parent.mkdir(parents=True, exist_ok=True)
+        with open(_ledger(), "a") as file:
+            file.write(f"{_digest(run)}\n")
 
 
 def _remembers(run: Path) -> bool:

@@ -10,14 +10,11 @@ PACKAGES = ("torch", "transformers", "triton", "vllm", "flash-attn", "liger-kern
 
 
 def commit() -> str:
-    """Returns the commit, with "+" where tracked programs differ from it; "" outside a git checkout."""
-    git = ["git", "-C", str(Path(__file__).parent)]
-    try:
-        head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
-        changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", ":/*.py"], capture_output=True).returncode
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-    return head.stdout.strip() + ("+" if changed else "")
+    """Returns the commit, with "+" where tracked files differ from it; "" outside a git checkout."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--exclude=*"]
+    with contextlib.suppress(OSError):
+        return subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    return ""
 
 
 def versions() -> dict[str, str]:

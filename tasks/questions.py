@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from plumbing.faults import Fault
-from plumbing.hub import fetched
+from plumbing.hub import fetch
 from plumbing.outside import clean, decoded
 from plumbing.parquet import parquet_rows
 from tasks import Question
@@ -28,7 +28,7 @@ def load_questions(path: str | Path) -> list[Question]:
 
     An id that several sources share (`train_0` of NQ and of HotpotQA in one file) becomes `{source}-{id}`.
     """
-    path = fetched(str(path))
+    path = fetch(str(path))
     read = {".jsonl": read_json_lines, ".parquet": _read_parquet}.get(path.suffix)
     if read is None or not path.is_file():
         raise Fault(f"{path}: no such .jsonl or .parquet file; check the path")

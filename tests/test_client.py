@@ -6,10 +6,8 @@ import json
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
-import tenacity
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from json_server import break_off, hang_up, json_servers, too_slow, trickle
@@ -33,7 +31,7 @@ def serve():
 def waits(monkeypatch):
     """The seconds that clients would have waited between rounds; they do not wait here."""
     waited = []
-    monkeypatch.setattr(tenacity.nap, "time", SimpleNamespace(sleep=lambda s: waited.append(s) if s else None))
+    monkeypatch.setattr("plumbing.client.sleep", waited.append)
     return waited
 
 
@@ -113,7 +111,7 @@ def test_a_transient_fault_is_retried_and_named_in_one_line_if_it_stays(serve, w
 
 def test_a_server_that_comes_back_is_reached(serve, monkeypatch):
     port = free_port()
-    monkeypatch.setattr(tenacity.nap, "time", SimpleNamespace(sleep=lambda _: serve(OK, port=port)))
+    monkeypatch.setattr("plumbing.client.sleep", lambda _: serve(OK, port=port))
     assert client(f"http://127.0.0.1:{port}").ask("/path", {}, value) == 1
 
 
@@ -336,7 +334,7 @@ def test_when_all_servers_stay_away_the_last_is_named(waits):
 
 def test_revive_is_called_after_the_wait_before_every_round_but_the_first(serve, monkeypatch):
     events = []
-    monkeypatch.setattr(tenacity.nap, "time", SimpleNamespace(sleep=lambda _: events.append("wait")))
+    monkeypatch.setattr("plumbing.client.sleep", lambda _: events.append("wait"))
     new = serve(OK)
     urls = ["", new.url + "/"]
 
@@ -393,7 +391,7 @@ def test_interrupting_a_wait_ends_it(serve, monkeypatch):
     def sleep(_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(tenacity.nap, "time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr("plumbing.client.sleep", sleep)
     server = serve(BUSY)
     with pytest.raises(KeyboardInterrupt):
         client(server.url).ask("/path", {}, value)

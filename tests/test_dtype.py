@@ -14,10 +14,10 @@ from engines import choose
 from engines.choose import dtype_of
 from engines.torch_engine import TorchEngine
 from inspo import make_policy
-from journal.directory import read_jsonl
 from models import model as models
 from models.model import empty, fill, load_config, load_policy
 from plumbing.faults import Fault
+from plumbing.files import read_jsonl
 from tasks import load_task
 from training.ranks import Ranks
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from journal.directory import read_jsonl
 from models.model import load_tokenizer
 from plumbing.faults import Fault
+from plumbing.files import read_jsonl
 from tasks.questions import em, f1, load_questions
 
 ROOT = Path(__file__).parent.parent

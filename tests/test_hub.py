@@ -17,9 +17,9 @@ from json_server import json_servers
 
 from config import HERE, PRESETS, SEARCH_R1, WORLD, Config
 from evaluation import benchmarks
-from journal.directory import read_jsonl
 from plumbing import hub
-from plumbing.faults import Fault, Faults, together
+from plumbing.faults import Fault, together
+from plumbing.files import read_jsonl
 from plumbing.servers import Servers
 from retrieval.encoder import Encoder
 from tasks import search
@@ -64,7 +64,7 @@ def test_a_path_of_this_disk_is_not_asked_for(hubs, tmp_path):
     path = tmp_path / "mine.jsonl"
     assert hub.here(str(path)) is None and hub.here("") is None
     put(path, LINE)
-    assert hub.fetched(str(path)) == hub.here(str(path)) == path and hubs.asked == []
+    assert hub.fetch(str(path)) == hub.here(str(path)) == path and hubs.asked == []
 
 
 @pytest.mark.parametrize("name, says", [
@@ -84,7 +84,7 @@ def test_a_hub_out_of_reach_is_asked_once(hubs, monkeypatch):
     monkeypatch.setattr(requests, "head", lambda *args, **kwargs: asked.append(args) or head(*args, **kwargs))
     for file in "ab":
         with pytest.raises(Fault, match=f"/{file}: the hub cannot be reached .*{hubs.url}: ConnectionError"):
-            hub.fetched(f"hf://datasets/own/set/{file}")
+            hub.fetch(f"hf://datasets/own/set/{file}")
     assert len(asked) == 1
 
 
@@ -163,7 +163,7 @@ def test_a_server_may_take_longer_to_start_than_others(tmp_path):
 def test_all_faults_are_told_at_once_each_a_single_time():
     def fails(*lines):
         def check():
-            raise Faults(list(lines)) if len(lines) > 1 else Fault(lines[0])
+            raise Fault(*lines)
 
         return check
 
@@ -171,9 +171,9 @@ def test_all_faults_are_told_at_once_each_a_single_time():
     with pytest.raises(Fault) as e:
         together(fails("a"), list, fails("a"))
     assert str(e.value) == "a"
-    with pytest.raises(Faults) as e:
+    with pytest.raises(Fault) as e:
         together(fails("a", "b"), fails("b"), fails("c"))
-    assert e.value.of == ["a", "b", "c"] and str(e.value).splitlines()[1:] == ["  a", "  b", "  c"]
+    assert e.value.args == ("a", "b", "c") and str(e.value).splitlines()[1:] == ["  a", "  b", "  c"]
 
 
 def run(cwd, argv, **env):

@@ -156,10 +156,10 @@ def test_a_run_s_notes_move_no_cursor():
     log.proposed(15, 0, parent, call, [], [])
     log.proposed(15, 0, parent, call, [], [{"k": 1, "reason": "lost \x1b[2J"}, {"k": 2, "reason": "empty"}])
     log.proposed(15, 0, parent, call, [2], [{"k": 1, "reason": "empty"}])
-    begin, end = "step  15  the optimizer's reply has no ", "; it was cut off by a length limit"
+    begin, end = "step  15  the optimizer's reply has no candidate, ", "; it was cut off by a length limit"
     assert said == [
-        f"{begin}<ins_k> block{end}",
-        f"{begin}candidate: all 2 were rejected, the first: lost \\x1b[2J{end}",
+        f"{begin}0 were rejected; it has no <ins_k> block{end}",
+        f"{begin}2 were rejected; the first: lost \\x1b[2J{end}",
     ]
 
 

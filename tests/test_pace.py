@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 from test_inspo import run_here
 
-from journal.directory import read_jsonl
+from plumbing.files import read_jsonl
 from tasks import Question, Trajectory
 from training.policy import Policy
 

@@ -23,8 +23,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from config import WORLD, Config
 from grpo import Learner, minibatches
-from journal.directory import read_jsonl
 from models.model import load_policy
+from plumbing.files import read_jsonl
 from training.checkpoint import damage
 
 pytestmark = pytest.mark.ranks

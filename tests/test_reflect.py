@@ -7,10 +7,8 @@ import sys
 import time
 from dataclasses import asdict, replace
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
-import tenacity
 from json_server import json_servers
 
 from plumbing.faults import OptimizerDown
@@ -460,7 +458,7 @@ def endpoint():
 def waits(monkeypatch):
     """The seconds that the client would have waited between attempts; it does not wait here."""
     waited = []
-    monkeypatch.setattr(tenacity.nap, "time", SimpleNamespace(sleep=lambda s: waited.append(s) if s else None))
+    monkeypatch.setattr("plumbing.client.sleep", waited.append)
     return waited
 
 

@@ -1,11 +1,18 @@
 """The sentence at the end of a run, on hand-computed cases."""
 
+import math
+
 import pytest
 
 from journal.summary import conclusion
 
 ROWS = ["first policy, first instruction", "trained policy, first instruction", "first policy, I_star"]
 ROWS += ["trained policy, I_star"]
+
+
+def conclusion_of(means: dict[str, float], n: int) -> str:
+    """Of questions that score 0 or 1."""
+    return conclusion(means, n, "em", {row: math.sqrt(mean * (1 - mean)) for row, mean in means.items()})
 
 
 @pytest.mark.parametrize(
@@ -24,18 +31,17 @@ ROWS += ["trained policy, I_star"]
     ],
 )
 def test_a_run_ends_with_whose_gain_it_is(scores, says):
-    assert says in conclusion(dict(zip(ROWS, scores, strict=False)), 300)
+    assert says in conclusion_of(dict(zip(ROWS, scores, strict=False)), 300)
 
 
 @pytest.mark.parametrize("n", [1, 3, 5])
-@pytest.mark.parametrize("spread", [None, dict.fromkeys(ROWS, 0.0)])
-def test_a_few_questions_show_no_gain_however_clear(n, spread):
+def test_a_few_questions_show_no_gain_however_clear(n):
     """The sign test of n questions that all change has p = 2 / 2^n: 0.06 of 5, 0.03 of 6."""
     means = dict(zip(ROWS, (0.0, 1.0, 0.0, 1.0), strict=True))
-    assert "EM +1.00: nothing gained" in conclusion(means, n, spread=spread)
-    assert "training would have been enough" in conclusion(means, 6, spread=spread)
+    assert "EM +1.00: nothing gained" in conclusion_of(means, n)
+    assert "training would have been enough" in conclusion_of(means, 6)
     means = dict(zip(ROWS, (0.0, 0.05, 0.0, 0.05), strict=True))
-    assert "nothing gained" in conclusion(means, 100) and "training would" in conclusion(means, 120)
+    assert "nothing gained" in conclusion_of(means, 100) and "training would" in conclusion_of(means, 120)
 
 
 @pytest.mark.parametrize(

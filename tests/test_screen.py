@@ -1,9 +1,12 @@
 """What a run shows while it runs: plain lines, and a progress bar in a real terminal."""
 
+import fcntl
 import os
 import pty
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 from journal.screen import Screen
@@ -15,7 +18,6 @@ ROW = {"reward": 0.25, "searches": 1.5, "kl": 0.01, "w_best": 0.4, "entropy": fl
 
 def test_without_a_terminal_lines_are_plain(capsys):
     screen = Screen(100)
-    screen.start()
     screen.note("a note\x1b[2J")
     for t in range(1, 11):
         screen.step(t, line(ROW, ["searches"]))
@@ -30,14 +32,14 @@ def test_in_a_real_terminal_a_bar_is_drawn_below_the_lines_and_left_standing():
     code = (
         "from journal.screen import Screen\n"
         "screen = Screen(3)\n"
-        "screen.start()\n"
         "screen.note('Name [bold]one[/bold] entity.\\x1b[2J')\n"
         "for t in (1, 2, 3): screen.rollouts('verify 0', 7, 9); screen.step(t, 'reward 0.5')\n"
         "screen.close()\n"
         "print('the end')"
     )
     ours, theirs = pty.openpty()
-    env = os.environ | {"TERM": "xterm", "COLUMNS": "100", "LINES": "40", "PYTHONPATH": str(ROOT)}
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
+    env = os.environ | {"TERM": "xterm", "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdin=theirs, stdout=theirs, env=env)
     os.close(theirs)
     text = b""
@@ -54,4 +56,3 @@ def test_in_a_real_terminal_a_bar_is_drawn_below_the_lines_and_left_standing():
     out = text.decode()
     assert "Name [bold]one[/bold] entity.\\x1b[2J" in out and "step   3  reward 0.5" in out
     assert "3/3" in out and out.rstrip().endswith("the end")
-    assert out.rindex("\x1b[?25h") > out.rindex("\x1b[?25l")  # the cursor is back

@@ -5,10 +5,8 @@ import re
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import SimpleNamespace
 
 import pytest
-import tenacity
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -321,7 +319,7 @@ def retriever():
 def naps(monkeypatch):
     """The seconds that the client would have slept between rounds; it does not sleep here."""
     naps = []
-    monkeypatch.setattr(tenacity.nap, "time", SimpleNamespace(sleep=lambda s: naps.append(s) if s else None))
+    monkeypatch.setattr("plumbing.client.sleep", naps.append)
     return naps
 
 

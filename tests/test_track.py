@@ -6,9 +6,9 @@ import sys
 import pytest
 from test_resume import Calls, no_page, play
 
-from journal.directory import read_jsonl
 from plumbing import stop
 from plumbing.faults import Fault
+from plumbing.files import read_jsonl
 
 assert no_page  # a fixture
 WANDB = """
@@ -72,9 +72,3 @@ def test_tensorboard_has_numbers_and_instructions(tmp_path):
     losses = [(x.step, pytest.approx(x.value)) for x in events.Scalars("loss")]
     assert losses == [(row["t"], row["loss"]) for row in read_jsonl(out / "metrics.jsonl")[1:]]
     assert any(tag.startswith("instructions") for tag in events.Tags()["tensors"])
-
-
-def test_a_tracker_that_cannot_be_imported_ends_the_run_in_one_line(wandb, tmp_path):
-    (tmp_path / "fake" / "wandb.py").write_text("raise ImportError('broken')")
-    with pytest.raises(Fault, match=r"--tracker wandb: cannot be imported \(broken\)"):
-        play(tmp_path / "r", Calls(), tracker="wandb")

@@ -14,7 +14,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm")
 
 from test_inspo import ENV, FIXTURE, ROOT, SMALL, children_of, finish, metrics, wait_for_step  # noqa: E402
 
-from journal.directory import read_jsonl  # noqa: E402
+from plumbing.files import read_jsonl  # noqa: E402
 
 ENV = ENV | {"OMP_NUM_THREADS": "1"}
 FLAGS = [*SMALL, "--engine", "vllm", "--T", "4"]

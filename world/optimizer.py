@@ -22,51 +22,53 @@ KNOWN_TAGS = set(re.findall(r"</?\w+>", FRAMES[0]))
 OF_THE_WORLD = re.compile(r"\bof the (?:person|film|company|city|nation)\b", re.I)  # what its questions end in
 KNOWN_SENTENCES = sorted([*FRAMES, *SAYS, *FILLERS], key=len, reverse=True)
 
+NEVER_SEARCHES = "The agent answers from memory and never searches."
+BROAD = "One broad query mirrors the whole question and cannot find what lies behind the first fact."
+STOPS_EARLY = "The agent stops searching before the last fact is found."
+SENTENCE = "The answer is a sentence where a name was asked for."
+
+
+def inside(tag: str, text: str) -> list[str]:
+    return re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.S)
+
 
 def diagnose(response: str) -> dict[str, str]:
     """Returns {clause: reason to add it}, read from one failed response (question, actions and results as text)."""
     question, _, acted = response.partition("?")
-    hops = question.count(" of ")
-    queries = re.findall(r"<search>(.*?)</search>", acted, re.S)
-    answers = re.findall(r"<answer>(.*?)</answer>", acted, re.S)
-    results = " ".join(re.findall(r"<information>(.*?)</information>", acted, re.S))
-    thoughts = [t.strip() for t in re.findall(r"<think>(.*?)</think>", acted, re.S)]
-    answer = answers[-1].strip() if answers else ""
-    found = {}
+    hops, queries, results = question.count(" of "), inside("search", acted), " ".join(inside("information", acted))
+    thoughts = [thought.strip() for thought in inside("think", acted)]
+    answer = (inside("answer", acted) or [""])[-1].strip()
+    lacking = {}
     if not queries:
-        found["entity"] = "The agent answers from memory and never searches."
+        lacking["entity"] = NEVER_SEARCHES
     elif hops > 1 and any(q.count(" of ") > 1 for q in queries):
-        found["entity"] = "One broad query mirrors the whole question and cannot find what lies behind the first fact."
+        lacking["entity"] = BROAD
     elif len(queries) < hops:
-        found["cont"] = "The agent stops searching before the last fact is found."
+        lacking["cont"] = STOPS_EARLY
     if len(answer.split()) > 2:
-        found["exact"] = "The answer is a sentence where a name was asked for."
+        lacking["exact"] = SENTENCE
     if queries and not any(thoughts[1:]):
-        found["state"] = "Facts are taken from the results without noting them; look-alike passages get mixed up."
+        lacking["state"] = "Facts are taken from the results without noting them; look-alike passages get mixed up."
     elif answer and answer not in results and len(answer.split()) <= 2:
-        found["state"] = "The final answer is in none of the results."
+        lacking["state"] = "The final answer is in none of the results."
     if len(queries) > 1 and not any(t.startswith("steps") for t in thoughts):
-        found["plan"] = "The agent has no plan and loses the thread."
-    return found
+        lacking["plan"] = "The agent has no plan and loses the thread."
+    return lacking
 
 
 def diagnose_by_gold(response: str, golds: str) -> dict[str, str]:
     """The same for questions that are not the world's: what was asked, found and said, with the right answers."""
     question, _, acted = response.partition("\n")
-    asked = words(question)[1:]  # without "Question:"
-    queries = [words(query) for query in re.findall(r"<search>(.*?)</search>", acted, re.S)]
-    results = words(" ".join(re.findall(r"<information>(.*?)</information>", acted, re.S)))
-    said = words((re.findall(r"<answer>(.*?)</answer>", acted, re.S) or [""])[-1])
-    right = [words(gold) for gold in golds.split(" or ")]
-    if any(within(gold, said) for gold in right):
-        return {"exact": "The answer is a sentence where a name was asked for."}
+    queries, results = [*map(words, inside("search", acted))], words(" ".join(inside("information", acted)))
+    answer, right = words((inside("answer", acted) or [""])[-1]), [words(gold) for gold in golds.split(" or ")]
+    if any(within(gold, answer) for gold in right):
+        return {"exact": SENTENCE}
     if not queries:
-        return {"entity": "The agent answers from memory and never searches."}
+        return {"entity": NEVER_SEARCHES}
     if any(within(gold, results) for gold in right):
         return {"state": "The right answer was found, and another one was given."}
-    if any(query == asked for query in queries):
-        return {"entity": "One broad query mirrors the whole question and cannot find what lies behind the first fact."}
-    return {"cont": "The agent stops searching before the last fact is found."}
+    whole = words(question)[1:]  # without "Question:"
+    return {"entity": BROAD} if whole in queries else {"cont": STOPS_EARLY}
 
 
 def words(text: str) -> list[str]:
@@ -119,25 +121,9 @@ def reply_to(prompt: str, seed: int, guess: bool = False) -> str:
         lacks = [c for c in read(other.group(1)) if c not in clauses]
         candidates = [revise(rng, clauses, lacks, frame) for _ in range(n)]
     elif failures:
-        reasons, votes = dict[str, str](), list[str]()
-        for response, golds in [] if guess else failures:
-            ours = OF_THE_WORLD.search(response.partition("?")[0])
-            symptoms = diagnose(response) if ours else diagnose_by_gold(response, golds)
-            found = {c: why for c, why in symptoms.items() if c not in clauses}
-            reasons |= found
-            votes += found
+        reasons, votes = analyze([] if guess else failures, clauses)
         text = [f"{k}. {why}" for k, why in enumerate(reasons.values(), 1)] or ["The reasons are not clear."]
-        candidates = []
-        for _ in range(n):
-            if guess:
-                add = [rng.choice(list(CLAUSES))]
-            elif (luck := rng.random()) < 0.55 and votes:  # to the point
-                add = [rng.choice(votes)]
-            elif luck < 0.80:  # a guess
-                add = [rng.choice(list(CLAUSES))]
-            else:  # harm
-                add = [rng.choice(HARM)]
-            candidates.append(revise(rng, clauses, add, frame))
+        candidates = [revise(rng, clauses, [choose(rng, votes, guess)], frame) for _ in range(n)]
     else:
         text = ["Here are other wordings of the prompt."]
         candidates = [write(rng, clauses, rng.randint(0, 2), frame=frame) for _ in range(n)]
@@ -154,34 +140,41 @@ def reply_to(prompt: str, seed: int, guess: bool = False) -> str:
     return "\n\n".join(["\n".join(text), *blocks])
 
 
+def analyze(failures: list[tuple[str, str]], clauses: list[str]) -> tuple[dict[str, str], list[str]]:
+    """Returns the reasons to add clauses, by clause, and a vote for a clause from every failure that shows its lack."""
+    reasons, votes = dict[str, str](), list[str]()
+    for response, golds in failures:
+        ours = OF_THE_WORLD.search(response.partition("?")[0])
+        symptoms = diagnose(response) if ours else diagnose_by_gold(response, golds)
+        lacking = {c: why for c, why in symptoms.items() if c not in clauses}
+        reasons |= lacking
+        votes += lacking
+    return reasons, votes
+
+
+def choose(rng: random.Random, votes: list[str], guess: bool) -> str:
+    """Returns the clause that a candidate adds: to the point, a guess, or one that does harm."""
+    luck = 0.55 if guess else rng.random()
+    if luck < 0.55 and votes:
+        return rng.choice(votes)
+    return rng.choice(list(CLAUSES) if luck < 0.80 else HARM)
+
+
 def make_app(seed: int, guess: bool = False):
     """Returns an OpenAI-compatible chat endpoint that replies to the last message."""
     from fastapi import FastAPI
-    from pydantic import BaseModel
-
-    class Message(BaseModel):
-        role: str
-        content: str
-
-    class Request(BaseModel):
-        model: str
-        messages: list[Message]
 
     app = FastAPI(title="the world's scripted optimizer")
 
-    @app.get("/health")
-    def health() -> dict:
-        return {"status": "ok"}
-
     @app.post("/v1/chat/completions")
-    def complete(request: Request) -> dict:
-        prompt = request.messages[-1].content if request.messages else ""
+    def complete(request: dict) -> dict:
+        prompt = request["messages"][-1]["content"] if request["messages"] else ""
         reply = reply_to(prompt, seed, guess)
         usage = {"prompt_tokens": len(prompt) // 4, "completion_tokens": len(reply) // 4}
         message = {"role": "assistant", "content": reply}
         return {
             "object": "chat.completion",
-            "model": request.model,
+            "model": request["model"],
             "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
             "usage": usage | {"total_tokens": sum(usage.values())},
         }
@@ -191,14 +184,13 @@ def make_app(seed: int, guess: bool = False):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8001)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--guess", action="store_true", help="propose at random, without reading the failures")
     parser.add_argument("--child", action="store_true", help="exit when standard input ends")
     args = parser.parse_args()
     with one_line():
-        serve(make_app(args.seed, args.guess), listen(args.host, args.port), args.child)
+        serve(make_app(args.seed, args.guess), listen("127.0.0.1", args.port), args.child)
 
 
 if __name__ == "__main__":

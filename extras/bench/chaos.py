@@ -22,8 +22,8 @@ from pathlib import Path
 import psutil
 
 from extras.bench.harness import ROOT, descendants, kill_tree, parser_of, train_command, write_instruction
-from journal.directory import read_jsonl
 from plumbing.faults import Fault, one_line
+from plumbing.files import read_jsonl
 
 FLAGS = "--seed 6 --batch 2 --mini 2 --G 2 --K_p 1 --K_e 3 --D_B 4 --rounds 2 --eval_n 3 --eval_every 2 --save_every 2"
 FLAGS += " --T 8 --T_e 7"

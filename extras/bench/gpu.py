@@ -44,8 +44,7 @@ OFFLINE = {
     "no_proxy": "127.0.0.1,localhost",
 }
 OFFLINE |= dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), "http://127.0.0.1:9")  # nobody
-RUN = "torch transformers triton numpy requests tenacity psutil simpleeval tqdm bm25s fastapi uvicorn cachetools"
-RUN += " matplotlib rich"
+RUN = "torch transformers triton numpy requests psutil simpleeval tqdm bm25s fastapi uvicorn cachetools matplotlib"
 PROBE = """
 import importlib.metadata as metadata, json, platform, torch
 def version(*names):
@@ -128,7 +127,7 @@ PARTS = [
         "-k 'equals_rows_torch or (test_settings and beta) or packed_attention'", read_tests,
     ),
     Part(
-        "update", 130, "torch transformers triton numpy psutil requests tenacity simpleeval", "-m extras.bench.update",
+        "update", 130, "torch transformers triton numpy psutil requests simpleeval", "-m extras.bench.update",
         "--device cpu --steps 1 --trajectories 10",
     ),
     Part(

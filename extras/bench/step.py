@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from extras.bench.harness import ROOT, parser_of, train_command, write_instruction
-from journal.directory import read_jsonl
+from plumbing.files import read_jsonl
 
 
 def measure(repeat: int, flags: Sequence[str]) -> dict[str, float]:

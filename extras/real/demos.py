@@ -15,8 +15,8 @@ from typing import Any
 
 from config import FACTS, PRESETS, Config
 from extras.world.demos import choose_clauses, choose_habits
-from journal.directory import read_jsonl
 from plumbing.faults import one_line
+from plumbing.files import read_jsonl
 from retrieval.bm25 import BM25
 from tasks import Question
 from tasks.search_qa import SearchQA

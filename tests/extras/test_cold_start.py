@@ -25,9 +25,10 @@ from engines import FinishedTurn
 from engines.torch_engine import TorchEngine
 from extras import cold_start, collect, supervised
 from extras.cold_start import config_of, demonstrations, encoded, held_out, remember
-from journal.directory import RunDirectory, read_jsonl
+from journal.directory import RunDirectory
 from models.model import load_policy
 from plumbing.faults import Fault
+from plumbing.files import read_jsonl
 from plumbing.servers import Child
 from population import Population
 from rollout import rollout

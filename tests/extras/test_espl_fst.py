@@ -22,10 +22,10 @@ from extras.bench.chaos import hear_signals
 from extras.espl import ESPLConfig, Pool, crossover_prompt, mate, mixed, mutation_prompt
 from extras.fst import Front, FSTConfig, feedback_prompt, instance_wins
 from extras.objectives import ObjectiveLearner
-from journal.directory import read_jsonl
 from journal.log import Ledger
 from plumbing import stop
 from plumbing.faults import Fault, OptimizerDown
+from plumbing.files import read_jsonl
 from population import Experience, ReplayBuffer
 from tasks import Job, Trajectory, draw
 from world.clauses import read

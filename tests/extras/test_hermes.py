@@ -16,8 +16,8 @@ import inspo
 from config import WORLD, Config
 from evaluation.agents import Subject, agent
 from extras.plugs.hermes import IN_TEMPLATE, schema_of
-from journal.directory import read_jsonl
 from plumbing.faults import Fault
+from plumbing.files import read_jsonl
 from reflect import read_candidates
 from rollout import rollout
 from tasks import Job, Question, Task, choose_instruction, load_task

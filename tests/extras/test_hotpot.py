@@ -11,7 +11,7 @@ from hub_server import hub_of
 
 from config import HERE
 from extras import hotpot
-from journal.directory import read_jsonl
+from plumbing.files import read_jsonl
 from retrieval.bm25 import BM25
 from retrieval.corpus import Corpus
 from tasks.questions import load_questions

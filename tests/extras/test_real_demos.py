@@ -7,7 +7,7 @@ import pytest
 
 from config import FACTS
 from extras.real.demos import BEST, Facts, demo, demonstrate
-from journal.directory import read_jsonl
+from plumbing.files import read_jsonl
 from world.clauses import read
 
 

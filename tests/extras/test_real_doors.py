@@ -30,9 +30,9 @@ from engines.torch_engine import TorchEngine
 from engines.vllm_engine import VllmEngine, vllm_installed
 from evaluation.command import main as evaluate
 from extras.cold_start import encoded
-from journal.directory import read_jsonl
 from models.model import load_policy, weights
 from page.sample import parts
+from plumbing.files import read_jsonl
 from rollout import encode_prompt, rollout
 from tasks import Job, Question
 from tasks.formats import encode

@@ -11,7 +11,7 @@ from scipy import stats
 from config import HERE
 from evaluation.statistics import between_seeds, over_seeds
 from extras.campaign import CAMPAIGNS, table
-from journal.directory import read_jsonl
+from plumbing.files import read_jsonl
 
 FOLDER = HERE / "docs" / "results" / "rows"
 ROWS = sorted(FOLDER.glob("*.jsonl"))

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from markdown_it import MarkdownIt
 
-from journal.directory import read_jsonl
+from plumbing.files import read_jsonl
 
 ROOT = Path(__file__).parents[2]
 WORLD = ROOT / "world" / "files"

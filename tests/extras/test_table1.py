@@ -21,7 +21,7 @@ from extras import table1
 from extras.prompts import IN_WORLD
 from extras.supervised import Demonstrated, gold_answers
 from extras.table1 import TABLE_1, TRAINED, answer_of, config_of
-from journal.directory import read_jsonl
+from plumbing.files import read_jsonl
 from tasks import Question
 from tasks.questions import em, load_questions
 from tasks.search import Search

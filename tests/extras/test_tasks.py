@@ -22,9 +22,9 @@ import inspo
 from config import WORLD, Config, RolloutKnobs
 from extras.tasks.guess import NUMBERS, Guess
 from extras.tasks.judged import JudgedQA, score_of
-from journal.directory import read_jsonl
 from models.model import load_tokenizer
 from plumbing.faults import Fault
+from plumbing.files import read_jsonl
 from plumbing.servers import Child
 from rollout import rollout
 from tasks import Job, Question, Trajectory, check_questions, measure

@@ -1,0 +1,47 @@
+"""Files of a run: written atomically, and read however they were cut short."""
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from plumbing.faults import DiskFault
+from plumbing.outside import decoded
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns an error of the file system into a DiskFault with the name of the file."""
+    try:
+        yield
+    except OSError as e:
+        raise DiskFault(f"cannot write {path} ({e.strerror or e})") from None
+
+
+def write(path: Path, text: str) -> None:
+    """Writes a file atomically: a reader finds the old content or the new one. Raises DiskFault."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with writing(path):
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            os.replace(temporary, path)
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink()  # or a full disk stays full
+
+
+def parse_lines(lines: Iterable[str], key: str = "") -> list[dict[str, Any]]:
+    """Returns the objects of JSON lines, those with `key` if given; lines cut short or damaged are left out."""
+    rows = []
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            row = decoded(line)
+            if isinstance(row, dict) and (not key or key in row):
+                rows.append(row)
+    return rows
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """Returns the rows of a .jsonl file, none of a file that is not there."""
+    return parse_lines(path.read_text(errors="replace").split("\n")) if path.is_file() else []
