@@ -21,14 +21,14 @@ from extras.bench.step import measure
 from tasks import draw, load_task
 from tasks.formats import encode
 from tasks.questions import em
-from tasks.tools import last_answer
+from tasks.tools import find_answer
 
 ROWS = 40  # trajectories in a forward pass of TRL's, at most
 
 
 def exact_match(completions: list, golds: list, **_: object) -> list[float]:
     texts = [c[0]["content"] for c in completions]
-    return [float(em(last_answer(text), gold)) for text, gold in zip(texts, golds, strict=True)]
+    return [float(em(find_answer(text), gold)) for text, gold in zip(texts, golds, strict=True)]
 
 
 def train_with_trl(cfg: Config, steps: int) -> list[dict[str, float]]:
