@@ -81,22 +81,23 @@ def add(model: Any, rank: int, alpha: int, seed: int = 0, dithers: int = 1) -> A
     """
     if not rank:
         return model
+    head = model.get_output_embeddings()
+    linear = [layer for layer in model.modules() if type(layer) is nn.Linear and layer is not head]
+    if rank > (widest := max(max(layer.weight.shape) for layer in linear)):
+        raise Fault(f"--lora_rank {rank}: no layer of the model is wider than {widest}; choose a lower rank")
     generator = torch.Generator().manual_seed(seed)
     for p in model.parameters():
         p.requires_grad_(False)
-    for layer in model.modules():
-        if type(layer) is nn.Linear and layer is not model.get_output_embeddings():
-            (n_out, n_in), device = layer.weight.shape, layer.weight.device
-            if rank > min(n_out, n_in):
-                raise Fault(f"--lora_rank {rank}: a layer of the model is {n_out} x {n_in}; choose a lower rank")
-            A = nn.init.kaiming_uniform_(torch.empty(rank, n_in), a=5**0.5, generator=generator)
-            dither = torch.randint(2**16, (n_out + n_in,), generator=generator, dtype=torch.int32)
-            dither = dither if dithers else torch.full_like(dither, 2**15)  # which rounds to the nearest
-            layer.__class__ = LoRALinear
-            layer.scale = alpha / rank
-            layer.lora_A = nn.Parameter(A.to(device))
-            layer.lora_B = nn.Parameter(torch.zeros(n_out, rank, device=device))
-            layer.register_buffer("dither", dither.to(device), persistent=False)
+    for layer in linear:
+        (n_out, n_in), device = layer.weight.shape, layer.weight.device
+        A = nn.init.kaiming_uniform_(torch.empty(rank, n_in), a=5**0.5, generator=generator)
+        dither = torch.randint(2**16, (n_out + n_in,), generator=generator, dtype=torch.int32)
+        dither = dither if dithers else torch.full_like(dither, 2**15)  # which rounds to the nearest
+        layer.__class__ = LoRALinear
+        layer.scale = alpha / rank
+        layer.lora_A = nn.Parameter(A.to(device))
+        layer.lora_B = nn.Parameter(torch.zeros(n_out, rank, device=device))
+        layer.register_buffer("dither", dither.to(device), persistent=False)
     return model
 
 

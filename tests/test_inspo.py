@@ -417,7 +417,7 @@ OWN = "--train FILES/train.jsonl --test FILES/test.jsonl --corpus FILES/corpus.j
 BAD = [
     (["--model", "/no/such/model", *OWN], "--model /no/such/model: no causal LM"),
     (["--train", "BADROW"], "bad.jsonl:2"),
-    (["--corpus", "BADROW"], "bad.jsonl:2"),
+    (["--corpus", "BADROW"], "bad.jsonl, row "),
     (["--out", "/proc/none"], "/proc/none"),
     (["--retriever", "http://127.0.0.1:9"], "--retriever"),
     (["--out", "FILE"], "cannot write"),

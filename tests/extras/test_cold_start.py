@@ -251,7 +251,7 @@ def test_a_bad_row_is_one_line_with_its_place(words, tmp_path, tiny, tiny_path):
 def test_bad_files_are_one_line(tmp_path, tiny, tiny_path):
     file = tmp_path / "demos.jsonl"
     for text, words in (("\n", f"{file}: no demonstration"), ('{"a": \n', f"{file}:1: invalid JSON"),
-                        (b"\xff\n", f"{file}:1: not UTF-8")):  # fmt: skip
+                        (b"\xff\n", f"{file}:1: invalid JSON ('utf-8'")):  # fmt: skip
         file.write_bytes(text if isinstance(text, bytes) else text.encode())
         assert words in fault(file, tiny[1], model=tiny_path)
     assert "no such file" in fault(tmp_path / "none.jsonl", tiny[1], model=tiny_path)
