@@ -149,7 +149,8 @@ def start_server(cfg: TaskKnobs, serve: Callable[..., str]) -> tuple[str, Callab
     argv, index = [str(HERE / "retrieval_server.py"), "--corpus", cfg.corpus], find_index(cfg.corpus)
     # A slow core makes BM25 of 1 MB of passages a second (LOG.md), and reads 10.
     deadline = 60 + Path(cfg.corpus).stat().st_size / (1e7 if index else 1e6)
-    own = partial(serve, *argv, *(["--index", index, "--encoder", E5] if index else []), deadline=deadline)
+    dense = ["--index", index, "--encoder", E5, "--device", "cpu"] if index else []  # the GPUs are the policy's
+    own = partial(serve, *argv, *dense, deadline=deadline)
     return own(), own
 
 
