@@ -146,7 +146,8 @@ def test_search_r1_s_corpus_is_served_with_its_index_if_both_are_there(elsewhere
         path.touch()
     cfg = search.choose_source(Config())
     assert cfg.corpus == str(wiki)
-    assert started(cfg) == (("--corpus", str(wiki), "--index", str(index), "--encoder", "intfloat/e5-base-v2"), 60)
+    dense = ("--index", str(index), "--encoder", "intfloat/e5-base-v2", "--device", "cpu")  # the GPUs are the policy's
+    assert started(cfg) == (("--corpus", str(wiki), *dense), 60)
     (elsewhere / "e5_HNSW64.index").touch()  # a CPU's
     assert search.find_index(str(wiki)) == str(elsewhere / "e5_HNSW64.index")
     assert search.find_index(str(WORLD / "corpus.jsonl")) == ""
