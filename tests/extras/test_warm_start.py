@@ -23,14 +23,14 @@ from world.clauses import BEST, START, write
 def test_one_seed_gives_one_policy_to_the_byte_and_another_seed_another(tmp_path):
     made = []
     for k, (seed, threads) in enumerate([(0, "1"), (0, "2"), (1, "2")]):
-        build = [sys.executable, "-m", "extras.world.warm_start", "--tokens", "100000", "--seed", str(seed)]
+        build = [sys.executable, "-m", "extras.world.warm_start", "--tokens", "30000", "--seed", str(seed)]
         env = os.environ | {"OMP_NUM_THREADS": threads}
         subprocess.run([*build, "--out", str(tmp_path / str(k))], cwd=HERE, env=env, check=True, capture_output=True)
         made.append((tmp_path / str(k) / "policy" / "model.safetensors").read_bytes())
     assert made[0] == made[1] != made[2]
 
 
-@pytest.mark.slow
+@pytest.mark.skipif("REBUILD" not in os.environ, reason="minutes on idle cores: REBUILD=1")
 def test_the_rebuilt_policy_follows_its_instruction_and_lacks_one_skill(tmp_path):
     build = [sys.executable, "-m", "extras.world.warm_start", "--out", str(tmp_path)]
     subprocess.run(build, cwd=HERE, check=True, timeout=2400, capture_output=True)

@@ -26,9 +26,10 @@ def test_whatever_happens_to_a_run_it_resumes_to_the_bit():
 
 
 @pytest.mark.slow
-def test_from_any_moment_a_run_resumes_to_the_bit():
-    rows = rows_of("--runs", len(MOMENTS), "--ranks", 1, "--only", "SIGKILL of all", "SIGTERM")
-    assert {row["moment"] for row in rows} == set(MOMENTS) and not any(row["fault"] for row in rows)
+def test_from_several_moments_a_run_resumes_to_the_bit():
+    """`make chaos` takes all moments."""
+    rows = rows_of("--runs", 2, "--ranks", 1, "--only", "SIGKILL of all", "SIGTERM")
+    assert len({row["moment"] for row in rows} & set(MOMENTS)) == 2 and not any(row["fault"] for row in rows)
 
 
 def test_the_files_show_what_a_run_does(tmp_path):

@@ -131,7 +131,7 @@ def test_a_part_that_fails_is_reported_and_the_next_one_runs(tmp_path):
     found = json.loads(lines[-1])
     assert found == json.loads((out / "gpu.json").read_text())
     parts = {part["name"]: part for part in found["parts"]}
-    assert list(parts) == ["world", "update", "vllm"]
+    assert list(parts) == ["update", "world", "vllm"]
     assert parts["world"]["status"] == "FAIL" and "this one is broken" in parts["world"]["line"]
     assert parts["update"]["status"] == "PASS" and parts["update"]["figures"]["tokens_per_s"] > 0
     assert parts["vllm"]["status"] in ("SKIP", "FAIL")  # installed, it fails as the world does
