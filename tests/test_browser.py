@@ -277,8 +277,8 @@ def test_several_runs_are_laid_over_each_other(open_page, tmp_path):
     out.write_text(build([RUN, other, static]))
     browser = open_page(path=out)
     assert [row.text for row in browser.find_elements(By.CSS_SELECTOR, ".legend li")] == [
-        "mode inspo (2 seeds)",
-        "mode static",
+        "run (2 seeds)",
+        "static",
     ]
     assert count(browser, ".overview tbody tr") == 3
     Select(find(browser, "#runs select")).select_by_index(2)
