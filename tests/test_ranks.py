@@ -235,7 +235,8 @@ def test_every_trajectory_is_there_once_in_the_order_of_the_jobs(whole):
     for row in rows:  # what either rank has noted of its tokens is its own
         data = row["token_data"]
         assert data["n"] == row["action_tokens"] == len(data["logp"])
-        assert max(abs(a - b) for a, b in zip(data["logp"], data["engine"], strict=True)) < 1e-3
+        gaps = [abs(a - b) for a, b in zip(data["logp"], data["engine"], strict=True)]
+        assert max(gaps) < 1.5e-3  # both are written with three digits
     for file in (whole[0] / "trajectories").glob("test-*"):
         with gzip.open(file, "rt") as f:
             assert [bool(json.loads(line)["response"]) for line in f] == [True] * 3
@@ -311,8 +312,8 @@ def test_a_search_server_that_stays_away_ends_all_ranks_resumably(tmp_path):
         process = torchrun(2, "inspo.py", "--out", out, *SMALL, "--search_retries", 1, "--retriever", child.url)
         wait_for_step(out, 4, process)
     code, _, stderr = finish(process, 90)
-    assert code != 0 and stderr.count("does not answer") == 1 and stderr.count("--resume") == 1
-    ours = stderr[: stderr.index("torch/distributed/elastic")] if "torch/distributed/elastic" in stderr else stderr
+    ours = stderr.split("torch/distributed/elastic")[0]  # torchrun says it again, last
+    assert code != 0 and ours.count("does not answer") == 1 and ours.count("--resume") == 1
     assert "Traceback" not in ours
 
 
@@ -321,7 +322,7 @@ def test_a_search_server_that_stays_away_ends_all_ranks_resumably(tmp_path):
     [
         (["--no_such_flag", "1"], "unrecognized arguments: --no_such_flag"),
         (["--mini", "1", "--batch", "1", "--G", "2"], "4 ranks for 2 trajectories an update"),
-        (["--train", "/no.jsonl"], "--train /no.jsonl: no such file"),  # which rank 0 alone looks for
+        (["--train", "/no.jsonl"], "--train /no.jsonl: no such .jsonl or .parquet file"),  # which rank 0 alone looks for
         (["--model", "/no/such", "--train", "T", "--test", "T", "--corpus", "T", "--mode", "static"], "no causal LM"),
     ],
     ids=lambda x: x[0] if isinstance(x, list) else "",
@@ -329,5 +330,5 @@ def test_a_search_server_that_stays_away_ends_all_ranks_resumably(tmp_path):
 def test_bad_input_is_reported_once_whatever_the_number_of_ranks(tmp_path, flags, says):
     flags = [str(WORLD / "train.jsonl") if flag == "T" else flag for flag in flags]
     code, stdout, stderr = finish(torchrun(4, "inspo.py", "--out", tmp_path / "r", *flags), 90)
-    assert code != 0 and stderr.count(says) == 1, stderr
+    assert code != 0 and stderr.split("torch/distributed/elastic")[0].count(says) == 1, stderr
     assert stdout == "" and not (tmp_path / "r").exists()
