@@ -322,7 +322,7 @@ def test_a_search_server_that_stays_away_ends_all_ranks_resumably(tmp_path):
     [
         (["--no_such_flag", "1"], "unrecognized arguments: --no_such_flag"),
         (["--mini", "1", "--batch", "1", "--G", "2"], "4 ranks for 2 trajectories an update"),
-        (["--train", "/no.jsonl"], "--train /no.jsonl: no such .jsonl or .parquet file"),  # which rank 0 alone looks for
+        (["--train", "/no.jsonl"], "--train /no.jsonl: no such .jsonl or .parquet file"),  # only rank 0 looks
         (["--model", "/no/such", "--train", "T", "--test", "T", "--corpus", "T", "--mode", "static"], "no causal LM"),
     ],
     ids=lambda x: x[0] if isinstance(x, list) else "",
