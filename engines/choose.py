@@ -33,7 +33,7 @@ def without_cuda() -> str:
     return f"torch {torch.__version__}{needed}, finds no CUDA device ({said})"
 
 
-def too_old(device: str) -> str:
+def explain_too_old(device: str) -> str:
     """Says why a GPU cannot compute in bfloat16; "" if it can. (torch's is_bf16_supported is true of emulation.)"""
     major, minor = torch.cuda.get_device_capability() if device == "cuda" else (8, 0)
     return f"this GPU's compute capability is {major}.{minor}, 8.0 is needed" if major < 8 else ""
@@ -46,10 +46,10 @@ def dtype_of(cfg: Config, device: str) -> str:
     fast as float32, AMD's with AVX512-BF16 twice as fast; Intel's with AVX512-BF16 alone are slower at it (LOG.md,
     2026-11-23 and 2026-11-24).
     """
-    if cfg.dtype == "bfloat16" and (why := too_old(device)):
+    if cfg.dtype == "bfloat16" and (why := explain_too_old(device)):
         raise Fault(f"--dtype bfloat16: {why}; leave it out")
     if cfg.dtype or device == "cuda":
-        return cfg.dtype or ("float32" if too_old(device) else "bfloat16")
+        return cfg.dtype or ("float32" if explain_too_old(device) else "bfloat16")
     cpu = torch.cpu.get_capabilities()
     amd = str(cpu.get("cpu_name", "")).startswith("AMD")
     fast = cpu.get("amx_bf16", False) or (amd and cpu.get("avx512_bf16", False))
@@ -64,7 +64,7 @@ def choose_engine(cfg: EngineKnobs, device: str) -> tuple[str, str]:
         return "torch", "no GPU"
     if cfg.engine == "auto" and not vllm_installed():
         return "torch", "vllm is not installed"
-    if why := too_old(device):  # vLLM would sample in float16, which is not what the trainer computes
+    if why := explain_too_old(device):  # vLLM would sample in float16, which is not what the trainer computes
         if cfg.engine == "vllm":
             raise Fault(f"--engine vllm: {why}; leave it out")
         return "torch", why

@@ -1,6 +1,7 @@
 """A policy that is computed in bfloat16 on a CPU: weights stay float32, engine and trainer agree, a run resumes."""
 
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from models.model import empty, fill, load_config, load_policy
 from plumbing.faults import Fault
 from plumbing.files import read_jsonl
 from tasks import load_task
+from training.policy import choose_dither_seed
 from training.ranks import Ranks
 
 SMALL = "--mode static --dtype bfloat16 --T 3 --batch 4 --mini 4 --G 2 --eval_n 2 --save_every 1 --keep 9 --seed 6"
@@ -84,6 +86,13 @@ def test_a_dithered_weight_rounds_to_what_it_was():
     assert place.square().mean() == pytest.approx(1 / 12, rel=0.02)
     assert torch.equal(dither(on_the_grid(8, 8), 3).weight, dither(on_the_grid(8, 8), 3).weight)
     assert not torch.equal(dither(on_the_grid(8, 8), 3).weight, dither(on_the_grid(8, 8), 4).weight)
+
+
+@pytest.mark.parametrize("knobs, dtype, seed", [
+    ({}, "bfloat16", 5), ({}, "float32", None), ({"dither": 0}, "bfloat16", None), ({"lora_rank": 4}, "bfloat16", None),
+])  # fmt: skip
+def test_weights_in_training_are_dithered_in_bfloat16(knobs, dtype, seed):
+    assert choose_dither_seed(Config(seed=5, **knobs), SimpleNamespace(dtype=dtype)) == seed
 
 
 def test_of_a_small_step_all_arrives_on_average():

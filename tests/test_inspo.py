@@ -134,6 +134,7 @@ def test_a_run_leaves_what_it_promises(whole):
     out, stdout = whole
     names = {"config.json", "metrics.jsonl", "population.jsonl", "reflections.jsonl", "I_star.txt", "summary.json"}
     assert names | {"trajectories", "checkpoints", "policy", "report.html"} <= set(os.listdir(out))
+    assert json.loads((out / "config.json").read_text())["dtype"] == "float32"  # chosen by the machine, kept for others
     summary = json.loads((out / "summary.json").read_text())
     keys = "mode seed metric metrics tools start end spread held_out seconds overhead_inference evolved I_star".split()
     assert not set(keys) - set(summary)

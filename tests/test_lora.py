@@ -305,6 +305,18 @@ def test_an_engine_sleeps_while_a_checkpoint_is_written_and_a_dead_one_costs_non
     assert engine.seen == ["load", "sleep", "load"] and (tmp_path / "two/.metadata").is_file()
 
 
+def test_an_engine_sleeps_while_a_resumed_run_restores_its_optimizer(tiny_path, tmp_path, monkeypatch):
+    cfg = Config(model=tiny_path, engine="torch", T=2, beta=0.0)
+    policy = make_policy(cfg, Ranks("cpu", 1), load_task(cfg))
+    policy.save(tmp_path / "one")()
+    engine, state_dict = Drowsy(None), policy.learner.state_dict
+    policy.engine, policy.shared, policy.synced = engine, False, False
+    monkeypatch.setattr(policy.learner, "state_dict", lambda: engine.seen.append("state") or state_dict())
+    policy.sync()
+    policy.load(tmp_path / "one", 1)
+    assert engine.seen == ["load", "sleep", "state"] and not policy.synced
+
+
 @pytest.mark.parametrize("rank", [0, RANK])
 def test_a_checkpoint_holds_the_policy_of_the_moment_in_which_it_began(tiny_path, tmp_path, monkeypatch, rank):
     """It is written after the next update, of which it has nothing."""
@@ -527,6 +539,16 @@ def computing(model, how, monkeypatch):
             model.set_submodule(name.removesuffix(".weight"), Added(layer))
     return model
 
+
+def test_without_dithering_what_is_merged_is_rounded(tiny):
+    layers = lora.layers(lora.add(copy.deepcopy(tiny[0]).bfloat16(), RANK, ALPHA, dithers=0)).values()
+    g = torch.Generator().manual_seed(1)
+    for layer in list(layers)[:3]:
+        B = 1e-3 * torch.randn(layer.lora_B.shape, generator=g)
+        merged = lora.merge(layer.weight, layer.lora_A, B, layer.scale, layer.dither)
+        exact = layer.weight.float() + layer.scale * (B.bfloat16() @ layer.lora_A.bfloat16())
+        off, least = (merged.float() - exact).abs(), (exact.bfloat16().float() - exact).abs()
+        assert torch.equal(off, least) and not torch.equal(merged, layer.weight)  # halves go either way
 
 
 def test_what_is_merged_is_w_where_b_is_zero_and_rounded_fairly_elsewhere():

@@ -101,7 +101,7 @@ def first_policy(cfg: Config, ranks: Ranks) -> Any:
     return lora.add(load_model(cfg.model), cfg.lora_rank, cfg.lora_alpha, cfg.seed, cfg.dither)
 
 
-def dithered(cfg: Config, ranks: Ranks) -> int | None:
+def choose_dither_seed(cfg: Config, ranks: Ranks) -> int | None:
     """Returns the seed with which weights in training are dithered; None: they are not. LoRA dithers what it merges."""
     return cfg.seed if cfg.dither and ranks.dtype == "bfloat16" and not cfg.lora_rank else None  # CHOICE-33
 
@@ -122,7 +122,7 @@ def fsdp(first: Any, cfg: Config, ranks: Ranks) -> tuple[Any, Any]:
         if ranks.rank == 0:
             print(f"fused layers: {fused[0]}; attention: {attention}", flush=True)
     trained, *frozen = models
-    trained = fill(shard(trained, ranks.device, compute=compute), first, dithered(cfg, ranks))
+    trained = fill(shard(trained, ranks.device, compute=compute), first, choose_dither_seed(cfg, ranks))
     frozen = [shard(model, ranks.device, frozen=True, offload=cfg.offload_reference) for model in frozen]
     return trained, fill(frozen[0], first) if frozen else None
 
@@ -280,8 +280,9 @@ class Policy:
 
     def sleep(self) -> None:
         """Makes room for training: the engine's weights and cache wait until the next rollout."""
-        self.synced = self.shared
-        self.engine.sleep()
+        if self.synced:  # or it sleeps already
+            self.synced = self.shared
+            self.engine.sleep()
 
     def save(self, path: Path) -> Callable[[], dict[str, str]]:
         """Begins to write weights and optimizer, as they are now, into a directory, for any number of ranks to load.
@@ -295,9 +296,8 @@ class Policy:
     @on_all_ranks(of_rank_0)
     def begin_to_save(self, path: Path) -> None:
         """Copies this rank's shares to the CPU's memory, and writes them in a thread."""
-        if self.synced:  # vLLM sleeps meanwhile: a state dict takes its room
-            with contextlib.suppress(Exception):  # an engine that died does not cost the checkpoint
-                self.sleep()
+        with contextlib.suppress(Exception):  # an engine that died does not cost the checkpoint
+            self.sleep()  # a state dict takes its room
         state = self.learner.state_dict()
         state = checkpoint.stage(state) if self.cfg.async_save else state
         self.written = self.writer.submit(self.write, state, path)
@@ -342,7 +342,7 @@ class Policy:
     @on_all_ranks(of_rank_0)
     def reset(self) -> None:
         """Restores the first policy, for evaluation alone: the optimizer keeps its moments."""
-        fill(self.learner.model, first_policy(self.cfg, self.ranks), dithered(self.cfg, self.ranks))
+        fill(self.learner.model, first_policy(self.cfg, self.ranks), choose_dither_seed(self.cfg, self.ranks))
         self.synced = self.shared
 
     def describe(self) -> str:
