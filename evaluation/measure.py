@@ -114,12 +114,13 @@ def read_earlier(files: RunDirectory, setting: Row) -> tuple[list[Row], list[str
 
 
 def cut_chunks(rows: list[Row], questions: Mapping[str, list[Question]]) -> list[Chunk]:
-    """Cuts `rows`, of the same questions, behind the last chunk that is whole; returns the chunks left to play."""
+    """Cuts `rows` behind the last chunk that is whole; returns the chunks left to play."""
     chunks, end = list[Chunk](), 0
     for title, some in questions.items():
         for number, first in enumerate(range(0, len(some), CHUNK)):
             chunk = some[first : first + CHUNK]
-            if chunks or end + len(chunk) > len(rows):
+            ids = [(title, q.id) for q in chunk]
+            if chunks or [(row.get("data"), row.get("id")) for row in rows[end : end + len(chunk)]] != ids:
                 chunks.append((title, number, chunk))
             else:
                 end += len(chunk)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from plumbing.faults import DiskFault
+from plumbing.faults import DiskFault, Fault
 from plumbing.outside import decoded
 
 
@@ -43,5 +43,10 @@ def parse_lines(lines: Iterable[str], key: str = "") -> list[dict[str, Any]]:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Returns the rows of a .jsonl file, none of a file that is not there."""
-    return parse_lines(path.read_text(errors="replace").split("\n")) if path.is_file() else []
+    """Returns the rows of a .jsonl file, none of a file that is not there; Fault where it cannot be read."""
+    try:
+        return parse_lines(path.read_text(errors="replace").split("\n"))
+    except FileNotFoundError:
+        return []
+    except OSError as e:
+        raise Fault(f"cannot read {path} ({e.strerror}): move it away") from None

@@ -140,6 +140,13 @@ def test_rows_of_an_unfinished_step_are_written_again(run):
     assert last == {"metrics": {"t": 9}, "population": {"t": 10}, "reflections": {"t": 10, "call": {}}}
 
 
+def test_a_log_that_cannot_be_read_is_named(run):
+    (run.path / "metrics.jsonl").unlink()
+    (run.path / "metrics.jsonl").mkdir()
+    with pytest.raises(Fault, match="cannot read .*metrics.jsonl .*: move it away"):
+        rewind(run)
+
+
 @pytest.mark.parametrize(
     "line", ['{"t": 5, "rew', "[1, 2]", '"x"', "7", '{"u": 1}', '{"t": "5"}', '{"t": true}', "\x00\xff", "[" * 100_000]
 )

@@ -127,6 +127,14 @@ def test_an_evaluation_that_was_cut_off_ends_as_any_other(whole, retriever, tmp_
     assert table in again and (out / "table.md").read_text() == (whole[0] / "table.md").read_text()
 
 
+def test_from_a_damaged_row_on_questions_are_played_again(monkeypatch):
+    monkeypatch.setattr(measure, "CHUNK", 2)
+    some = [Question(str(k), "Who?", ("x",)) for k in range(6)]
+    rows = [{"data": "d", "id": q.id} for q in some]
+    del rows[2]
+    assert [number for _, number, _ in measure.cut_chunks(rows, {"d": some})] == [1, 2] and len(rows) == 2
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A run's directory as inspo.py leaves it."""
