@@ -47,7 +47,7 @@ def winner(run: Run, tree: Row) -> Row | None:
     others = sorted(((value, j) for j, value in w.items() if j != id), reverse=True)
     return {
         "id": id, "lineage": lineage({j: I["parents"][0] if I["parents"] else None for j, I in by_id.items()}, id),
-         "w": w.get(id), "since": by_id[id]["born"],
+        "w": w.get(id), "since": by_id[id]["born"],
         "second": {"id": others[0][1], "w": others[0][0]} if others else None, "ever": len(by_id),
         "refused": len(tree["refused"]),
     }  # fmt: skip
