@@ -10,7 +10,6 @@ import importlib.util
 import inspect
 import os
 import re
-import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,7 +18,7 @@ from plumbing.faults import Fault
 from plumbing.flags import Parser, add_flags
 from plumbing.flags import knob as knob  # programs with knobs of their own take it from here
 from plumbing.flags import out_of_range as out_of_range
-from plumbing.outside import JOINERS, decoded, printable
+from plumbing.outside import decoded
 from plumbing.threads import choose_spin, choose_threads
 from plumbing.trust import check_origin
 
@@ -29,7 +28,6 @@ FACTS = HERE / "tasks" / "facts"
 SMOLLM = HERE / "downloads" / "smollm2-135m"  # not in runs/, whose newest folder is the newest run
 SMOLLM_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 CARDS = {"h100": 80, "h200": 141, "a100": 80, "rtx4090": 24}  # GPUs of --dry_run -> GB (1e9 bytes)
-LINE_ENDS = "\r\x0b\x0c\x85\u2028\u2029"  # besides the usual one
 
 
 @dataclass(frozen=True)
@@ -95,16 +93,13 @@ class TaskKnobs:
 class RolloutKnobs:
     """rollouts (§2.1, App. B)"""
 
-    temperature: float = knob(1.0, "sampling temperature of the policy (top_p is 1: the whole distribution)")
+    temperature: float = knob(
+        1.0, "sampling temperature of the policy (top_p is 1: the whole distribution)", above=0
+    )
     max_turns: int = knob(4, "turns that may call a tool; one turn to answer follows", least=1)
     max_response: int = knob(500, "tokens a turn of the policy", least=1)
-    max_observation: int = knob(500, "tokens an observation; a longer one is cut inside its tag", least=1)
+    max_observation: int = knob(500, "tokens an observation; a longer one is cut inside its tag", least=32)
     max_prompt: int = knob(4096, "tokens of context with which a turn may start; more end the trajectory", least=1)
-
-    def check(self) -> str:
-        if self.max_observation < 32:
-            return f"--max_observation {self.max_observation}: must be at least 32, or its closing tag does not fit"
-        return "" if self.temperature > 0 else f"--temperature {self.temperature}: must be above 0"
 
 
 @dataclass(frozen=True)
@@ -114,9 +109,9 @@ class GRPOKnobs(RolloutKnobs):
     T: int = knob(300, "T: training steps", least=1)
     batch: int = knob(512, "questions a step", least=1)
     mini: int = knob(256, "questions an optimizer update", least=1)
-    G: int = knob(5, "G: trajectories a question", least=1)
+    G: int = knob(5, "G: trajectories a question, the group of Eq. 3", least=2)
     lr: float = knob(5e-7, "peak learning rate of AdamW; cosine. 0 freezes the policy; adapters get more", least=0)
-    eps: float = knob(0.2, "epsilon of Eq. 2: the clip")
+    eps: float = knob(0.2, "epsilon of Eq. 2: the clip", above=0)
     beta: float = knob(0.001, "beta of Eq. 2: weight of the KL to the first policy; 0: no reference model", least=0)
     lora_rank: int = knob(0, "rank of LoRA adapters on all linear layers but the head; 0: train all weights", least=0)
     lora_alpha: int = knob(32, "LoRA's scale is this / --lora_rank", least=1, more=True)
@@ -127,17 +122,10 @@ class GRPOKnobs(RolloutKnobs):
     micro_tokens: int = knob(
         32768, "tokens a forward pass of a rank; affects only speed and memory", least=1, more=True
     )
-    warmup: float = knob(0.1, "share of T in which lr rises", more=True)
-    max_grad_norm: float = knob(1.0, "gradients are clipped to this norm", more=True)
+    warmup: float = knob(0.1, "share of T in which lr rises", least=0, below=1, more=True)
+    max_grad_norm: float = knob(1.0, "gradients are clipped to this norm", above=0, more=True)
 
     def check(self) -> str:
-        for name in ("eps", "max_grad_norm"):
-            if not getattr(self, name) > 0:
-                return f"--{name} {getattr(self, name)}: must be above 0"
-        if not 0 <= self.warmup < 1:
-            return f"--warmup {self.warmup}: a share of T, from 0 to below 1"
-        if self.G < 2:
-            return f"--G {self.G}: an advantage needs a group of at least 2 trajectories (Eq. 3)"
         if self.batch % self.mini:
             return f"--batch {self.batch} is not a multiple of --mini {self.mini}: every update needs as many questions"
         ranks = int(os.environ.get("WORLD_SIZE", 1))
@@ -152,7 +140,7 @@ class PopulationKnobs:
 
     N_P: int = knob(7, "N_P: size of the population", least=1)
     N_parent: int = knob(1, "N_parent: survivors of pruning, parents of the next generation", least=1)
-    tau_s: float = knob(0.2, "tau_s of Eq. 4: selection temperature")
+    tau_s: float = knob(0.2, "tau_s of Eq. 4: selection temperature", above=0)
     window: int = knob(5, "n of Eq. 6: steps in the moving average of the reward", least=1)
     K_p: int = knob(5, "K_p: steps between prunings; more than T: none (Fig. 3)", least=1)
     K_e: int = knob(15, "K_e: steps between evolutions", least=1)
@@ -161,7 +149,7 @@ class PopulationKnobs:
     def check(self) -> str:
         if self.N_parent > self.N_P:
             return f"--N_parent {self.N_parent} is more than --N_P {self.N_P}: parents are a part of the population"
-        return "" if self.tau_s > 0 else f"--tau_s {self.tau_s}: must be above 0"
+        return ""
 
 
 @dataclass(frozen=True)
@@ -208,7 +196,9 @@ class EngineKnobs:
         "auto", "auto: vllm on a GPU if it is installed, else torch; or vllm, or torch", of=("auto", "vllm", "torch")
     )
     vllm: str = knob("colocate", "colocate: vLLM in every rank, asleep during updates; or URLs of `vllm serve`")
-    vllm_memory: float = knob(0.5, "share of a GPU's memory for colocated vLLM: its weights, activations and KV cache")
+    vllm_memory: float = knob(
+        0.5, "share of a GPU's memory for colocated vLLM: its weights, activations and KV cache", above=0, below=1
+    )
     max_rows: int = knob(
         512, "rows the torch engine generates at once; affects only speed and memory", least=1, more=True
     )
@@ -220,7 +210,7 @@ class EngineKnobs:
         1, "1: on a GPU, RMSNorm, rotary embedding and SwiGLU are Liger's kernels; 0: torch's", of=(0, 1), more=True
     )
     offload_reference: bool = knob(False, "keep the reference model in CPU memory", more=True)
-    patience: float = knob(30.0, "minutes that a rank waits for the others before the job ends", more=True)
+    patience: float = knob(30.0, "minutes that a rank waits for the others before the job ends", above=0, more=True)
     dry_run: str = knob(
         "", "8xh100, or as many h200, a100, rtx4090: print the memory that a run needs of each of them, and stop"
     )
@@ -232,9 +222,7 @@ class EngineKnobs:
             return f"--vllm {self.vllm}: it is not used with --engine torch"
         if self.dry_run and not re.fullmatch(rf"[1-9]\d*x({'|'.join(CARDS)})", self.dry_run):
             return f"--dry_run {self.dry_run}: say how many of which GPUs, as 8xh100; they are {', '.join(CARDS)}"
-        if not 0 < self.vllm_memory < 1:
-            return f"--vllm_memory {self.vllm_memory}: a share of the GPU's memory, between 0 and 1"
-        return "" if self.patience > 0 else f"--patience {self.patience}: must be above 0"
+        return ""
 
 
 @dataclass(frozen=True)
@@ -246,10 +234,6 @@ class KeepKnobs:
     )
     eval_n: int = knob(0, "questions of an evaluation, a fixed sample with every source in its share; 0: all", least=0)
     save_every: int = knob(25, "steps between checkpoints", least=1)
-    async_save: int = knob(
-        1, "1: a checkpoint is copied to the CPU's memory and written during the next step; 0: training waits for it",
-        of=(0, 1), more=True,
-    )  # fmt: skip
     keep: int = knob(2, "newest checkpoints to keep; the best on --valid is kept too", least=1, more=True)
     tracker: str = knob("", "also log to wandb or tensorboard, if installed", of=("", "wandb", "tensorboard"))
 
@@ -411,25 +395,6 @@ def holds_a_run(path: str) -> str:
     return f"{path} holds a run already: continue it with --resume, or choose another --out"
 
 
-def read_instruction(knob: str, path: str) -> str:
-    """Returns the instruction in a file; Fault if it is empty, or holds what no revision of it may hold.
-
-    A byte order mark, invisible format characters and other line ends are taken out: an editor puts them there.
-    """
-    try:
-        text = Path(path).read_text("utf-8-sig")
-    except (OSError, ValueError) as e:
-        raise Fault(f"--{knob} {path}: cannot be read as UTF-8 ({e})") from None
-    text = "".join("\n" if c in LINE_ENDS else c for c in text.replace("\r\n", "\n"))
-    text = "".join(c for c in text if unicodedata.category(c) != "Cf" or c in JOINERS).strip()
-    if not text:
-        raise Fault(f"--{knob} {path}: the file is empty")
-    if (shown := printable(text)) != text:
-        k = next(k for k, (a, b) in enumerate(zip(text, shown, strict=False)) if a != b)
-        raise Fault(f"--{knob} {path}: it holds the control character {text[k]!r}; take it out")
-    return text
-
-
 def validate(cfg: Config) -> str:
     """Returns what makes a configuration impossible, in one line; "" if nothing does."""
     if fault := out_of_range(cfg, [f.name for f in dataclasses.fields(cfg)]):
@@ -446,10 +411,3 @@ def evolves(cfg: Config) -> bool:
 def scripted(cfg: RunKnobs) -> bool:
     """Returns whether the run starts an optimizer of the world's instead of calling OPENAI_BASE_URL."""
     return cfg.optimizer_model in ("scripted", "guessing")
-
-
-def warnings(cfg: Config) -> list[str]:
-    """Returns a line for each setting that is possible but hardly intended."""
-    if evolves(cfg) and cfg.K_p <= cfg.T and cfg.K_e % cfg.K_p:
-        return [f"K_e {cfg.K_e} is not a multiple of K_p {cfg.K_p}: pruning and evolution drift against each other"]
-    return []

@@ -1,8 +1,6 @@
-"""Trajectories -> new policy: advantages, packing by length, the token-level loss, the update (§2.2, Eq. 2 and 3)."""
+"""Trajectories -> new policy: advantages, the token-level loss, the update (§2.2, Eq. 2 and 3)."""
 
-import bisect
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -15,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from config import GRPOKnobs
 from models import lora
-from models.packing import Packing, send
+from models.packing import micro_batches, pack, send
 from plumbing.faults import EngineFault
 from tasks import Trajectory
 
@@ -35,41 +33,6 @@ def minibatches(taus: list[Trajectory], cfg: GRPOKnobs) -> list[list[Trajectory]
     """Returns the trajectories of a step in parts, one for each optimizer update: `cfg.mini` questions each."""
     n = cfg.mini * cfg.G  # CHOICE-10
     return [taus[k : k + n] for k in range(0, len(taus), n)]
-
-
-def prefix_of(tau: Trajectory) -> tuple[int, ...]:
-    """Returns the tokens that a trajectory shares with others of the same prompt: all of it but the last one, which
-    predicts the first sampled token."""
-    return tuple(tau.ids[: max(0, tau.prompt_tokens - 1)])
-
-
-def micro_batches(taus: list[Trajectory], micro_tokens: int, ranks: int = 1) -> list[list[int]]:
-    """Returns the places of the trajectories, cut in their order into batches of at most `micro_tokens` (a longer one
-    is alone), whose largest is as small as it can be. A prompt counts once in a batch.
-
-    Their number is a multiple of `ranks`, since all ranks must work in step; some may then be empty. The largest come
-    first, so that batches of one size are computed at the same time.
-    """
-    prefixes = [prefix_of(tau) for tau in taus]
-
-    def cut(most: int) -> list[tuple[int, list[int]]]:
-        """Returns (tokens, places) of batches of at most `most` tokens."""
-        batches: list[tuple[int, list[int]]] = []
-        tokens, places, begun = most, list[int](), set[tuple[int, ...]]()
-        for place, (tau, prefix) in enumerate(zip(taus, prefixes, strict=True)):
-            tokens += len(tau.ids) - len(prefix) * (prefix in begun)
-            if tokens > most:
-                tokens, places, begun = len(tau.ids), [], set()
-                batches.append((tokens, places))
-            places.append(place)
-            begun.add(prefix)
-            batches[-1] = tokens, places
-        return batches
-
-    n = math.ceil(len(cut(micro_tokens)) / ranks) * ranks
-    least = bisect.bisect_left(range(micro_tokens), True, lo=1, key=lambda most: len(cut(most)) <= n)
-    batches = [places for _, places in sorted(cut(least), key=lambda batch: -batch[0])]
-    return batches + [[]] * (n - len(batches))
 
 
 def lr_at(t: int, cfg: GRPOKnobs) -> float:
@@ -229,7 +192,7 @@ class Learner:
         """
         scores = torch.zeros(2, sum(sum(tau.mask) for tau in part), dtype=torch.float64, device=self.device)
         for batch, rows in self.share(part):
-            both = torch.stack(self.model.score(*self.pack(batch), self.cfg.temperature))
+            both = torch.stack(self.model.score(*pack(batch, self.device), self.cfg.temperature))
             scores[:, send(torch.from_numpy(rows), self.device)] = both.double()
         if self.sharded:
             dist.all_reduce(scores)  # adds the ranks' tokens to zeros
@@ -246,7 +209,7 @@ class Learner:
 
         extras["old_logp"] (N,): log-probs under pi_old; extras["gap"] (N,): their distance to the engine's.
         """
-        packed, T = self.pack(batch), self.cfg.temperature
+        packed, T = pack(batch, self.device), self.cfg.temperature
         tokens = {
             name: send(torch.from_numpy(x), self.device) if isinstance(x, np.ndarray) else x
             for name, x in terms.items()
@@ -261,39 +224,6 @@ class Learner:
         engine = torch.tensor([lp for tau in batch for lp, m in zip(tau.logps, tau.mask, strict=True) if m])  # (N,)
         old = extras["logp"] if terms["old_logp"] is None else tokens["old_logp"].to(extras["logp"].dtype)
         return loss, extras | {"old_logp": old, "gap": (old - send(engine, self.device)).abs()}
-
-    @torch.no_grad()
-    def logprobs(self, batch: list[Trajectory]) -> torch.Tensor:
-        """Returns the log-probs (N,) of the batch's action tokens under the present policy."""
-        logp, _ = self.model.score(*self.pack(batch), self.cfg.temperature)
-        return logp
-
-    def pack(self, batch: list[Trajectory]) -> tuple[torch.Tensor, Packing, torch.Tensor, torch.Tensor]:
-        """Returns ids (T,) of a row in which trajectories follow one another, with a prompt that several share before
-        the first of them alone; its packing; and for the N action tokens the places that predict them (N,) and their
-        ids (N,)."""
-        sharing = Counter(map(prefix_of, batch))
-        pieces: dict[tuple[int, ...], int] = {}  # of the prompts that are in the row already
-        ids, rows, targets = list[int](), list[int](), list[int]()
-        lengths, parents = list[int](), list[int]()
-        for tau in batch:
-            prefix = prefix_of(tau)
-            if sharing[prefix] == 1:
-                prefix = ()
-            elif prefix and prefix not in pieces:
-                pieces[prefix] = len(lengths)
-                lengths.append(len(prefix))
-                parents.append(-1)
-                ids += prefix
-            begin = len(ids) - len(prefix)  # where the trajectory would begin with a prompt of its own
-            acted = [k for k, m in enumerate(tau.mask) if m]
-            rows += [begin + k - 1 for k in acted]
-            targets += [tau.ids[k] for k in acted]
-            lengths.append(len(tau.ids) - len(prefix))
-            parents.append(pieces.get(prefix, -1))
-            ids += tau.ids[len(prefix) :]
-        row, *places = (send(torch.tensor(x, dtype=torch.long), self.device) for x in (ids or [0], rows, targets))
-        return row, Packing(lengths or [1], parents, self.device), *places
 
     def state_dict(self) -> dict[str, Any]:
         """Returns trained weights and optimizer by the parameters' names, for torch.distributed.checkpoint."""

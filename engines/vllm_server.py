@@ -19,16 +19,12 @@ from engines import FinishedTurn
 from engines.remote import RemoteTurns
 from engines.vllm_engine import VERSION, StaleWeights, check_vllm, probed, sampling
 from models.model import load_config, skeleton
-from plumbing.client import Client, RequestFailed
-from plumbing.faults import EngineFault, Fault
+from plumbing.client import Client
+from plumbing.faults import Fault, Outage
 from plumbing.outside import at, without_secrets
 
 # Mean change of a weight after which a server that answers as before has not taken it: in bfloat16 1e-8 shows (LOG.md).
 SHOWS = 1e-5
-
-
-class EngineDown(EngineFault):
-    """A vLLM server does not answer, or answers with an error."""
 
 
 class VllmServer:
@@ -36,7 +32,7 @@ class VllmServer:
 
     `urls`: the servers, separated by commas; a row stays with one server, which has cached its context. Every rank
     constructs its own and calls `load` together with the others; rank 0 sends. Raises Fault with the command to start
-    a server that is unsuitable, EngineDown when one stops answering, StaleWeights when one was restarted.
+    a server that is unsuitable, Outage when one stops answering, StaleWeights when one was restarted.
     """
 
     max_rows = sys.maxsize
@@ -77,19 +73,19 @@ class VllmServer:
         try:
             found = self.request(url, "/version")["version"]
             if not found.startswith(f"{VERSION}."):
-                raise EngineDown(f"{url} is vLLM {found}, this is written for {VERSION}")
+                raise Outage(f"{url} is vLLM {found}, this is written for {VERSION}")
             config: dict[str, Any] = self.request(url, "/server_info?config_format=json")["vllm_config"]
             longest, mode = config["model_config"]["max_model_len"], config["model_config"]["logprobs_mode"]
             backend = (config["weight_transfer_config"] or {}).get("backend")
             if longest < max_len:
-                raise EngineDown(f"{url} takes {longest} tokens, {max_len} are needed")
+                raise Outage(f"{url} takes {longest} tokens, {max_len} are needed")
             if mode != "processed_logprobs":
-                raise EngineDown(f"{url} has --logprobs-mode {mode}, which leaves the temperature out")
+                raise Outage(f"{url} has --logprobs-mode {mode}, which leaves the temperature out")
             if backend != self.backend:
-                raise EngineDown(f"{url} has the weight transfer {backend}, not {self.backend}")
+                raise Outage(f"{url} has the weight transfer {backend}, not {self.backend}")
             self.request(url, "/resume", {})  # a killed run may have left it paused
             self.generate_turn(url, [self.tokenizer.eos_token_id], sampling(self, 1, 1.0))
-        except EngineDown as e:
+        except Outage as e:
             raise Fault(without_secrets(f"--vllm {e}; start it with: {command}")) from e
         return config
 
@@ -163,7 +159,7 @@ class VllmServer:
         self.begin(self.seed)
         self.barrier()
         self.loads += 1
-        fault: list[EngineFault | None] = [None]
+        fault: list[Outage | None] = [None]
         try:
             if self.rank == 0:
                 self.request_all("/pause")  # ends forgotten turns: vLLM would crash if their weights changed
@@ -171,8 +167,8 @@ class VllmServer:
             self.sender.send_weights()
             if self.rank == 0 and not all(answer["success"] for answer in self.request_all("/reset_prefix_cache")):
                 urls = without_secrets(",".join(self.urls))
-                raise EngineDown(f"{urls}: could not drop the prefix cache of the old weights")
-        except EngineDown as e:
+                raise Outage(f"{urls}: could not drop the prefix cache of the old weights")
+        except Outage as e:
             fault = [e]
         for _ in weights:  # after a fault on rank 0, the other ranks still wait for it to gather the rest
             pass
@@ -181,7 +177,7 @@ class VllmServer:
                 self.request_all("/resume")
                 if not fault[0]:
                     self.require_another_answer(self.source.sample)
-            except EngineFault as e:
+            except Outage as e:
                 fault = [fault[0] or e]
         if dist.is_initialized():  # no rank starts a turn earlier, and all raise the fault
             dist.broadcast_object_list(fault, 0)
@@ -240,12 +236,8 @@ class VllmServer:
         self, url: str, path: str, body: dict[str, Any] | None = None, retries: int | None = None,
         read: Callable[[Any], Any] = dict,
     ) -> Any:  # fmt: skip
-        """Returns a server's answer to a POST of `body`, or to a GET; raises EngineDown after the last attempt."""
-        client = self.clients[url]
-        try:
-            return client.ask(path, body, read, retries)
-        except RequestFailed as e:
-            raise EngineDown(str(e)) from e
+        """Returns a server's answer to a POST of `body`, or to a GET; raises Outage after the last attempt."""
+        return self.clients[url].ask(path, body, read, retries)
 
     def close(self) -> None:
         self.pool.shutdown(wait=False, cancel_futures=True)

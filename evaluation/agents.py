@@ -8,14 +8,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from config import PRESETS, Config, RolloutKnobs, TaskKnobs, evolves, out_of_range, read_config, read_instruction
+from config import PRESETS, Config, TaskKnobs, evolves, out_of_range, read_config
 from engines import Engine
 from plumbing.faults import Fault
 from plumbing.outside import without_secrets
 from plumbing.servers import Servers
 from plumbing.trust import check_origin
 from rollout import rollout
-from tasks import Job, Question, Task, Trajectory, choose_instruction
+from tasks import Job, Question, Task, Trajectory, choose_instruction, read_instruction
 
 # Flags of inspo.py that matter here; a run's own values are the defaults. The second half changes no result.
 PLAYED = (
@@ -45,7 +45,7 @@ class Subject:
         if self.run:
             check_origin(self.run, {name: getattr(self.cfg, name) for name in names}, flags)
         cfg = dataclasses.replace(self.cfg, **flags | knobs)
-        if fault := out_of_range(cfg, flags) or RolloutKnobs.check(cfg) or TaskKnobs.check(cfg):
+        if fault := out_of_range(cfg, flags) or TaskKnobs.check(cfg):
             raise Fault(fault)
         return cfg
 

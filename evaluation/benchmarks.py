@@ -10,7 +10,7 @@ from pathlib import Path
 from config import PRESETS
 from plumbing.faults import Fault
 from tasks import Question
-from tasks.questions import HOPS, load_questions
+from tasks.questions import load_questions
 
 HUB = "hf://datasets/RUC-NLPIR/FlashRAG_datasets"
 SIZES = {  # questions of the split that is evaluated: test if there is one, else dev
@@ -39,4 +39,4 @@ def load(name: str, folder: Path) -> list[Question]:
             raise Fault(f"no {folder / wanted}, and {e}") from None
     if len(questions) != SIZES[name]:
         print(f"note: {name}: {len(questions):,} questions, its published {SPLITS[name]} split has {SIZES[name]:,}")
-    return [replace(q, source=name, hops=q.hops or HOPS.get(name, 0)) for q in questions]
+    return [replace(q, source=name) for q in questions]

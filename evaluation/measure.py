@@ -164,7 +164,7 @@ def row_of(task: Task, tau: Trajectory, metrics: Mapping[str, float]) -> Row:
     q = tau.question
     row: Row = {
         "answered": float(tau.stop == "over" or (tau.stop == "answer" and bool((tau.prediction or "").strip()))),
-        "hops": q.hops, "prompt_tokens": tau.prompt_tokens, "sampled_tokens": sum(tau.mask), "tokens": len(tau.ids),
+        "prompt_tokens": tau.prompt_tokens, "sampled_tokens": sum(tau.mask), "tokens": len(tau.ids),
         "stop": tau.stop, "prediction": tau.prediction, "golds": list(q.golds),
     }  # fmt: skip
     row |= {tool.plural: tau.served(tool.tag) for tool in tools_of(task)}

@@ -20,12 +20,12 @@ from pathlib import Path
 
 from plumbing.faults import one_line
 from plumbing.hub import fetch
-from plumbing.parquet import parquet_rows
+from tasks.questions import read_parquet
 
 HUB = "hf://datasets/hotpotqa/hotpot_qa@1908d6afbbead072334abe2965f91bd2709910ab/distractor"
 TRAIN = [f"{HUB}/train-0000{k}-of-00002.parquet" for k in range(2)]
 TEST = [f"{HUB}/validation-00000-of-00001.parquet"]
-COLUMNS = ("id", "question", "answer", "type", "level", "context")
+COLUMNS = ("id", "question", "answer", "context")
 
 
 def convert(out: Path, files: dict[str, Sequence[str]]) -> Counter[str]:
@@ -37,9 +37,9 @@ def convert(out: Path, files: dict[str, Sequence[str]]) -> Counter[str]:
             name: stack.enter_context(open(out / f".{name}.part", "w", encoding="utf-8")) for name in (*files, "corpus")
         }
         for name, some in files.items():
-            for row in (row for file in some for row in parquet_rows(fetch(file), COLUMNS)):
+            for _, row in (pair for file in some for pair in read_parquet(fetch(file), COLUMNS)):
                 question = {"id": row["id"], "question": row["question"], "golden_answers": [row["answer"]]}
-                question |= {"data_source": "hotpotqa", "metadata": {"type": row["type"], "level": row["level"]}}
+                question["data_source"] = "hotpotqa"
                 to[name].write(json.dumps(question, ensure_ascii=False) + "\n")
                 rows[name] += 1
                 for title, sentences in zip(row["context"]["title"], row["context"]["sentences"], strict=True):

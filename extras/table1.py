@@ -34,6 +34,7 @@ from tasks.tools import find_answer
 # ---- playing
 
 Documents = list[str]
+ONE_HOP = ("nq", "triviaqa", "popqa")  # sources whose questions need one fact
 
 
 class Player:
@@ -184,7 +185,7 @@ def search_o1(player: Player, questions: Sequence[Question]) -> list[Trajectory]
     taus = begin(questions)
     start, end = player.words.query
     before, after = player.words.result
-    limit = [5 if q.hops == 1 else 10 for q in questions]
+    limit = [5 if q.source in ONE_HOP or q.source.endswith("1hop") else 10 for q in questions]
     for tau, searches in zip(taus, limit, strict=True):
         tau.observe(player.ids(player.words.search_o1, question=tau.question.text, searches=searches))
         tau.prompt_tokens = len(tau.ids)

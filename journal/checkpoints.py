@@ -39,8 +39,6 @@ class Checkpoints:
         phase = self.log.phase if t == self.log.t else ""
         state = {"population": self.P.state_dict(), "buffer": self.B.state_dict(), "memory": self.policy.learner.memory}
         self.run.checkpoint(t, self.policy.save, state | self.log.state_dict() | {"phase": phase})
-        if not self.policy.cfg.async_save:
-            self.run.settle()
 
     @contextlib.contextmanager
     def rescued(self) -> Iterator[None]:

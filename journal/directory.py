@@ -34,7 +34,7 @@ from training import checkpoint
 FREE = {
     "out", "resume", "device", "tracker", "retriever", "keep", "save_every", "search_retries", "optimizer_retries",
     "engine", "vllm", "vllm_memory", "recompute", "offload_reference", "patience", "micro_tokens", "max_rows",
-    "fused_layers", "async_save",
+    "fused_layers",
     "threads",  # but with another number sums may be rounded differently
 }  # fmt: skip
 

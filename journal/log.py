@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from config import Config, evolves, preset_of, warnings
+from config import Config, evolves, preset_of
 from journal.directory import RunDirectory
 from journal.screen import Screen
 from journal.silence import Silence
@@ -82,7 +82,7 @@ class Log:
         lines = [f"{cfg.mode}: {preset_of(cfg.model)} ({policy}) on {len(train)} questions, {len(test)} held out"]
         steps = f"{cfg.T} steps of {cfg.batch} questions x {cfg.G}, seed {cfg.seed}"
         lines += [tools, f"optimizer: {optimizer}", f"{steps}; everything goes to {self.run.path}"]
-        self.note("\n".join(filter(None, [*lines, *(f"note: {warning}" for warning in warnings(cfg))])))
+        self.note("\n".join(filter(None, lines)))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run has to know; inside a step, as it was when the phase began that is repeated."""

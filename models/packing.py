@@ -5,13 +5,21 @@ follow the parent's in position and attend to them. So the trajectories of a gro
 prompt, and linear layers compute each token once.
 """
 
+from __future__ import annotations
+
+import bisect
 import inspect
+import math
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
+
+if TYPE_CHECKING:
+    from tasks import Trajectory
 
 VARLEN = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch >= 2.12; its kernel is FlashAttention-2
 
@@ -122,3 +130,69 @@ def packed_attention(
         else:
             parts.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=gqa))
     return torch.cat(parts, dim=2).transpose(1, 2), None
+
+
+# ---- trajectories
+
+
+def prefix_of(tau: Trajectory) -> tuple[int, ...]:
+    """Returns the tokens that a trajectory shares with others of the same prompt: all of it but the last one, which
+    predicts the first sampled token."""
+    return tuple(tau.ids[: max(0, tau.prompt_tokens - 1)])
+
+
+def micro_batches(taus: Sequence[Trajectory], micro_tokens: int, ranks: int = 1) -> list[list[int]]:
+    """Returns the places of the trajectories, cut in their order into batches of at most `micro_tokens` (a longer one
+    is alone), whose largest is as small as it can be. A prompt counts once in a batch.
+
+    Their number is a multiple of `ranks`, since all ranks must work in step; some may then be empty. The largest come
+    first, so that batches of one size are computed at the same time.
+    """
+    prefixes = [prefix_of(tau) for tau in taus]
+
+    def cut(most: int) -> list[tuple[int, list[int]]]:
+        """Returns (tokens, places) of batches of at most `most` tokens."""
+        batches: list[tuple[int, list[int]]] = []
+        tokens, places, begun = most, list[int](), set[tuple[int, ...]]()
+        for place, (tau, prefix) in enumerate(zip(taus, prefixes, strict=True)):
+            tokens += len(tau.ids) - len(prefix) * (prefix in begun)
+            if tokens > most:
+                tokens, places, begun = len(tau.ids), [], set()
+                batches.append((tokens, places))
+            places.append(place)
+            begun.add(prefix)
+            batches[-1] = tokens, places
+        return batches
+
+    n = math.ceil(len(cut(micro_tokens)) / ranks) * ranks
+    least = bisect.bisect_left(range(micro_tokens), True, lo=1, key=lambda most: len(cut(most)) <= n)
+    batches = [places for _, places in sorted(cut(least), key=lambda batch: -batch[0])]
+    return batches + [[]] * (n - len(batches))
+
+
+def pack(batch: Sequence[Trajectory], device: torch.device) -> tuple[torch.Tensor, Packing, torch.Tensor, torch.Tensor]:
+    """Returns ids (T,) of a row in which trajectories follow one another, with a prompt that several share before
+    the first of them alone; its packing; and for the N action tokens the places that predict them (N,) and their
+    ids (N,)."""
+    sharing = Counter(map(prefix_of, batch))
+    pieces: dict[tuple[int, ...], int] = {}  # of the prompts that are in the row already
+    ids, rows, targets = list[int](), list[int](), list[int]()
+    lengths, parents = list[int](), list[int]()
+    for tau in batch:
+        prefix = prefix_of(tau)
+        if sharing[prefix] == 1:
+            prefix = ()
+        elif prefix and prefix not in pieces:
+            pieces[prefix] = len(lengths)
+            lengths.append(len(prefix))
+            parents.append(-1)
+            ids += prefix
+        begin = len(ids) - len(prefix)  # where the trajectory would begin with a prompt of its own
+        acted = [k for k, m in enumerate(tau.mask) if m]
+        rows += [begin + k - 1 for k in acted]
+        targets += [tau.ids[k] for k in acted]
+        lengths.append(len(tau.ids) - len(prefix))
+        parents.append(pieces.get(prefix, -1))
+        ids += tau.ids[len(prefix) :]
+    row, *places = (send(torch.tensor(x, dtype=torch.long), device) for x in (ids or [0], rows, targets))
+    return row, Packing(lengths or [1], parents, device), *places

@@ -5,7 +5,7 @@ from page.read import Row, Run, number
 # Settings that say where a run ran and what it kept, not what it is.
 ASIDE = {
     "seed", "out", "resume", "device", "tracker", "retriever", "keep", "save_every", "engine", "vllm", "dry_run",
-    "patience", "micro_tokens", "max_rows", "id", "commit", "async_save",
+    "patience", "micro_tokens", "max_rows", "id", "commit",
 }  # fmt: skip
 
 

@@ -12,9 +12,13 @@ from typing import Any, NoReturn
 from plumbing.faults import tell_torchrun
 
 
-def knob(default: Any, doc: str, *, least: float | None = None, of: tuple[Any, ...] = (), more: bool = False) -> Any:
-    """Returns a field: `least` is its lowest value, `of` its choices; `more` puts it on the second page of --help."""
-    return dataclasses.field(default=default, metadata={"doc": doc, "least": least, "of": of, "more": more})
+def knob(
+    default: Any, doc: str, *, least: float = -math.inf, above: float = -math.inf, below: float = math.inf,
+    of: tuple[Any, ...] = (), more: bool = False,
+) -> Any:  # fmt: skip
+    """Returns a field with its choices (`of`) or bounds; `more` puts it on the second page of --help."""
+    bounds = {"least": least, "above": above, "below": below}
+    return dataclasses.field(default=default, metadata={"doc": doc, "of": of, "more": more} | bounds)
 
 
 class Parser(argparse.ArgumentParser):
@@ -61,12 +65,17 @@ def out_of_range(cfg: Any, names: Iterable[str]) -> str:
     """Returns which of these knobs has a value that it cannot have; "" if none has."""
     knobs = {f.name: f.metadata for f in dataclasses.fields(cfg)}
     for name in names:
-        value, least, of = getattr(cfg, name), knobs[name]["least"], knobs[name]["of"]
+        value, limits, of = getattr(cfg, name), knobs[name], knobs[name]["of"]
         if of and value not in of:
             choices = [str(x) for x in of if x != ""]
             return f"--{name} {value}: choose {', '.join(choices[:-1])}{' or ' * (len(choices) > 1)}{choices[-1]}"
         if isinstance(value, float) and not math.isfinite(value):
             return f"--{name} {value}: must be a finite number"
-        if least is not None and value < least:
+        if isinstance(value, str):
+            continue
+        if value < (least := limits["least"]):
             return f"--{name} {value}: must {'not be negative' if least == 0 else f'be at least {least}'}"
+        if not limits["above"] < value < limits["below"]:
+            bound = f"above {limits['above']}" if value <= limits["above"] else f"below {limits['below']}"
+            return f"--{name} {value}: must be {bound}"
     return ""

@@ -12,24 +12,28 @@ import inspect
 import math
 import os
 import sys
+import unicodedata
 import zlib
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
-from config import PRESETS, Config, read_instruction
+from config import PRESETS, Config
 from plumbing.faults import Fault, together
+from plumbing.outside import JOINERS, printable
 from plumbing.stop import may_stop
 from tasks.formats import Tags
 from tasks.tools import Tool, check_words
 
 T = TypeVar("T")
 Message = dict[str, str]  # {"role": "system" or "user", "content": ...}
+LINE_ENDS = "\r\x0b\x0c\x85\u2028\u2029"  # besides the usual one
 FORMATS = {"tags": "tasks.formats:Tags", "hermes": "extras.plugs.hermes:Hermes"}  # --format
 # What else is imported by name alone, by the runs that ask for it: module:function.
 PLUGS = {
@@ -50,7 +54,6 @@ class Question:
     text: str
     golds: tuple[str, ...] = ()
     source: str = "data"  # names its data set: metrics are shown for each
-    hops: int = field(default=0, compare=False)  # facts that must be found one after the other; 0: not known
     data: Any = field(default=None, compare=False)
 
 
@@ -271,6 +274,25 @@ def choose_instruction(task: Task) -> str:
     if file and not (own and file in [preset.get("instruction") for preset in PRESETS.values()]):
         text = read_instruction("instruction", file)
     return task.format.first(text, task)
+
+
+def read_instruction(knob: str, path: str) -> str:
+    """Returns the instruction in a file; Fault if it is empty, or holds what no revision of it may hold.
+
+    A byte order mark, invisible format characters and other line ends are taken out: an editor puts them there.
+    """
+    try:
+        text = Path(path).read_text("utf-8-sig")
+    except (OSError, ValueError) as e:
+        raise Fault(f"--{knob} {path}: cannot be read as UTF-8 ({e})") from None
+    text = "".join("\n" if c in LINE_ENDS else c for c in text.replace("\r\n", "\n"))
+    text = "".join(c for c in text if unicodedata.category(c) != "Cf" or c in JOINERS).strip()
+    if not text:
+        raise Fault(f"--{knob} {path}: the file is empty")
+    if (shown := printable(text)) != text:
+        k = next(k for k, (a, b) in enumerate(zip(text, shown, strict=False)) if a != b)
+        raise Fault(f"--{knob} {path}: it holds the control character {text[k]!r}; take it out")
+    return text
 
 
 def check_questions(task: Task) -> None:

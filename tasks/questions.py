@@ -6,7 +6,7 @@ Reads Search-R1's and verl's parquet unchanged, and JSONL with the same fields.
 import re
 import string
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,10 @@ from typing import Any
 from plumbing.faults import Fault
 from plumbing.hub import fetch
 from plumbing.outside import clean, decoded
-from plumbing.parquet import parquet_rows
 from tasks import Question
 
-# Of the metadata the two that say how many hops: the rest is HotpotQA's passages, most of Search-R1's 356 MB.
-COLUMNS = ("id", "question", "golden_answers", "data_source", "prompt", "reward_model", "extra_info", "metadata.type",
-           "metadata.question_decomposition")  # fmt: skip
-HOPS = {"nq": 1, "triviaqa": 1, "popqa": 1, "hotpotqa": 2, "bamboogle": 2}  # of every question in these sets
+# Without the metadata, which holds HotpotQA's passages: most of Search-R1's 356 MB.
+COLUMNS = ("id", "question", "golden_answers", "data_source", "prompt", "reward_model", "extra_info")
 
 
 def load_questions(path: str | Path) -> list[Question]:
@@ -29,7 +26,7 @@ def load_questions(path: str | Path) -> list[Question]:
     An id that several sources share (`train_0` of NQ and of HotpotQA in one file) becomes `{source}-{id}`.
     """
     path = fetch(str(path))
-    read = {".jsonl": read_json_lines, ".parquet": _read_parquet}.get(path.suffix)
+    read = {".jsonl": read_json_lines, ".parquet": read_parquet}.get(path.suffix)
     if read is None or not path.is_file():
         raise Fault(f"{path}: no such .jsonl or .parquet file; check the path")
     questions = []
@@ -60,10 +57,16 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, object]]:
                 raise Fault(f"{path}:{line}: {what}; write one JSON object a line, in UTF-8") from None
 
 
-def _read_parquet(path: Path) -> Iterator[tuple[int, object]]:
+def read_parquet(path: Path, columns: Collection[str] = COLUMNS) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields the rows of a file, counted from 1: those of `columns` that it has (a.b: of a column a, the part b)."""
+    import pyarrow.parquet as pq  # here: few files are parquet
+
     try:
-        yield from enumerate(parquet_rows(path, COLUMNS), 1)
-    except (OSError, ValueError) as e:  # pyarrow's are one or the other
+        with pq.ParquetFile(path) as file:
+            names = [column for column in columns if column.split(".")[0] in file.schema_arrow.names]
+            rows = (row for batch in file.iter_batches(10_000, columns=names) for row in batch.to_pylist())
+            yield from enumerate(rows, 1)
+    except (OSError, ValueError, OverflowError) as e:  # pyarrow's, text that is not UTF-8, a date beyond Python's
         raise Fault(f"{path}: not a readable parquet file ({str(e).splitlines()[0]}); write it again") from None
 
 
@@ -87,19 +90,7 @@ def _read_question(row: object, line: int) -> Question:
     if not golds:
         raise ValueError("no gold answer; fill `golden_answers` or `reward_model.ground_truth.target`")
     id, source, text, *golds = clean([id, source, text.strip(), *golds])
-    return Question(id, text if text.endswith("?") else text + "?", tuple(golds), source, _count_hops(row, source))
-
-
-def _count_hops(row: object, source: str) -> int:
-    """Returns how many facts a question needs, from FlashRAG's metadata or from the name of its source; 0: unknown."""
-    steps = _get(row, "metadata", "question_decomposition")  # MuSiQue
-    if isinstance(steps, list) and steps:
-        return len(steps)
-    if kind := _get(row, "metadata", "type"):  # 2WikiMultihopQA; HotpotQA's "bridge" and "comparison" take two
-        return 4 if kind == "bridge_comparison" else 2
-    if named := re.search(r"(\d)hop$", source):
-        return int(named.group(1))
-    return HOPS.get(source, 0)
+    return Question(id, text if text.endswith("?") else text + "?", tuple(golds), source)
 
 
 def _get(row: object, *keys: str, default: Any = None) -> Any:

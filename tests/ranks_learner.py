@@ -68,7 +68,7 @@ def main() -> None:
     final = {name: tensor.clone() for name, tensor in weights(model)}
     for name, layer in lora.layers(model).items():
         layer.register_forward_pre_hook(partial(compare, final[name]))
-    learner.logprobs(minibatches[0][:1])
+    learner.score(minibatches[0][:1])
     export(config, model, load_tokenizer(args.policy), args.out / "policy" if rank == 0 else None, frozen)
     if rank == 0:
         torch.save({"metrics": metrics, "weights": final}, args.out / "result.pt")

@@ -12,9 +12,10 @@ import pytest
 from torch.distributed.run import get_args_parser as torchrun_parser
 
 import config
-from config import OPTIMIZER, PRESETS, Config, parse, read_instruction, warnings
+from config import OPTIMIZER, PRESETS, Config, parse
 from plumbing.faults import Fault
 from reflect import find_endpoint
+from tasks import read_instruction
 
 HERE = Path(config.__file__).parent
 WORLD = HERE / "world" / "files"
@@ -330,13 +331,6 @@ def test_an_optimizer_is_an_endpoint_and_a_model_s_name_or_openai_s_key(monkeypa
     monkeypatch.setenv("OPENAI_BASE_URL", "localhost:9")
     with pytest.raises(Fault, match="OPENAI_BASE_URL localhost:9"):
         find_endpoint(parse([*argv, "--optimizer_model", "m"]))
-
-
-def test_periods_that_drift_against_each_other_are_only_a_warning():
-    assert warnings(parse(["--K_p", "5", "--K_e", "15"])) == []
-    (line,) = warnings(parse(["--K_p", "4", "--K_e", "15"]))
-    assert "K_e 15" in line and "K_p 4" in line
-    assert warnings(parse(["--K_p", "4", "--K_e", "15", "--mode", "static"])) == []
 
 
 # --- torchrun -----------------------------------------------------------------------------------------------------

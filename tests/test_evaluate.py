@@ -91,7 +91,7 @@ def test_an_evaluation_writes_one_json_one_table_and_a_line_a_question(whole, re
     for row in rows:
         q = questions[row["id"]]
         assert (row["em"], row["f1"]) == (em(row["prediction"], q.golds), f1(row["prediction"], q.golds))
-        assert row["reward"] == row["em"] and row["hops"] == int(q.source[6])
+        assert row["reward"] == row["em"]
         passages = " ".join(search.submit(q.text).result())  # the first policy searches the whole question once
         assert row["searches"] == 1 and row["gold_found"] == float(any(gold in passages for gold in q.golds))
     part = found["benchmarks"]["world"]
@@ -363,21 +363,17 @@ def test_asking_plays_the_run_s_task_and_scores_what_it_knows(finished, retrieve
 # ---- the benchmarks' files
 
 
-def test_flashrag_s_files_by_split_with_hops_from_their_metadata(tmp_path, capsys):
+def test_flashrag_s_files_by_split(tmp_path, capsys):
     def row(k, **more):
         return {"id": f"dev_{k}", "question": f"who is {k}", "golden_answers": ["x"]} | more
 
-    steps = {"metadata": {"question_decomposition": [{"id": 1}, {"id": 2}, {"id": 3}]}}
-    kinds = [{"metadata": {"type": kind}} for kind in ("comparison", "bridge_comparison")]
-    write_jsonl(tmp_path / "musique" / "dev.jsonl", [row(0, **steps)])
+    write_jsonl(tmp_path / "musique" / "dev.jsonl", [row(0)])
     write_jsonl(tmp_path / "musique" / "train.jsonl", [row(9)])
-    write_jsonl(tmp_path / "2wikimultihopqa" / "dev.jsonl", [row(0, **kinds[0]), row(1, **kinds[1])])
     write_jsonl(tmp_path / "nq" / "test.jsonl", [row(0)])
     write_jsonl(tmp_path / "nq" / "dev.jsonl", [row(1), row(2)])
-    found = {name: benchmarks.load(name, tmp_path) for name in ("musique", "2wikimultihopqa", "nq")}
-    assert [(q.id, q.source, q.hops) for q in found["musique"]] == [("dev_0", "musique", 3)]
-    assert [q.hops for q in found["2wikimultihopqa"]] == [2, 4]
-    assert [(q.text, q.hops) for q in found["nq"]] == [("who is 0?", 1)]  # test comes before dev
+    found = {name: benchmarks.load(name, tmp_path) for name in ("musique", "nq")}
+    assert [(q.id, q.source) for q in found["musique"]] == [("dev_0", "musique")]
+    assert [q.text for q in found["nq"]] == ["who is 0?"]  # test comes before dev
     assert "note: nq: 1 questions, its published test split has 3,610" in capsys.readouterr().out
     write_jsonl(tmp_path / "bamboogle" / "test.jsonl", [row(k) for k in range(125)])
     assert len(benchmarks.load("bamboogle", tmp_path)) == 125 and capsys.readouterr().out == ""

@@ -70,7 +70,7 @@ def loss_of(learner, taus):
 def logps_of(model, taus):
     """Returns the log-probs of all action tokens."""
     learner = Learner(model, None, settings_of(beta=0.0))
-    return torch.cat([learner.logprobs([tau]) for tau in taus])
+    return torch.from_numpy(np.concatenate([learner.score([tau])[0] for tau in taus]))
 
 
 # ---- the weights
@@ -492,7 +492,7 @@ def test_the_workers_of_a_run_do_so_too(path, batches, tmp_path):
     cfg, taus = replace(cfg, model=path), sum(parts, [])
     first = Learner(load_policy(path, "cpu")[0], None, replace(cfg, beta=0.0, lora_rank=0))
     for tau in taus:  # an engine that agrees with the trainer, or the workers refuse the update
-        logps = iter(first.logprobs([tau]).tolist())
+        logps = iter(first.score([tau])[0].tolist())
         tau.logps = [next(logps) if sampled else 0.0 for sampled in tau.mask]
     (tmp_path / "taus.pkl").write_bytes(pickle.dumps((cfg, taus)))
     code, _, stderr = finish(torchrun(2, "tests/ranks_policy.py", tmp_path / "taus.pkl", tmp_path), LIMIT)

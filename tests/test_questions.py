@@ -116,7 +116,7 @@ def test_rows_with_question_and_golden_answers(tmp_path):
         {"question": "Where?", "golden_answers": ["here", "", "there"]},
     )
     assert load_questions(path) == [
-        Question("7", "who wrote Hamlet?", ("Shakespeare",), "nq", 1),
+        Question("7", "who wrote Hamlet?", ("Shakespeare",), "nq"),
         Question("data-3", "Where?", ("here", "there"), "data"),
     ]
 
@@ -141,47 +141,21 @@ def test_rows_of_search_r1(tmp_path):
         search_r1([{"role": "user", "content": "what is plain?"}], ["this"], id="c"),
     )
     assert load_questions(path) == [
-        Question("0", "who wrote Hamlet?", ("Shakespeare",), "nq", 1),
-        Question("nq-2", "who painted it?", ("Vermeer",), "nq", 1),
-        Question("c", "what is plain?", ("this",), "nq", 1),
+        Question("0", "who wrote Hamlet?", ("Shakespeare",), "nq"),
+        Question("nq-2", "who painted it?", ("Vermeer",), "nq"),
+        Question("c", "what is plain?", ("this",), "nq"),
     ]
 
 
-@pytest.mark.parametrize(
-    "more, hops",
-    [
-        ({"data_source": "nq"}, 1),
-        ({"data_source": "popqa"}, 1),
-        ({"data_source": "bamboogle"}, 2),
-        ({"data_source": "mine-3hop"}, 3),
-        ({"data_source": "3hop-mine"}, 0),
-        ({"data_source": "mine"}, 0),
-        ({"metadata": {"question_decomposition": ["who", "where", "when", "why"]}}, 4),  # MuSiQue
-        ({"metadata": {"type": "comparison"}}, 2),  # 2WikiMultihopQA, HotpotQA
-        ({"metadata": {"type": "bridge_comparison"}}, 4),
-    ],
-)
-def test_how_many_facts_a_question_needs(tmp_path, more, hops):
-    [q] = load_questions(write(tmp_path / "q.jsonl", {"question": "Who?", "golden_answers": ["X"]} | more))
-    assert q.hops == hops
-
-
-def test_of_the_metadata_in_parquet_only_what_says_how_many_facts_is_read(tmp_path):
-    """HotpotQA's passages are there, too: here they could not even be read."""
+def test_metadata_is_not_read(tmp_path):
+    """HotpotQA's passages are there: here they could not even be read."""
     pa = pytest.importorskip("pyarrow")
     import pyarrow.parquet as pq
 
-    def load(metadata):
-        table = pa.Table.from_pylist([{"question": "Who?", "golden_answers": ["X"]}] * 2)
-        pq.write_table(table.append_column("metadata", metadata), tmp_path / "q.parquet")
-        return [q.hops for q in load_questions(tmp_path / "q.parquet")]
-
-    context = pa.array([b"\xff", b"\xff"]).view(pa.string())
-    kinds = pa.array(["bridge_comparison", None])
-    assert load(pa.StructArray.from_arrays([kinds, context], ["type", "context"])) == [4, 0]
-    steps = pa.array([[{"question": "a"}, {"question": "b"}, {"question": "c"}], None])
-    assert load(pa.StructArray.from_arrays([steps, context], ["question_decomposition", "context"])) == [3, 0]
-    assert load(pa.StructArray.from_arrays([context], ["context"])) == load(context) == [0, 0]
+    table = pa.Table.from_pylist([{"question": "Who?", "golden_answers": ["X"]}])
+    context = pa.array([b"\xff"]).view(pa.string())
+    pq.write_table(table.append_column("metadata", context), tmp_path / "q.parquet")
+    assert load_questions(tmp_path / "q.parquet")[0].golds == ("X",)
 
 
 def test_parquet_reads_as_jsonl_does(tmp_path):
@@ -194,13 +168,13 @@ def test_parquet_reads_as_jsonl_does(tmp_path):
 
     rows = [search_r1([{"role": "user", "content": f"Question: {i}"}], ["x", "y"]) for i in range(3)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "r.parquet")
-    assert load_questions(tmp_path / "r.parquet")[2] == Question("nq-3", "2?", ("x", "y"), "nq", 1)
+    assert load_questions(tmp_path / "r.parquet")[2] == Question("nq-3", "2?", ("x", "y"), "nq")
 
 
 def test_numpy_arrays_as_pandas_hands_them_over():
     prompt = np.array([{"role": "user", "content": "Question: who"}])
     row = search_r1(prompt, np.array(["x", "y"], dtype=object))
-    assert _read_question(row, 1) == Question("nq-1", "who?", ("x", "y"), "nq", 1)
+    assert _read_question(row, 1) == Question("nq-1", "who?", ("x", "y"), "nq")
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ def test_policy_update_gives_every_trajectory_its_advantage_on_every_rank(path, 
     cfg = replace(cfg, model=path)
     learner = Learner(load_policy(path, "cpu")[0], None, replace(cfg, beta=0.0))
     for tau in (taus := sum(parts, [])):  # an engine that agrees with the trainer, or the workers refuse the update
-        logps = iter(learner.logprobs([tau]).tolist())
+        logps = iter(learner.score([tau])[0].tolist())
         tau.logps = [next(logps) if sampled else 0.0 for sampled in tau.mask]
     (tmp_path / "taus.pkl").write_bytes(pickle.dumps((cfg, taus)))
     code, _, stderr = finish(torchrun(n, "tests/ranks_policy.py", tmp_path / "taus.pkl", tmp_path), LIMIT)

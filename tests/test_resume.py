@@ -239,20 +239,6 @@ def test_stopped_at_any_call_and_resumed_a_run_leaves_the_same(whole, tmp_path, 
         assert len(again.names) <= len(names) - n + 6, names[n - 1]  # an evaluation, or an evolution, is done again
 
 
-def test_with_async_save_0_training_waits_until_a_checkpoint_is_written(whole, tmp_path, monkeypatch):
-    """It is no copy then: a slow disk would get the weights of a later step."""
-
-    def save(self, path):
-        return lambda: time.sleep(0.1) or checkpoint.save({"w": self.weight, "optimizer": {"lr": 0.1}}, path, 0, True)
-
-    monkeypatch.setattr(Policy, "save", save)
-    with pytest.raises(RuntimeError, match="died"):
-        play(tmp_path / "r", Calls(whole[1].index("6 rollout") + 1, RuntimeError("died")), async_save=0)
-    assert step_of(RunDirectory(tmp_path / "r").checkpoints()[-1]) == 4
-    play(tmp_path / "r", Calls(), async_save=0)
-    assert left(tmp_path / "r") == whole[0]
-
-
 def test_stopped_at_every_call_again_and_again_a_run_still_ends_the_same(whole, tmp_path):
     """Each process dies at its seventh call or so, so that resumed steps are stopped too."""
     out, ended, n = tmp_path / "r", False, 0

@@ -7,7 +7,7 @@ import zlib
 import numpy as np
 import pytest
 
-from config import PRESETS, Config, parse, read_instruction
+from config import PRESETS, Config, parse
 from plumbing.faults import Fault
 from tasks import (
     Question,
@@ -19,6 +19,7 @@ from tasks import (
     draw,
     load_task,
     measure,
+    read_instruction,
     reward,
     rng_of,
     take_subset,

@@ -1,6 +1,5 @@
 """What a run finds out about its servers before it starts."""
 
-import contextlib
 import json
 import os
 import re
@@ -8,7 +7,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,7 +26,7 @@ from tasks import Question
 from tasks.search import Search, try_search
 from tasks.search_qa import SEARCH_R1, SearchQA
 from training import checks
-from training.checks import check, check_copy, check_disk, disk
+from training.checks import check, check_disk, disk
 from training.device import check_device
 from training.ranks import Ranks
 from world.optimizer import reply_to
@@ -102,19 +100,6 @@ def test_checkpoints_that_will_not_fit_are_refused_before_the_run(monkeypatch, t
     check_disk(cfg)  # what a resumed run has written is room
     assert disk(replace(cfg, eval_every=0), QWEN)[1] == pytest.approx(most - size)  # nothing is the best
     assert disk(replace(cfg, T=25, save_every=25, eval_every=0), QWEN)[1] < most - size  # two are all it ever writes
-
-
-def test_the_copy_of_a_checkpoint_has_to_fit_the_memory_of_a_node(monkeypatch):
-    """4 of 8 ranks are on this node, and copy half of a checkpoint of 6.5 GB."""
-    cfg, size = Config(model="Qwen/Qwen2.5-0.5B"), (12 * 494_032_768 + 4 * 896 * 151936) / 1e9
-    monkeypatch.setattr(checks, "shapes", lambda _: QWEN)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    for free, fits in ((0.51, True), (0.49, False)):
-        memory = SimpleNamespace(available=free * size * 1e9)
-        monkeypatch.setattr(checks.psutil, "virtual_memory", lambda memory=memory: memory)
-        with contextlib.nullcontext() if fits else pytest.raises(Fault, match="3.2 GB of the CPU's .*--async_save 0"):
-            check_copy(cfg, SimpleNamespace(size=8))
-    check_copy(replace(cfg, async_save=0), SimpleNamespace(size=8))
 
 
 @pytest.mark.parametrize("found", [[], ["", " \n"]], ids=["none", "empty"])

@@ -31,9 +31,9 @@ import engines.vllm_server as vllm_server
 from config import WORLD
 from engines.torch_engine import TorchEngine
 from engines.vllm_engine import StaleWeights, VllmEngine, check_vllm, vllm_installed
-from engines.vllm_server import EngineDown, VllmServer
+from engines.vllm_server import VllmServer
 from models.model import load_model, load_policy, load_tokenizer, weights
-from plumbing.faults import Fault
+from plumbing.faults import Fault, Outage
 
 pytest.importorskip("vllm")
 ROOT = Path(__file__).parent.parent
@@ -432,12 +432,12 @@ def test_a_load_that_fails_leaves_no_rank_waiting(server, tiny, monkeypatch):
 
     def broken():
         next(server.source.weights)
-        raise EngineDown("the network is gone")
+        raise Outage("the network is gone")
 
     stream = iter(weights(model))
     with monkeypatch.context() as patch:
         patch.setattr(server.sender, "send_weights", broken)
-        with pytest.raises(EngineDown, match="the network is gone"):
+        with pytest.raises(Outage, match="the network is gone"):
             server.load(stream)
     assert next(stream, None) is None  # the other ranks wait until everything is gathered
     server.load(weights(model))  # and the servers generate again
@@ -485,13 +485,13 @@ def test_a_request_that_fails_is_sent_again(server, tiny, monkeypatch):
 def test_a_server_that_does_not_answer_in_time_is_not_asked_again(server, tiny, monkeypatch):
     monkeypatch.setattr(server.clients[server.urls[0]], "timeout", 0.005)
     begin = time.time()
-    with pytest.raises(EngineDown, match="generate: no whole answer in 0.005 s"):
+    with pytest.raises(Outage, match="generate: no whole answer in 0.005 s"):
         turns(server, {0: contexts_of(tiny[1])[0]}, 400, 1.0)
     assert time.time() - begin < 1
 
 
 def test_a_request_that_the_server_refuses_is_reported_at_once(server):
-    with pytest.raises(EngineDown, match=r"generate: HTTP 400: .*500"):
+    with pytest.raises(Outage, match=r"generate: HTTP 400: .*500"):
         turns(server, {0: [5] * (MAX_LEN + 1)}, 5, 0.0)
 
 
@@ -561,7 +561,7 @@ def test_a_server_that_stays_away_ends_the_run_with_one_line(server, starting, t
     monkeypatch.setattr(vllm_server.VllmServer, "retries", 1)
     monkeypatch.setattr(server.clients[url], "retries", 1)
     server.loads = 0
-    with pytest.raises(EngineDown, match=f"^{url}/inference/v1/generate: ConnectionError, 2 times$"):
+    with pytest.raises(Outage, match=f"^{url}/inference/v1/generate: ConnectionError, 2 times$"):
         turns(server, contexts_of(tiny[1]), 5, 0.0)
     with pytest.raises(
         Fault, match=f"--vllm {url}/version: ConnectionError, 2 times; start it with: VLLM_SERVER_DEV_MODE"

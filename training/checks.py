@@ -1,12 +1,10 @@
 """What can be known before a run starts: the device, the memory it needs, whether a prompt leaves room for a turn."""
 
 import dataclasses
-import os
 import shutil
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from config import CARDS, Config
@@ -32,9 +30,11 @@ def print_memory(cfg: Config) -> None:
     if fault := fit.fault():
         raise Fault(fault)
     size, most = disk(cfg, config)
-    print(f"\nA checkpoint takes {size:.1f} GB of disk, the run at most {most:.0f}, and its trajectories.", flush=True)
-    if cfg.async_save:
-        print(f"While it is written, a copy of it takes {size:.1f} GB of the CPUs' memory.", flush=True)
+    print(
+        f"\nA checkpoint takes {size:.1f} GB of disk, the run at most {most:.0f}, and its trajectories.\n"
+        f"Where {size:.1f} GB of the CPUs' memory are free for a copy, it is written while training goes on.",
+        flush=True,
+    )
 
 
 def disk(cfg: Config, config: Any) -> tuple[float, float]:
@@ -68,17 +68,6 @@ def check_disk(cfg: Config) -> None:
         )
 
 
-def check_copy(cfg: Config, ranks: Ranks) -> None:
-    """Raises Fault if this machine has no memory free for the copy of a checkpoint that is being written."""
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) / ranks.size
-    need, free = here * disk(cfg, shapes(cfg.model))[0], psutil.virtual_memory().available / 1e9
-    if cfg.async_save and need > free:
-        raise Fault(
-            f"{free:.1f} GB of the CPU's memory are free, and a copy of a checkpoint takes {need:.1f} while it is"
-            " written: make room, or have training wait with --async_save 0"
-        )
-
-
 def check(cfg: Config, ranks: Ranks, task: Task) -> tuple[Config, str]:
     """Returns `cfg` with --engine and --recompute decided, and why this engine; Fault if the run cannot work.
 
@@ -105,5 +94,4 @@ def check(cfg: Config, ranks: Ranks, task: Task) -> tuple[Config, str]:
             " turn could start; raise it"
         )
     check_disk(cfg)
-    check_copy(cfg, ranks)
     return dataclasses.replace(cfg, engine=engine, recompute=abs(cfg.recompute)), why

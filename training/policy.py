@@ -7,13 +7,15 @@ import copy
 import functools
 import importlib
 import math
+import os
 import resource
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+import psutil
 import torch
 from safetensors import SafetensorError
 
@@ -287,20 +289,24 @@ class Policy:
     def save(self, path: Path) -> Callable[[], dict[str, str]]:
         """Begins to write weights and optimizer, as they are now, into a directory, for any number of ranks to load.
 
-        Returns what waits until all ranks have written and returns the digests of the files; it raises DiskFault. With
-        --async_save 0 call it before anything else: what is written is no copy then.
+        Returns what waits until all ranks have written and returns the digests of the files; it raises DiskFault. What
+        is written is a copy in the CPU's memory; where that has no room, training waits until all is written.
         """
-        self.begin_to_save(path)
+        trained = sum(p.numel() for p in self.learner.model.parameters() if p.requires_grad)
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) / self.ranks.size
+        copied = 12 * trained * here < 0.8 * psutil.virtual_memory().available  # AdamW's moments, too, in float32
+        self.begin_to_save(path, copied)
+        if not copied:
+            wait([self.written])
         return self.written.result
 
     @on_all_ranks(of_rank_0)
-    def begin_to_save(self, path: Path) -> None:
-        """Copies this rank's shares to the CPU's memory, and writes them in a thread."""
+    def begin_to_save(self, path: Path, copied: bool) -> None:
+        """Writes this rank's shares in a thread, as they are or `copied`."""
         with contextlib.suppress(Exception):  # an engine that died does not cost the checkpoint
             self.sleep()  # a state dict takes its room
         state = self.learner.state_dict()
-        state = checkpoint.stage(state) if self.cfg.async_save else state
-        self.written = self.writer.submit(self.write, state, path)
+        self.written = self.writer.submit(self.write, checkpoint.stage(state) if copied else state, path)
 
     def write(self, state: dict[str, Any], path: Path) -> dict[str, str]:
         """Writes this rank's shares; on rank 0 it returns the digests of all files and raises a fault of any rank."""

@@ -27,9 +27,10 @@ from transformers import Qwen2Config
 
 from config import Config
 from extras.bench.harness import parser_of, timed
-from grpo import Learner, micro_batches, minibatches
+from grpo import Learner, minibatches
 from models.flash import OWN, choose
 from models.model import shard, skeleton, weights
+from models.packing import micro_batches
 from plumbing.faults import Fault, one_line
 from tasks import Question, Trajectory
 from training.fit import KNOWN, RESERVE, estimate
@@ -124,7 +125,7 @@ def measure(args: argparse.Namespace) -> dict:
         taus = draw(rng, args.trajectories, config.vocab_size, 1 if cuda else 20)
         for places in micro_batches(taus, micro):  # the policy's own log-probs, as an exact engine would give them
             batch = [taus[k] for k in places]
-            logps = iter(learner.logprobs(batch).tolist())
+            logps = iter(learner.score(batch)[0].tolist())
             for tau in batch:
                 tau.logps = [next(logps) if m else 0.0 for m in tau.mask]
         if cuda:

@@ -47,8 +47,8 @@ def test_rows_become_questions_and_a_corpus_of_all_passages_each_once(tmp_path):
     assert hotpot.convert(tmp_path / "out", files) == {"train": 2, "test": 1, "corpus": 3}
     for name, rows in (("train", TRAIN), ("test", TEST)):
         found = load_questions(tmp_path / "out" / f"{name}.jsonl")
-        assert [(q.id, q.text, q.golds, q.source, q.hops) for q in found] == [
-            (row["id"], row["question"], (row["answer"],), "hotpotqa", 2) for row in rows
+        assert [(q.id, q.text, q.golds, q.source) for q in found] == [
+            (row["id"], row["question"], (row["answer"],), "hotpotqa") for row in rows
         ]
     corpus = Corpus(tmp_path / "out" / "corpus.jsonl")
     assert [corpus[k]["contents"] for k in range(3)] == [

@@ -35,6 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
 import config  # noqa: E402
+import grpo  # noqa: E402
 import inspo  # noqa: E402
 import training.policy as policy  # noqa: E402
 from engines.torch_engine import RowCache, TorchEngine  # noqa: E402
@@ -131,13 +132,17 @@ def read(x):
     return np.zeros(tuple(x.shape), dtype=str(x.dtype).removeprefix("torch."))
 
 
+def pack(batch, device, pack=grpo.pack):
+    TRACKER.ones = sum(sum(tau.mask) for tau in batch)
+    TRACKER.batches[TRACKER.phase] += 1
+    return pack(batch, device)
+
+
+grpo.pack = pack
+
+
 class Watched(Learner):
     """Tells the tracker what is being done."""
-
-    def pack(self, batch):
-        TRACKER.ones = sum(sum(tau.mask) for tau in batch)
-        TRACKER.batches[TRACKER.phase] += 1
-        return super().pack(batch)
 
     def score(self, *args):
         with phase("score"):
