@@ -23,6 +23,7 @@ from plumbing.stop import may_stop
 OPENAI = "https://api.openai.com/v1"
 MAX_REPLY = 200_000  # characters of a reply that are read and kept
 BLOCK = re.compile(r"<ins_([1-9]\d*)>((?:(?!</?ins_\d).)*)</ins_\1>", re.S)
+THOUGHTS = re.compile("<(/?)(think|thinking|reasoning)>")
 QUESTION = re.compile(r"^\W*question\s*:", re.I | re.M)
 CONTROL = re.compile(r"<[|｜][^<>]{1,64}[|｜]>|</?s>|<(?:bos|eos|pad|unk|(?:start|end)_of_turn)>|\[/?INST\]")
 RESULT = re.compile(r"<information>(.*?)</information>", re.S)
@@ -147,13 +148,15 @@ def _cut_middle(text: str, keep: int) -> str:
 def parse(reply: str) -> list[str]:
     """Returns the texts of a reply's complete `<ins_k>...</ins_k>` blocks, k >= 1, in their order.
 
-    What a reasoning model thinks before it answers holds drafts, which do not count. Thoughts end at a </think> outside
-    of blocks; templates that write the <think> themselves leave a reply that has only this end.
+    What a reasoning model thinks before it answers holds drafts, which do not count. Thoughts end at a closing tag
+    outside of blocks; templates that write the opening one themselves leave a reply that has only this end.
     """
-    outside = BLOCK.sub(lambda block: " " * len(block[0]), reply)
-    end = outside.find("</think>")
-    thinks = end >= 0 and (outside.lstrip().startswith("<think>") or "<think>" not in outside[:end])
-    return [text.strip() for _, text in BLOCK.findall(reply[end:] if thinks else reply)]
+    outside, start = BLOCK.sub(lambda block: " " * len(block[0]), reply), 0
+    mark = THOUGHTS.search(outside)
+    if mark and (mark[1] or not outside[: mark.start()].strip()):
+        end = outside.find(f"</{mark[2]}>")
+        start = end if end >= 0 else len(reply)
+    return [text.strip() for _, text in BLOCK.findall(reply[start:])]
 
 
 def read_candidates(
@@ -279,6 +282,8 @@ class Optimizer:
 
 
 def _read_completion(answer: Any) -> tuple[str, bool, dict[str, Any]]:
+    if "choices" not in answer:
+        raise ValueError(answer["error"])
     choice = answer["choices"][0]
     reply = choice["message"]["content"] or ""
     if not isinstance(reply, str):

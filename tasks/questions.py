@@ -18,6 +18,7 @@ from tasks import Question
 
 # Without the metadata, which holds HotpotQA's passages: most of Search-R1's 356 MB.
 COLUMNS = ("id", "question", "golden_answers", "data_source", "prompt", "reward_model", "extra_info")
+ARTICLES = ("a", "an", "the")
 
 
 def load_questions(path: str | Path) -> list[Question]:
@@ -29,14 +30,17 @@ def load_questions(path: str | Path) -> list[Question]:
     read = {".jsonl": read_json_lines, ".parquet": read_parquet}.get(path.suffix)
     if read is None or not path.is_file():
         raise Fault(f"{path}: no such .jsonl or .parquet file; check the path")
-    questions = []
+    questions, notes = list[Question](), Counter[str]()
     for line, row in read(path):
         try:
             questions.append(_read_question(row, line))
         except ValueError as e:
             raise Fault(f"{path}:{line}: {e}") from None
+        notes.update(_doubts(row, questions[-1]))
     if not questions:
         raise Fault(f"{path}: no question in it; give a file with at least one row")
+    for note, count in notes.items():
+        print(f"note: {path}: {count} {note}", flush=True)
     n = Counter(q.id for q in questions)
     questions = [replace(q, id=f"{q.source}-{q.id}") if n[q.id] > 1 else q for q in questions]
     [(id, most)] = Counter(q.id for q in questions).most_common(1)
@@ -91,6 +95,17 @@ def _read_question(row: object, line: int) -> Question:
         raise ValueError("no gold answer; fill `golden_answers` or `reward_model.ground_truth.target`")
     id, source, text, *golds = clean([id, source, text.strip(), *golds])
     return Question(id, text if text.endswith("?") else text + "?", tuple(golds), source)
+
+
+def _doubts(row: object, q: Question) -> Iterator[str]:
+    """Yields what is hardly meant in a question, to be counted."""
+    if any(gold.lower() in ARTICLES or not any(map(str.isalnum, gold)) for gold in q.golds):
+        yield "questions have a gold answer without a word but articles: it equals any article"
+    if any(re.fullmatch(r"\[\s*['\"].*['\"]\s*\]", gold) for gold in q.golds):
+        yield "questions have a list as the text of one gold answer: write a JSON list"
+    prompt = _find_question(_get(row, "prompt"))
+    if prompt and prompt.strip().rstrip("?") != q.text.rstrip("?"):
+        yield "questions differ from the one in `prompt`, which is not asked"
 
 
 def _get(row: object, *keys: str, default: Any = None) -> Any:

@@ -226,7 +226,7 @@ def columns_that_python_cannot_hold():
 
 
 @pytest.mark.parametrize("kind", ["string", "timestamp[us]", "date32[day]", "duration[s]"])
-def test_a_parquet_s_value_that_cannot_be_read_has_a_place(tmp_path, kind):
+def test_a_parquet_s_value_that_cannot_be_read_is_a_fault(tmp_path, kind):
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -234,8 +234,24 @@ def test_a_parquet_s_value_that_cannot_be_read_has_a_place(tmp_path, kind):
     table = {"id": ["a", "b"], "question": ["Who?", "Who?"], "golden_answers": [["X"], ["X"]]}
     for name in ("id", "question", "golden_answers"):
         pq.write_table(pa.table(table | {name: bad}), tmp_path / "q.parquet")
-        said = fault(tmp_path / "q.parquet")
-        assert re.fullmatch(r": a value in rows 1 to 2 cannot be read \(.+\); write it as .+", said)
+        assert fault(tmp_path / "q.parquet").startswith(": not a readable parquet file (")
+
+
+def test_what_is_hardly_meant_is_noted_with_its_count(tmp_path, capsys):
+    rows = [
+        ROW | {"id": "a", "golden_answers": ["The", "x"]},
+        ROW | {"id": "b", "golden_answers": ["?!"]},
+        ROW | {"id": "c", "golden_answers": "['x', 'y']"},
+        ROW | {"id": "d", "golden_answers": ["[x]", "yes!"]},
+        ROW | {"id": "e", "question": "Who?", "prompt": [{"role": "user", "content": "Answer. Question: Why?"}]},
+        ROW | {"id": "f", "question": "Who?", "prompt": [{"role": "user", "content": "Answer. Question: Who?\n"}]},
+        ROW | {"id": "g", "question": "Who", "prompt": None},
+    ]
+    assert len(load_questions(write(tmp_path / "q.jsonl", *rows))) == 7
+    notes = capsys.readouterr().out.splitlines()
+    assert [int(re.search(r"q\.jsonl: (\d+) ", note)[1]) for note in notes] == [2, 1, 1]
+    load_questions(write(tmp_path / "q.jsonl", *rows[3:4]))
+    assert capsys.readouterr().out == ""
 
 
 def test_half_a_character_is_replaced(tmp_path):

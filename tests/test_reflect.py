@@ -222,6 +222,10 @@ def test_only_complete_numbered_blocks_of_a_reply_count(reply, blocks):
         ("<think>Try <ins_1>A <think> </think></ins_1>. No.</think><ins_1>B</ins_1>", ["B"]),
         ("<think>Try <ins_1>A.</think><ins_1>B</ins_1>", ["B"]),
         ("<ins_1>Think in <think> </think>.</ins_1>", ["Think in <think> </think>."]),
+        ("<think>Try <ins_1>A</ins_1>. Or rather", []),  # cut off
+        (" <thinking>Try <ins_1>A</ins_1>.</thinking>\n<ins_1>B</ins_1>", ["B"]),
+        ("<reasoning>Try <ins_1>A</ins_1>.", []),
+        ("Try <ins_1>A</ins_1>.</reasoning><ins_1>B</ins_1>", ["B"]),
         ("Keep <think> and </think>. <ins_1>A</ins_1>", ["A"]),
         ("<ins_1>A</ins_1> They keep <think> and </think>.", ["A"]),
     ],
@@ -524,9 +528,10 @@ def test_an_optimizer_that_stays_away_is_down_and_the_fault_is_named(endpoint, w
 )  # fmt: skip
 def test_a_malformed_completion_is_never_taken_for_a_reply(endpoint, waits, text):
     server = endpoint((200, {"Content-Type": "application/json"}, text))
-    with pytest.raises(OptimizerDown, match=r"malformed answer \(\w+Error: .*\), 2 times$"):
+    with pytest.raises(OptimizerDown, match=r"malformed answer \(\w+Error: .*\), 2 times$") as down:
         Optimizer(base(server), "m", retries=1).ask("p", "t0 r0")
     assert len(server.requests) == 2  # a model may do better the second time
+    assert "quota" not in text or "quota" in str(down.value)
 
 
 def test_the_environment_s_proxy_is_asked_unless_the_endpoint_is_on_this_machine(endpoint, monkeypatch):
