@@ -370,25 +370,25 @@ def read_config(run: Path, kind: type[C] = Config, resume: bool = False) -> C:  
     if not path.is_file():
         raise Fault(f"{run} holds no run (no config.json)")
     try:
-        found = decoded(path.read_text())
-        if not isinstance(found, dict):
+        content = decoded(path.read_text())
+        if not isinstance(content, dict):
             raise ValueError("no object")
     except (OSError, ValueError) as e:
         raise Fault(f"{path} is damaged ({type(e).__name__}: {e}): restore it from a copy") from None
-    program, commit, _ = (found.pop(name, default) for name, default in ABOUT.items())
+    program, commit, _ = (content.pop(name, default) for name, default in ABOUT.items())
     own = program_of(kind)
     if resume and program != own:
         raise Fault(f"--resume: {run} was started by {program}, not {own}: resume it with that")
     fields = {f.name: f.type for f in dataclasses.fields(kind)}
-    unknown = [name for name in found if name not in fields and program == own]
-    missing = [name for name in fields if name not in found]
+    unknown = [name for name in content if name not in fields and program == own]
+    missing = [name for name in fields if name not in content]
     if unknown or missing:
         differs = f"it has --{unknown[0]}, which this one lacks" if unknown else f"it lacks --{missing[0]}"
         raise Fault(f"{path} is of another version of {program} (commit {commit}; {differs}): use that one")
     for name in fields:
-        if type(found[name]) is not fields[name] and (fields[name], type(found[name])) != (float, int):
-            raise Fault(f"{path} is damaged ({name} is {found[name]!r}): restore it from a copy")
-    return kind(**{name: found[name] for name in fields})
+        if type(content[name]) is not fields[name] and (fields[name], type(content[name])) != (float, int):
+            raise Fault(f"{path} is damaged ({name} is {content[name]!r}): restore it from a copy")
+    return kind(**{name: content[name] for name in fields})
 
 
 def holds_a_run(path: str) -> str:

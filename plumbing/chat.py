@@ -30,8 +30,8 @@ def rendered(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], **options
         )
     except Exception as e:  # a template is a program and can raise anything
         why = f"{type(e).__name__}: {str(e).partition(chr(10))[0]}"
-        told = f"the {messages[-1]['role']}'s message that ends {messages[-1]['content'].strip()[-60:]!r}"
-        raise Fault(f"{template_of(tokenizer)} fails ({why}) on {told}; {REMEDY}") from e
+        message = f"the {messages[-1]['role']}'s message that ends {messages[-1]['content'].strip()[-60:]!r}"
+        raise Fault(f"{template_of(tokenizer)} fails ({why}) on {message}; {REMEDY}") from e
 
 
 def template_of(tokenizer: Tokenizer) -> str:

@@ -71,9 +71,9 @@ class Client:
                 if not e.transient or round == rounds:
                     times = f", {rounds} times" if e.transient and rounds > 1 else ""
                     raise RequestFailed(f"{e}{times}", e.transient) from None
-                asked = e.retry_after
+                pause = e.retry_after
             if not others:
-                sleep(min(MAX_WAIT, max(asked, 2.0 ** (round - 1) * random.uniform(0.5, 1.5))))
+                sleep(min(MAX_WAIT, max(pause, 2.0 ** (round - 1) * random.uniform(0.5, 1.5))))
             if url := self.revive():
                 self.urls[0] = at(url)
 

@@ -18,9 +18,9 @@ def parse_name(path: str) -> dict[str, str] | None:
     """Returns repo, revision and file of a hub's name, None for a path on this disk; raises Fault at another hf://."""
     if not path.startswith("hf://"):
         return None
-    if not (found := NAMED.fullmatch(path)):
+    if not (match := NAMED.fullmatch(path)):
         raise Fault(f"{path}: not a file of a data set; write hf://datasets/OWNER/NAME/PATH")
-    return found.groupdict(default="main")
+    return match.groupdict(default="main")
 
 
 def here(path: str) -> Path | None:
@@ -29,8 +29,8 @@ def here(path: str) -> Path | None:
 
     if not (name := parse_name(path)):
         return Path(path) if Path(path).is_file() else None
-    found = try_to_load_from_cache(name["repo"], name["file"], revision=name["revision"], repo_type="dataset")
-    return Path(found) if isinstance(found, str) else None
+    cached = try_to_load_from_cache(name["repo"], name["file"], revision=name["revision"], repo_type="dataset")
+    return Path(cached) if isinstance(cached, str) else None
 
 
 def fetch(path: str) -> Path:

@@ -205,11 +205,11 @@ class Policy:
             if self.engine.lockstep or size == 1:
                 mine = set(list(dict.fromkeys(job.group for job in jobs))[rank::size])
                 share = {k: job for k, job in enumerate(jobs) if job.group in mine}
-                found = rollout(
+                played = rollout(
                     self.engine, self.tokenizer, self.task, list(share.values()), cfg, temperature=temperature,
                     seed=seed + rank, progress=progress,
                 )  # fmt: skip
-                taus = dict(zip(share, found, strict=True))
+                taus = dict(zip(share, played, strict=True))
             else:
                 deal = self.ranks.deal([job.group for job in jobs])
                 taus = play(self.engine, self.tokenizer, self.task, jobs, cfg, deal, temperature, seed, progress)

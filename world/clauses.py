@@ -114,5 +114,5 @@ def write(rng: random.Random, clauses, fillers: int = 0, wordings: str = "taught
 
 def read(instruction: str) -> list[str]:
     """Returns the clauses that an instruction contains, in order of appearance."""
-    found = sorted((instruction.find(wording), name) for wording, name in SAYS.items() if wording in instruction)
-    return list(dict.fromkeys(name for _, name in found))
+    places = sorted((instruction.find(wording), name) for wording, name in SAYS.items() if wording in instruction)
+    return list(dict.fromkeys(name for _, name in places))

@@ -105,10 +105,10 @@ def reply_to(prompt: str, seed: int, guess: bool = False) -> str:
     """
     rng = random.Random(f"{seed} {hashlib.sha256(prompt.encode()).hexdigest()}")
     parent = re.search(r"<ins_0>(.*?)</ins_0>", prompt, re.S)
-    asked = re.findall(r"(?:to|into) <ins_(\d+)>", prompt)
-    if not parent or not asked:
+    numbers = re.findall(r"(?:to|into) <ins_(\d+)>", prompt)
+    if not parent or not numbers:
         return "I can only improve a prompt that is given in <ins_0> </ins_0>."
-    instruction, n = parent.group(1).strip(), int(asked[-1])
+    instruction, n = parent.group(1).strip(), int(numbers[-1])
     clauses = read(instruction)
     # Whatever the task is, its own tags are kept: where there are any, they stand in place of the world's frame.
     frame = foreign(instruction)
