@@ -12,11 +12,13 @@ import json
 import re
 import statistics
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from config import WORLD, Config
 from inspo import Evolution, compare, inspo, population_of
@@ -237,6 +239,25 @@ def test_stopped_at_any_call_and_resumed_a_run_leaves_the_same(whole, tmp_path, 
         play(out, again)
         assert left(out) == files, names[n - 1]
         assert len(again.names) <= len(names) - n + 6, names[n - 1]  # an evaluation, or an evolution, is done again
+
+
+def test_without_room_for_a_copy_training_waits_until_a_checkpoint_is_written(monkeypatch):
+    """What is written is no copy then: a slow disk would get the weights of a later step. 4 bytes thrice a weight."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    model, begun = torch.nn.Linear(10, 80, bias=False), []
+
+    def begin_to_save(path, copied):
+        begun.append(copied)
+        mine.written = pool.submit(lambda: time.sleep(0.2) or {"__0_0": "digest"})
+
+    mine = SimpleNamespace(learner=SimpleNamespace(model=model), begin_to_save=begin_to_save)
+    mine.ranks = SimpleNamespace(size=8)  # 4 of them on this node, and so half of the 9,600 bytes
+    with ThreadPoolExecutor(1) as pool:
+        for free, copied in ((0.55 * 9600 / 0.8, True), (0.45 * 9600 / 0.8, False)):
+            monkeypatch.setattr(policy.psutil, "virtual_memory", lambda free=free: SimpleNamespace(available=free))
+            written = policy.Policy.save(mine, Path("step-1"))
+            assert begun[-1] is copied and mine.written.done() is not copied
+            assert written() == {"__0_0": "digest"}
 
 
 def test_stopped_at_every_call_again_and_again_a_run_still_ends_the_same(whole, tmp_path):
