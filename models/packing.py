@@ -5,21 +5,16 @@ follow the parent's in position and attend to them. So the trajectories of a gro
 prompt, and linear layers compute each token once.
 """
 
-from __future__ import annotations
-
 import bisect
 import inspect
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
-
-if TYPE_CHECKING:
-    from tasks import Trajectory
 
 VARLEN = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch >= 2.12; its kernel is FlashAttention-2
 
@@ -132,16 +127,16 @@ def packed_attention(
     return torch.cat(parts, dim=2).transpose(1, 2), None
 
 
-# ---- trajectories
+# ---- trajectories (tasks.Trajectory)
 
 
-def prefix_of(tau: Trajectory) -> tuple[int, ...]:
+def prefix_of(tau: Any) -> tuple[int, ...]:
     """Returns the tokens that a trajectory shares with others of the same prompt: all of it but the last one, which
     predicts the first sampled token."""
     return tuple(tau.ids[: max(0, tau.prompt_tokens - 1)])
 
 
-def micro_batches(taus: Sequence[Trajectory], micro_tokens: int, ranks: int = 1) -> list[list[int]]:
+def micro_batches(taus: Sequence[Any], micro_tokens: int, ranks: int = 1) -> list[list[int]]:
     """Returns the places of the trajectories, cut in their order into batches of at most `micro_tokens` (a longer one
     is alone), whose largest is as small as it can be. A prompt counts once in a batch.
 
@@ -170,7 +165,7 @@ def micro_batches(taus: Sequence[Trajectory], micro_tokens: int, ranks: int = 1)
     return batches + [[]] * (n - len(batches))
 
 
-def pack(batch: Sequence[Trajectory], device: torch.device) -> tuple[torch.Tensor, Packing, torch.Tensor, torch.Tensor]:
+def pack(batch: Sequence[Any], device: torch.device) -> tuple[torch.Tensor, Packing, torch.Tensor, torch.Tensor]:
     """Returns ids (T,) of a row in which trajectories follow one another, with a prompt that several share before
     the first of them alone; its packing; and for the N action tokens the places that predict them (N,) and their
     ids (N,)."""
