@@ -134,14 +134,14 @@ def shorten(
     for keep in (2000, 1000, 500, 250, 100, 40, 0) if tags else ():
         if count(text) <= budget:
             return text
-        cut = lambda m, keep=keep: f"<{m[1]}>{_cut_middle(m[2], keep)}</{m[1]}>"  # noqa: E731
+        cut = lambda m, keep=keep: f"<{m[1]}>{cut_middle(m[2], keep)}</{m[1]}>"  # noqa: E731
         text = re.sub(rf"<({tags})>(.*?)</\1>", cut, text, flags=re.S)
     while count(text) > budget and len(text) > 80:
-        text = _cut_middle(text, len(text) * 3 // 4)
+        text = cut_middle(text, len(text) * 3 // 4)
     return text
 
 
-def _cut_middle(text: str, keep: int) -> str:
+def cut_middle(text: str, keep: int) -> str:
     return text if len(text) <= keep else f"{text[: keep // 2]} [...] {text[len(text) - keep // 2 :]}"
 
 

@@ -17,7 +17,7 @@ from journal.directory import RunDirectory
 from journal.screen import Screen
 from journal.silence import Silence
 from journal.summary import added_sentences, conclusion, ending, label, line, lineage, many, step_metrics
-from journal.tokens import token_data
+from journal.tokens import show_mask, token_data
 from journal.track import Tracker
 from plumbing.faults import Fault
 from plumbing.outside import printable
@@ -119,6 +119,9 @@ class Log:
         seconds = time.perf_counter() - self.clock - update["time/rollout"] - update["time/update"]
         self.ledger.training_rollouts += len(taus)
         self.ledger.tool_calls += sum(tau.served(tool.tag) for tau in taus for tool in self.task.tools)
+        if t == 1:
+            longest = max(taus, key=lambda tau: len(tau.turns))
+            self.note(f"step   1  the update trains on what follows a |:\n{show_mask(longest, self.tokenizer)}")
         # Only rewards take time besides rollouts and update: a judge may take more than both.
         self.updated(t, taus, step_metrics(taus, P, self.cfg.G, self.task) | update | {"time/reward": seconds})
 

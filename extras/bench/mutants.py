@@ -22,7 +22,7 @@ NAMES = {
     ),
     "grpo": "group_advantages xǁLearnerǁset_advantages xǁLearnerǁterms",
     "reflect": "parse read_candidates check _mentions normalize paraphrase_prompt history_prompt "
-    "reflection_prompt format_examples shorten _cut_middle",
+    "reflection_prompt format_examples shorten cut_middle",
     "tasks": "load_task check_questions reward measure _finite rng_of draw take_subset average_by_source",
     "tasks.questions": "normalize em f1 _token_f1 _read_question",
 }
