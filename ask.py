@@ -5,7 +5,6 @@ python ask.py --run runs/NAME            # questions from the keyboard, one a li
 python ask.py --run runs/NAME ID         # one of the held-out questions, which can be scored
 """
 
-from plumbing import stop  # isort: skip  (first: from here on a Ctrl-C is one line)
 import argparse
 import contextlib
 import textwrap
@@ -13,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from evaluation.agents import METHODS, agent, instruction_of, subject
+from plumbing import stop
 from plumbing.faults import Fault, one_line
 from plumbing.outside import clean, printable
 from plumbing.status import status

@@ -263,7 +263,8 @@ class Config(KeepKnobs, EngineKnobs, ReflectionKnobs, PopulationKnobs, GRPOKnobs
         return ""
 
 
-ABOUT = {"program": "inspo.py", "commit": "unknown", "id": ""}  # what config.json has besides the knobs
+# What config.json has besides the knobs.
+ABOUT: dict[str, Any] = {"program": "inspo.py", "commit": "unknown", "id": "", "content": {}}
 C = TypeVar("C", bound=Config)
 
 # Search-R1's questions, of the Hugging Face hub: 169,615 of NQ and HotpotQA to train on, and the 51,713 of the paper's
@@ -375,7 +376,7 @@ def read_config(run: Path, kind: type[C] = Config, resume: bool = False) -> C:  
             raise ValueError("no object")
     except (OSError, ValueError) as e:
         raise Fault(f"{path} is damaged ({type(e).__name__}: {e}): restore it from a copy") from None
-    program, commit, _ = (content.pop(name, default) for name, default in ABOUT.items())
+    program, commit, *_ = (content.pop(name, default) for name, default in ABOUT.items())
     own = program_of(kind)
     if resume and program != own:
         raise Fault(f"--resume: {run} was started by {program}, not {own}: resume it with that")

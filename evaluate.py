@@ -3,7 +3,6 @@
 evaluation/ does it: python evaluate.py --help
 """
 
-from plumbing import stop  # noqa: F401  isort: skip  (first: from here on a Ctrl-C is one line)
 from evaluation.command import main
 
 if __name__ == "__main__":

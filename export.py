@@ -12,7 +12,7 @@ updates away, or serve the adapters alone.
 import argparse
 from pathlib import Path
 
-from plumbing import stop  # isort: skip  (first: from here on a Ctrl-C is one line)
+from plumbing import stop
 from plumbing.faults import one_line
 
 

@@ -258,7 +258,7 @@ def train(
                 return make_policy(fitted, ranks, task, learner).follow()
             with stop.may_stop():
                 fitted, why = check(cfg, ranks, task)
-                run = stack.enter_context(RunDirectory.opened(cfg))
+                run = stack.enter_context(RunDirectory.opened(cfg, task))
                 serve = stack.enter_context(Servers(run.path / "servers.log"))
                 status("starting servers")
                 tools = task.start(serve)

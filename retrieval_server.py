@@ -15,6 +15,7 @@ Without scores each hit is the document itself. /health also counts queries rece
 /docs documents the calls and their limits. Concurrent requests are searched together, off the event loop.
 """
 
+import plumbing  # noqa: F401  # isort: skip  (first: from here on a Ctrl-C is one line)
 import argparse
 import asyncio
 

@@ -181,12 +181,3 @@ def local(chosen: Subject, cfg: Config, stop: tuple[str, ...]) -> tuple[Engine, 
     )  # fmt: skip
     engine.load(weights(model))
     return engine, tokenizer
-
-
-def content_of(chosen: Subject) -> str:
-    """Digests the files of a model's directory; a model of the hub or of a server is known by its name alone."""
-    from training.checkpoint import digest
-
-    files = sorted(path for path in Path(chosen.weights).glob("[!.]*") if path.is_file() and path.suffix != ".md")
-    digests = [f"{path.name} {digest(path)}" for path in files]
-    return " ".join(digests) or without_secrets(f"{chosen.served} {chosen.weights}".strip())

@@ -18,12 +18,11 @@ from evaluation.statistics import (
     paired,
     right_or_wrong,
 )
+from journal.record import differences
 from journal.summary import label
 from plumbing.faults import Fault
 from plumbing.files import read_jsonl
 from plumbing.outside import decoded
-
-TOLD_APART = ("what", "method", "instruction", "model", "seed", "n", "data", "questions")  # by what is compared
 
 
 class Evaluation(NamedTuple):
@@ -69,19 +68,18 @@ def read(path: Path) -> Evaluation:
     return Evaluation(path, summary["setting"], metric, values)
 
 
-def check_comparable(one: Evaluation, other: Evaluation) -> None:
-    """Raises Fault unless two evaluations measure one thing on the same questions with the same gold answers."""
+def check_comparable(one: Evaluation, other: Evaluation) -> list[str]:
+    """Names what differs; Fault unless both measure one thing on the same questions with the same gold answers."""
     paths = f"{one.path} and {other.path}"
     measured = [f"{x.metric} of {x.setting['task']}" for x in (one, other)]
     if measured[0] != measured[1]:
         raise Fault(f"--compare: {paths} measure {' and '.join(measured)}: compare evaluations of one task")
-    questions = [x.setting["questions"] for x in (one, other)]  # set -> digest of its questions and gold answers
-    unlike = [data for data in {**questions[0], **questions[1]} if questions[0].get(data) != questions[1].get(data)]
-    if unlike:
+    unlike = list(differences(one.setting, other.setting, ("data",)))
+    if others := [name for name in unlike if name.startswith(("questions of ", "golds of "))]:
         raise Fault(
-            f"--compare: {paths} differ in the questions of {unlike[0]}, or in their gold answers: evaluate both with "
-            "the same --data, --n and --seed"
+            f"--compare: {paths} differ in the {others[0]}: evaluate both with the same --data, --n and --seed"
         )
+    return unlike
 
 
 def compare(directories: Sequence[str]) -> str:
@@ -90,8 +88,7 @@ def compare(directories: Sequence[str]) -> str:
     if not others:
         raise Fault("--compare: give two evaluations or more")
     one, *rest = [e for arm in (first, *others) for e in arm.evaluations]
-    for evaluation in rest:
-        check_comparable(one, evaluation)
+    unlike = dict.fromkeys(name for evaluation in rest for name in check_comparable(one, evaluation))
     rows, headline = list[dict[str, str]](), list[Difference]()
     for arm in others:
         differences = {data: paired(arm.of_questions(data), first.of_questions(data)) for data in one.values}
@@ -106,7 +103,7 @@ def compare(directories: Sequence[str]) -> str:
         p = adjust(dict(enumerate(headline)))
         shown = [f"{arm.name} {p_value(p[k]) if k in p else 'no test'}" for k, arm in enumerate(others)]
         out.append(f"Holm's p over the {len(others)} comparisons: {', '.join(shown)}")
-    if unlike := [k for k in one.setting if k not in TOLD_APART and any(e.setting[k] != one.setting[k] for e in rest)]:
+    if unlike:
         out.append(f"Not all of these were made with the same {', '.join(unlike)}: summary.json has the values.")
     out.append(
         "Intervals over questions hold for these policies, those over seeds for other training runs. A test at 5 %\n"

@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import dataclasses
-import hashlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,19 +12,20 @@ from typing import Any
 
 from tqdm import tqdm
 
-from evaluation.agents import PLAYED, SERVED, Agent, Method, agent, content_of, instruction_of, method_of, subject
+from evaluation.agents import PLAYED, SERVED, Agent, Method, agent, instruction_of, method_of, subject
 from evaluation.benchmarks import load
 from evaluation.statistics import Interval, interval, macro
 from journal.directory import RunDirectory
-from journal.summary import label
+from journal.record import describe, describe_model, differences
+from journal.summary import count_calls, label
 from plumbing import stop
 from plumbing.faults import Fault, Outage
 from plumbing.files import read_jsonl, writing
 from plumbing.outside import decoded, finite, without_secrets
+from plumbing.versions import commit
 from tasks import Question, Task, Trajectory, load_task, measure, reward, rng_of, take_subset
 from tasks.questions import normalize
 from tasks.search_qa import SearchQA
-from training.checkpoint import digest
 
 CHUNK = 256  # questions that are played together; an evaluation that was stopped repeats at most so many
 SPLITS = ("test", "valid", "train")
@@ -44,17 +44,13 @@ def evaluate(args: argparse.Namespace, methods: Mapping[str, Method]) -> Row:
     instruction = instruction_of(chosen, task, method, args.instruction)
     questions = collect_questions(task, args)
     task.check()
-    cfg = task.cfg
-    searched = isinstance(task, SearchQA) and task.tools
     setting = {
         "what": without_secrets(args.what),
         **{key: getattr(args, key) for key in ("data", "n", "seed", "temperature")},
         "method": name,
-        **{key: getattr(cfg, key) for key in PLAYED if key != "test"},
-        "questions": {title: hashlib.sha256(repr(some).encode()).hexdigest()[:16] for title, some in questions.items()},
-        "instruction": instruction,
-        "model": content_of(chosen),
-        "passages": without_secrets(cfg.retriever) or digest(Path(cfg.corpus)) if searched else "",
+        **{key: getattr(task.cfg, key) for key in PLAYED},
+        "commit": commit(),
+        "content": describe(task, questions, instruction, f"{chosen.served} {describe_model(chosen.weights)}".strip()),
     }
     player = agent(chosen, task, instruction, args.temperature, args.seed, method.stop(task))
     out = Path(args.out or f"runs/evaluation/{chosen.name}-{name}")
@@ -62,12 +58,16 @@ def evaluate(args: argparse.Namespace, methods: Mapping[str, Method]) -> Row:
         with writing(out):
             out.mkdir(parents=True, exist_ok=True)
         files.lock()
-        rows, metrics = read_earlier(files, setting)
+        rows, metrics, since = read_earlier(files, setting)
         left = cut_chunks(rows, questions)
         files.write("results.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
         if rows:
             total = sum(map(len, questions.values()))
-            print(f"{len(rows)} of {total} rows are from an earlier call; remove {out} to play them again", flush=True)
+            earlier = f"{len(rows)} of {total} rows are from an earlier call"
+            if since != setting["commit"]:  # code that it does not use may have changed: for whoever reads this to say
+                earlier += f" (commit {since}, not {setting['commit']})"
+            setting["commit"] = since
+            print(f"{earlier}; remove {out} to play them again", flush=True)
         if left:
             metrics = play(files, setting, player, method, left, rows)
         summary = summary_of(setting, metrics, [tool.plural for tool in tools_of(task)], rows)
@@ -96,21 +96,23 @@ def collect_questions(task: Task, args: argparse.Namespace) -> dict[str, list[Qu
 # ---- playing
 
 
-def read_earlier(files: RunDirectory, setting: Row) -> tuple[list[Row], list[str]]:
-    """Reads the rows of an earlier call and the names of its metrics; Fault if its setting differs from this one."""
+def read_earlier(files: RunDirectory, setting: Row) -> tuple[list[Row], list[str], str]:
+    """Reads the rows of an earlier call, the names of its metrics and its commit.
+
+    Fault if it differs from this one in anything but the commit.
+    """
     path = files.path / "summary.json"
     if not path.exists():
-        return [], []
+        return [], [], ""
     try:
         summary = decoded(path.read_text())
-        was, metrics = summary["setting"], summary["metrics"]
-        unlike = [key for key in setting if was[key] != setting[key]]
+        since, metrics = summary["setting"]["commit"], summary["metrics"]
+        unlike = list(differences(summary["setting"], setting, ("commit",)).values())
     except (ValueError, LookupError, TypeError, AttributeError):
         raise Fault(f"{path} is no evaluation's, or damaged: choose another --out") from None
     if unlike:
-        values = [f"{json.dumps(values[unlike[0]]):.60}" for values in (was, setting)]
-        raise Fault(f"{files.path} was started with {unlike[0]} {values[0]}, not {values[1]}: choose another --out")
-    return read_jsonl(files.path / "results.jsonl"), metrics
+        raise Fault(f"{files.path} was started with {unlike[0]}: choose another --out")
+    return read_jsonl(files.path / "results.jsonl"), metrics, since
 
 
 def cut_chunks(rows: list[Row], questions: Mapping[str, list[Question]]) -> list[Chunk]:
@@ -186,8 +188,8 @@ def tools_of(task: Task) -> Sequence[Any]:
 
 def summary_of(setting: Row, metrics: list[str], tools: list[str], rows: Sequence[Row]) -> Row:
     """The figures of all rows, by the sets of questions and on average; the first metric is the main one."""
-    sets = {title: [row for row in rows if row["data"] == title] for title in setting["questions"]}
-    parts = {title: summarize(some, metrics, tools) for title, some in sets.items()}
+    titles = dict.fromkeys(row["data"] for row in rows)
+    parts = {title: summarize([row for row in rows if row["data"] == title], metrics, tools) for title in titles}
     average = macro({title: Interval(**part[metrics[0]]) for title, part in parts.items()})
     return {"setting": setting, "metrics": metrics, "tools": tools, "benchmarks": parts, "average": average._asdict()}
 
@@ -214,7 +216,7 @@ def tabulate(summary: Row) -> str:
         cells[title] = {"": title, "questions": f"{part['questions']:,}", head: f"{Interval(**part[main])}"}
         cells[title] |= {label(key): f"{part[key]['mean']:.3f}" for key in others}
         cells[title] |= {"answered" if recall else "finished": f"{part['answered']:.3f}"}  # what a tool ends is over
-        cells[title] |= {key: f"{part[key]:.2f}" for key in summary["tools"]}
+        cells[title] |= {key: f"{x:.2f}" for key, x in count_calls(part, summary["tools"]).items()}
         cells[title] |= {"gold recall": f"{part['gold_recall']:.3f}"} if recall else {}
         cells[title] |= {"sampled tokens": f"{part['sampled_tokens']:.0f}"}
     if len(cells) > 1:

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 from journal.directory import RunDirectory
 from journal.log import Log
-from plumbing import stop
-from plumbing.faults import DiskFault, Outage
+from plumbing.faults import DiskFault, Fault, Outage
 from population import Instruction, Population, ReplayBuffer
 from training.policy import Policy
 
@@ -42,20 +41,23 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def rescued(self) -> Iterator[None]:
-        """Saves what a run has done if it is stopped inside, or a part of it fails that may work again later.
+        """Saves what a run has done if it is stopped inside, or fails: all but rollouts and evaluations under way.
 
-        That is all but rollouts and evaluations under way, and an update that failed.
+        Nothing is saved after an update that failed, nor once the ranks have lost each other.
         """
         log = self.log
         try:
             yield
         except DiskFault:  # a checkpoint would not fit either
             raise
-        except (Outage, stop.Stopped):
-            if log.phase in ("evolve", "evaluate"):  # an evolution changes P once all rollouts are done
-                self.save(log.t)
-            elif log.phase == "rollout" and self.policy.t < log.t:
-                self.save(log.t - 1)
+        except (Exception, SystemExit) as e:  # a request to stop is one, and a judge may exit
+            rolling = log.phase == "rollout"  # else P is whole: an evolution changes it once all rollouts are done
+            if not self.policy.in_step or (rolling and self.policy.t == log.t):
+                raise
+            if log.phase:
+                self.save(log.t - rolling)
+            if type(e) is Fault:  # of a judge or a task: once it is fixed, the run can go on
+                raise Outage(*e.args) from None
             raise
 
     def export(self, I_star: Instruction) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import fcntl
 import gzip
 import io
@@ -13,6 +12,7 @@ import os
 import re
 import secrets
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,22 +21,18 @@ from typing import IO, Any
 
 import torch
 
-from config import ABOUT, Config, holds_a_run, preset_of, program_of, read_config
+from config import Config, holds_a_run, preset_of, program_of, read_config
+from journal.record import FREE, Row, describe_run, differences, with_absolute_paths
 from plumbing import stop
 from plumbing.faults import DiskFault, Fault, Outage
 from plumbing.files import read_jsonl, write, writing
-from plumbing.outside import decoded
+from plumbing.outside import decoded, printable
 from plumbing.trust import remember
 from plumbing.versions import commit
+from tasks import Task
 from training import checkpoint
 
-# Knobs that a resumed run may change: they affect where and how fast it runs, not what it computes.
-FREE = {
-    "out", "resume", "device", "tracker", "retriever", "keep", "save_every", "search_retries", "optimizer_retries",
-    "engine", "vllm", "vllm_memory", "recompute", "offload_reference", "patience", "micro_tokens", "max_rows",
-    "fused_layers",
-    "threads",  # but with another number sums may be rounded differently
-}  # fmt: skip
+NOTED = ("commit", "code", "passages", "words", "instruction text")  # may differ in a resumed run: a note names them
 
 
 class RunDirectory:
@@ -46,37 +42,46 @@ class RunDirectory:
         """`keep`: newest checkpoints to keep."""
         self.path, self.keep, self.created = path, keep, False
         config = path / "config.json"
-        self.id = decoded(config.read_text()).get("id", "") if config.is_file() else ""  # that its checkpoints have too
+        self.record: Row = decoded(config.read_text()) if config.is_file() else {}
+        self.id = self.record.get("id", "")  # that its checkpoints have too
         self._lock: IO[str] | None = None
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._saving: Future[None] | None = None
 
     @classmethod
     @contextlib.contextmanager
-    def opened(cls, cfg: Config) -> Iterator[RunDirectory]:
-        """Yields the directory of a run; what ends a run that can be resumed becomes a Fault that says how."""
-        run = cls.open(cfg, preset_of(cfg.model))
+    def opened(cls, cfg: Config, task: Task) -> Iterator[RunDirectory]:
+        """Yields the directory of a run; what ends a run that can be resumed becomes a Fault that says how.
+
+        An error in somebody's code stays what it is, for its traceback, after a line that says how.
+        """
+        run = cls.open(cfg, preset_of(cfg.model), describe_run(task))
         try:
             yield run
             run.settle()
-        except (Fault, stop.Stopped) as e:
+        except (Exception, SystemExit) as e:
             empty = run.created and not run.rows("metrics") and not run.rows("reflections")
             if empty:  # it ended before it measured or paid for anything
                 shutil.rmtree(run.path, ignore_errors=True)
-            if empty or not isinstance(e, (Outage, stop.Stopped)):
+            if empty or (isinstance(e, Fault) and not isinstance(e, Outage)):
                 raise
             first = "make room and " if isinstance(e, DiskFault) else ""
-            raise Fault(f"\n{e}\n{first}{run.how_to_resume()}") from None
+            if isinstance(e, (Fault, stop.Stopped)):
+                raise Fault(f"\n{e}\n{first}{run.how_to_resume()}") from None
+            print(f"\n{run.how_to_resume()}", file=sys.stderr)
+            raise
         finally:
             run.close()
 
     @classmethod
-    def open(cls, cfg: Config, name: str) -> RunDirectory:
+    def open(cls, cfg: Config, name: str, content: Row | None = None) -> RunDirectory:
         """Creates or reopens the directory of a run and locks it until `close`.
 
-        Raises Fault if it cannot be written to, if it belongs to another run, or if a process is writing to it.
+        `content`: see journal/record.py. Raises Fault if it cannot be written to, if it belongs to another run, or if a
+        process is writing to it.
         """
-        theirs = dataclasses.asdict(read_config(Path(cfg.out), type(cfg), resume=True)) if cfg.resume else {}
+        if cfg.resume:
+            read_config(Path(cfg.out), type(cfg), resume=True)
         run = cls(Path(cfg.out or "runs"), cfg.keep)
         with contextlib.ExitStack() as stack, writing(run.path):
             stack.callback(run.close)
@@ -85,16 +90,18 @@ class RunDirectory:
             run.created = not cfg.out or not run.path.exists()
             run.path.mkdir(parents=True, exist_ok=True)
             run.lock()
-            mine = with_absolute_paths(cfg)
-            if changed := [k for k in theirs if k not in FREE and mine[k] != theirs[k]]:
-                k = changed[0]
-                raise Fault(f"--resume: {run.path} was started with --{k} {theirs[k]}, not {mine[k]}")
+            about = {"program": program_of(type(cfg)), "commit": commit() or "unknown", "content": content or {}}
+            record = with_absolute_paths(cfg) | about
+            for name, text in differences(run.record, record, FREE).items() if cfg.resume else ():
+                if name.partition(" of ")[0] not in NOTED:
+                    flag = "--" if name in record else ""
+                    raise Fault(f"--resume: {run.path} was started with {flag}{text}")
+                print(printable(f"note: {run.path} was started with {text}"))
             if not cfg.resume:
                 if (run.path / "config.json").exists():
                     raise Fault(holds_a_run(str(run.path)))
                 run.id = secrets.token_hex(4)
-                about = dict(zip(ABOUT, (program_of(type(cfg)), commit() or ABOUT["commit"], run.id), strict=True))
-                run.write("config.json", json.dumps(mine | about, indent=1))
+                run.write("config.json", json.dumps(record | {"id": run.id}, indent=1))
             remember(run.path)
             for folder in ("checkpoints", "trajectories"):
                 (run.path / folder).mkdir(exist_ok=True)
@@ -276,13 +283,6 @@ def remove(path: Path) -> None:
 def step_of(checkpoint: Path) -> int:
     """Returns the step of a checkpoint, from its name."""
     return int(checkpoint.name.split("-")[1])
-
-
-def with_absolute_paths(cfg: Config) -> dict[str, Any]:
-    """Returns the knobs for config.json, which is read from other directories too."""
-    knobs = dataclasses.asdict(cfg)
-    paths = {name: Path(knobs[name]) for name in ("train", "valid", "test", "corpus", "instruction", "model")}
-    return knobs | {name: str(path.absolute()) for name, path in paths.items() if knobs[name] and path.exists()}
 
 
 def _unused(name: str) -> Path:

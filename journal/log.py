@@ -16,7 +16,7 @@ from config import Config, evolves, preset_of
 from journal.directory import RunDirectory
 from journal.screen import Screen
 from journal.silence import Silence
-from journal.summary import added_sentences, conclusion, ending, label, line, lineage, many, step_metrics
+from journal.summary import added_sentences, conclusion, count_calls, ending, label, line, lineage, many, step_metrics
 from journal.tokens import show_mask, token_data
 from journal.track import Tracker
 from plumbing.faults import Fault
@@ -184,8 +184,9 @@ class Log:
         row = {f"test/{name}": x for name, x in start.items()}
         self.run.append("metrics", {"t": 0, "metrics": self.metrics} | row)
         self.track.numbers(row, 0)
-        names = [self.metrics[0], *(tool.plural for tool in self.task.tools)]
-        shown = ", ".join(f"{label(name)} {start[name]:.3f}" for name in names)
+        calls = count_calls(start, [tool.plural for tool in self.task.tools])
+        scores = {label(self.metrics[0]): start[self.metrics[0]]} | calls
+        shown = ", ".join(f"{name} {x:.3f}" for name, x in scores.items())
         self.note(f"held-out questions, first policy, first instruction: {shown}")
 
     # ---- the population
@@ -202,7 +203,8 @@ class Log:
         self.event(0, "start", P, f"|P| {len(P)}: the first instruction{variations}")
 
     def pruned(self, t: int, P: Population, pruned: Sequence[Instruction]) -> None:
-        names = ", ".join(f"#{I.id} (w {I.w:.2f})" for I in pruned) or "none"
+        why = {I.id: f"w {I.w:.2f}" if I.rewards else "no question drew it" for I in pruned}
+        names = ", ".join(f"#{id} ({text})" for id, text in why.items()) or "none"
         self.event(t, "prune", P, f"|P| {len(P) + len(pruned)} -> {len(P)}: pruned {names}")
 
     def call(self, t: int, round: int, parent: Instruction, call: Call) -> None:
@@ -253,6 +255,9 @@ class Log:
         ]
         row = {"t": t, "round": round, "parent": parent, "r_parent": self.r_parent, "D_B": [q.id for q in D_B]}
         self.run.append("reflections", row | {"rollouts": (1 + len(rows)) * len(D_B), "verified": rows})
+        rewards = {x for c in verified for x in (*c.rewards, *c.parent_rewards)}
+        if len(rewards) == 1:
+            self.note(f"step {t:3d}  verified nothing: all rewards on D_B are {rewards.pop():.2f}, the parent's too")
 
     def evolved(
         self, t: int, P: Population, parents: Sequence[Instruction], joined: Sequence[Instruction], shortfall: str

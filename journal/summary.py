@@ -56,8 +56,16 @@ def empty(taus: Sequence[Trajectory], tag: str) -> float | None:
 def line(row: Row, tools: Sequence[str]) -> str:
     """Returns a step's row of metrics.jsonl in a line; `tools`: the columns that count their calls."""
     reward, *others = LINE.items()
-    shown = dict([reward, *((name, f"{name} {{:.2f}}") for name in tools), *others])
-    return "  ".join(form.format(row[name]) for name, form in shown.items() if name in row)
+    calls = count_calls(row, tools)
+    shown = dict([reward, *((name, f"{name} {{:.2f}}") for name in calls), *others])
+    return "  ".join(form.format(x) for name, form in shown.items() if (x := (row | calls).get(name)) is not None)
+
+
+def count_calls(row: Row, tools: Sequence[str]) -> dict[str, float]:
+    """Returns the calls of each tool, or their sum where there are more than three: a line has no room for thirteen."""
+    if len(tools) > 3:
+        return {"tool calls": sum(row[tool] for tool in tools)}
+    return {tool: row[tool] for tool in tools}
 
 
 def added_sentences(text: str, parent: str, width: int = 90) -> str:
@@ -106,8 +114,9 @@ def conclusion(means: dict[str, float], n: int, metric: str, spread: dict[str, f
 
 def ending(summary: Row, path: Path) -> str:
     """Returns the last screen of a run: metrics, the winning instruction, its cost, where the files are."""
-    rows: dict[str, Row] = summary["held_out"]
-    digits = dict.fromkeys(summary["metrics"], 3) | dict.fromkeys(summary["tools"], 2)
+    calls = {name: count_calls(row, summary["tools"]) for name, row in summary["held_out"].items()}
+    rows: dict[str, Row] = {name: row | calls[name] for name, row in summary["held_out"].items()}
+    digits = dict.fromkeys(summary["metrics"], 3) | {name: 2 for some in calls.values() for name in some}
     lines = ["", "held-out questions, greedy", "  ".join([" " * 33, *(f"{label(k):>9}" for k in digits)])]
     lines += ["  ".join([f"{name:33}", *(f"{row[k]:9.{n}f}" for k, n in digits.items())]) for name, row in rows.items()]
     lines += ["(by source in summary.json)", "", summary["conclusion"]]

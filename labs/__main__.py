@@ -7,6 +7,7 @@
 It runs the code in those files: look at a stranger's before.
 """
 
+import plumbing  # noqa: F401  # isort: skip  (first: from here on a Ctrl-C is one line)
 import argparse
 import os
 import sys

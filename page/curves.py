@@ -1,12 +1,9 @@
 """The curves of a page: every number of metrics.jsonl over the steps; runs that differ by their seed are one group."""
 
+from journal.record import FREE, differences
 from page.read import Row, Run, number
 
-# Settings that say where a run ran and what it kept, not what it is.
-ASIDE = {
-    "seed", "out", "resume", "device", "tracker", "retriever", "keep", "save_every", "engine", "vllm", "dry_run",
-    "patience", "micro_tokens", "max_rows", "id", "commit",
-}  # fmt: skip
+ONE_ARM = FREE | {"seed", "commit"}
 
 
 def curves(run: Run) -> Row:
@@ -23,13 +20,20 @@ def curves(run: Run) -> Row:
 
 
 def groups(runs: list[Run]) -> list[Row]:
-    """Returns [{"label", "runs"}]: runs with the same settings but for the seed; `runs` are places in the list."""
-    members: dict[str, list[int]] = {}
+    """Returns [{"label", "runs", "unlike"}]: runs that differ by seed and commit alone; `runs` are places in the list.
+
+    unlike: what tells them from the first run, by name.
+    """
+    members: list[list[int]] = []
     for k, run in enumerate(runs):
-        settings = {name: value for name, value in run.config.items() if name not in ASIDE}
-        members.setdefault(repr(sorted(settings.items())) if settings else run.name, []).append(k)
+        alike = [of for of in members if run.config and not differences(runs[of[0]].config, run.config, ONE_ARM)]
+        if alike:
+            alike[0].append(k)
+        else:
+            members.append([k])
     out = []
-    for places in members.values():
+    for places in members:
         seeds = f" ({len(places)} seeds)" if len(places) > 1 else ""
-        out.append({"label": runs[places[0]].name + seeds, "runs": places})
+        unlike = dict.fromkeys(x for k in places for x in differences(runs[0].config, runs[k].config, FREE | {"seed"}))
+        out.append({"label": runs[places[0]].name + seeds, "runs": places, "unlike": list(unlike)})
     return out

@@ -34,16 +34,15 @@ def build(paths: Sequence[Path], *, limit: int = LIMIT, live: str = "") -> str:
     the page asks.
     """
     runs, described, pages = [read_run(path) for path in paths], list[Row](), dict[str, str]()
-    for k, run in enumerate(runs):
-        try:
+    try:
+        for k, run in enumerate(runs):
             data, more = describe(run, max(1, limit // len(runs)))
-        except (LookupError, TypeError, ValueError, AttributeError) as e:
-            raise Fault(f"{run.path} holds what no run writes ({type(e).__name__}: {e}): restore it") from e
-        described.append(data)
-        pages |= {f"{k}/{name}": text for name, text in more.items()}
-    return assemble(
-        {"runs": described, "groups": groups(runs), "live": live, "made": time.time(), "pages": list(pages)}, pages
-    )
+            described.append(data)
+            pages |= {f"{k}/{name}": text for name, text in more.items()}
+        data = {"runs": described, "groups": groups(runs), "live": live, "made": time.time(), "pages": list(pages)}
+    except (LookupError, TypeError, ValueError, AttributeError) as e:
+        raise Fault(f"{run.path} holds what no run writes ({type(e).__name__}: {e}): restore it") from e
+    return assemble(data, pages)
 
 
 def write(runs: Sequence[Path], to: Path, *, limit: int = LIMIT) -> Path:

@@ -1,9 +1,10 @@
 """SIGINT, SIGTERM and SIGHUP are one request to stop; the first counts (under torchrun a Ctrl-C arrives twice).
 
-A program imports this module first. Until it enters `listening` it has nothing to lose, and a request ends it at once,
-without an exception: one that is raised while a C extension is imported may abort the process. From there on a request
-waits for the next `may_stop`, and inside that it raises Stopped at once, so that no update and no file is left half
-done. (What is raised inside a `__del__` or a callback Python drops: such a request waits for the next `may_stop`, too.)
+plumbing/__init__.py imports this module: a program of ours does so before anything slow. Until it enters `listening`
+it has nothing to lose, and a request ends it at once, without an exception: one that is raised while a C extension is
+imported may abort the process. From there on a request waits for the next `may_stop`, and inside that it raises Stopped
+at once, so that no update and no file is left half done. (What is raised inside a `__del__` or a callback Python drops:
+such a request waits for the next `may_stop`, too.)
 """
 
 import contextlib
@@ -15,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # a terminal, a cluster, a terminal that went away
+PROGRAMS = (".", "extras", "extras/real", "labs")  # where they are; in other folders they clean up by themselves
 LEADS = os.environ.get("RANK", "0") == "0"  # whether this process speaks for all of torchrun's
 
 
@@ -93,6 +95,6 @@ def _handle_by(handler: Callable[[int, FrameType | None], None]) -> dict[signal.
 
 
 _root = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
-_program = os.path.realpath(getattr(sys.modules["__main__"], "__file__", None) or "")
-if os.path.dirname(_program) in (_root, os.path.join(_root, "extras")):  # not under pytest
+_program = getattr(sys.modules["__main__"], "__file__", None)
+if _program and os.path.relpath(os.path.dirname(os.path.realpath(_program)), _root) in PROGRAMS:  # not under pytest
     _handle_by(_exit)

@@ -3,6 +3,7 @@
 import contextlib
 import platform
 import subprocess
+import zlib
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -10,10 +11,12 @@ PACKAGES = ("torch", "transformers", "triton", "vllm", "flash-attn", "liger-kern
 
 
 def commit() -> str:
-    """Returns the commit, with "+" where tracked files differ from it; "" outside a git checkout."""
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--exclude=*"]
+    """Returns the commit, with "+" and a digest of how tracked files differ from it; "" outside a git checkout."""
+    git = ["git", "-C", str(Path(__file__).parent)]
     with contextlib.suppress(OSError):
-        return subprocess.run(git, capture_output=True, text=True).stdout.strip()
+        name = subprocess.run([*git, "describe", "--always", "--dirty=+", "--exclude=*"], capture_output=True)
+        change = subprocess.run([*git, "diff", "HEAD"], capture_output=True)
+        return name.stdout.decode().strip() + (f"{zlib.crc32(change.stdout):08x}" if change.stdout else "")
     return ""
 
 

@@ -19,8 +19,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from config import Config, knob, parse, read_config
-from journal.directory import RunDirectory, step_of, with_absolute_paths
+from journal.directory import RunDirectory, step_of
 from journal.export import export_checkpoint
+from journal.record import with_absolute_paths
 from plumbing.faults import CheckpointFault, DiskFault, Fault, Outage
 from plumbing.files import read_jsonl
 from training import checkpoint
@@ -396,7 +397,9 @@ def test_a_process_killed_while_it_writes_leaves_the_checkpoint_before(run):
     run.close()
 
 
-def test_a_fault_of_the_thread_is_raised_by_the_next_step_and_comes_second_to_another(run):
+def test_a_fault_of_the_thread_is_raised_by_the_next_step_and_comes_second_to_another(run, monkeypatch):
+    monkeypatch.setattr("journal.directory.describe_run", lambda task: {})
+
     def fails():
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -407,7 +410,8 @@ def test_a_fault_of_the_thread_is_raised_by_the_next_step_and_comes_second_to_an
     cfg = dataclasses.replace(read_config(run.path), out=str(run.path), resume=True)
     run.close()
     for wait, saved in ((fails, 9), (lambda: time.sleep(0.2), 12)):
-        with pytest.raises(Fault, match=f"\nanother\nresume from step {saved} with"), RunDirectory.opened(cfg) as run:
+        text = f"\nanother\nresume from step {saved} with"
+        with pytest.raises(Fault, match=text), RunDirectory.opened(cfg, None) as run:
             run.checkpoint(12, of(12.0, wait), STATE)
             raise Outage("another")
         assert rewind(run)[0] == saved  # whatever ended the run, it was waited for

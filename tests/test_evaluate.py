@@ -437,8 +437,11 @@ def test_another_setting_in_the_same_directory_is_refused(whole):
 def finding(handler):
     """Answers as a search server of another kind does, which says nothing of itself."""
     path, _, body = handler.server.requests[-1]
-    handler.send_response(200 if path == "/retrieve" else 404)
+    about = getattr(handler.server, "about", {})
+    handler.send_response(200 if path == "/retrieve" or about else 404)
     handler.end_headers()
+    if path == "/health" and about:
+        handler.wfile.write(json.dumps(about).encode())
     if path == "/retrieve":
         hits = [{"document": {"id": "1", "contents": '"T"\ntext'}, "score": 1.0}]
         handler.wfile.write(json.dumps({"result": [hits] * len(json.loads(body)["queries"])}).encode())
@@ -457,16 +460,19 @@ def another_weight(mine):
 
 
 CHANGES = {  # what is replaced behind the same command line -> how, and what the line calls it
-    "data": (lambda mine, server: rewrite(mine / "q.jsonl", "Krevux", "Brevux"), "questions"),
-    "gold answers": (lambda mine, server: rewrite(mine / "q.jsonl", "Faisticorp", "Paisticorp"), "questions"),
-    "instruction": (lambda mine, server: rewrite(mine / "i.txt", "entity", "name"), "instruction"),
-    "weights": (lambda mine, server: another_weight(mine), "model"),
+    "data": (lambda mine, server: rewrite(mine / "q.jsonl", "Krevux", "Brevux"), "questions of q"),
+    "gold answers": (lambda mine, server: rewrite(mine / "q.jsonl", "Faisticorp", "Paisticorp"), "golds of q"),
+    "instruction": (lambda mine, server: rewrite(mine / "i.txt", "entity", "name"), "instruction text"),
+    "weights": (lambda mine, server: another_weight(mine), "weights"),
     "corpus": (lambda mine, server: rewrite(mine / "c.jsonl", "Karon", "Maron"), "passages"),
+    "server's corpus": (lambda mine, server: server.about.update(corpus="34cd"), "passages"),
+    "reward": (lambda mine, server: rewrite(mine / "judge_of_rows.py", "1.0", "0.3"), "code of judge_of_rows"),
 }
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_rows_of_what_has_been_replaced_are_not_shown_as_those_of_its_successor(servers, tmp_path, what):
+def test_rows_of_what_has_been_replaced_are_not_shown_as_those_of_its_successor(servers, tmp_path, what, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path / "mine")
     server, mine, (change, words) = servers(finding), tmp_path / "mine", CHANGES[what]
     shutil.copytree(WORLD / "policy", mine / "model")
     (mine / "c.jsonl").write_text((WORLD / "corpus.jsonl").read_text())
@@ -474,6 +480,11 @@ def test_rows_of_what_has_been_replaced_are_not_shown_as_those_of_its_successor(
     (mine / "i.txt").write_text("Look up each entity. Use <search> </search> and <answer> </answer>.")
     flags = [mine / "model", "--data", mine / "q.jsonl", "--instruction", mine / "i.txt", "--out", tmp_path / "o"]
     flags += ["--max_response", 40, "--max_observation", 100]
+    if what == "reward":
+        (mine / "judge_of_rows.py").write_text("def score(taus):\n    return [1.0 for _ in taus]\n")
+        flags += ["--reward", "judge_of_rows:score"]
+    if what == "server's corpus":
+        server.about = {"status": "ok", "corpus": "12ab"}
     flags += ["--corpus", mine / "c.jsonl"] if what == "corpus" else ["--retriever", server.url]
     assert not run(*flags)[1]
     rows, table = (tmp_path / "o" / "results.jsonl").read_bytes(), (tmp_path / "o" / "table.md").read_text()
@@ -482,9 +493,18 @@ def test_rows_of_what_has_been_replaced_are_not_shown_as_those_of_its_successor(
     assert said.startswith(f"2 of 2 rows are from an earlier call; remove {tmp_path / 'o'} to play them again\n")
     change(mine, server)
     said, fault = run(*flags)
-    assert fault.startswith(f"evaluate.py: {tmp_path / 'o'} was started with {words} ") and not said
+    assert fault.startswith(f"evaluate.py: {tmp_path / 'o'} was started with other {words}: ") and not said
     assert fault.endswith(": choose another --out")
     assert (tmp_path / "o" / "results.jsonl").read_bytes() == rows
+
+
+def test_rows_of_another_commit_are_named_as_long_as_they_are_kept(monkeypatch, tmp_path):
+    monkeypatch.setattr(measure, "commit", lambda: "abc1234")
+    assert not run(*ROLLING, "--out", tmp_path / "o")[1]
+    monkeypatch.setattr(measure, "commit", lambda: "def5678+12ab34cd")
+    for _ in range(2):
+        text, fault = run(*ROLLING, "--out", tmp_path / "o")
+        assert not fault and "3 of 3 rows are from an earlier call (commit abc1234, not def5678+12ab34cd); " in text
 
 
 def test_a_served_model_is_known_by_its_address_without_the_password(servers, retriever, tmp_path):
@@ -494,7 +514,7 @@ def test_a_served_model_is_known_by_its_address_without_the_password(servers, re
     flags = [url, "--data", "world", "--n", 1, "--retriever", retriever, "--out", tmp_path / "o"]
     assert not run(*flags)[1] and "password9" not in (tmp_path / "o" / "summary.json").read_text()
     assert not run(*flags)[1]
-    assert "was started with model " in run(*flags, "--served_model", "other")[1]
+    assert "was started with other weights" in run(*flags, "--served_model", "other")[1]
 
 
 def test_a_run_that_was_made_anew_with_other_knobs_is_another(finished, retriever, tmp_path):
@@ -595,7 +615,8 @@ def evaluation(path: Path, metric="em", **by_data):
     ]
     sizes = {name: len(values) for name, values in by_data.items()}
     summary = {
-        "setting": {"task": "tasks.search_qa:SearchQA", "questions": sizes}, "metrics": [metric],
+        "setting": {"task": "tasks.search_qa:SearchQA",
+                    "content": {f"questions of {name}": n for name, n in sizes.items()}}, "metrics": [metric],
         "benchmarks": {name: {"questions": n} for name, n in sizes.items()},
     }  # fmt: skip
     write_jsonl(path / "results.jsonl", rows)
@@ -640,7 +661,7 @@ def test_compare_seeds_as_a_level_of_their_own_with_holm_over_the_arms(tmp_path)
 
 def test_compare_refuses_other_questions_metrics_and_what_has_not_finished(tmp_path):
     a, b = evaluation(tmp_path / "a", nq=[1, 0, 1]), evaluation(tmp_path / "b", nq=[1, 0])
-    with pytest.raises(Fault, match="a and .*b differ in the questions of nq, or in their gold answers"):
+    with pytest.raises(Fault, match="a and .*b differ in the questions of nq: evaluate both"):
         compare([a, b])
     with pytest.raises(Fault, match="b and .*c differ in the questions of popqa"):
         compare([b, evaluation(tmp_path / "c", nq=[1, 0], popqa=[1])])
@@ -679,7 +700,7 @@ def test_evaluations_of_other_questions_or_golds_under_the_same_ids_are_not_comp
     assert ids == [["data-1", "data-2"]] * 4
     text, fault = run("--compare", one, others[0])
     assert not fault and "Not all of these were made with the same max_turns: " in text
-    for out in others[1:]:
+    for out, words in zip(others[1:], ("questions of q", "golds of q"), strict=True):
         text, fault = run("--compare", one, out)
-        assert fault.startswith("evaluate.py: --compare: ") and "questions of q, or in their gold answers" in fault
+        assert fault.startswith("evaluate.py: --compare: ") and f"differ in the {words}: evaluate both" in fault
         assert not text and fault.count("\n") == 0

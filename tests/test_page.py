@@ -440,7 +440,16 @@ def test_runs_that_differ_by_their_seed_are_one_group():
         return Run(Path(name), {"lr": 0.1, "mode": "inspo"} | config)
 
     runs = [run("a", seed=0), run("b", seed=1), run("c", mode="static", seed=0), run("d", seed=2, out="elsewhere")]
-    assert groups(runs) == [{"label": "a (3 seeds)", "runs": [0, 1, 3]}, {"label": "c", "runs": [2]}]
+    assert groups(runs) == [
+        {"label": "a (3 seeds)", "runs": [0, 1, 3], "unlike": []}, {"label": "c", "runs": [2], "unlike": ["mode"]}
+    ]  # fmt: skip
+    content = {"golds of test": "12", "weights": "34"}
+    runs = [run("a", seed=0, content=content), run("b", seed=1, content=content | {"golds of test": "56"}),
+            run("c", seed=2, content=content, commit="x", train="moved.jsonl")]  # fmt: skip
+    assert groups(runs) == [
+        {"label": "a (2 seeds)", "runs": [0, 2], "unlike": ["commit"]},
+        {"label": "b", "runs": [1], "unlike": ["golds of test"]},
+    ]
     assert [g["label"] for g in groups([Run(Path("a")), Run(Path("b"))])] == ["a", "b"]
     assert curves(run_of({"reward": 1.0, "w": {}}, {"kl": float("inf")})) == {
         "t": [1, 2], "series": {"reward": [1.0, None]}

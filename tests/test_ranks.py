@@ -279,6 +279,33 @@ def test_a_rank_that_raises_in_a_reduction_ends_the_job_at_once(tmp_path):
     assert "inspo: world" in stdout
 
 
+JUDGE = """
+import json, pathlib
+CALLS = pathlib.Path(__file__).with_suffix(".calls")
+def score(taus):
+    n = len(CALLS.read_text()) if CALLS.exists() else 0
+    CALLS.write_text("x" * (n + 1))
+    if n == 3:
+        return {}["score"]
+    return [float((tau.prediction or "") in tau.question.golds) for tau in taus]
+"""
+
+
+def test_a_judge_that_raises_costs_several_ranks_nothing(tmp_path, monkeypatch):
+    (tmp_path / "judge_of_ranks.py").write_text(JUDGE)
+    monkeypatch.setitem(ENV, "PYTHONPATH", f"{ROOT}:{tmp_path}")
+    out, flags = tmp_path / "r", [*SMALL, "--T", 4, "--save_every", 4, "--reward", "judge_of_ranks:score"]
+    code, _, stderr = finish(torchrun(2, "inspo.py", "--out", out, *flags), LIMIT)
+    assert code != 0 and stderr.count("KeyError: 'score'") == 1  # its traceback
+    assert f"resume from step 2 with --out {out} --resume" in stderr
+    code, stdout, stderr = finish(torchrun(2, "inspo.py", "--out", out, "--resume"), LIMIT)
+    assert code == 0 and "resumed after step 2" in stdout, stderr
+    whole = tmp_path / "whole"
+    code, _, stderr = finish(torchrun(2, "inspo.py", "--out", whole, *flags), LIMIT)
+    assert code == 0, stderr
+    assert metrics(out) == metrics(whole)
+
+
 def test_a_slow_optimizer_ends_no_run_of_several_ranks():
     code, _, stderr = finish(torchrun(2, "tests/ranks_slow.py"), 90)
     assert code == 0, stderr

@@ -127,6 +127,8 @@ class Policy:
     def export(self, path):
         (path / "weights").write_text(str(self.weight))
 
+    in_step = True
+
     def reset(self):
         self.weight = 1.0
 
@@ -153,7 +155,7 @@ def play(out: Path, calls: Calls, **knobs) -> None:
     """A run in this process, or the rest of one, as inspo.train plays it."""
     cfg = replace(CFG, out=str(out), resume=(out / "config.json").exists(), **knobs)
     task = Judged(cfg, calls)
-    with stop.listening(), RunDirectory.opened(cfg) as run:
+    with stop.listening(), RunDirectory.opened(cfg, task) as run:
         policy, optimizer = Policy(calls, task), Optimizer(calls, read_paid_calls(run.rows("reflections")))
         log = Log(cfg, run, task, TOKENIZER)
         evolution = Evolution(cfg, task, optimizer, population_of(cfg), log)
@@ -223,15 +225,19 @@ def test_everything_is_measured_in_the_task_s_own_metrics(whole):
     assert not any("Correct answer" in prompt for prompt in prompts)
 
 
-@pytest.mark.parametrize("fault", [stop.Stopped("stopped"), Outage(AWAY)], ids=["stopped", "outage"])
+FAULTS = stop.Stopped("stopped"), Outage(AWAY), Fault("nan"), KeyError("judge"), SystemExit(3)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=repr)
 def test_stopped_at_any_call_and_resumed_a_run_leaves_the_same(whole, tmp_path, fault):
     files, names, _, _ = whole
     for n in range(1, len(names) + 1):
         out = tmp_path / f"r{n}"
-        with pytest.raises((Fault, stop.Stopped)) as end:
+        with pytest.raises((Fault, SystemExit, KeyError)) as end, contextlib.redirect_stderr(io.StringIO()) as stderr:
             play(out, Calls(n, fault))
+        lines = str(end.value) if isinstance(end.value, Fault) else stderr.getvalue().strip()
         assert str(fault) in str(end.value)
-        assert not out.exists() or str(end.value).endswith(f"with --out {out} --resume"), names[n - 1]
+        assert not out.exists() or lines.endswith(f"with --out {out} --resume"), names[n - 1]
         last = RunDirectory(out).checkpoints()
         done = int(names[n - 1].split()[0].lstrip("t")) - 1  # steps that were complete; no more than one is repeated
         assert done < 1 or step_of(last[-1]) >= done, names[n - 1]

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from test_inspo import ENV, ROOT, SMALL, finish, metrics, read_jsonl, run_here, start
+from test_inspo import ENV, ROOT, SMALL, finish, metrics, popen, read_jsonl, run_here, start
 
 import reflect
 from journal.directory import RunDirectory
@@ -44,6 +44,27 @@ def test_a_signal_at_the_start_is_one_line_and_leaves_nothing(tmp_path, moment, 
     process.send_signal(number)
     code, stdout, stderr = finish(process)
     assert (code, stdout, stderr) == (1, "", f"stopped by {number.name}\n") and not (tmp_path / "r").exists()
+
+
+PROGRAMS = {
+    "labs": ["-m", "labs", "1", "--solution"], "model": ["-m", "extras.real.model", "OUT"],
+    "report": ["report.py", "OUT"], "server": ["retrieval_server.py", "--corpus", "world/files/corpus.jsonl"],
+    "hotpot": ["extras/hotpot.py", "OUT"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_ctrl_c_is_one_line_in_programs_that_are_still_importing(tmp_path, program):
+    argv = [str(tmp_path / "out") if arg == "OUT" else arg for arg in PROGRAMS[program]]
+    process = popen([sys.executable, "-X", "importtime", *argv], ENV)
+    for line in process.stderr:
+        if line.endswith("plumbing.stop\n"):
+            break
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    lines = [line for line in stderr.splitlines() if not line.startswith("import time:")]
+    assert lines == ["stopped by SIGINT"] and process.returncode == 1
+    assert line.count("|") == 2 and "torch" not in stderr.partition("plumbing.stop")[0]
 
 
 @pytest.mark.slow

@@ -63,7 +63,7 @@ def check_disk(cfg: Config) -> None:
     free = usage.free / 1e9
     if usage.total and most > free + there:  # /proc, for instance, has no size; whoever writes there is told so
         raise Fault(
-            f"{place}: {free:.1f} GB are free, and checkpoints of {size:.1f} GB take {most - there:.1f} more at most:"
+            f"{place}: {free:.3g} GB are free, and checkpoints of {size:.3g} GB take {most - there:.3g} more at most:"
             " make room, choose another disk with --out, or lower --keep"
         )
 

@@ -10,6 +10,7 @@ import math
 import os
 import resource
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
@@ -58,7 +59,7 @@ def on_all_ranks(
     def mark(method: Callable[Concatenate[Policy, S], A]) -> Callable[Concatenate[Policy, S], R]:
         @functools.wraps(method)
         def run(self: Policy, /, *args: S.args, **kwargs: S.kwargs) -> R:
-            began, self.in_step = time.perf_counter(), False
+            began, self.in_step = time.perf_counter(), self.ranks.size == 1
             if self.ranks.rank == 0:
                 self.ranks.broadcast((run, args, kwargs))
             answer: A | BaseException
@@ -70,6 +71,10 @@ def on_all_ranks(
                 raise Fault(f"\n{method.__name__}: {reason}; resume with {smaller}, or look at --dry_run") from None
             except (Fault, stop.Stopped) as e:  # after it all ranks can still work together
                 answer = e
+            except Exception:
+                if self.ranks.size == 1 or method.__name__ != "rollout" or not self.synced:
+                    raise
+                answer = RuntimeError(traceback.format_exc())  # of a task or a tool: after it, too
             answers = self.ranks.gather(answer)  # [] on the other ranks
             self.in_step, self.seconds[method.__name__] = True, time.perf_counter() - began
             for answer in answers:
@@ -371,7 +376,7 @@ class Policy:
 
     def close(self) -> None:
         """Ends all ranks, unless one is inside a collective: then torchrun ends them."""
-        if self.in_step or self.ranks.size == 1:
+        if self.in_step:
             if self.ranks.rank == 0:
                 self.ranks.broadcast(None)
             self.writer.shutdown()

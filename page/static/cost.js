@@ -59,6 +59,6 @@ function phaseTable(cost) {
 function drawSettings(k) {
   const entries = Object.entries(DATA.runs[k].config);
   replace($("#settings .body"), entries.length
-    ? h("dl", { class: "settings" }, entries.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value === "" ? "–" : String(value)))))
+    ? h("dl", { class: "settings" }, entries.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value === "" ? "–" : name === "content" ? JSON.stringify(value, null, 1) : String(value)))))
     : h("p", { class: "empty" }, "config.json is missing."));
 }

@@ -62,7 +62,7 @@ function corners(run) {
   const scale = scaleOf(Object.values(table).map((row) => row[run.metric]));
   const cell = (row) => {
     if (!row) return h("td", {}, "–");
-    const score = row[run.metric], calls = run.tools.filter((name) => name in row).map((name) => ` ${fixed(row[name], 1)} ${name}`);
+    const score = row[run.metric], calls = callsOf(run, row).map(([name, n]) => ` ${fixed(n, 1)} ${name}`);
     return h("td", { class: "corner", style: { boxShadow: `inset 0 -3px ${blend(low, high, scale.share(score))}` } }, fixed(score), h("small", {}, calls.join(",")));
   };
   const extra = table["trained policy, canary"];
@@ -70,6 +70,12 @@ function corners(run) {
     h("thead", {}, h("tr", {}, h("td"), kinds.map((kind) => h("th", { scope: "col" }, said[kind])))),
     h("tbody", {}, CORNERS.map((policy) => h("tr", {}, h("th", { scope: "row" }, policy), kinds.map((kind) => cell(table[`${policy}, ${kind}`]))))),
     extra && h("tbody", {}, h("tr", {}, h("th", { scope: "row" }, "trained, canary"), cell(extra))));
+}
+
+// Returns [[name, calls], ...] of a row's tools; of more than three their sum, for which a card has room.
+function callsOf(run, row) {
+  const calls = run.tools.filter((name) => name in row).map((name) => [name, row[name]]);
+  return calls.length > 3 ? [["tool calls", calls.reduce((sum, [, n]) => sum + n, 0)]] : calls;
 }
 
 function winnerCard(run, k) {
@@ -96,7 +102,8 @@ function reasons(won, I, run) {
   else if (won.since === 0 && I.parents.length) out.push("It was there from the start, as a paraphrase of the first one.");
   const { "trained policy, first instruction": before, "trained policy, I_star": after } = run.learned.table;
   if (before && after) {
-    const calls = run.tools.filter((name) => name in after && name in before).map((name) => `, with ${fixed(after[name], 1)} ${name} instead of ${fixed(before[name], 1)}`);
+    const used = Object.fromEntries(callsOf(run, before));
+    const calls = callsOf(run, after).filter(([name]) => name in used).map(([name, n]) => `, with ${fixed(n, 1)} ${name} instead of ${fixed(used[name], 1)}`);
     out.push(`The trained policy has ${fixed(after[run.metric])} under it and ${fixed(before[run.metric])} under the first one${calls.join("")}.`);
   }
   out.push(`It is one of ${plural(won.ever, "instruction")} that were tried; ${plural(won.refused, "candidate was", "candidates were")} refused.`);
@@ -157,7 +164,7 @@ function overview() {
     const rewards = run.learned.rewards || [null, null];
     return h("tr", { class: String(k) === state.run ? "chosen" : "" },
       h("th", { scope: "row" }, swatch(palette()[g % 6]), h("a", { href: address({ run: String(k), open: "", beside: "", ins: "" }) }, run.name)),
-      h("td", {}, group.runs.length > 1 ? `seed ${num(run.config.seed)}` : group.label === run.name ? "" : group.label),
+      h("td", {}, group.runs.length > 1 ? `seed ${num(run.config.seed)}` : "", unlike(group)),
       h("td", {}, first && end ? `${metrics.length > 1 ? `${named(run.metric)} ` : ""}${fixed(first[run.metric])} → ${fixed(end[run.metric])}` : "–"), h("td", {}, `${fixed(rewards[0])} → ${fixed(rewards[1])}`),
       h("td", {}, `${run.status.t}${run.status.T ? ` of ${run.status.T}` : ""}`), h("td", {}, duration(run.cost.seconds)), h("td", {}, String(run.warnings.length || "none")));
   }));

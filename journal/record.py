@@ -1,0 +1,128 @@
+"""What a run or an evaluation is: its settings and, as "content", a digest of everything that they name."""
+
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from config import Config
+from plumbing.client import Client, RequestFailed
+from plumbing.outside import without_secrets
+from tasks import Question, Task
+from tasks.tools import WORDS
+
+Row = dict[str, Any]
+BLOCK, BLOCKS = 1 << 20, 256  # a file is read in at most so many blocks: one of more than 256 MiB is sampled
+PATHS = ("train", "valid", "test", "corpus", "instruction", "model")  # knobs that name files: their content counts
+# Knobs that a resumed run may change: they affect where and how fast it runs, not what it computes.
+FREE = {
+    "out", "resume", "device", "tracker", "retriever", "keep", "save_every", "search_retries", "optimizer_retries",
+    "engine", "vllm", "vllm_memory", "recompute", "offload_reference", "patience", "micro_tokens", "max_rows",
+    "fused_layers", "id",
+    "threads",  # but with another number sums may be rounded differently
+}  # fmt: skip
+
+
+def with_absolute_paths(cfg: Config) -> Row:
+    """Returns the knobs for config.json, which is read from other directories too."""
+    knobs = asdict(cfg)
+    paths = {name: Path(knobs[name]) for name in PATHS if knobs[name]}
+    return knobs | {name: str(path.absolute()) for name, path in paths.items() if path.exists()}
+
+
+def describe_run(task: Task) -> Row:
+    """Returns the content of a run. Where --train is cut by --seed, both parts are one set: seeds do not differ."""
+    train = sorted([*task.questions("train"), *task.questions("valid")], key=lambda q: q.id)
+    questions = {"train or valid": train, "test": task.questions("test")}
+    return describe(task, questions, task.instruction, describe_model(task.cfg.model))
+
+
+def describe(task: Task, questions: Mapping[str, Sequence[Question]], instruction: str, weights: str) -> Row:
+    """Returns by name, for `differences`: what is asked, under which instruction, of which model, with what code."""
+    used = [*type(task).__mro__, task.format, *(getattr(tool, "function", tool) for tool in task.tools)]
+    modules = {x.__module__ for x in used} | {spec.partition(":")[0] for spec in (task.cfg.task, task.cfg.reward)}
+    words = (*WORDS, "description", "schema")
+    return {
+        "weights": weights,
+        "instruction text": instruction,
+        "passages": describe_corpus(task),
+        **{
+            f"questions of {name}": digest([(q.id, q.text, q.source, q.hops, q.data) for q in some])
+            for name, some in questions.items()
+        },
+        **{f"golds of {name}": digest([q.golds for q in some]) for name, some in questions.items()},
+        **{f"words of {tool.tag}": digest([getattr(tool, x, "") for x in words]) for tool in task.tools},
+        **{
+            f"code of {name}": digest_file(Path(file))
+            for name in sorted(modules & sys.modules.keys())
+            if name.partition(".")[0] not in sys.stdlib_module_names and (file := sys.modules[name].__file__)
+        },
+    }
+
+
+def describe_model(path: str) -> str:
+    """Returns the digests of a folder's files; of a model of the hub the commit, of one behind a URL only the name."""
+    if "://" in path:
+        return without_secrets(path)
+    if Path(path).is_dir():
+        files = sorted(file for file in Path(path).glob("[!.]*") if file.is_file() and file.suffix != ".md")
+        return ", ".join(f"{file.name} {digest_file(file)}" for file in files)
+    from models.model import load_config  # here: it imports torch, and a page needs none
+
+    return f"{path} {load_config(path)._commit_hash}"
+
+
+def describe_corpus(task: Task) -> str | None:
+    """Returns the digest of --corpus, or what a search server says of its own; of one that says nothing, its URL.
+
+    "" where nothing is searched, None where the server does not answer.
+    """
+    if not any(hasattr(tool, "urls") for tool in task.tools):  # as tasks.search.Search has
+        return ""
+    if not task.cfg.retriever:
+        return digest_file(Path(task.cfg.corpus))
+    try:
+        client = Client(task.cfg.retriever.split(","), timeout=30, retries=0)
+        return client.ask("/health", None, lambda answer: str(answer["corpus"]))
+    except RequestFailed as e:
+        return None if e.transient else without_secrets(task.cfg.retriever)
+
+
+def digest(value: Any) -> str:
+    """Returns a digest of plain data. Sets are sorted and objects lose their address: another process agrees."""
+
+    def stable(x: Any) -> Any:
+        return sorted(map(repr, x)) if isinstance(x, (set, frozenset)) else re.sub(r" at 0x\w+", "", repr(x))
+
+    return hashlib.sha256(json.dumps(value, default=stable, skipkeys=True).encode()).hexdigest()[:16]
+
+
+def digest_file(path: Path) -> str:
+    """Returns a digest of a file: of all of it, or of its size and BLOCKS blocks spread over it, and says so."""
+    size = path.stat().st_size
+    stride = max(BLOCK, size // BLOCKS)
+    found = hashlib.sha256(str(size).encode())
+    with open(path, "rb") as file:
+        for place in (*range(0, size, stride), max(0, size - BLOCK)):
+            file.seek(place)
+            found.update(file.read(BLOCK))
+    return found.hexdigest()[:16] + (f" (a sample of {size:,} bytes)" if stride > BLOCK else "")
+
+
+def differences(one: Row, other: Row, aside: Iterable[str] = ()) -> dict[str, str]:
+    """Says by name what differs between two records: "T 40, not 80" of settings, "other golds of test" of content.
+
+    Paths of files do not count, nor what is None because it could not be known.
+    """
+    a, b = (record | record.get("content", {}) for record in (one, other))
+    names = [name for name in a | b if name not in (*PATHS, "content", *aside)]
+    pairs = {name: (a.get(name, ""), b.get(name, "")) for name in names}
+    return {
+        name: f"{name} {x!s:.60}, not {y!s:.60}" if name in one else f"other {name}"
+        for name, (x, y) in pairs.items()
+        if x != y and None not in (x, y)
+    }
