@@ -8,8 +8,8 @@
 WHAT is a run, a checkpoint that export.py wrote, a Hugging Face directory or id, a preset, or the URL of an
 OpenAI-compatible chat endpoint (OPENAI_API_KEY). Greedy unless --temperature says otherwise. --out gets summary.json,
 table.md and results.jsonl, a line a question; the same command again continues where it was stopped, unless questions,
-instruction, or weights and passages on this disk are others by then. Benchmarks that --data_dir lacks come from the
-Hugging Face hub.
+gold answers, instruction, weights, passages, or the code of task, reward and tools are others by then (a model behind a
+URL is known by its name). Benchmarks that --data_dir lacks come from the Hugging Face hub.
 """
 
 import argparse

@@ -50,10 +50,7 @@ def describe(task: Task, questions: Mapping[str, Sequence[Question]], instructio
         "weights": weights,
         "instruction text": instruction,
         "passages": describe_corpus(task),
-        **{
-            f"questions of {name}": digest([(q.id, q.text, q.source, q.hops, q.data) for q in some])
-            for name, some in questions.items()
-        },
+        **{f"questions of {name}": digest([vars(q) | {"golds": ()} for q in some]) for name, some in questions.items()},
         **{f"golds of {name}": digest([q.golds for q in some]) for name, some in questions.items()},
         **{f"words of {tool.tag}": digest([getattr(tool, x, "") for x in words]) for tool in task.tools},
         **{

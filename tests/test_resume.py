@@ -225,7 +225,7 @@ def test_everything_is_measured_in_the_task_s_own_metrics(whole):
     assert not any("Correct answer" in prompt for prompt in prompts)
 
 
-FAULTS = stop.Stopped("stopped"), Outage(AWAY), Fault("nan"), KeyError("judge"), SystemExit(3)
+FAULTS = stop.Stopped("stopped"), Outage(AWAY), Fault("nan"), KeyError("judge")
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=repr)
