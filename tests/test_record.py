@@ -4,13 +4,17 @@ import os
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from config import HERE, Config
 from journal.directory import RunDirectory
+from journal.log import Log
 from journal.record import BLOCK, BLOCKS, describe, describe_model, differences, digest, digest_file
+from journal.summary import line
 from plumbing.faults import Fault
+from population import Candidate, Population
 from tasks import Question, load_task
 
 FILES = HERE / "world" / "files"
@@ -132,3 +136,38 @@ def test_a_run_is_resumed_on_the_same_questions_golds_and_weights_alone(tmp_path
     reopened(out, content | dict.fromkeys(noted, "x"))
     notes = sorted(f"note: {out} was started with other {name}" for name in noted)
     assert sorted(capsys.readouterr().out.splitlines()) == notes
+
+
+# ---- what is printed
+
+
+def said(method, *args):
+    """What a method of Log shows, without a run around it."""
+    texts = []
+    event = lambda t, event, P, text: texts.append(text)  # noqa: E731
+    log = SimpleNamespace(note=texts.append, run=SimpleNamespace(append=lambda *_: None), event=event)
+    getattr(Log, method)(log, *args)
+    return texts
+
+
+@pytest.mark.parametrize("r, r_parent, line", [
+    ([0, 0], [0, 0], "step  15  verified nothing: all rewards on D_B are 0.00, the parent's too"),
+    ([1, 1], [1, 1], "step  15  verified nothing: all rewards on D_B are 1.00, the parent's too"),
+    ([1, 0], [1, 1], ""), ([1, 1], [0, 0], ""), ([], [], ""),
+])  # fmt: skip
+def test_a_line_says_when_all_rewards_are_alike_and_nothing_was_verified(r, r_parent, line):
+    verified = [Candidate("I", 0, r, r_parent)]
+    assert said("verified", 15, 0, [], verified, verified) == ([line] if line else [])
+
+
+def test_an_instruction_that_no_question_drew_is_pruned_for_that():
+    P = Population(0.2, 5)
+    drawn, other = P.join("a", None, 0), P.join("b", None, 0, verified=0.5)
+    drawn.rewards = [0.0]
+    assert said("pruned", 5, P, [drawn, other]) == ["|P| 4 -> 2: pruned #0 (w 0.00), #1 (no question drew it)"]
+
+
+def test_many_tools_are_one_column():
+    row, tools = {"reward": 0.5, "a": 1.0, "b": 2.0, "c": 0.25, "d": 0.25}, ["a", "b", "c", "d"]
+    assert line(row, tools[:3]) == "reward 0.50  a 1.00  b 2.00  c 0.25"
+    assert line(row, tools) == "reward 0.50  tool calls 3.50"
