@@ -1,8 +1,9 @@
 """Python functions as tools: `--tools module:function`.
 
 Any function with types and a docstring will do, `async` or not. Its schema comes from both, as transformers reads them
-for chat templates (`get_json_schema`: Google's format, an `Args:` section). The policy writes the arguments as a JSON
-object, or as bare text where the function has one argument and that is text; pydantic checks them.
+for chat templates (`get_json_schema`: Google's format, an `Args:` section); the fields of classes come from pydantic,
+which also checks arguments and turns results into JSON. The policy writes the arguments as a JSON object, or as bare
+text where the function has one argument and that is text.
 """
 
 from __future__ import annotations
@@ -18,12 +19,18 @@ from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
+from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+from pydantic_core import to_jsonable_python
+from typing_extensions import NotRequired, TypedDict, get_type_hints  # pydantic takes no older ones
+
 from plumbing.faults import Fault
 from plumbing.outside import clean
 from tasks import load
 from tasks.tools import WORDS, Tool
 
 MAX_RESULT = 100_000  # characters of a result that are read and kept
+ABOUT = {"description", "title", "default", "nullable"}
+IN_WORDS = ABOUT | {"type", "enum"}  # keywords that `usage` needs no JSON for
 
 
 class SchemaTool(Tool):
@@ -33,12 +40,14 @@ class SchemaTool(Tool):
     """
 
     timeout: float = 30.0  # seconds a call may take
+    own_clock: bool = False  # `call` keeps to the timeout itself, which here limits `read` alone
 
     def __init__(self, schema: dict[str, Any]):
         self.schema, self.name = schema, str(schema["name"])
         properties = schema["parameters"].get("properties", {})
-        self.bare = next(iter(properties)) if [p.get("type") for p in properties.values()] == ["string"] else ""
-        types = ", ".join(f'"{name}": {_name_type(p)}' for name, p in properties.items())
+        self.properties = {name: p if isinstance(p, dict) else {} for name, p in properties.items()}  # true: anything
+        self.bare = next(iter(properties)) if [p.get("type") for p in self.properties.values()] == ["string"] else ""
+        types = ", ".join(f'"{name}": {_name_type(p)}' for name, p in self.properties.items())
         self.argument = self.bare or f"{{{types}}}"
         self.tag = re.sub(r"[^\w-]", "_", self.name)
         self.noun, self.plural, self.result_tag = f"a call of {self.name}", f"{self.tag}_calls", "result"
@@ -54,11 +63,14 @@ class SchemaTool(Tool):
     def usage(self) -> str:
         about, parameters = self.schema["description"], self.schema["parameters"]
         lines = [f"<{self.tag}> {self.argument} </{self.tag}>: {' '.join(about.split())}"]
-        for name, p in parameters.get("properties", {}).items():
-            choices = f"; one of {', '.join(map(json.dumps, p['enum']))}" if "enum" in p else ""
-            optional = "" if name in parameters.get("required", ()) else "; may be left out"
-            lines.append(f"  {name}: {' '.join(p.get('description', _name_type(p)).split())}{choices}{optional}")
-        return "\n".join(lines)
+        for name, p in self.properties.items():
+            more = f"; one of {', '.join(map(json.dumps, p['enum']))}" if "enum" in p else ""
+            more += f"; {json.dumps({key: p[key] for key in p if key not in ABOUT})}" * (not p.keys() <= IN_WORDS)
+            more += "" if name in parameters.get("required", ()) else "; may be left out"
+            lines.append(f"  {name}: {' '.join(p.get('description', _name_type(p)).split())}{more}")
+        # What others refer to is shown once, not in their places: it may contain itself.
+        shared = parameters.get("definitions", {}) | parameters.get("$defs", {})
+        return "\n".join([*lines, *(f"  {name}: {json.dumps(p, ensure_ascii=False)}" for name, p in shared.items())])
 
     def submit(self, argument: str) -> Future[list[str]]:
         """Returns a Future of the result: a text as it is, anything else as JSON.
@@ -80,19 +92,23 @@ class SchemaTool(Tool):
         timer.daemon = True
         result.add_done_callback(lambda _: timer.cancel())
         timer.start()
-        threading.Thread(target=lambda: settle(self._answer(argument)), daemon=True).start()
+        threading.Thread(target=lambda: settle(self._answer(argument, timer)), daemon=True).start()
         return result
 
-    def _answer(self, argument: str) -> str | Fault:
+    def _answer(self, argument: str, timer: threading.Timer) -> str | Fault:
         try:
             arguments = self.read(json.dumps({self.bare: argument}) if self.bare else argument or "{}")
         except Exception as e:  # the policy may write anything
             return f"wrong arguments of {self.name}: {e}"
+        if self.own_clock:
+            timer.cancel()
         try:
             result = self.call(arguments)
-            if inspect.isawaitable(result):
+            if inspect.isawaitable(result):  # in a loop of its own: one that blocks or exits concerns no other call
                 result = asyncio.run(asyncio.wait_for(result, self.timeout + 1))  # cancels it, once it is answered
-            return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+            return result if isinstance(result, str) else json.dumps(
+                to_jsonable_python(result), ensure_ascii=False, allow_nan=False
+            )
         except Fault as e:
             return e
         except BaseException as e:  # also SystemExit: the episode waits for a reply
@@ -109,20 +125,23 @@ class TypedFunction(SchemaTool):
         from transformers.utils import get_json_schema  # here: it takes seconds, and few runs have such a tool
 
         try:
-            super().__init__(get_json_schema(function)["function"])
+            schema = get_json_schema(function)["function"]
             self.function, self._arguments = function, _make_reader(function)
+            own, parameters = self._arguments.json_schema(), schema["parameters"]
+            for name, p in parameters["properties"].items():
+                if "'object'" in str(p):  # any class, to transformers
+                    parameters["properties"][name] = own["properties"][name] | {"description": p["description"]}
+            super().__init__(schema | {"parameters": parameters | {key: own[key] for key in own if key == "$defs"}})
             if not (self.schema["description"] or "").strip():
                 raise TypeError("its docstring does not say what it does")
         except Exception as e:  # of transformers, of pydantic, and what evaluating an annotation raises
             why = str(e).partition("\n")[0].rstrip("!.")
-            remedy = "a tool has a type for every argument and a docstring that describes each under Args:"
+            remedy = "a tool has JSON types and a docstring that describes every argument under Args:"
             raise Fault(f"{where}: {why}; {remedy}") from None
         for word in (*WORDS, "timeout"):
             setattr(self, word, getattr(function, word, getattr(self, word)))
 
     def read(self, arguments: str) -> dict[str, Any]:
-        from pydantic import ValidationError
-
         try:
             return dict(self._arguments.validate_json(arguments))
         except ValidationError as e:  # without a link, and without repeating them
@@ -139,18 +158,19 @@ def load_tools(spec: str, where: str) -> list[TypedFunction]:
 
 
 def _make_reader(function: Callable[..., Any]) -> Any:
-    """Returns pydantic's reader of a function's arguments: a dictionary of names that it has, each of its type."""
-    from pydantic import ConfigDict, TypeAdapter, with_config
-    from typing_extensions import NotRequired, TypedDict, get_type_hints  # noqa: UP035 (pydantic takes no older ones)
+    """Returns pydantic's reader of a function's arguments: a dictionary of names that it has, each of its type.
 
+    Raises an exception of pydantic's if a type has no schema, or what is returned no JSON.
+    """
     hints, fields = get_type_hints(function, include_extras=True), {}
     for name, p in inspect.signature(function).parameters.items():
         if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.POSITIONAL_ONLY):
             raise TypeError(f"its argument {name} has no name to call it by")
         fields[name] = hints[name] if p.default is p.empty else NotRequired[hints[name]]
+    TypeAdapter(hints.get("return", Any)).json_schema(mode="serialization")
     return TypeAdapter(with_config(ConfigDict(extra="forbid"))(TypedDict("arguments", fields)))  # type: ignore[operator]
 
 
 def _name_type(schema: dict[str, Any]) -> str:
-    kind = schema.get("type", "any")
+    kind = schema.get("type") or schema.get("$ref", "any").rpartition("/")[2]
     return " or ".join(kind) if isinstance(kind, list) else str(kind)
