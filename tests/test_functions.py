@@ -14,11 +14,11 @@ from test_rollout import ASKED, ROOT, Plain, Script, play, roll, spelled
 from tiny_model import FIXTURE
 
 import inspo
-from config import Config, read_config
+from config import PRESETS, Config, read_config
 from models.model import load_tokenizer
 from plumbing.faults import Fault, ToolDown
 from rollout import encode_prompt
-from tasks import Job, load_task
+from tasks import Job, choose_instruction, load_task
 from tasks.functions import MAX_RESULT, TypedFunction
 from tasks.game import Game
 from tasks.search_qa import SearchQA
@@ -234,7 +234,17 @@ def test_every_prompt_names_the_functions_whatever_the_instruction(tiny):
 def test_functions_alone_need_no_search_server():
     task = load_task(Config(tools="test_functions:shout"))
     task.check()
-    assert task.start(None) == "search: none (--tools none)" and [tool.tag for tool in task.tools] == ["shout"]
+    assert task.start(None) == "tools: shout (1)" and [tool.tag for tool in task.tools] == ["shout"]
+    task.tools = task.tools * 13
+    assert task.start(None) == f"tools: {'shout, ' * 8}... (13)"
+
+
+@pytest.mark.parametrize("tools, searches", [("test_functions:shout", 0), ("none", 0), ("search", 1)])
+@pytest.mark.parametrize("preset", [True, False])
+def test_the_first_instruction_fits_the_tools(tools, searches, preset):
+    task = load_task(Config(tools=tools, instruction=PRESETS["world"]["instruction"] if preset else ""))
+    instruction = choose_instruction(task)
+    assert ("<search>" in instruction) == ("search" in instruction) == searches and "<answer>" in instruction
 
 
 def test_a_long_result_is_cut_and_cannot_close_its_tag(tiny):
