@@ -150,7 +150,7 @@ class Log:
         self.track.numbers(numbers | {f"w/{j}": w for j, w in row.get("w", {}).items()}, t)
         self.phase = ""
         seconds = sum(row.get(f"time/{name}", 0.0) for name in ("rollout", "reward", "update", "evolve"))
-        shown = line(row | {"P": len(P)}, [tool.plural for tool in self.task.tools])
+        shown = line(row | {"P": len(P)}, [tool.plural for tool in self.task.tools[:4]])
         self.screen.step(t, f"{shown}  {seconds:.1f} s/step")
         for warning in self.silence.step(row):
             self.note(f"WARNING  {warning}")
@@ -184,7 +184,7 @@ class Log:
         row = {f"test/{name}": x for name, x in start.items()}
         self.run.append("metrics", {"t": 0, "metrics": self.metrics} | row)
         self.track.numbers(row, 0)
-        names = [self.metrics[0], *(tool.plural for tool in self.task.tools)]
+        names = [self.metrics[0], *(tool.plural for tool in self.task.tools[:4])]
         shown = ", ".join(f"{label(name)} {start[name]:.3f}" for name in names)
         self.note(f"held-out questions, first policy, first instruction: {shown}")
 

@@ -256,13 +256,15 @@ def replace_reward(kind: type[Task], spec: str) -> type[Task]:
     score = load(f"--reward {spec}", spec, "function")
 
     def reward(self: Task, taus: Sequence[Trajectory]) -> list[float]:
-        rewards = score(taus)
-        if inspect.iscoroutine(rewards):
-            rewards = asyncio.run(rewards)
-        return list(rewards)
+        return list(wait_for(score(taus)))
 
     own = {"reward": reward, "best_reward": getattr(score, "best_reward", kind.best_reward)}
     return type(kind.__name__, (kind,), own | {"__module__": kind.__module__})
+
+
+def wait_for(result: Any) -> Any:
+    """Returns the result of a function of somebody's, `async` or not."""
+    return asyncio.run(result) if inspect.iscoroutine(result) else result
 
 
 def choose_instruction(task: Task) -> str:

@@ -29,8 +29,7 @@ from tasks import load
 from tasks.tools import WORDS, Tool
 
 MAX_RESULT = 100_000  # characters of a result that are read and kept
-ABOUT = {"description", "title", "default", "nullable"}
-IN_WORDS = ABOUT | {"type", "enum"}  # keywords that `usage` needs no JSON for
+IN_WORDS = {"type", "description", "enum", "title", "default", "nullable"}  # keywords that `usage` needs no JSON for
 
 
 class SchemaTool(Tool):
@@ -40,14 +39,13 @@ class SchemaTool(Tool):
     """
 
     timeout: float = 30.0  # seconds a call may take
-    own_clock: bool = False  # `call` keeps to the timeout itself, which here limits `read` alone
+    grace: float = 0.0  # seconds more, for a subclass whose `call` keeps to the timeout itself
 
     def __init__(self, schema: dict[str, Any]):
         self.schema, self.name = schema, str(schema["name"])
         properties = schema["parameters"].get("properties", {})
-        self.properties = {name: p if isinstance(p, dict) else {} for name, p in properties.items()}  # true: anything
-        self.bare = next(iter(properties)) if [p.get("type") for p in self.properties.values()] == ["string"] else ""
-        types = ", ".join(f'"{name}": {_name_type(p)}' for name, p in self.properties.items())
+        self.bare = next(iter(properties)) if [p.get("type") for p in properties.values()] == ["string"] else ""
+        types = ", ".join(f'"{name}": {_name_type(p)}' for name, p in properties.items())
         self.argument = self.bare or f"{{{types}}}"
         self.tag = re.sub(r"[^\w-]", "_", self.name)
         self.noun, self.plural, self.result_tag = f"a call of {self.name}", f"{self.tag}_calls", "result"
@@ -63,12 +61,12 @@ class SchemaTool(Tool):
     def usage(self) -> str:
         about, parameters = self.schema["description"], self.schema["parameters"]
         lines = [f"<{self.tag}> {self.argument} </{self.tag}>: {' '.join(about.split())}"]
-        for name, p in self.properties.items():
+        for name, p in parameters.get("properties", {}).items():
             more = f"; one of {', '.join(map(json.dumps, p['enum']))}" if "enum" in p else ""
-            more += f"; {json.dumps({key: p[key] for key in p if key not in ABOUT})}" * (not p.keys() <= IN_WORDS)
+            more += f"; {json.dumps(rest)}" if (rest := {key: p[key] for key in p if key not in IN_WORDS}) else ""
             more += "" if name in parameters.get("required", ()) else "; may be left out"
             lines.append(f"  {name}: {' '.join(p.get('description', _name_type(p)).split())}{more}")
-        # What others refer to is shown once, not in their places: it may contain itself.
+        # What `$ref` names is shown once, not in its places: it may contain itself.
         shared = parameters.get("definitions", {}) | parameters.get("$defs", {})
         return "\n".join([*lines, *(f"  {name}: {json.dumps(p, ensure_ascii=False)}" for name, p in shared.items())])
 
@@ -88,20 +86,18 @@ class SchemaTool(Tool):
                     result.set_result([clean(reply[:MAX_RESULT])])
 
         # Daemons, so that a call that hangs does not keep the program from ending.
-        timer = threading.Timer(self.timeout, settle, [f"{self.name} took longer than {self.timeout:g} s"])
+        timer = threading.Timer(self.timeout + self.grace, settle, [f"{self.name} took longer than {self.timeout:g} s"])
         timer.daemon = True
         result.add_done_callback(lambda _: timer.cancel())
         timer.start()
-        threading.Thread(target=lambda: settle(self._answer(argument, timer)), daemon=True).start()
+        threading.Thread(target=lambda: settle(self._answer(argument)), daemon=True).start()
         return result
 
-    def _answer(self, argument: str, timer: threading.Timer) -> str | Fault:
+    def _answer(self, argument: str) -> str | Fault:
         try:
             arguments = self.read(json.dumps({self.bare: argument}) if self.bare else argument or "{}")
         except Exception as e:  # the policy may write anything
             return f"wrong arguments of {self.name}: {e}"
-        if self.own_clock:
-            timer.cancel()
         try:
             result = self.call(arguments)
             if inspect.isawaitable(result):  # in a loop of its own: one that blocks or exits concerns no other call
@@ -127,11 +123,13 @@ class TypedFunction(SchemaTool):
         try:
             schema = get_json_schema(function)["function"]
             self.function, self._arguments = function, _make_reader(function)
-            own, parameters = self._arguments.json_schema(), schema["parameters"]
-            for name, p in parameters["properties"].items():
-                if "'object'" in str(p):  # any class, to transformers
-                    parameters["properties"][name] = own["properties"][name] | {"description": p["description"]}
-            super().__init__(schema | {"parameters": parameters | {key: own[key] for key in own if key == "$defs"}})
+            own, theirs = self._arguments.json_schema(), schema["parameters"]
+            properties = {  # any class is an object to transformers
+                name: own["properties"][name] | {"description": p["description"]} if "'object'" in str(p) else p
+                for name, p in theirs["properties"].items()
+            }
+            shared = {"$defs": own["$defs"]} if "$defs" in own else {}
+            super().__init__(schema | {"parameters": theirs | {"properties": properties} | shared})
             if not (self.schema["description"] or "").strip():
                 raise TypeError("its docstring does not say what it does")
         except Exception as e:  # of transformers, of pydantic, and what evaluating an annotation raises
@@ -145,8 +143,7 @@ class TypedFunction(SchemaTool):
         try:
             return dict(self._arguments.validate_json(arguments))
         except ValidationError as e:  # without a link, and without repeating them
-            errors = e.errors(include_url=False, include_context=False, include_input=False)
-            raise ValueError("; ".join(": ".join([*map(str, x["loc"]), x["msg"]]) for x in errors)) from None
+            raise ValueError("; ".join(": ".join([*map(str, x["loc"]), x["msg"]]) for x in e.errors())) from None
 
     def call(self, arguments: dict[str, Any]) -> Any:
         return self.function(**arguments)

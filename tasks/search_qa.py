@@ -53,12 +53,11 @@ class SearchQA(Task):
             self.cfg = choose_source(self.cfg)
 
     def start(self, serve: Callable[..., str]) -> str:
-        tools = super().start(serve)
         if self.search not in self.tools:
-            return tools or "tools: none"
+            return super().start(serve) or "tools: none"
         self.connect(*start_server(self.cfg, serve))
         questions = self.questions("train")[:64] if here(self.cfg.train) else []  # an evaluation needs none
-        return f"search: {describe(self.search, self.cfg, questions)}\n{tools}".strip()
+        return f"search: {describe(self.search, self.cfg, questions)}\n{super().start(serve)}".strip()
 
     @cache  # noqa: B019 (a run has one task)
     def questions(self, split: str) -> list[Question]:

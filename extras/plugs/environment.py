@@ -7,7 +7,6 @@ be `async`. Texts may be content blocks.
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import inspect
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from typing_extensions import TypedDict
 
 from config import Config
 from plumbing.faults import Fault
-from tasks import Message, Question, Task, Trajectory
+from tasks import Message, Question, Task, Trajectory, wait_for
 from tasks.functions import TypedFunction
 from tasks.questions import read_json_lines
 
@@ -87,9 +86,11 @@ class EnvironmentTask(Task):
                 text = _asked(row)
             except (AttributeError, ValidationError):
                 text = ""
-            if not text:
-                remedy = "fill `prompt` (a text, or messages of system and user) or `question`"
-                raise Fault(f"--{split} {file}:{line}: nothing is asked that is text; {remedy}")
+            if not text or not isinstance(row, dict):
+                raise Fault(
+                    f"--{split} {file}:{line}: nothing is asked that is text; fill `prompt` (a text, or messages of the"
+                    " system and the user) or `question`"
+                )
             found.append(Question(str(row.get("id", f"{split}-{line}")), text, source=path.stem, data=row))
         return found
 
@@ -109,7 +110,7 @@ class EnvironmentTask(Task):
         except TypeError as e:
             raise Fault(f"{where} does not take the row of question {question.id} ({e})") from None
         try:
-            opening = _text(TEXT.validate_python(_awaited(episode.reset(**question.data)) or ""))
+            opening = _text(TEXT.validate_python(wait_for(episode.reset(**question.data)) or ""))
         except ValidationError:
             raise Fault(f"{where} of question {question.id} does not return a text, text blocks or None") from None
         if opening != self.opening.setdefault(question, opening):
@@ -118,7 +119,7 @@ class EnvironmentTask(Task):
 
     def finish(self, tau: Trajectory) -> None:
         score = getattr(tau.state, "get_reward", lambda: getattr(tau.state, "reward", None))
-        tau.state = _awaited(score())
+        tau.state = wait_for(score())
 
     def reward(self, taus: Sequence[Trajectory]) -> list[float]:
         """Returns what each episode said when it ended. Raises Fault if one said nothing."""
@@ -136,10 +137,6 @@ def _asked(row: Any) -> str:
 
 def _text(content: str | list[Block]) -> str:
     return content if isinstance(content, str) else "\n".join(block["text"] for block in content)
-
-
-def _awaited(result: Any) -> Any:
-    return asyncio.run(result) if inspect.iscoroutine(result) else result
 
 
 def task_of(kind: type[Any]) -> type[EnvironmentTask]:

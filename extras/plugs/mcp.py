@@ -56,6 +56,8 @@ def tools_of(target: str, where: str) -> Sequence[ServerTool]:
             raise Fault(f"{where}: its tool {name} has no description, so the policy cannot know what it does")
         # A few references can unfold to billions of checks: such arguments are the server's to check.
         refers = re.search(r'"\$\w*[rR]ef"', json.dumps(parameters))
+        properties = parameters.get("properties", {})
+        parameters |= {"properties": {key: p if isinstance(p, dict) else {} for key, p in properties.items()}}  # true
         schema = {"name": name, "description": tool.description, "parameters": parameters}
         server.tools.append(ServerTool(schema, server, None if refers else validator))
     if not server.tools:
@@ -82,7 +84,7 @@ def _begun(work: Coroutine[Any, Any, Any]) -> Future[Any]:
 class ServerTool(SchemaTool):
     """One tool of a server."""
 
-    own_clock = True  # which stands still while the server is replaced
+    grace = 3600.0  # its calls wait while the server is replaced, which takes minutes
 
     def __init__(self, schema: dict[str, Any], server: Server, validator: Any):
         super().__init__(schema)
@@ -173,7 +175,8 @@ class Server:
             client = self.client
             try:
                 result = await asyncio.wait_for(client.call_tool(name, arguments), timeout)
-                return "\n".join(map(_text, result.content)) or _structured(result), True
+                texts = [*map(_text, result.content)] or [json.dumps(result.structured_content, ensure_ascii=False)]
+                return "\n".join(texts), True
             except Exception as e:  # of the server, of the SDK, of a transport
                 late, why = isinstance(e, asyncio.TimeoutError), getattr(e, "message", "") or _first(e)
             if not await self.renew(client):
@@ -217,10 +220,6 @@ def _text(part: Any) -> str:
     """Returns the text of a part of a result, also that of a resource; of an image its type."""
     texts = (getattr(holder, "text", None) for holder in (part, getattr(part, "resource", None)))
     return next((text for text in texts if text is not None), f"({part.type})")
-
-
-def _structured(result: Any) -> str:
-    return "" if result.structured_content is None else json.dumps(result.structured_content, ensure_ascii=False)
 
 
 def _client(target: str, log: Any) -> Any:

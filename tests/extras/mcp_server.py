@@ -89,7 +89,7 @@ LIES = {
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int)
-    parser.add_argument("--lie", choices=[*LIES, "name", "silent", "none"])
+    parser.add_argument("--lie", choices=[*LIES, "banner", "name", "silent", "none"])
     parser.add_argument("--schema", type=json.loads)
     parser.add_argument("--output", type=json.loads)
     args = parser.parse_args()
@@ -97,6 +97,8 @@ if __name__ == "__main__":
         server._tool_manager._tools["add"].parameters = args.schema
     if args.output:
         server._tool_manager._tools["add"].fn_metadata.output_schema = args.output
+    if args.lie == "banner":
+        print("Welcome! This is no JSON.", flush=True)
     if args.lie == "none":
         sys.exit("it has no licence")
     if args.lie in LIES:

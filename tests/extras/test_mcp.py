@@ -279,7 +279,7 @@ def test_a_broken_server_writes_nothing_on_the_screen(tmp_path):
     code = f"""
 import sys
 from extras.plugs import mcp
-tools = {{tool.name: tool for tool in mcp.tools_of({COMMAND!r}, "--tools")}}
+tools = {{tool.name: tool for tool in mcp.tools_of({COMMAND + " --lie banner"!r}, "--tools")}}
 print(tools["end"].submit("").result(60), tools["fail"].submit("no").result(60))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=SERVER.parents[2])
