@@ -73,7 +73,7 @@ class Client:
                     raise RequestFailed(f"{e}{times}", e.transient) from None
                 pause = e.retry_after
             if not others:
-                sleep(min(MAX_WAIT, max(pause, 2.0 ** (round - 1) * random.uniform(0.5, 1.5))))
+                sleep(max(back_off(round), min(MAX_WAIT, pause)))
             if url := self.revive():
                 self.urls[0] = at(url)
 
@@ -122,6 +122,11 @@ class Client:
             return read(answer)
         except (LookupError, TypeError, ValueError) as e:
             raise RequestFailed(f"malformed answer ({type(e).__name__}: {str(e)[:200]})", True) from None
+
+
+def back_off(round: int) -> float:
+    """Returns the seconds to wait after a round of attempts that has failed; the first one is 1."""
+    return min(MAX_WAIT, 2.0 ** (round - 1) * random.uniform(0.5, 1.5))
 
 
 def _refuse(constant: str) -> NoReturn:

@@ -160,12 +160,14 @@ class Task(ABC):
         """Raises Fault if something that `start` will need is missing; on rank 0, before anything is loaded."""
 
     def start(self, serve: Callable[..., str]) -> str:
-        """Starts what the tools need, on rank 0; returns a line for the log. Raises Fault.
+        """Starts what the tools need, on rank 0; returns lines for the log: by default which functions there are.
 
+        Raises Fault.
         `serve(*argv)` runs a Python program of this project as a server for as long as the run, and returns its URL.
         It sees no keys: plumbing/servers.py says what it gets of the environment.
         """
-        return ""
+        names = [tool.tag for tool in self.tools if tool.usage()]
+        return f"tools: {', '.join(names[:8])}{', ...' * (len(names) > 8)} ({len(names)})" if names else ""
 
     def address(self) -> Any:
         """Returns what `connect` needs on other ranks, after `start`."""
@@ -254,13 +256,15 @@ def replace_reward(kind: type[Task], spec: str) -> type[Task]:
     score = load(f"--reward {spec}", spec, "function")
 
     def reward(self: Task, taus: Sequence[Trajectory]) -> list[float]:
-        rewards = score(taus)
-        if inspect.iscoroutine(rewards):
-            rewards = asyncio.run(rewards)
-        return list(rewards)
+        return list(wait_for(score(taus)))
 
     own = {"reward": reward, "best_reward": getattr(score, "best_reward", kind.best_reward)}
     return type(kind.__name__, (kind,), own | {"__module__": kind.__module__})
+
+
+def wait_for(result: Any) -> Any:
+    """Returns the result of a function of somebody's, `async` or not."""
+    return asyncio.run(result) if inspect.iscoroutine(result) else result
 
 
 def choose_instruction(task: Task) -> str:

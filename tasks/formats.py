@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from plumbing.chat import in_template
 from plumbing.outside import as_data, control, in_texts
-from tasks.tools import ANSWER, Tool, explain_invalid_action, find_answer, find_call, list_stop_strings, list_tags
+from tasks.tools import ANSWER, Tool, explain_invalid_action, find_answer, find_call, list_stop_strings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -82,8 +82,8 @@ class Tags:
 
     @classmethod
     def words(cls, tools: Sequence[Tool]) -> tuple[str, ...]:
-        """Returns the names of tags that only the policy and the loop write."""
-        return list_tags(tools)
+        """Returns the names of tags that only the policy and the loop write: of thoughts, tools and answers."""
+        return "think", ANSWER, *(tag for tool in tools for tag in (tool.tag, tool.result_tag))
 
     @classmethod
     def results(cls, tools: Sequence[Tool]) -> list[str]:

@@ -1,8 +1,9 @@
 """Python functions as tools: `--tools module:function`.
 
 Any function with types and a docstring will do, `async` or not. Its schema comes from both, as transformers reads them
-for chat templates (`get_json_schema`: Google's format, an `Args:` section). The policy writes the arguments as a JSON
-object, or as bare text where the function has one argument and that is text; pydantic checks them.
+for chat templates (`get_json_schema`: Google's format, an `Args:` section); the fields of classes come from pydantic,
+which also checks arguments and turns results into JSON. The policy writes the arguments as a JSON object, or as bare
+text where the function has one argument and that is text.
 """
 
 from __future__ import annotations
@@ -18,12 +19,17 @@ from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
+from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+from pydantic_core import to_jsonable_python
+from typing_extensions import NotRequired, TypedDict, get_type_hints  # pydantic takes no older ones
+
 from plumbing.faults import Fault
 from plumbing.outside import clean
 from tasks import load
 from tasks.tools import WORDS, Tool
 
 MAX_RESULT = 100_000  # characters of a result that are read and kept
+IN_WORDS = {"type", "description", "enum", "title", "default", "nullable"}  # keywords that `usage` needs no JSON for
 
 
 class SchemaTool(Tool):
@@ -33,6 +39,7 @@ class SchemaTool(Tool):
     """
 
     timeout: float = 30.0  # seconds a call may take
+    grace: float = 0.0  # seconds more, for a subclass whose `call` keeps to the timeout itself
 
     def __init__(self, schema: dict[str, Any]):
         self.schema, self.name = schema, str(schema["name"])
@@ -55,10 +62,13 @@ class SchemaTool(Tool):
         about, parameters = self.schema["description"], self.schema["parameters"]
         lines = [f"<{self.tag}> {self.argument} </{self.tag}>: {' '.join(about.split())}"]
         for name, p in parameters.get("properties", {}).items():
-            choices = f"; one of {', '.join(map(json.dumps, p['enum']))}" if "enum" in p else ""
-            optional = "" if name in parameters.get("required", ()) else "; may be left out"
-            lines.append(f"  {name}: {' '.join(p.get('description', _name_type(p)).split())}{choices}{optional}")
-        return "\n".join(lines)
+            more = f"; one of {', '.join(map(json.dumps, p['enum']))}" if "enum" in p else ""
+            more += f"; {json.dumps(rest)}" if (rest := {key: p[key] for key in p if key not in IN_WORDS}) else ""
+            more += "" if name in parameters.get("required", ()) else "; may be left out"
+            lines.append(f"  {name}: {' '.join(p.get('description', _name_type(p)).split())}{more}")
+        # What `$ref` names is shown once, not in its places: it may contain itself.
+        shared = parameters.get("definitions", {}) | parameters.get("$defs", {})
+        return "\n".join([*lines, *(f"  {name}: {json.dumps(p, ensure_ascii=False)}" for name, p in shared.items())])
 
     def submit(self, argument: str) -> Future[list[str]]:
         """Returns a Future of the result: a text as it is, anything else as JSON.
@@ -76,7 +86,7 @@ class SchemaTool(Tool):
                     result.set_result([clean(reply[:MAX_RESULT])])
 
         # Daemons, so that a call that hangs does not keep the program from ending.
-        timer = threading.Timer(self.timeout, settle, [f"{self.name} took longer than {self.timeout:g} s"])
+        timer = threading.Timer(self.timeout + self.grace, settle, [f"{self.name} took longer than {self.timeout:g} s"])
         timer.daemon = True
         result.add_done_callback(lambda _: timer.cancel())
         timer.start()
@@ -90,9 +100,11 @@ class SchemaTool(Tool):
             return f"wrong arguments of {self.name}: {e}"
         try:
             result = self.call(arguments)
-            if inspect.isawaitable(result):
+            if inspect.isawaitable(result):  # in a loop of its own: one that blocks or exits concerns no other call
                 result = asyncio.run(asyncio.wait_for(result, self.timeout + 1))  # cancels it, once it is answered
-            return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+            return result if isinstance(result, str) else json.dumps(
+                to_jsonable_python(result), ensure_ascii=False, allow_nan=False
+            )
         except Fault as e:
             return e
         except BaseException as e:  # also SystemExit: the episode waits for a reply
@@ -109,25 +121,29 @@ class TypedFunction(SchemaTool):
         from transformers.utils import get_json_schema  # here: it takes seconds, and few runs have such a tool
 
         try:
-            super().__init__(get_json_schema(function)["function"])
+            schema = get_json_schema(function)["function"]
             self.function, self._arguments = function, _make_reader(function)
+            own, theirs = self._arguments.json_schema(), schema["parameters"]
+            properties = {  # any class is an object to transformers
+                name: own["properties"][name] | {"description": p["description"]} if "'object'" in str(p) else p
+                for name, p in theirs["properties"].items()
+            }
+            shared = {"$defs": own["$defs"]} if "$defs" in own else {}
+            super().__init__(schema | {"parameters": theirs | {"properties": properties} | shared})
             if not (self.schema["description"] or "").strip():
                 raise TypeError("its docstring does not say what it does")
         except Exception as e:  # of transformers, of pydantic, and what evaluating an annotation raises
             why = str(e).partition("\n")[0].rstrip("!.")
-            remedy = "a tool has a type for every argument and a docstring that describes each under Args:"
+            remedy = "a tool has JSON types and a docstring that describes every argument under Args:"
             raise Fault(f"{where}: {why}; {remedy}") from None
         for word in (*WORDS, "timeout"):
             setattr(self, word, getattr(function, word, getattr(self, word)))
 
     def read(self, arguments: str) -> dict[str, Any]:
-        from pydantic import ValidationError
-
         try:
             return dict(self._arguments.validate_json(arguments))
         except ValidationError as e:  # without a link, and without repeating them
-            errors = e.errors(include_url=False, include_context=False, include_input=False)
-            raise ValueError("; ".join(": ".join([*map(str, x["loc"]), x["msg"]]) for x in errors)) from None
+            raise ValueError("; ".join(": ".join([*map(str, x["loc"]), x["msg"]]) for x in e.errors())) from None
 
     def call(self, arguments: dict[str, Any]) -> Any:
         return self.function(**arguments)
@@ -139,18 +155,19 @@ def load_tools(spec: str, where: str) -> list[TypedFunction]:
 
 
 def _make_reader(function: Callable[..., Any]) -> Any:
-    """Returns pydantic's reader of a function's arguments: a dictionary of names that it has, each of its type."""
-    from pydantic import ConfigDict, TypeAdapter, with_config
-    from typing_extensions import NotRequired, TypedDict, get_type_hints  # noqa: UP035 (pydantic takes no older ones)
+    """Returns pydantic's reader of a function's arguments: a dictionary of names that it has, each of its type.
 
+    Raises an exception of pydantic's if a type has no schema, or what is returned no JSON.
+    """
     hints, fields = get_type_hints(function, include_extras=True), {}
     for name, p in inspect.signature(function).parameters.items():
         if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.POSITIONAL_ONLY):
             raise TypeError(f"its argument {name} has no name to call it by")
         fields[name] = hints[name] if p.default is p.empty else NotRequired[hints[name]]
+    TypeAdapter(hints.get("return", Any)).json_schema(mode="serialization")
     return TypeAdapter(with_config(ConfigDict(extra="forbid"))(TypedDict("arguments", fields)))  # type: ignore[operator]
 
 
 def _name_type(schema: dict[str, Any]) -> str:
-    kind = schema.get("type", "any")
+    kind = schema.get("type") or schema.get("$ref", "any").rpartition("/")[2]
     return " or ".join(kind) if isinstance(kind, list) else str(kind)

@@ -19,6 +19,11 @@ SEARCH_R1 = (
     "the answer inside <answer> and </answer>, without detailed illustrations. For example, <answer> Beijing </answer>."
 )
 
+WITHOUT_SEARCH = (  # whatever other tools there are: every prompt describes those
+    SEARCH_R1.partition(" After reasoning")[0] + " If you find no further external knowledge needed, you can"
+    + SEARCH_R1.partition("needed, you can")[2]
+)
+
 
 class SearchQA(Task):
     """Reads --train, --valid and --test, and searches --corpus or --retriever."""
@@ -33,6 +38,8 @@ class SearchQA(Task):
         if not set(names) <= set(tools) or (names and "search" not in names):
             raise Fault(f"--tools {cfg.tools}: choose search, search with calculator, none, or module:function")
         self.tools = [tools[name] for name in names]
+        if not names:
+            self.instruction = WITHOUT_SEARCH
 
     def connect(self, address: str, revive: Callable[[], str] = lambda: "") -> None:
         """Searches at these URLs, separated by commas."""
@@ -47,10 +54,10 @@ class SearchQA(Task):
 
     def start(self, serve: Callable[..., str]) -> str:
         if self.search not in self.tools:
-            return f"search: none (--tools {self.cfg.tools})"
+            return super().start(serve) or "tools: none"
         self.connect(*start_server(self.cfg, serve))
         questions = self.questions("train")[:64] if here(self.cfg.train) else []  # an evaluation needs none
-        return f"search: {describe(self.search, self.cfg, questions)}"
+        return f"search: {describe(self.search, self.cfg, questions)}\n{super().start(serve)}".strip()
 
     @cache  # noqa: B019 (a run has one task)
     def questions(self, split: str) -> list[Question]:

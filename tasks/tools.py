@@ -112,11 +112,6 @@ def list_stop_strings(tools: Sequence[Tool]) -> tuple[str, ...]:
     return tuple(f"</{tag}>" for tag in [*(tool.tag for tool in tools), ANSWER])
 
 
-def list_tags(tools: Sequence[Tool]) -> tuple[str, ...]:
-    """Returns the agent's tags, which only the policy and the loop write: those of thoughts, tools and answers."""
-    return "think", ANSWER, *(tag for tool in tools for tag in (tool.tag, tool.result_tag))
-
-
 def explain_invalid_action(tools: Sequence[Tool]) -> str:
     """Returns the observation after a turn that neither called a tool nor answered."""
     nouns = " nor ".join([*(tool.noun for tool in tools), "an answer"])

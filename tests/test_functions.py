@@ -1,24 +1,28 @@
 """Python functions and methods as tools: what the policy is told of them, how calls are read, what becomes a reply."""
 
 import asyncio
+import enum
 import gzip
 import json
 import re
 import sys
 import threading
 import time
+from dataclasses import dataclass
+from datetime import date
 from typing import Literal
 
 import pytest
+from pydantic import BaseModel
 from test_rollout import ASKED, ROOT, Plain, Script, play, roll, spelled
 from tiny_model import FIXTURE
 
 import inspo
-from config import Config, read_config
+from config import PRESETS, Config, read_config
 from models.model import load_tokenizer
 from plumbing.faults import Fault, ToolDown
 from rollout import encode_prompt
-from tasks import Job, load_task
+from tasks import Job, choose_instruction, load_task
 from tasks.functions import MAX_RESULT, TypedFunction
 from tasks.game import Game
 from tasks.search_qa import SearchQA
@@ -148,6 +152,31 @@ def test_a_call_that_takes_too_long_is_answered_in_time_and_keeps_nobody_waiting
         time.sleep(0.05)
 
 
+def test_a_coroutine_that_blocks_or_exits_concerns_no_other_call():
+    gate = threading.Event()
+
+    @no_arguments
+    async def blocks():
+        gate.wait(20)
+
+    @no_arguments
+    async def exits():
+        sys.exit("enough")
+
+    @no_arguments
+    async def interrupted():
+        raise KeyboardInterrupt
+
+    blocks.timeout, began = 0.5, time.monotonic()
+    blocked = TypedFunction(blocks, "").submit("")
+    assert answered(exits, "") == ["exits failed: SystemExit: enough"]
+    assert answered(interrupted, "")[0].startswith("interrupted failed: KeyboardInterrupt")
+    assert answered(shout, "hi") == ["HI"] and not blocked.done()
+    assert blocked.result(10) == ["blocks took longer than 0.5 s"] and time.monotonic() - began < 5
+    assert answered(shout, "hi") == ["HI"]
+    gate.set()
+
+
 def test_calls_run_side_by_side():
     barrier = threading.Barrier(20, timeout=10)
 
@@ -164,13 +193,63 @@ def test_a_result_is_text_that_a_tokenizer_accepts_and_no_longer_than_is_read():
     def half():
         return "\ud800" + "x" * 2 * MAX_RESULT
 
-    @no_arguments
-    def unknown():
-        return {"when": threading.Lock, "n": None}
-
     [text] = answered(half, "")
     assert len(text) == MAX_RESULT and text.encode() and text.startswith("\ufffdx")
-    assert json.loads(answered(unknown, "")[0]) == {"when": str(threading.Lock), "n": None}
+
+
+class Unit(enum.Enum):
+    C, F = "celsius", "fahrenheit"
+
+
+@dataclass
+class Place:
+    name: str
+    within: "Place | None" = None
+
+
+class Order(BaseModel):
+    to: Place
+    units: list[Unit]
+
+
+def send(order: Order, on: date, unit: Unit = Unit.C, copies: list[Place] | None = None) -> Order:
+    """Sends an order.
+
+    Args:
+        order: What to send
+        on: The day
+        unit: Of its weight
+        copies: Who is told
+    """
+    assert isinstance(order.to, Place) and isinstance(on, date) and isinstance(unit, Unit)
+    order.units.append(unit)
+    return order
+
+
+def test_classes_have_their_fields_and_results_are_json():
+    tool = TypedFunction(send, "")
+    _, *lines = tool.usage().split("\n")
+    shown = {line.strip().partition(": ")[0]: line.partition(": ")[2] for line in lines}
+    assert tool.argument == '{"order": Order, "on": string, "unit": Unit, "copies": any}'
+    assert shown["order"] == 'What to send; {"$ref": "#/$defs/Order"}' and '{"format": "date"}' in shown["on"]
+    assert json.loads(shown["Unit"])["enum"] == ["celsius", "fahrenheit"] and "may be left out" in shown["unit"]
+    assert {"name", "within"} == json.loads(shown["Place"])["properties"].keys()
+    assert tool.schema["parameters"]["$defs"].keys() == {"Order", "Place", "Unit"}  # for --format hermes
+    order = {"to": {"name": "Bern", "within": {"name": "CH", "within": None}}, "units": ["celsius"]}
+    [text] = tool.submit(json.dumps({"order": order, "on": "2026-11-26", "unit": "fahrenheit"})).result(10)
+    assert json.loads(text) == order | {"units": ["celsius", "fahrenheit"]}
+    [text] = tool.submit(json.dumps({"order": order | {"to": "Bern"}, "on": "soon"})).result(10)
+    assert "order: to: Input should be" in text and "on: Input should be a valid date" in text
+
+
+@pytest.mark.parametrize("result", [object(), threading.Lock, float("nan"), {"x": [threading.Lock()]}])
+def test_a_result_that_is_no_json_is_refused_in_the_reply(result):
+    @no_arguments
+    def returns():
+        return result
+
+    [text] = answered(returns, "")
+    assert text.startswith("returns failed: ") and " at 0x" not in text
 
 
 # ---- what the policy and the loop know of them
@@ -234,7 +313,17 @@ def test_every_prompt_names_the_functions_whatever_the_instruction(tiny):
 def test_functions_alone_need_no_search_server():
     task = load_task(Config(tools="test_functions:shout"))
     task.check()
-    assert task.start(None) == "search: none (--tools none)" and [tool.tag for tool in task.tools] == ["shout"]
+    assert task.start(None) == "tools: shout (1)" and [tool.tag for tool in task.tools] == ["shout"]
+    task.tools = task.tools * 13
+    assert task.start(None) == f"tools: {'shout, ' * 8}... (13)"
+
+
+@pytest.mark.parametrize("tools, searches", [("test_functions:shout", 0), ("none", 0), ("search", 1)])
+@pytest.mark.parametrize("preset", [True, False])
+def test_the_first_instruction_fits_the_tools(tools, searches, preset):
+    task = load_task(Config(tools=tools, instruction=PRESETS["world"]["instruction"] if preset else ""))
+    instruction = choose_instruction(task)
+    assert ("<search>" in instruction) == ("search" in instruction) == searches and "<answer>" in instruction
 
 
 def test_a_long_result_is_cut_and_cannot_close_its_tag(tiny):
@@ -274,6 +363,7 @@ def test_a_run_with_the_function_of_the_page(tmp_path, monkeypatch, tiny_path):
 
 MODULE = '''
 from __future__ import annotations
+from threading import Event as Lock
 
 def typeless(x):
     """Does.
@@ -302,6 +392,13 @@ def many(*xs: int):
 
     Args:
         xs: Things
+    """
+
+def locked(x: int) -> Lock:
+    """Does.
+
+    Args:
+        x: A thing
     """
 
 def odd(x: Unheard):
@@ -339,6 +436,7 @@ class Kind:
         ("my_tools:aimless", "--tools my_tools:aimless: its docstring does not say what it does"),
         ("my_tools:many", "its argument xs has no name to call it by"),
         ("my_tools:odd", "--tools my_tools:odd: name 'Unheard' is not defined"),
+        ("my_tools:locked", "my_tools:locked: Unable to generate pydantic-core schema for <class 'threading.Event"),
         ("my_tools:Kind", "Kind is no function in my_tools"),
         ("my_tools:nothing", "nothing is no function in my_tools"),
         ("my_toolz:search", "--tools my_toolz:search: my_toolz cannot be imported"),

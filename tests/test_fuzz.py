@@ -23,11 +23,10 @@ from reflect import MAX_REPLY, Optimizer, normalize, read_candidates, read_paid_
 from retrieval.corpus import Corpus
 from rollout import encode_prompt, rollout
 from tasks import Job, Question
-from tasks.formats import encode, find_lost_tag
+from tasks.formats import Tags, encode, find_lost_tag
 from tasks.questions import load_questions
 from tasks.search import MAX_PASSAGE, Search
 from tasks.search_qa import SearchQA
-from tasks.tools import list_tags
 
 N = int(os.environ.get("FUZZ", 0))  # 10^5 in `make fuzz`
 KEY, GOLD = "sk-secret-123", "Zavrazhye"
@@ -259,7 +258,7 @@ def test_a_search_server_may_answer_anything(server):
         assert len(observed) <= 60 and not control_ids(tokenizer) & set(observed)
         shown = tokenizer.decode(observed, skip_special_tokens=False)
         assert shown.count("</information>") == 1 == shown.count("<information>")
-        assert not any(f"<{slash}{tag}>" in shown for tag in list_tags([]) for slash in ("", "/"))
+        assert not any(f"<{slash}{tag}>" in shown for tag in Tags.words([]) for slash in ("", "/"))
         json.dumps(tau.record(), allow_nan=False)
 
     check()

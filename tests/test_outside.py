@@ -20,10 +20,9 @@ from rollout import encode_prompt
 from tasks import Question, Trajectory, Turn
 from tasks.formats import encode, encode_observation
 from tasks.search_qa import SEARCH_R1, SearchQA
-from tasks.tools import list_tags
 
 TASK = SearchQA(Config(tools="search,calculator"))
-SEARCH, TAGS = TASK.tools[0], list_tags(TASK.tools)
+SEARCH, TAGS = TASK.tools[0], TASK.format.words(TASK.tools)
 
 
 def prompt(tokenizer, instruction, question):

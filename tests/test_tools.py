@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from config import Config
 from plumbing.faults import Fault, Outage, ToolDown
+from tasks.formats import Tags
 from tasks.search import Search
 from tasks.search_qa import SearchQA
 from tasks.tools import (
@@ -23,7 +24,6 @@ from tasks.tools import (
     find_answer,
     find_call,
     list_stop_strings,
-    list_tags,
 )
 
 SEARCH, CALCULATOR = Search("http://127.0.0.1:9", topk=3), Calculator()  # nobody listens there
@@ -35,8 +35,8 @@ SEARCH, CALCULATOR = Search("http://127.0.0.1:9", topk=3), Calculator()  # nobod
 def test_tags_and_messages_name_every_tool():
     assert list_stop_strings([SEARCH]) == ("</search>", "</answer>")
     assert list_stop_strings([SEARCH, CALCULATOR]) == ("</search>", "</calculate>", "</answer>")
-    assert list_tags([]) == ("think", "answer")
-    assert list_tags([SEARCH, CALCULATOR]) == ("think", "answer", "search", "information", "calculate", "result")
+    assert Tags.words([]) == ("think", "answer")
+    assert Tags.words([SEARCH, CALCULATOR]) == ("think", "answer", "search", "information", "calculate", "result")
     assert explain_invalid_action([SEARCH]) == (
         "\n\nThat was neither a search nor an answer. Write <search> query </search> or <answer> answer </answer>.\n\n"
     )

@@ -1,7 +1,8 @@
 """A class in TRL's `environment_factory` convention as a task: `--task module:Class`.
 
 An object of the class is one episode. `reset(**row)` begins it and may return a text that follows the prompt; its other
-public methods, typed and documented, are the tools; `get_reward()`, or else the attribute `reward`, scores it.
+public methods, typed and documented, are the tools; `get_reward()`, or else the attribute `reward`, scores it. Each may
+be `async`. Texts may be content blocks.
 """
 
 from __future__ import annotations
@@ -11,15 +12,31 @@ import inspect
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
+
+from pydantic import TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from config import Config
 from plumbing.faults import Fault
-from tasks import Message, Question, Task, Trajectory
+from tasks import Message, Question, Task, Trajectory, wait_for
 from tasks.functions import TypedFunction
 from tasks.questions import read_json_lines
 
 NO_TOOLS = ("reset", "get_reward")  # public methods that the policy cannot call
+
+
+class Block(TypedDict):
+    type: Literal["text"]
+    text: str
+
+
+class Asked(TypedDict):
+    role: Literal["system", "user"]
+    content: str | list[Block]
+
+
+TEXT, PROMPT = TypeAdapter[str | list[Block]](str | list[Block]), TypeAdapter[str | list[Asked]](str | list[Asked])
 
 
 class Method(TypedFunction):
@@ -44,11 +61,15 @@ class EnvironmentTask(Task):
     def __init__(self, cfg: Config):
         super().__init__(cfg)
         where = f"--task {cfg.task}"
-        methods = inspect.getmembers(self.environment(), inspect.ismethod)
-        named = [(name, method) for name, method in methods if not name.startswith("_") and name not in NO_TOOLS]
-        if not named:
+        try:
+            episode = self.environment()
+        except Exception as e:
+            raise Fault(f"{where}: it cannot be made ({e}); it takes no arguments") from e
+        names = [name for name, _ in inspect.getmembers(self.environment, inspect.isroutine) if name not in NO_TOOLS]
+        methods = {name: getattr(episode, name) for name in names if not name.startswith("_")}
+        self.tools = [Method(m, f"{where}: its method {name}") for name, m in methods.items() if inspect.ismethod(m)]
+        if not self.tools:
             raise Fault(f"{where}: it has no method to call; a tool is a public, typed, documented method")
-        self.tools = [Method(method, f"{where}: its method {name}") for name, method in named]
         self.opening: dict[Question, str] = {}  # what `reset` returned
 
     @cache  # noqa: B019 (a run has one task)
@@ -61,8 +82,15 @@ class EnvironmentTask(Task):
         if path.suffix != ".jsonl" or not path.is_file():
             raise Fault(f"--{split} {file or 'is missing'}: give a .jsonl file, each line a row for reset()")
         for line, row in read_json_lines(path):
-            if not (text := _asked(row).strip()) or not isinstance(row, dict):
-                raise Fault(f"--{split} {file}:{line}: nothing is asked; fill `prompt` or `question`")
+            try:
+                text = _asked(row)
+            except (AttributeError, ValidationError):
+                text = ""
+            if not text or not isinstance(row, dict):
+                raise Fault(
+                    f"--{split} {file}:{line}: nothing is asked that is text; fill `prompt` (a text, or messages of the"
+                    " system and the user) or `question`"
+                )
             found.append(Question(str(row.get("id", f"{split}-{line}")), text, source=path.stem, data=row))
         return found
 
@@ -81,15 +109,17 @@ class EnvironmentTask(Task):
             inspect.signature(episode.reset).bind(**question.data)
         except TypeError as e:
             raise Fault(f"{where} does not take the row of question {question.id} ({e})") from None
-        opening = str(episode.reset(**question.data) or "")
+        try:
+            opening = _text(TEXT.validate_python(wait_for(episode.reset(**question.data)) or ""))
+        except ValidationError:
+            raise Fault(f"{where} of question {question.id} does not return a text, text blocks or None") from None
         if opening != self.opening.setdefault(question, opening):
             raise Fault(f"{where} returned two texts for question {question.id}; it must depend on the row alone")
         return episode
 
     def finish(self, tau: Trajectory) -> None:
-        episode = tau.state
-        score = episode.get_reward() if hasattr(episode, "get_reward") else getattr(episode, "reward", None)
-        tau.state = None if score is None else float(score)
+        score = getattr(tau.state, "get_reward", lambda: getattr(tau.state, "reward", None))
+        tau.state = wait_for(score())
 
     def reward(self, taus: Sequence[Trajectory]) -> list[float]:
         """Returns what each episode said when it ended. Raises Fault if one said nothing."""
@@ -99,9 +129,14 @@ class EnvironmentTask(Task):
 
 
 def _asked(row: Any) -> str:
-    """Returns the text of a row: its `prompt`, whose messages are joined, or its `question`; "" if it has none."""
-    said = (row.get("prompt") or row.get("question") or "") if isinstance(row, dict) else ""
-    return said if isinstance(said, str) else "\n\n".join(str(message["content"]) for message in said)
+    """Returns the text of a row: its `prompt`, whose messages are joined, or its `question`."""
+    prompt = PROMPT.validate_python(row.get("prompt") or row.get("question"))
+    texts = [prompt] if isinstance(prompt, str) else [_text(message["content"]) for message in prompt]
+    return "\n\n".join(texts).strip()
+
+
+def _text(content: str | list[Block]) -> str:
+    return content if isinstance(content, str) else "\n".join(block["text"] for block in content)
 
 
 def task_of(kind: type[Any]) -> type[EnvironmentTask]:

@@ -12,6 +12,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import logging
+import re
 import shlex
 import tempfile
 import threading
@@ -19,12 +21,15 @@ from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from plumbing.client import back_off
 from plumbing.faults import Fault, ToolDown
-from plumbing.outside import printable, without_secrets
+from plumbing.outside import decoded, printable, without_secrets
 from tasks.functions import SchemaTool
 
 PATIENCE = 60.0  # seconds for a server to start and to tell its tools
 PROBE = 10.0  # seconds for one that has failed to tell them again
+RETRIES = 6  # attempts to reach it again after the first, as of the search tool
+ROUNDS = 6  # of calls of a tool, each begun after the last went unserved, that stop the run
 
 
 @functools.cache
@@ -32,27 +37,36 @@ def tools_of(target: str, where: str) -> Sequence[ServerTool]:
     """Returns the tools of the server at a URL or behind a command; raises Fault, which begins with `where`."""
     where = without_secrets(where)
     try:
+        import jsonschema_rs
         import mcp  # noqa: F401
-        from jsonschema import SchemaError
-        from jsonschema.validators import validator_for
     except ImportError as e:
-        raise Fault(f"{where}: the SDK is missing ({e}): pip install mcp jsonschema") from None
+        raise Fault(f"{where}: the SDK is missing ({e}): pip install mcp jsonschema-rs") from None
+    logging.getLogger("mcp").setLevel(logging.CRITICAL + 1)  # its tracebacks; what it cannot do becomes a reply
     server = Server(target, where)
     for tool in server.start():
         parameters, name = tool.input_schema, tool.name
         try:
-            validator_for(parameters).check_schema(parameters)
+            # Not Python's jsonschema: its regular expressions can take hours, in which no other thread runs.
+            validator = jsonschema_rs.validator_for(parameters, retriever=_refuse)
             if parameters.get("type") != "object":
-                raise SchemaError("its type is not object")
-        except (SchemaError, AttributeError) as e:
-            raise Fault(f"{where}: the schema of its tool {name} is none ({_first(e)})") from None
+                raise ValueError("its type is not object")
+        except ValueError as e:
+            raise Fault(f"{where}: the schema of its tool {name} is invalid ({_first(e)})") from None
         if not (tool.description or "").strip():
             raise Fault(f"{where}: its tool {name} has no description, so the policy cannot know what it does")
+        # A few references can unfold to billions of checks: such arguments are the server's to check.
+        refers = re.search(r'"\$\w*[rR]ef"', json.dumps(parameters))
+        properties = parameters.get("properties", {})
+        parameters |= {"properties": {key: p if isinstance(p, dict) else {} for key, p in properties.items()}}  # true
         schema = {"name": name, "description": tool.description, "parameters": parameters}
-        server.tools.append(ServerTool(schema, server, validator_for(parameters)(parameters)))
+        server.tools.append(ServerTool(schema, server, None if refers else validator))
     if not server.tools:
         raise Fault(f"{where}: the server has no tools")
     return server.tools
+
+
+def _refuse(uri: str) -> Any:
+    raise ValueError(f"{uri} lies outside the schema")
 
 
 @functools.cache
@@ -70,24 +84,32 @@ def _begun(work: Coroutine[Any, Any, Any]) -> Future[Any]:
 class ServerTool(SchemaTool):
     """One tool of a server."""
 
+    grace = 3600.0  # its calls wait while the server is replaced, which takes minutes
+
     def __init__(self, schema: dict[str, Any], server: Server, validator: Any):
         super().__init__(schema)
-        self.server, self.validator = server, validator
+        self.server, self.validator, self.unserved, self.rounds = server, validator, 0, 0
 
     def read(self, arguments: str) -> dict[str, Any]:
-        given = json.loads(arguments)
-        for error in self.validator.iter_errors(given):
-            raise ValueError(": ".join([*map(str, error.absolute_path), error.message[:200]]))
-        return given  # type: ignore[no-any-return]  # its schema is an object's
+        given = decoded(arguments)
+        for error in self.validator.iter_errors(given) if self.validator else ():
+            raise ValueError(": ".join([*map(str, error.instance_path), error.message[:200]]))
+        return given  # type: ignore[no-any-return]  # the SDK sends nothing but an object
 
-    async def call(self, arguments: dict[str, Any]) -> str:
-        text: str = await asyncio.wrap_future(_begun(self.server.call(self.name, arguments)))
-        return text
+    def call(self, arguments: dict[str, Any]) -> str:
+        """Returns the result, or why there is none. Raises ToolDown if the server is gone, or serves no call of it."""
+        round = self.rounds + 1
+        text, served = _begun(self.server.call(self.name, arguments, self.timeout)).result()
+        self.rounds = 0 if served else max(round, self.rounds)
+        self.unserved += not served
+        if not served and round >= ROUNDS:  # or the policy would learn not to use it
+            raise ToolDown(f"{self.server.where}: {text}; it has served no call in {round} rounds")
+        return text  # type: ignore[no-any-return]
 
     @property
     def faults(self) -> int:
-        """Restarts of the server, counted once for all its tools."""
-        return self.server.restarts if self is self.server.tools[0] else 0
+        """Calls that were not served, and restarts of the server, counted once for all its tools."""
+        return self.unserved + (self.server.restarts if self is self.server.tools[0] else 0)
 
 
 class Server:
@@ -98,7 +120,7 @@ class Server:
         self.tools: list[ServerTool] = []
         self.client: Any = None
         self.lost = asyncio.Event()  # set when the connection is given up
-        self.opening = asyncio.Lock()
+        self.renewal: asyncio.Task[None] | None = None
 
     def start(self) -> list[Any]:
         """Connects; returns the server's tools as the SDK has them. Raises Fault."""
@@ -127,6 +149,7 @@ class Server:
             with tempfile.TemporaryFile("w+") as log:  # servers write on every request
                 try:
                     async with _client(self.target, log) as client:
+                        client.session.validate_tool_result = _accept
                         ready.set_result(client)
                         await lost.wait()
                 except BaseException as e:
@@ -142,51 +165,61 @@ class Server:
             self.task.cancel()
             raise
 
-    async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """Returns a tool's result as text.
+    async def call(self, name: str, arguments: dict[str, Any], timeout: float) -> tuple[str, bool]:
+        """Returns a tool's result, or the server's error, as text; and whether the call was served.
 
-        A call whose connection breaks is repeated once over a new one. If that breaks too, the call is at fault and
-        its reply says so. Raises ToolDown if no new one can be had.
+        A call whose connection breaks, or whose server has frozen, is repeated once over a new one. Raises ToolDown if
+        none can be had.
         """
-        from mcp import MCPError
-        from mcp_types import CONNECTION_CLOSED
-
         for _ in range(2):
             client = self.client
             try:
-                result = await client.call_tool(name, arguments)
-            except MCPError as e:
-                if e.code != CONNECTION_CLOSED and not await self.gone(client):
-                    return f"{name} failed: {e.message}"
-            except Exception:  # of a transport
-                pass
-            else:
-                texts = [getattr(part, "text", None) or f"({part.type})" for part in result.content]
-                if not texts and result.structured_content is not None:
-                    return json.dumps(result.structured_content, ensure_ascii=False)
-                return "\n".join(texts)
-            await self.restart(client)
-        return f"{name} failed: the server ended during the call"
+                result = await asyncio.wait_for(client.call_tool(name, arguments), timeout)
+                texts = [*map(_text, result.content)] or [json.dumps(result.structured_content, ensure_ascii=False)]
+                return "\n".join(texts), True
+            except Exception as e:  # of the server, of the SDK, of a transport
+                late, why = isinstance(e, asyncio.TimeoutError), getattr(e, "message", "") or _first(e)
+            if not await self.renew(client):
+                return (f"{name} took longer than {timeout:g} s" if late else f"{name} failed: {why}"), not late
+        return f"{name} failed: the server ended during the call", False
 
-    async def gone(self, client: Any) -> bool:
-        """Returns whether a connection is of no more use."""
+    async def renew(self, broken: Any) -> bool:
+        """Returns whether a connection is of no more use; then there is a new one, for all calls that it broke.
+
+        Raises ToolDown.
+        """
+        if self.client is broken and (not self.renewal or self.renewal.done()):
+            self.renewal = asyncio.create_task(self.replace(broken))
+        if self.client is broken and self.renewal:
+            await asyncio.shield(self.renewal)
+        return self.client is not broken
+
+    async def replace(self, client: Any) -> None:
+        """Connects again unless the server answers. Raises ToolDown."""
         try:
             await asyncio.wait_for(client.list_tools(cache_mode="bypass"), PROBE)
-            return False
+            return
         except Exception:
-            return True
-
-    async def restart(self, broken: Any) -> None:
-        """Replaces a broken connection, once for all calls that it broke. Raises ToolDown."""
-        async with self.opening:
-            if self.client is not broken:
-                return
             self.restarts += 1
             self.lost.set()
+        for round in range(1, RETRIES + 2):
             try:
-                await asyncio.wait_for(self.open(), PATIENCE)
+                return await asyncio.wait_for(self.open(), PATIENCE)
             except Exception as e:
-                raise ToolDown(f"{self.where}: the MCP server ended and does not start again ({_first(e)})") from None
+                why = _first(e)
+            if round <= RETRIES:
+                await asyncio.sleep(back_off(round))
+        raise ToolDown(f"{self.where}: the MCP server ended and does not start again ({why})")
+
+
+async def _accept(*_: Any) -> None:
+    """Matches no result with its schema: the policy reads it as text, and a pattern in it could take hours."""
+
+
+def _text(part: Any) -> str:
+    """Returns the text of a part of a result, also that of a resource; of an image its type."""
+    texts = (getattr(holder, "text", None) for holder in (part, getattr(part, "resource", None)))
+    return next((text for text in texts if text is not None), f"({part.type})")
 
 
 def _client(target: str, log: Any) -> Any:

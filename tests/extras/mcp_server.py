@@ -1,13 +1,17 @@
 """An MCP server for the tests, made with the official SDK: `python mcp_server.py` speaks on stdin and stdout, with a
-port by HTTP. `--lie WHAT` makes it tell something that is no tool."""
+port by HTTP. `--lie WHAT` makes it tell something that is no tool, `--schema JSON` another schema of `add`, `--output
+JSON` one of its results."""
 
 import argparse
+import json
 import os
 import sys
 import time
 
+from mcp import MCPError
 from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
+from mcp_types import EmbeddedResource, ImageContent
 
 server = MCPServer("tests")
 
@@ -53,6 +57,30 @@ def secret(name: str) -> str:
     return os.environ.get(name, "none")
 
 
+@server.tool()
+def refuse(times: int) -> str:
+    """Raises an error of the protocol, with a code of the server's own."""
+    raise MCPError(-32000, f"quota exceeded {times} times")
+
+
+CALLS = []
+
+
+@server.tool()
+def count() -> str:
+    """Counts its calls."""
+    CALLS.append(None)
+    return str(len(CALLS))
+
+
+@server.tool(structured_output=False)
+def show(uri: str) -> list:
+    """Shows a resource and a picture."""
+    resource = {"type": "resource", "resource": {"uri": uri, "text": "what it holds"}}
+    picture = {"type": "image", "data": "AAAA", "mimeType": "image/png"}
+    return [EmbeddedResource.model_validate(resource), ImageContent.model_validate(picture)]
+
+
 LIES = {
     "type": {"type": "object", "properties": {"a": {"type": "nonsense"}}},
     "keyword": {"type": "object", "properties": 3},
@@ -61,8 +89,16 @@ LIES = {
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int)
-    parser.add_argument("--lie", choices=[*LIES, "name", "silent", "none"])
+    parser.add_argument("--lie", choices=[*LIES, "banner", "name", "silent", "none"])
+    parser.add_argument("--schema", type=json.loads)
+    parser.add_argument("--output", type=json.loads)
     args = parser.parse_args()
+    if args.schema:
+        server._tool_manager._tools["add"].parameters = args.schema
+    if args.output:
+        server._tool_manager._tools["add"].fn_metadata.output_schema = args.output
+    if args.lie == "banner":
+        print("Welcome! This is no JSON.", flush=True)
     if args.lie == "none":
         sys.exit("it has no licence")
     if args.lie in LIES:

@@ -64,6 +64,37 @@ class Forgetful(Vault):
         return str(time.perf_counter())
 
 
+class Later(Vault):
+    """Begins and is scored by coroutines, and begins with content blocks."""
+
+    async def reset(self, **row):
+        hint = super().reset(**row)
+        return [{"type": "text", "text": text} for text in (hint, "Be quick.")] if hint else None
+
+    async def get_reward(self):
+        return 0.75
+
+    @property
+    def broken(self):
+        raise RuntimeError("a property is no tool")
+
+
+class Picture(Vault):
+    def reset(self, **row):
+        super().reset(**row)
+        return [{"type": "image", "image": "x.png"}]
+
+
+class Unsure(Vault):
+    def get_reward(self):
+        return "good"
+
+
+class Locked(Vault):
+    def __init__(self, key):
+        self.key = key
+
+
 class Unpaid(Vault):
     get_reward = property(doc="none")
 
@@ -149,6 +180,50 @@ def test_a_reset_that_forgets_is_refused(tiny, rows):
     task = load_task(Config(task="test_environment:Forgetful", **rows))
     with pytest.raises(Fault, match="reset\\(\\) returned two texts for question train-1"):
         play_first(tiny, task)
+
+
+def test_resets_and_rewards_are_awaited_and_content_blocks_read(tiny, rows):
+    task = load_task(Config(task="test_environment:Later", **rows))
+    first, second = task.questions("train")
+    assert task.prompt("Go.", first)[0]["content"] == "Go.\n\nYou crack safes.\n\nOpen the vault.\n"
+    assert task.prompt("Go.", second)[0]["content"] == "Go.\n\nOpen it.\n\nTwo are the same.\nBe quick.\n"
+    [tau] = play_first(tiny, task)
+    reward(task, [tau])
+    assert tau.reward == 0.75 and [tool.tag for tool in task.tools] == ["count", "dial"]
+
+
+def test_what_is_no_text_or_no_number_is_refused_in_one_line(tiny, rows):
+    where = "--task test_environment:"
+    with pytest.raises(Fault, match=f"{where}Picture: reset\\(\\) of question train-1 does not return a text"):
+        play_first(tiny, load_task(Config(task="test_environment:Picture", **rows)))
+    task = load_task(Config(task="test_environment:Unsure", **rows))
+    with pytest.raises(Fault, match="of question train-1 is 'good'; return a finite number"):
+        reward(task, play_first(tiny, task))
+    with pytest.raises(Fault, match=f"{where}Locked: it cannot be made .*'key'"):
+        load_task(Config(task="test_environment:Locked", **rows))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": [{"role": "user"}]}, {"prompt": 3}, {"prompt": ["x"]}, {"question": ["x"]}, [1], {"prompt": " "},
+        {"prompt": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}, {"prompt": {"content": "x"}},
+        {"prompt": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]},
+    ],
+)  # fmt: skip
+def test_a_row_without_a_text_to_ask_is_one_line(tmp_path, row):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    task = load_task(Config(task="test_environment:Vault", train=f"{tmp_path}/rows.jsonl"))
+    with pytest.raises(Fault, match="rows.jsonl:1: nothing is asked that is text; fill `prompt`"):
+        task.questions("train")
+
+
+def test_the_content_blocks_of_a_row_are_read(tmp_path):
+    blocks = [{"type": "text", "text": "Open"}, {"type": "text", "text": "it."}]
+    row = {"prompt": [{"role": "user", "content": blocks}], "code": "1"}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    task = load_task(Config(task="test_environment:Vault", train=f"{tmp_path}/rows.jsonl"))
+    assert [q.text for q in task.questions("train")] == ["Open\nit."]
 
 
 def test_a_row_that_reset_does_not_take_is_refused(tmp_path):

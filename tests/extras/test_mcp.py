@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -17,9 +19,10 @@ from plumbing.faults import Fault, ToolDown
 from tasks import Question, load_task
 from tasks.tools import list_stop_strings
 
-pytest.importorskip("mcp", reason="the MCP SDK is not installed here: pip install mcp jsonschema")
+pytest.importorskip("mcp", reason="the MCP SDK is not installed here: pip install mcp jsonschema-rs")
 
-from extras.plugs.mcp import tools_of  # noqa: E402
+from extras.plugs import mcp  # noqa: E402
+from extras.plugs.mcp import RETRIES, ROUNDS, tools_of  # noqa: E402
 
 SERVER = Path(__file__).parent / "mcp_server.py"
 COMMAND = f"{sys.executable} {SERVER}"
@@ -44,6 +47,14 @@ def answered(tool, argument):
 
 def children():
     return [p for p in psutil.Process().children(recursive=True) if SERVER.name in " ".join(p.cmdline())]
+
+
+@pytest.fixture
+def naps(monkeypatch):
+    """The rounds after which the client would have waited; it does not wait here."""
+    naps = []
+    monkeypatch.setattr(mcp, "back_off", lambda round: naps.append(round) or 0)
+    return naps
 
 
 @pytest.fixture
@@ -118,7 +129,7 @@ def test_a_call_that_ends_every_server_is_at_fault_itself():
     assert answered(found["add"], '{"a": 1}') == "2"
 
 
-def test_a_server_that_stays_away_stops_the_run_and_is_named(http):
+def test_a_server_that_stays_away_stops_the_run_and_is_named(http, naps):
     url, start = http
     process = start()
     found = tools(url)
@@ -126,8 +137,154 @@ def test_a_server_that_stays_away_stops_the_run_and_is_named(http):
     process.wait()
     with pytest.raises(ToolDown, match=url):
         answered(found["add"], '{"a": 1}')
+    assert len(naps) == RETRIES
     start()
     assert answered(found["add"], '{"a": 1}') == "2"  # a resumed run would find it
+
+
+def test_a_server_by_http_that_is_away_for_a_while_is_waited_for(http, monkeypatch):
+    url, start = http
+    process = start()
+    found = tools(url)
+    process.kill()
+    process.wait()
+    waits = []
+
+    def back_off(round):
+        waits.append(round)
+        if round == 3:
+            start()
+        return 0.01
+
+    monkeypatch.setattr(mcp, "back_off", back_off)
+    calls = [found["add"].submit(json.dumps({"a": k})) for k in range(8)]
+    assert [call.result(60) for call in calls] == [[str(k + 1)] for k in range(8)]
+    assert waits == [1, 2, 3] and sum(tool.faults for tool in found.values()) == 1  # once for all calls
+
+
+# ---- a server that is there and does not serve
+
+
+def test_an_error_of_the_server_s_own_is_shown_and_restarts_nothing():
+    found = tools(COMMAND)
+    assert answered(found["count"], "") == "1"
+    assert answered(found["refuse"], '{"times": 3}') == "refuse failed: quota exceeded 3 times"
+    assert answered(found["count"], "") == "2" and sum(tool.faults for tool in found.values()) == 0
+
+
+def test_a_frozen_server_is_replaced_and_the_call_repeated(monkeypatch):
+    monkeypatch.setattr(mcp, "PROBE", 0.5)
+    before = {p.pid for p in children()}
+    found = tools(COMMAND)
+    [mine] = [p for p in children() if p.pid not in before]
+    for tool in found.values():
+        tool.timeout = 10
+    mine.suspend()
+    found["add"].timeout = 1
+    assert answered(found["add"], '{"a": 1}') == "2"
+    assert sum(tool.faults for tool in found.values()) == 1
+
+
+def test_a_server_that_stays_frozen_stops_the_run(http, monkeypatch, naps):
+    monkeypatch.setattr(mcp, "PROBE", 0.2)
+    url, start = http
+    process = psutil.Process(start().pid)
+    found = tools(url)
+    monkeypatch.setattr(mcp, "PATIENCE", 0.2)
+    found["add"].timeout = 0.2
+    process.suspend()
+    try:
+        with pytest.raises(ToolDown, match=f"{url}: the MCP server ended and does not start again"):
+            answered(found["add"], '{"a": 1}')
+        assert len(naps) == RETRIES
+    finally:
+        process.resume()
+
+
+def test_calls_that_all_take_too_long_are_counted_and_stop_the_run():
+    found = tools(COMMAND)
+    found["sleep"].timeout = 0.1
+    late = [found["sleep"].submit('{"seconds": 5}') for _ in range(2 * ROUNDS)]  # side by side: one round
+    assert {call.result(60)[0] for call in late} == {"sleep took longer than 0.1 s"}
+    for _ in range(ROUNDS - 2):
+        assert answered(found["sleep"], '{"seconds": 5}') == "sleep took longer than 0.1 s"
+        assert answered(found["sleep"], "{}").startswith("wrong arguments")  # says nothing of the server
+    assert found["sleep"].faults == 3 * ROUNDS - 2
+    with pytest.raises(ToolDown, match="sleep took longer than 0.1 s; it has served no call in 6 rounds"):
+        answered(found["sleep"], '{"seconds": 5}')
+    assert answered(found["add"], '{"a": 1}') == "2"
+    assert answered(found["sleep"], '{"seconds": 0}') == "awake"  # and the count begins again
+    assert answered(found["sleep"], '{"seconds": 5}') == "sleep took longer than 0.1 s"
+
+
+# ---- schemas and results
+
+
+def with_schema(properties, flag="--schema", **more):
+    return f"{COMMAND} {flag} {shlex.quote(json.dumps({'type': 'object', 'properties': properties} | more))}"
+
+
+@pytest.mark.parametrize(
+    "of_a, says",
+    [
+        ({"$ref": "#/nowhere"}, "nowhere"), ({"$ref": "file:///etc/hosts"}, "file:///etc/hosts lies outside"),
+        ({"pattern": "(("}, "regex"), ({"$ref": "other.json"}, "other.json"),
+    ],
+)  # fmt: skip
+def test_a_schema_that_cannot_be_used_is_refused_at_load_in_one_line(of_a, says):
+    with pytest.raises(Fault, match=r"the schema of its tool add is invalid \(.*" + re.escape(says)) as e:
+        tools(with_schema({"a": of_a}))
+    assert "\n" not in str(e.value)
+
+
+def test_a_schema_is_never_fetched():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(1)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/schema"
+        with pytest.raises(Fault, match=f"{url} lies outside the schema"):
+            tools(with_schema({"a": {"$ref": url}}))
+        with pytest.raises(TimeoutError):
+            listener.accept()
+
+
+HALVES = {f"d{k}": {"allOf": [{"$ref": f"#/$defs/d{k + 1}"}] * 2} for k in range(31)} | {"d31": {"type": "integer"}}
+
+
+@pytest.mark.parametrize(
+    "target, argument, begins",
+    [
+        (with_schema({"a": True}), '{"a": 2}', "3"),
+        (with_schema({"a": {"$ref": "#/properties/a"}}), '{"a": 2}', "3"),
+        (with_schema({"a": {"$ref": "#/$defs/d0"}}, **{"$defs": HALVES}), '{"a": 2}', "3"),
+        (with_schema({"a": {"type": "string", "pattern": "^(a+)+$"}}), "a" * 32 + "!", "wrong arguments of add: a: "),
+        (with_schema({"a": {}}, "--output"), '{"a": 2}', "3"),
+        (with_schema({"result": {"pattern": "^(3+)+!$"}}, "--output"), json.dumps({"a": 10**32 // 3}), "3333"),
+        (COMMAND, '{"a": ' + "[" * 950 + "]" * 950 + "}", "wrong arguments of add: "),
+        (COMMAND, '{"a": ' + "[" * 100_000, "wrong arguments of add: "),
+        (COMMAND, '{"a": NaN}', "wrong arguments of add: a: "),
+    ],
+)  # fmt: skip
+def test_whatever_schema_and_arguments_are_a_call_is_answered_soon(target, argument, begins):
+    add = tools(target)["add"]
+    add.timeout, began = 20, time.monotonic()
+    assert answered(add, argument).startswith(begins) and time.monotonic() - began < 10
+    assert add.usage()
+
+
+def test_the_text_of_a_resource_is_shown():
+    assert answered(tools(COMMAND)["show"], "file:///x") == "what it holds\n(image)"
+
+
+def test_a_broken_server_writes_nothing_on_the_screen(tmp_path):
+    code = f"""
+import sys
+from extras.plugs import mcp
+tools = {{tool.name: tool for tool in mcp.tools_of({COMMAND + " --lie banner"!r}, "--tools")}}
+print(tools["end"].submit("").result(60), tools["fail"].submit("no").result(60))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=SERVER.parents[2])
+    assert done.stdout.count("\n") == 1 and "end failed" in done.stdout and done.stderr == ""
+
 
 
 @pytest.mark.parametrize(
@@ -147,7 +304,8 @@ def test_a_server_that_is_none_or_lies_is_one_line(target, says):
 
 def test_a_task_has_the_server_s_tools_beside_its_own():
     task = load_task(Config(tools=f"search,mcp:{COMMAND}"))
-    assert {tool.tag for tool in task.tools} == {"search", "add", "shout", "fail", "sleep", "end", "secret"}
+    names = {"add", "shout", "fail", "sleep", "end", "secret", "refuse", "count", "show"}
+    assert {tool.tag for tool in task.tools} == {"search"} | names
     assert "</add>" in list_stop_strings(task.tools)
     [message] = task.format.messages(task, "Answer.", Question("q", "What is it?"))
     assert "<add> " in message["content"] and "Adds two numbers." in message["content"]
