@@ -26,7 +26,7 @@ from grpo import Learner, minibatches
 from inspo import make_policy
 from models import lora
 from models.model import load_policy, weights
-from plumbing.faults import DiskFault, Fault
+from plumbing.faults import DiskFault
 from tasks import load_task
 from training import checkpoint
 from training.policy import Policy
@@ -121,8 +121,6 @@ def test_adapters_are_float32_start_at_nothing_and_depend_on_the_seed_alone(tiny
         differ += not torch.equal(p, r)
     assert differ == 7 * 2  # every A
     assert lora.add(tiny[0], 0, ALPHA) is tiny[0] and not lora.layers(tiny[0])
-    with pytest.raises(Fault, match="--lora_rank 4096: no layer of the model is wider than "):
-        lora.add(copy.deepcopy(tiny[0]), 4096, ALPHA)
 
 
 # ---- the reference
