@@ -246,13 +246,13 @@ def dither(W: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     A published model lies on bfloat16's grid, whose spacing is a hundred times a step of AdamW or more. Computed in
     bfloat16 it would not move until its steps have added up to half of that. Dithered, it is the same policy to the
     bit, and each step takes its share of the weights to the next value: on average, all of it is in what is computed.
-    A model that was published in float32 needs none. Of one in float16, whose grid is eight times finer, only the eighth
-    that bfloat16 holds, too, is moved.
+    A model that was published in float32 needs none. Of one in float16, whose grid is eight times finer, that eighth is
+    moved which bfloat16 holds, too.
     """
     dithered = W.clone()
     for part in dithered.view(-1).split(PART):
         bits = part.view(torch.int32)  # whose upper half is bfloat16; a carry to the next value is right, too
-        noise = torch.randint(1 - 2**15, 2**15, bits.shape, dtype=torch.int32, generator=generator, device=W.device)
+        noise = torch.empty_like(bits).random_(1 - 2**15, 2**15, generator=generator)
         bits += noise.mul_((bits & 0xFFFF == 0) & (part != 0))
     return dithered
 
