@@ -267,13 +267,14 @@ def dtypes(tensors):
     return sorted({str(x.dtype).removeprefix("torch.") for x in tensors})
 
 
+@torch.no_grad()
 def sample(cfg):
-    """Computes one token of two rows in the torch engine, whose weights are as a run of --dtype has them."""
+    """Computes one token of two rows in the torch engine; returns the dtype of the hidden states."""
     engine = TorchEngine.__new__(TorchEngine)
     model = outside(skeleton)(shapes(cfg.model), getattr(torch, cfg.dtype))
     engine.model, engine.device = model.to_empty(device="cuda"), torch.device("cuda")
     zeros = torch.zeros(2, 1, dtype=torch.long, device="cuda")
-    return engine._forward(RowCache(), zeros, zeros)
+    return str(engine._forward(RowCache(), zeros, zeros).dtype)
 
 
 FAKE, TRACKER = FakeTensorMode(allow_non_fake_inputs=True), Tracker()
@@ -283,11 +284,6 @@ def main():
     ranks = int(sys.argv[2])
     cfg = config.parse(sys.argv[4:])
     pretend(ranks, sys.argv[3])
-    if cfg.engine == "torch":
-        with FAKE, TRACKER, torch.no_grad():
-            hidden = sample(cfg)
-        print(json.dumps({"hidden": str(hidden.dtype), "products": TRACKER.products}))
-        return
     choose.vllm_installed, choose.check_vllm = lambda: True, lambda: None
     cfg = replace(cfg, dtype=choose.dtype_of(cfg, "cuda"), engine=choose.choose_engine(cfg, "cuda")[0])
     cfg, fit = with_room(cfg, shapes(cfg.model), cfg.engine, ranks, config.CARDS[cfg.dry_run.partition("x")[2]])
@@ -314,6 +310,7 @@ def main():
             "optimizer": dtypes(states),
             "engine": cfg.engine,
             "attention": sorted(TRACKER.attention),
+            "hidden": sample(cfg),
             "products": TRACKER.products,
             "bytes to the CPU a token": TRACKER.left / (len(taus) / 2 * PAIR / ranks),
             "recompute": cfg.recompute,
