@@ -486,6 +486,6 @@ def test_config_json_holds_paths_that_are_valid_everywhere(tmp_path, monkeypatch
     assert resumed.train == str(tmp_path / "q.jsonl") and resumed.mode == "static" and resumed.resume
     assert parse([*flags, "--device", "cpu"]).device == "cpu"
     RunDirectory.open(resumed, "x").close()
-    for flag, value, was in ("lr", "0.5", "5e-07"), ("dither", "0", "1"):
+    for flag, value, was in ("lr", "0.5", "5e-07"), ("dither", "0", "1"), ("lora_rank", "2", "0"):
         with pytest.raises(Fault, match=f"was started with --{flag} {was}, not {value}"):
             RunDirectory.open(parse([*flags, f"--{flag}", value]), "x")

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from test_grpo import batch_of, eq2, scaled, settings_of
-from test_inspo import SMALL, finish, metrics, run_here, start, weights_of
+from test_inspo import SMALL, finish, metrics, start, weights_of
 from test_ranks import CFG, LIMIT, together, torchrun
 from tiny_model import STOP
 from torch.utils._pytree import tree_leaves
@@ -403,12 +403,6 @@ def test_a_run_without_adapters_has_none_to_export(tmp_path):
     with pytest.raises(SystemExit, match="--adapters: .* trained all weights") as stop:
         export.main([str(tmp_path), "--adapters"])
     assert "\n" not in stop.value.code
-
-
-@pytest.mark.slow
-def test_a_resumed_run_keeps_its_rank(run):
-    code, _, _ = run_here(*run[2], "--lora_rank", 2, "--resume")
-    assert f"was started with --lora_rank {RANK}, not 2" in code
 
 
 # ---- several ranks
