@@ -29,6 +29,9 @@ LOGIT_SCALES = {  # how a family's config.json names the constant in its logits,
 }
 
 
+PART = 2**18  # weights that are dithered at a time: they stay in a CPU's cache
+
+
 def load_tokenizer(path: str, stop: tuple[str, ...] = ()) -> Any:
     """Returns the tokenizer of a policy.
 
@@ -147,6 +150,8 @@ def _unsupported(model: Any) -> str:
         hook.remove()
     for h, found in zip(hidden, logits, strict=True):
         wanted = head(h)
+        if not wanted.isfinite().all():
+            return "its logits are not finite, since its weights are too large"
         if found.shape != wanted.shape:
             return f"it has {found.shape[-1]} logits, but its head has {wanted.shape[-1]} rows"
         for z, x in zip(found.chunk(2), wanted.chunk(2), strict=True):  # as they are, magnified
@@ -241,12 +246,15 @@ def dither(W: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     A published model lies on bfloat16's grid, whose spacing is a hundred times a step of AdamW or more. Computed in
     bfloat16 it would not move until its steps have added up to half of that. Dithered, it is the same policy to the
     bit, and each step takes its share of the weights to the next value: on average, all of it is in what is computed.
-    A model that was published in float32 needs none; one in float16, whose grid is eight times finer, gets none.
+    A model that was published in float32 needs none. Of one in float16, whose grid is eight times finer, that eighth is
+    moved which bfloat16 holds, too.
     """
-    bits = W.view(torch.int32)  # whose upper half is bfloat16; a carry to the next value is right, too
-    exact = (bits & 0xFFFF == 0) & (W != 0)
-    noise = torch.randint(1 - 2**15, 2**15, W.shape, dtype=torch.int32, generator=generator, device=W.device)
-    return (bits + exact * noise).view(torch.float32)
+    dithered = W.clone()
+    for part in dithered.view(-1).split(PART):
+        bits = part.view(torch.int32)  # whose upper half is bfloat16; a carry to the next value is right, too
+        noise = torch.empty_like(bits).random_(1 - 2**15, 2**15, generator=generator)
+        bits += noise.mul_((bits & 0xFFFF == 0) & (part != 0))
+    return dithered
 
 
 @torch.no_grad()

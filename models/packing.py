@@ -115,6 +115,8 @@ def packed_attention(
             enable_gqa=True,
         )  # fmt: skip
         return out[None], None
+    if query.is_cuda:  # of the kernels for float32, the one that keeps no matrix (T, T) takes no fewer heads
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     gqa = query.shape[1] > key.shape[1]
     parts = []
     of_pieces = zip(query.split(packing.lengths, 2), packing.keys(key, 2), packing.keys(value, 2), strict=True)

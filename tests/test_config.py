@@ -238,7 +238,7 @@ REFUSED = """
 --vllm_memory nan|--lora_rank -1|--lora_alpha 0
 --max_grad_norm 0|--max_observation 31|--top_n 0
 --rounds 0|--keep 0|--patience 0|--dry_run 0xh100|--temperature 2.1|--instruction /nowhere/i.txt
---micro_tokens 0|--max_rows 0|--optimizer_retries -1|--search_retries -1
+--micro_tokens 0|--dither 2|--max_rows 0|--optimizer_retries -1|--search_retries -1
 """
 
 

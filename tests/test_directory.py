@@ -198,6 +198,7 @@ OLDER = {"rank": "reward", "gate": "not_worse", "groups": "", "objective": "grpo
 
 @pytest.mark.parametrize("changed, knob", [
     ({"T": None}, "lacks --T"), ({"task": None}, "lacks --task"), ({"newer": 3}, "has --newer"),
+    ({"lora_rank": 8, "dither": None}, "lacks --dither"),  # its adapters are laid out as peft's
     (OLDER | {"task": None, "program": None, "commit": None, "id": None}, "has --rank"),
 ])  # fmt: skip
 def test_a_config_of_another_version_is_one_line_that_names_a_knob(run, changed, knob):
@@ -489,5 +490,6 @@ def test_config_json_holds_paths_that_are_valid_everywhere(tmp_path, monkeypatch
     assert resumed.train == str(tmp_path / "q.jsonl") and resumed.mode == "static" and resumed.resume
     assert parse([*flags, "--device", "cpu"]).device == "cpu"
     RunDirectory.open(resumed, "x").close()
-    with pytest.raises(Fault, match="was started with --lr 5e-07, not 0.5"):
-        RunDirectory.open(parse([*flags, "--lr", "0.5"]), "x")
+    for flag, value, was in ("lr", "0.5", "5e-07"), ("dither", "0", "1"), ("lora_rank", "2", "0"):
+        with pytest.raises(Fault, match=f"was started with --{flag} {was}, not {value}"):
+            RunDirectory.open(parse([*flags, f"--{flag}", value]), "x")

@@ -76,13 +76,16 @@ def test_a_dithered_weight_rounds_to_what_it_was():
     layer.weight.data[0] = 0.0
     layer.weight.data[1] = 0.1  # not on the grid
     layer.weight.data[2] = 2.0**-6  # below it the grid is twice as fine
+    layer.weight.data[3] = torch.linspace(0.01, 0.02, 512).half()  # an eighth on the grid
     before = layer.weight.detach().clone()
     after = dither(layer, 3).weight.detach()
     assert torch.equal(after.bfloat16(), before.bfloat16()) and torch.equal(after[:2], before[:2])
-    spacing = 2.0 ** (before[3:].abs().log2().floor() - 7)
-    place = (after[3:] - before[3:]) / spacing  # evenly from -1/2 to 1/2
+    moved = after[3] != before[3]
+    assert torch.equal(moved, before[3] == before[3].bfloat16().float()) and 32 < moved.sum() < 128
+    spacing = 2.0 ** (before[4:].abs().log2().floor() - 7)
+    place = (after[4:] - before[4:]) / spacing  # evenly from -1/2 to 1/2
     assert (place.abs() <= 0.5).all() and place.mean().abs() < 0.004
-    assert (place * before[3:].sign()).mean().abs() < 0.004  # neither towards 0 nor away from it
+    assert (place * before[4:].sign()).mean().abs() < 0.004  # neither towards 0 nor away from it
     assert place.square().mean() == pytest.approx(1 / 12, rel=0.02)
     assert torch.equal(dither(on_the_grid(8, 8), 3).weight, dither(on_the_grid(8, 8), 3).weight)
     assert not torch.equal(dither(on_the_grid(8, 8), 3).weight, dither(on_the_grid(8, 8), 4).weight)

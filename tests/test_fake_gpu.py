@@ -11,15 +11,21 @@ from pathlib import Path
 import pytest
 import torch
 from torch.utils import cpp_extension
+from transformers import Qwen2Config
+
+from training.fit import KNOWN
 
 HERE = Path(__file__).parent
 SYNCS = 3  # times that the host waits for the card in a micro-batch, at most
-PRESETS = {
-    "0.5B": (1, "--model", "qwen2.5-0.5b", "--dry_run", "1xrtx4090"),
-    "1.5B LoRA": (1, "--model", "qwen2.5-1.5b", "--lora_rank", "32", "--dry_run", "1xrtx4090"),
-    "3B": (8, "--model", "qwen2.5-3b", "--dry_run", "8xh100"),
-    "7B": (8, "--model", "qwen2.5-7b", "--dry_run", "8xh100"),
+PRESETS = {  # GPUs, their compute capability, flags
+    "0.5B": (1, "8.9", "--model", "qwen2.5-0.5b", "--dry_run", "1xrtx4090"),
+    "0.5B, 3 layers": (1, "7.5", "--model", "SHORT", "--preset", "qwen2.5-0.5b", "--dry_run", "1xrtx4090"),
+    "1.5B LoRA": (1, "8.9", "--model", "qwen2.5-1.5b", "--lora_rank", "32", "--dry_run", "1xrtx4090"),
+    "3B": (8, "9.0", "--model", "qwen2.5-3b", "--dry_run", "8xh100"),
+    "7B": (8, "9.0", "--model", "qwen2.5-7b", "--dry_run", "8xh100"),
 }
+MODERN = "vllm", "bfloat16", "_varlen_attn"  # engine, dtype, attention
+OLD = "torch", "float32", "_scaled_dot_product_efficient_attention"
 pytestmark = [
     pytest.mark.fake,
     pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA itself: make gpu"),
@@ -38,9 +44,10 @@ def guard(tmp_path_factory):
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_preset_builds_resumes_updates_and_saves_on_the_card(preset, guard):
-    ranks, *flags = PRESETS[preset]
-    command = [sys.executable, str(HERE / "fake_cuda" / "run.py"), str(guard), str(ranks), *flags]
+def test_a_preset_builds_resumes_updates_and_saves_on_the_card(preset, guard, tmp_path):
+    Qwen2Config(**KNOWN["Qwen/Qwen2.5-0.5B"] | {"num_hidden_layers": 3}).save_pretrained(tmp_path)
+    ranks, capability, *flags = (str(x).replace("SHORT", str(tmp_path)) for x in PRESETS[preset])
+    command = [sys.executable, str(HERE / "fake_cuda" / "run.py"), str(guard), ranks, capability, *flags]
     done = subprocess.run(command, env=os.environ | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-5000:]
     found = json.loads(done.stdout.splitlines()[-1])
@@ -50,9 +57,12 @@ def test_a_preset_builds_resumes_updates_and_saves_on_the_card(preset, guard):
     assert {key.split()[0] for key in found["products"]} == {"cuda"}
     assert found["bytes to the CPU a token"] < 64
 
+    engine, dtype, kernel = OLD if capability == "7.5" else MODERN
     products = found["products"]
-    assert products["cuda torch.bfloat16"] > 0.999 * sum(products.values()), products
-    assert (found["trained"], found["optimizer"], found["frozen"]) == (["float32"], ["float32"], ["bfloat16"])
+    assert products[f"cuda torch.{dtype}"] > 0.999 * sum(products.values()), products
+    assert (found["trained"], found["optimizer"], found["frozen"]) == (["float32"], ["float32"], [dtype])
+    assert (found["engine"], found["attention"]) == (engine, [kernel, f"{kernel}_backward"])
+    assert found["hidden"] == f"torch.{dtype}"  # in the torch engine
 
     syncs = Counter()
     for phase, _, _, n in found["syncs"]:
@@ -62,15 +72,3 @@ def test_a_preset_builds_resumes_updates_and_saves_on_the_card(preset, guard):
 
     peaks = {phase: n for phase, n in found["peak"].items() if phase != "build"}
     assert max(peaks.values()) == pytest.approx(found["estimate"], rel=0.1), peaks
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_torch_engine_computes_in_the_run_s_dtype(dtype, guard):
-    flags = ["1", "--model", "qwen2.5-0.5b", "--engine", "torch", "--dtype", dtype, "--dry_run", "1xh100"]
-    command = [sys.executable, str(HERE / "fake_cuda" / "run.py"), str(guard), *flags]
-    done = subprocess.run(command, env=os.environ | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-5000:]
-    computed = json.loads(done.stdout.splitlines()[-1])
-    assert computed["hidden"] == f"torch.{dtype}"
-    # Rotary embeddings are made in float32 whatever the run computes in: one product of thousands.
-    assert computed["products"][f"cuda torch.{dtype}"] > 0.999 * sum(computed["products"].values())

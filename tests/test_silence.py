@@ -42,6 +42,7 @@ NAME = "model.layers.1.mlp.up_proj.weight"
     (lambda w: w.pop(NAME), f"missing: {NAME}"),
     (lambda w: w.update(extra=torch.zeros(3)), "unexpected: extra"),
     (lambda w: w[NAME][2, 3].fill_(float("nan")), f"not finite: {NAME}"),
+    (lambda w: w["model.norm.weight"].fill_(3e38), "its logits are not finite, since its weights are too large"),
 ])  # fmt: skip
 def test_weights_that_are_not_the_model_s_are_refused_by_name(damaged, edit, what):
     with pytest.raises(Fault, match=what):

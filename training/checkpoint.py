@@ -75,7 +75,7 @@ def load_state(path: Path) -> dict[str, Any]:
     except Exception as e:  # a damaged archive raises anything
         raise CheckpointFault(f"{path}/state.pt cannot be read ({_reason(e)})") from None
     if missing:
-        raise CheckpointFault(f"{path}/state.pt has no {sorted(missing)[0]!r}")
+        raise CheckpointFault(f"{path}/state.pt has no {sorted(missing)[0]!r}: use the version that wrote it")
     return dict(state)
 
 

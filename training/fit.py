@@ -113,7 +113,8 @@ class Fit:
 
 def estimate(cfg: Config, config: Any, engine: str, gpus: int, gpu_mem: float) -> Fit:
     """Returns the memory of each of `gpus` GPUs of `gpu_mem` GB (1e9 bytes), for a model with this config."""
-    model = lora.add(skeleton(config, torch.bfloat16), cfg.lora_rank, cfg.lora_alpha)
+    cfg = replace(cfg, dtype=cfg.dtype or "bfloat16")
+    model = lora.add(skeleton(config, getattr(torch, cfg.dtype)), cfg.lora_rank, cfg.lora_alpha)
     moment, working = of_update(cfg, model, gpus)
     title = f"{parameters(model) / 1e6:,.0f}M parameters{', LoRA,' * bool(cfg.lora_rank)} on {gpus} x {gpu_mem:.0f} GB"
     note = f"The update is largest in {moment}."
@@ -136,16 +137,17 @@ def of_state(cfg: Config, model: Any, gpus: int) -> list[Part]:
         sum(math.ceil(len(p) / gpus) * (p.numel() // len(p)) for p in model.parameters() if p.requires_grad == trained)
         for trained in (True, False)
     )
+    size = getattr(torch, cfg.dtype).itemsize
     more, trained = "more GPUs", "adapters" if cfg.lora_rank else "policy"
     parts = [
-        Part("policy (frozen, bfloat16 shares)", 2 * frozen, 2 * frozen, more),
+        Part(f"policy (frozen, {cfg.dtype} shares)", size * frozen, size * frozen, more),
         Part(f"{trained} (float32 shares)", 4 * share, 4 * share, more),
         Part("moments of AdamW (float32 shares)", 8 * share, 8 * share, more if cfg.lora_rank else "--lora_rank 32"),
         Part("gradients (float32 shares)", 4 * share, 0, more),
     ]
     if cfg.beta and not cfg.lora_rank:
-        reference = 0 if cfg.offload_reference else 2 * share
-        parts.append(Part("reference (bfloat16 shares)", reference, reference, "--offload_reference"))
+        reference = 0 if cfg.offload_reference else size * share
+        parts.append(Part(f"reference ({cfg.dtype} shares)", reference, reference, "--offload_reference"))
     return parts
 
 
@@ -162,27 +164,28 @@ def of_update(cfg: Config, model: Any, gpus: int) -> tuple[str, list[Part]]:
     V, H = model.get_output_embeddings().weight.shape
     d_block = max(sum(p.numel() for p in block.parameters() if p.requires_grad) for block in blocks(model))
     d_root, d_head = (0, 0) if cfg.lora_rank else (root, V * H)
-    kept, again = activations(model.bfloat16(), tokens, cfg.recompute, cfg.fused_layers)
+    kept, again = activations(model.to(getattr(torch, cfg.dtype)), tokens, cfg.recompute, cfg.fused_layers)
 
     # Candidates for the peak, with the bytes of: gathered weights, gradients being reduced, activations, activations of
     # one block, the head. bfloat16 has 2 bytes, float32 4. FSDP2 reduces in float32; it has one block prefetched and
     # one still in reduction. The reference runs earlier and needs less.
+    size = getattr(torch, cfg.dtype).itemsize
     moments = {
         "the forward pass of the head": (
-            2 * root + 2 * block, 0, kept, 0, 4 * min(CHUNK, tokens) * V + 4 * d_head + (2 + 4) * tokens * H,
+            size * (root + block), 0, kept, 0, 4 * min(CHUNK, tokens) * V + 4 * d_head + (size + 4) * tokens * H,
         ),
         "the backward pass of the head": (
-            2 * root + 2 * block, 0, kept, 0, (4 + 2) * d_head + (2 + 4) * tokens * H,
+            size * (root + block), 0, kept, 0, (4 + size) * d_head + (size + 4) * tokens * H,
         ),
         "the backward pass of a block": (
-            2 * root + 2 * (2 * block), 2 * d_head + (2 + 4 + 4 / gpus) * d_block, kept, again, 0,
+            size * (root + 2 * block), size * d_head + (size + 4 + 4 / gpus) * d_block, kept, again, 0,
         ),
-        "the end, when the gradients of embedding and head are reduced": (0, (2 + 4 + 4 / gpus) * d_root, 0, 0, 0),
+        "the end, when the gradients of embedding and head are reduced": (0, (size + 4 + 4 / gpus) * d_root, 0, 0, 0),
     }  # fmt: skip
     peak = max(moments, key=lambda name: sum(moments[name]))
     gathered, reduced, kept, again, head = moments[peak]
     return peak, [
-        Part("policy (embedding, head and two blocks, gathered in bfloat16)", gathered, 0),
+        Part(f"policy (embedding, head and two blocks, gathered in {cfg.dtype})", gathered, 0),
         Part("gradients being reduced", reduced, 0),
         Part(f"activations kept of {tokens:,} tokens", kept, 0, fewer if cfg.recompute else "--recompute 1"),
         Part("activations and their gradients in one block", again, 0, fewer),
@@ -192,10 +195,11 @@ def of_update(cfg: Config, model: Any, gpus: int) -> tuple[str, list[Part]]:
 
 def of_torch_engine(cfg: Config, model: Any) -> list[Part]:
     # Remaining rows are copied before the old cache is freed.
-    cache = 2 * kv_bytes(model.config) * (cfg.max_prompt + cfg.max_response) * cfg.max_rows
+    size = getattr(torch, cfg.dtype).itemsize
+    cache = 2 * kv_bytes(model.config, size) * (cfg.max_prompt + cfg.max_response) * cfg.max_rows
     logits = 3 * 4 * len(model.get_output_embeddings().weight) * cfg.max_rows
     return [
-        Part("torch engine (weights)", 2 * parameters(model), 2 * parameters(model), "--engine vllm"),
+        Part("torch engine (weights)", size * parameters(model), size * parameters(model), "--engine vllm"),
         Part(f"torch engine (KV cache of {cfg.max_rows} rows, twice)", 0, cache, "a smaller --max_rows"),
         Part("torch engine (logits)", 0, logits, "a smaller --max_rows"),
     ]
@@ -209,9 +213,10 @@ def add_vllm(fit: Fit, cfg: Config, model: Any, gpus: int, share: float) -> None
     """
     V, H = model.get_output_embeddings().weight.shape
     widest = max(len(p) for block in blocks(model) for p in block.parameters() if p.ndim == 2)
-    served, graphs = 2 * parameters(model), GRAPHS * len(blocks(model))
+    size = getattr(torch, cfg.dtype).itemsize
+    served, graphs = size * parameters(model), GRAPHS * len(blocks(model))
     work = max(
-        2 * (2 * H + 3 * widest) * MAX_BATCHED_TOKENS,  # residual, hidden states, gate and up, their product
+        size * (2 * H + 3 * widest) * MAX_BATCHED_TOKENS,  # residual, hidden states, gate and up, their product
         SAMPLER * 4 * V * MAX_SEQS,
     )
     room = max(0, share - served - work - graphs)
@@ -221,7 +226,7 @@ def add_vllm(fit: Fit, cfg: Config, model: Any, gpus: int, share: float) -> None
         Part("vLLM (KV cache)", 0, room, "a smaller --vllm_memory"),
         Part("vLLM (CUDA graphs, an allowance; also while asleep)", graphs, graphs),
     ]
-    kv, row = kv_bytes(model.config), cfg.max_prompt + cfg.max_response  # the longest row
+    kv, row = kv_bytes(model.config, size), cfg.max_prompt + cfg.max_response  # the longest row
     fit.kv_tokens = room / kv
     if room < kv * row:
         fit.starved = (
@@ -291,13 +296,15 @@ def attention_of_shapes(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, None]:
     """Returns the shapes of models.model.packed_attention on a GPU; SDPA on meta would save matrices (T, T)."""
+    if query.dtype == torch.float32:  # as there, for a kernel that takes no fewer heads
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     out = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True)[0]
     return torch.cat([out], dim=2).transpose(1, 2), None
 
 
-def kv_bytes(config: Any) -> int:
-    """Returns the bytes of one token's keys and values, in bfloat16."""
+def kv_bytes(config: Any, size: int = 2) -> int:
+    """Returns the bytes of one token's keys and values, of `size` bytes each."""
     config = config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(2 * 2 * config.num_hidden_layers * heads * dim)
+    return int(2 * size * config.num_hidden_layers * heads * dim)

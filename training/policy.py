@@ -353,7 +353,7 @@ class Policy:
     @on_all_ranks(of_rank_0)
     def reset(self) -> None:
         """Restores the first policy, for evaluation alone: the optimizer keeps its moments."""
-        fill(self.learner.model, first_policy(self.cfg, self.ranks), choose_dither_seed(self.cfg, self.ranks))
+        fill(self.learner.model, first_policy(self.cfg, self.ranks))  # what is computed is the same without dither
         self.synced = self.shared
 
     def describe(self) -> str:

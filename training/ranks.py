@@ -22,6 +22,9 @@ from plumbing.outside import printable
 from plumbing.stop import Stopped
 
 WEEK = datetime.timedelta(weeks=1)
+# Micro-batches of many sizes would leave holes; vLLM turns it off around its own memory. CUDA reads it when it is first
+# used, as for a GPU's capability.
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 class Ranks:
@@ -45,8 +48,6 @@ class Ranks:
             if local >= count:
                 raise Fault(f"{local + 1} processes on a machine with {count} GPUs: lower --nproc_per_node")
             torch.cuda.set_device(local)
-            # Micro-batches of many sizes would leave holes; vLLM turns it off around its own memory.
-            os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
             # cuDNN's attention, which torch prefers on Hopper, builds a plan of tens of ms for every new shape.
             torch.backends.cuda.enable_cudnn_sdp(False)
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"

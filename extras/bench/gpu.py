@@ -1,4 +1,5 @@
-"""Does it work on this GPU? Ten parts in at most 22 minutes (`make gpu`): a line for each, JSON last.
+"""Does it work on this GPU? Ten parts in at most 22 minutes (`make gpu`): a line for each, then rows for the table of
+reported runs in docs/gpus.md, JSON last.
 
 `--only card`, `--only run` and `--only engine` take at most nine minutes each:
 
@@ -36,6 +37,7 @@ from pathlib import Path
 
 from extras.bench.harness import ROOT, kill_tree, parser_of, timed
 from plumbing.faults import Fault, one_line
+from plumbing.versions import commit
 
 OFFLINE = {
     "HF_HUB_OFFLINE": "1",
@@ -218,7 +220,16 @@ def probe(env: dict[str, str]) -> dict:
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         done = subprocess.run(query, capture_output=True, text=True, timeout=30)
         machine["driver"] = done.stdout.split("\n")[0].strip()
-    return machine | {"date": datetime.date.today().isoformat()}
+    return machine | {"date": datetime.date.today().isoformat(), "commit": commit()}
+
+
+def report(machine: dict, row: dict) -> str:
+    """Returns a part's row of the table "Reported runs" in docs/gpus.md."""
+    card = f"{machine.get('cards', 0)} x {machine['card'] or 'no card'}"
+    versions = f"torch {machine['torch']}, vllm {machine['vllm']}"
+    minutes, result = f"{row['seconds'] / 60:.1f}", f"{row['status']}: {row['line']}".replace("|", "/")
+    cells = (card, machine.get("driver", ""), versions, machine["commit"], row["name"], minutes, result, "@you")
+    return f"| {' | '.join(cells)} |"
 
 
 def main() -> int:
@@ -244,6 +255,7 @@ def main() -> int:
             where = f" ({row['log']})" if row["status"] == "FAIL" else ""
             print(f"{row['status']} {part.name:8} {row['seconds']:4.0f} s  {row['line']}{where}", flush=True)
             rows.append(row)
+    print(*(report(machine, row) for row in rows if row["status"] != "SKIP"), sep="\n")
     result = {"machine": machine, "parts": rows}
     (out / "gpu.json").write_text(json.dumps(result, indent=1))
     print(json.dumps(result))

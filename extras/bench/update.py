@@ -26,9 +26,10 @@ from torch.distributed.tensor import DTensor
 from transformers import Qwen2Config
 
 from config import Config
+from engines.choose import dtype_of
 from extras.bench.harness import parser_of, timed
 from grpo import Learner, minibatches
-from models.flash import OWN, choose
+from models.flash import choose
 from models.model import shard, skeleton, weights
 from models.packing import micro_batches
 from plumbing.faults import Fault, one_line
@@ -109,8 +110,8 @@ def wait(work: Callable[[], Any]) -> Any:
 def measure(args: argparse.Namespace) -> dict:
     """Returns the figures; prints a line for each step. Needs a process group."""
     cuda = args.device == "cuda"
-    micro, dtype = (Config.micro_tokens, "bfloat16") if cuda else (800, "float32")
-    cfg = Config(micro_tokens=micro, mini=args.trajectories // 10, T=args.steps + 1)
+    micro, dtype = (Config.micro_tokens, dtype_of(Config(), "cuda")) if cuda else (800, "float32")
+    cfg = Config(dtype=dtype, micro_tokens=micro, mini=args.trajectories // 10, T=args.steps + 1)
     config, estimated = fit_layers(cfg, cuda)
     compute = getattr(torch, dtype)
     model = build(config, args.device, torch.float32, compute=compute)
@@ -141,7 +142,8 @@ def measure(args: argparse.Namespace) -> dict:
             raise Fault(f"the gradient's norm is {row['grad_norm']}")
         rows.append(row)
     _, gather_s = timed(lambda: wait(lambda: sum(w.to(compute).nbytes for _, w in weights(model))))
-    x = {"layers": config.num_hidden_layers, "parameters": parameters, "attention": choose(config) if cuda else OWN}
+    x = {"layers": config.num_hidden_layers, "parameters": parameters}
+    x["attention"] = choose(config) if dtype == "bfloat16" else "SDPA"
     x |= {key: statistics.median(row[key] for row in rows[1:]) for key in ("tokens_per_s", "mfu")}
     x |= {key: max(row[key] for row in rows) for key in ("peak_gb", "logp_gap")}
     x |= {"estimate_gb": estimated / 1e9, "gather_s": gather_s, "rows": rows}

@@ -1,16 +1,18 @@
 """Trains a preset's policy at full size on fake CUDA tensors, and prints as JSON what happened. Needs no card.
 
-    python tests/fake_cuda/run.py GUARD RANKS --model PRESET [other flags of inspo.py]
+    python tests/fake_cuda/run.py GUARD RANKS CAPABILITY --model PRESET [other flags of inspo.py]
 
 A fake tensor has shape, dtype and device, but no values: FakeTensorMode works these out for every operation, and a fake
 process group answers for the other ranks. Policy and Learner are the real ones, from their construction and a resume to
-an update and a save; what would need a hub, a card's own kernels or a disk is replaced. GUARD is guard.cpp, compiled.
+an update and a save; what would need a hub, a card's own kernels or a disk is replaced. GUARD is guard.cpp, compiled;
+CAPABILITY is the card's, as 9.0.
 """
 
 import collections
 import contextlib
 import ctypes
 import json
+import re
 import sys
 import traceback
 import weakref
@@ -26,6 +28,7 @@ sys.path.insert(0, str(HERE))
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
 from liger_kernel.ops import rms_norm, rope, swiglu  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
@@ -38,6 +41,7 @@ import config  # noqa: E402
 import grpo  # noqa: E402
 import inspo  # noqa: E402
 import training.policy as policy  # noqa: E402
+from engines import choose  # noqa: E402
 from engines.torch_engine import RowCache, TorchEngine  # noqa: E402
 from grpo import Learner  # noqa: E402
 from kernels import rows_triton  # noqa: E402
@@ -65,6 +69,7 @@ class Tracker(TorchDispatchMode):
         self.now = 0
         self.peak = collections.Counter()  # bytes by phase
         self.products = collections.Counter()  # multiplications by (device, dtype of the factors)
+        self.attention = set()  # operations
         self.batches = collections.Counter()  # micro-batches by phase
         self.syncs = collections.Counter()  # by (phase, kind, line of ours)
         self.left = 0  # bytes that went from the card to the CPU
@@ -100,6 +105,7 @@ class Tracker(TorchDispatchMode):
             factor = args["add" in name]
             self.products[f"{factor.device.type} {factor.dtype}"] += outputs[0].numel() * factor.shape[-1]
         elif "attn" in name or "attention" in name:
+            self.attention.add(name)
             self.products[f"{args[0].device.type} {args[0].dtype}"] += args[0].numel()
         for x in outputs:
             self.note(x.untyped_storage(), x)
@@ -187,9 +193,10 @@ def pin(x):
     return x
 
 
-def pretend(ranks):
+def pretend(ranks, capability):
     """Replaces what only a card has: torch.cuda's calls into the driver, and the Triton kernels."""
-    card = SimpleNamespace(multi_processor_count=132, major=9, minor=0, total_memory=80 * 10**9, name="fake")
+    major, minor = map(int, capability.split("."))
+    card = SimpleNamespace(multi_processor_count=132, major=major, minor=minor, total_memory=80 * 10**9, name="fake")
     calls = dict(
         current_device=lambda: 0, _exchange_device=lambda k: 0, _maybe_exchange_device=lambda k: 0,
         device_count=lambda: ranks, get_device_properties=lambda *_: card, current_stream=lambda *_: Nothing(),
@@ -197,13 +204,21 @@ def pretend(ranks):
     )  # fmt: skip
     for name, call in calls.items():
         setattr(torch.cuda, name, call)
-    torch.Tensor.pin_memory = pin
+    torch.Tensor.pin_memory, F.scaled_dot_product_attention = pin, sdpa
     torch.Generator = lambda device="cpu", generator=torch.Generator: generator()
     FakeTensor.numpy, FakeTensor.tolist = read, lambda x: read(x).tolist()
     for module in (rows_triton, rms_norm, rope, swiglu):
         for name, value in vars(module).items():
             if hasattr(value, "run") and hasattr(value, "warmup"):  # a kernel, jitted
                 setattr(module, name, Nothing())
+
+
+def sdpa(q, k, v, mask=None, is_causal=False, scale=None, enable_gqa=False, math=F.scaled_dot_product_attention):
+    """Computes float32 as CUDA does: where heads share keys, by matrices (T, T)."""
+    if q.shape[1] != k.shape[1]:
+        return math(q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    return efficient(q, k, v, mask, True, 0.0, is_causal, scale=scale)[0]
 
 
 def policy_of(cfg, ranks):
@@ -220,12 +235,12 @@ def policy_of(cfg, ranks):
     policy.checkpoint.stage = lambda state: state  # a fake tensor may not leave its thread, and is not written
     policy.checkpoint.save = lambda *args, **kwargs: {}
     policy.checkpoint.load = lambda *args, **kwargs: None
-    policy.vllm = lambda *args: Nothing()
+    policy.vllm = policy.plain_torch = lambda *args: Nothing()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    group = SimpleNamespace(rank=0, size=ranks, device="cuda", dtype="bfloat16", grouped=True, saves=None)
+    group = SimpleNamespace(rank=0, size=ranks, device="cuda", dtype=cfg.dtype, grouped=True, saves=None)
     group.gather, group.thread = lambda answer, _=None: [answer], lambda: ThreadPoolExecutor(1)
     group.broadcast = lambda message: message
-    return inspo.make_policy(replace(cfg, engine="vllm"), group, SimpleNamespace(tools=[], format=Tags), Watched)
+    return inspo.make_policy(cfg, group, SimpleNamespace(tools=[], format=Tags), Watched)
 
 
 def outside(function):
@@ -252,13 +267,14 @@ def dtypes(tensors):
     return sorted({str(x.dtype).removeprefix("torch.") for x in tensors})
 
 
+@torch.no_grad()
 def sample(cfg):
-    """Computes one token of two rows in the torch engine, whose weights are as a run of --dtype has them."""
+    """Computes one token of two rows in the torch engine; returns the dtype of the hidden states."""
     engine = TorchEngine.__new__(TorchEngine)
     model = outside(skeleton)(shapes(cfg.model), getattr(torch, cfg.dtype))
     engine.model, engine.device = model.to_empty(device="cuda"), torch.device("cuda")
     zeros = torch.zeros(2, 1, dtype=torch.long, device="cuda")
-    return engine._forward(RowCache(), zeros, zeros)
+    return str(engine._forward(RowCache(), zeros, zeros).dtype)
 
 
 FAKE, TRACKER = FakeTensorMode(allow_non_fake_inputs=True), Tracker()
@@ -266,17 +282,13 @@ FAKE, TRACKER = FakeTensorMode(allow_non_fake_inputs=True), Tracker()
 
 def main():
     ranks = int(sys.argv[2])
-    cfg = config.parse(sys.argv[3:])
-    if cfg.engine == "torch":
-        pretend(ranks)
-        with FAKE, TRACKER, torch.no_grad():
-            hidden = sample(cfg)
-        print(json.dumps({"hidden": str(hidden.dtype), "products": TRACKER.products}))
-        return
-    cfg, fit = with_room(cfg, shapes(cfg.model), "vllm", ranks, config.CARDS[cfg.dry_run.partition("x")[2]])
+    cfg = config.parse(sys.argv[4:])
+    pretend(ranks, sys.argv[3])
+    choose.vllm_installed, choose.check_vllm = lambda: True, lambda: None
+    cfg = replace(cfg, dtype=choose.dtype_of(cfg, "cuda"), engine=choose.choose_engine(cfg, "cuda")[0])
+    cfg, fit = with_room(cfg, shapes(cfg.model), cfg.engine, ranks, config.CARDS[cfg.dry_run.partition("x")[2]])
     full = 2 * ranks * (cfg.micro_tokens // PAIR)  # trajectories in one full micro-batch of every rank
     cfg = replace(cfg, G=2, mini=full)  # two of these in a mini-batch
-    pretend(ranks)
     with FAKE, TRACKER, torch.autograd.set_multithreading_enabled(False):
         trained = policy_of(cfg, ranks)
         with phase("resume"):
@@ -296,13 +308,16 @@ def main():
             "trained": dtypes(weights),
             "frozen": dtypes(frozen),
             "optimizer": dtypes(states),
+            "engine": cfg.engine,
+            "attention": sorted(TRACKER.attention),
+            "hidden": sample(cfg),
             "products": TRACKER.products,
             "bytes to the CPU a token": TRACKER.left / (len(taus) / 2 * PAIR / ranks),
             "recompute": cfg.recompute,
             "batches": TRACKER.batches,
             "syncs": [[*key, n] for key, n in TRACKER.syncs.most_common()],
             "peak": TRACKER.peak,
-            "estimate": sum(part.update for part in fit.parts if "CUDA graphs" not in part.name),
+            "estimate": sum(part.update for part in fit.parts if not re.match("vLLM|torch engine", part.name)),
         }))  # fmt: skip
 
 

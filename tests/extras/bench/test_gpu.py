@@ -92,6 +92,14 @@ def test_the_line_of_a_script_has_its_numbers():
     assert gpu.last_json(log, True)["attention"] == "FA3" and gpu.last_json("it died", True)["missed"] == ["result"]
 
 
+def test_a_part_is_a_row_of_the_table_of_reported_runs():
+    machine = {"card": "T4", "cards": 1, "driver": "580", "torch": "2.13.0", "vllm": "not installed", "commit": "ab1+"}
+    row = gpu.report(machine, {"name": "world", "seconds": 90.0, "status": "PASS", "line": "0.1 | 2"})
+    assert row == "| 1 x T4 | 580 | torch 2.13.0, vllm not installed | ab1+ | world | 1.5 | PASS: 0.1 / 2 | @you |"
+    header = next(line for line in (ROOT / "docs" / "gpus.md").read_text().splitlines() if line.startswith("| card |"))
+    assert header.count("|") == row.count("|")
+
+
 def test_a_part_that_misses_a_goal_fails(tmp_path):
     for missed, status in (([], "PASS"), (["the goal"], "FAIL")):
         code = f"import json; print(json.dumps({{'line': '7 ms', 'missed': {missed}}}))"
