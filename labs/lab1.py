@@ -96,7 +96,6 @@ def check_weight(weight):
 @app.cell(hide_code=True)
 def _():
     right_weight = desk.verdict(check_weight, weight)
-    right_weight
     return (right_weight,)
 
 
@@ -143,7 +142,6 @@ def check_probabilities(probabilities):
 @app.cell(hide_code=True)
 def _():
     right_probabilities = desk.verdict(check_probabilities, probabilities)
-    right_probabilities
     return (right_probabilities,)
 
 

@@ -82,7 +82,6 @@ def check_advantages(advantages):
 @app.cell(hide_code=True)
 def _():
     right_advantages = desk.verdict(check_advantages, advantages)
-    right_advantages
     return (right_advantages,)
 
 
@@ -118,7 +117,6 @@ def check_useful(useful):
 @app.cell(hide_code=True)
 def _():
     right_useful = desk.verdict(check_useful, useful)
-    right_useful
     return (right_useful,)
 
 
@@ -155,7 +153,6 @@ def check_of_a_success(of_a_success):
 @app.cell(hide_code=True)
 def _():
     right_success = desk.verdict(check_of_a_success, of_a_success)
-    right_success
     return (right_success,)
 
 

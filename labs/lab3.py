@@ -76,7 +76,6 @@ def check_surrogate(surrogate):
 @app.cell(hide_code=True)
 def _():
     right_surrogate = desk.verdict(check_surrogate, surrogate)
-    right_surrogate
     return (right_surrogate,)
 
 
@@ -125,7 +124,6 @@ def check_k3(k3):
 @app.cell(hide_code=True)
 def _():
     right_k3 = desk.verdict(check_k3, k3)
-    right_k3
     return (right_k3,)
 
 
@@ -163,7 +161,6 @@ def check_average(average):
 @app.cell(hide_code=True)
 def _():
     right_average = desk.verdict(check_average, average)
-    right_average
     return (right_average,)
 
 
@@ -221,7 +218,6 @@ def check_gradient(gradient):
 @app.cell(hide_code=True)
 def _():
     right_gradient = desk.verdict(check_gradient, gradient)
-    right_gradient
     return (right_gradient,)
 
 

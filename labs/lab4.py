@@ -101,7 +101,6 @@ def check_again(again):
 @app.cell(hide_code=True)
 def _():
     right_again = desk.verdict(check_again, again)
-    right_again
     return (right_again,)
 
 
@@ -128,7 +127,6 @@ def check_first_difference(first_difference):
 @app.cell(hide_code=True)
 def _():
     right_difference = desk.verdict(check_first_difference, first_difference)
-    right_difference
     return (right_difference,)
 
 
@@ -168,7 +166,6 @@ def check_rho(rho):
 @app.cell(hide_code=True)
 def _():
     right_rho = desk.verdict(check_rho, rho)
-    right_rho
     return (right_rho,)
 
 

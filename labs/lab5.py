@@ -90,7 +90,6 @@ def check_survivors(survivors):
 @app.cell(hide_code=True)
 def _():
     right_survivors = desk.verdict(check_survivors, survivors)
-    right_survivors
     return (right_survivors,)
 
 
@@ -140,7 +139,6 @@ def check_drop_probability(drop_probability):
 @app.cell(hide_code=True)
 def _():
     right_drop = desk.verdict(check_drop_probability, drop_probability)
-    right_drop
     return (right_drop,)
 
 
@@ -172,7 +170,6 @@ def check_rewards_needed(rewards_needed):
 @app.cell(hide_code=True)
 def _(right_drop):
     right_needed = desk.verdict(check_rewards_needed, rewards_needed, right_drop)
-    right_needed
     return (right_needed,)
 
 

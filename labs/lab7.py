@@ -115,7 +115,6 @@ def check_flags(flags):
 @app.cell(hide_code=True)
 def _():
     right_flags = desk.verdict(check_flags, flags)
-    right_flags
     return (right_flags,)
 
 
@@ -166,7 +165,6 @@ def check_shuffled(shuffled):
 @app.cell(hide_code=True)
 def _():
     right_shuffled = desk.verdict(check_shuffled, shuffled)
-    right_shuffled
     return (right_shuffled,)
 
 
@@ -202,7 +200,6 @@ def check_unmasked(unmasked):
 @app.cell(hide_code=True)
 def _():
     right_unmasked = desk.verdict(check_unmasked, unmasked)
-    right_unmasked
     return (right_unmasked,)
 
 
