@@ -10,7 +10,6 @@ tag. The ids are those that a rollout of these texts has, and the EOS after a la
 
 if not __package__:
     import root  # noqa: F401
-from plumbing import stop  # noqa: F401  # isort: skip  (first: from here on a Ctrl-C is one line)
 import dataclasses
 import json
 import os
