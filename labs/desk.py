@@ -72,9 +72,9 @@ def examine(check: Callable[[Callable], str], f: Callable, *before: Verdict) -> 
 def judge(case: str, got: Any, want: Any, *mistakes: tuple[Any, str]) -> str:
     """Returns "" if a result is the right one, else the sentence of the mistake, (its result, sentence), that gives it.
 
-    A result that no mistake explains is printed beside the right one; `case` says of which arguments it is.
+    A result that no mistake explains is printed next to the right one; `case` says of which arguments it is.
     """
-    for result, says in ((want, ""), *mistakes):
+    for result, says in ((want, ""), *mistakes, (np.negative(want), f"{case} it has the wrong sign.")):
         if np.shape(got) == np.shape(result) and np.allclose(got, result, atol=1e-5, equal_nan=True):
             return says
     return f"{case} it returns {np.round(got, 3)}, not {np.round(want, 3)}."

@@ -111,7 +111,7 @@ def check_useful(useful):
         (0.3**5 + 0.7**5, "that is the probability of a group of equals; a useful one is the opposite."),
         (5 * 0.3 * 0.7**4, "it counts groups with exactly one right answer; two or three of five are useful, too."),
     )
-    return says or desk.judge("with p = 1 no group is useful:", useful(1.0, 5), 0.0)
+    return says or desk.judge("for p = 0.4 and G = 3", useful(0.4, 3), 1 - 0.4**3 - 0.6**3)
 
 
 @app.cell(hide_code=True)

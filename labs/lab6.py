@@ -167,7 +167,7 @@ def propose(instruction, counts, n):
 @app.function(hide_code=True)
 def check_propose(propose):
     cfg = play.config()
-    parent = play.read_first(cfg)
+    parent = play.LibraryQA(cfg).instruction
     got = propose(parent, {"entity": 9, "exact": 5, "state": 2}, 4)
     if isinstance(got, str) or not all(isinstance(text, str) for text in got):
         return "it has to return a list of texts."
