@@ -118,7 +118,7 @@ class Population:
         self.ids = list(state["active"])
 
 
-def mean_rewards(taus: Iterable[Trajectory]) -> dict[int, float]:
+def mean_rewards(taus: Iterable[Trajectory | Experience]) -> dict[int, float]:
     """Returns r_bar by instruction id, over all trajectories of that instruction."""
     rewards: dict[int, list[float]] = {}
     for tau in taus:

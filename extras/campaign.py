@@ -1,4 +1,4 @@
-"""Whose gain is it? INSPO beside its controls, several seeds each: rows, a table, a figure.
+"""Whose gain is it? INSPO and its controls, several seeds each: rows, a table, a figure.
 
     make default                                   # the embedded world: 15 runs of about 4 minutes on one thread
     make default ARGS="--seeds 0 --runs runs/controls --results runs/controls"        # one seed of it
@@ -14,7 +14,6 @@ import os
 import platform
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -25,6 +24,7 @@ import numpy as np
 
 from config import HERE
 from evaluation.statistics import adjust, between_seeds, over_seeds
+from extras.bench.harness import train_command
 from plumbing.faults import Fault, one_line
 from plumbing.files import read_jsonl
 from plumbing.outside import decoded
@@ -64,14 +64,11 @@ def play(campaign: Campaign, arm: str, seed: int, extra: str, runs: Path) -> Row
     """Runs an arm with a seed, or resumes it, and returns its row; `extra` flags are added to the campaign's."""
     out, flags = runs / f"{arm}-seed{seed}", flags_of(campaign, arm, extra)
     runs.mkdir(parents=True, exist_ok=True)
-    argv = ["inspo.py", *campaign.flags.split(), *flags.split(), "--seed", str(seed)]
-    argv += ["--out", str(out)]
-    if (out / "config.json").exists():
-        argv.append("--resume")
     if not (out / "summary.json").exists():
+        command = train_command(out, 1, [*campaign.flags.split(), *flags.split(), "--seed", str(seed)])
         env = os.environ | {"OMP_NUM_THREADS": str(campaign.threads)}
         with open(f"{out}.log", "a") as log:
-            code = subprocess.call([sys.executable, *argv], cwd=HERE, env=env, stdout=log, stderr=log)
+            code = subprocess.call(command, cwd=HERE, env=env, stdout=log, stderr=log)
         if code:
             raise Fault(f"{arm}, seed {seed}: inspo.py ended with {code}; see {out}.log")
     return {"arm": arm, "seed": seed, "flags": flags, **row_of(out)}
@@ -82,7 +79,7 @@ def flags_of(campaign: Campaign, arm: str, extra: str) -> str:
 
 
 def row_of(out: Path) -> Row:
-    """Returns what a finished run leaves: enough for table and figure.
+    """Reads what a finished run leaves: enough for table and figure.
 
     `evals`: [step, EM under the best instruction].
     """
@@ -101,14 +98,13 @@ def row_of(out: Path) -> Row:
 
 
 def machine() -> str:
-    """Returns the processor and how many cores this process may use."""
     info = Path("/proc/cpuinfo")
     name = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
     return f"{os.cpu_count()} cores of {name[1] if name else platform.machine()}"
 
 
 def table(campaign: Campaign, rows: Sequence[Row]) -> str:
-    """Returns a line for each arm; intervals are over seeds, by Student's t, differences by Welch's.
+    """Lists the arms, a line for each; intervals are over seeds, by Student's t, differences by Welch's.
 
     "would have shown": the true difference that the test finds at 5 % in 80 % of the cases.
     """
@@ -127,12 +123,12 @@ def table(campaign: Campaign, rows: Sequence[Row]) -> str:
 
 
 def smooth(y: Sequence[float], n: int = 5) -> list[tuple[int, float]]:
-    """Returns (step, mean of the last `n` values)."""
+    """Averages the last `n` values at each step: (step, mean)."""
     return [(k, float(np.mean(y[max(0, k - n) : k]))) for k in range(1, len(y) + 1)]
 
 
 def make_panels(n: int, **how: Any) -> tuple[Any, Any]:
-    """Returns a figure for a file, and its n axes, which share a row."""
+    """Makes a figure for a file, with n axes in a row."""
     import matplotlib
 
     matplotlib.use("Agg")

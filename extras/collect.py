@@ -14,6 +14,7 @@ if not __package__:
     import root  # noqa: F401
 from plumbing import stop  # isort: skip  (first: from here on a Ctrl-C is one line)
 import argparse
+import contextlib
 import dataclasses
 import gzip
 import json
@@ -24,7 +25,7 @@ from typing import Any
 from config import Config, read_config
 from engines.chat_engine import Words
 from evaluation.agents import PLAYED, SERVED, Method, Subject, agent, instruction_of, subject
-from extras.cold_start import conversation, until_it_ends
+from extras.cold_start import conversation, cut_at_stop
 from plumbing.faults import Fault, one_line
 from plumbing.files import read_jsonl
 from plumbing.outside import as_data, control
@@ -38,14 +39,13 @@ Played = tuple[Task, str, Question, Row]  # with its instruction, and what Traje
 
 
 def row_of(task: Task, instruction: str, q: Question, played: Row) -> Row:
-    """Returns the conversation of a trajectory: its prompt, its turns as far as they count, and what was shown."""
+    """Writes a trajectory as a conversation: its prompt, its turns as far as they count, and what was shown."""
     # Control tokens are the business of whoever reads the row.
     form, words, tags = task.format, Words(), task.format.words(task.tools)
-    asked = dataclasses.replace(q, text=as_data(q.text, control(words, tags)))
-    messages = form.messages(task, instruction, asked)
+    messages = form.messages(task, instruction, dataclasses.replace(q, text=as_data(q.text, control(words, tags))))
     tools = {tool.tag: tool for tool in task.tools}
     for turn in played["turns"]:
-        messages.append({"role": "assistant", "content": until_it_ends(turn["text"], task)})
+        messages.append({"role": "assistant", "content": cut_at_stop(turn["text"], task)})
         if turn["result"] is not None:
             tool = tools[turn["tool"]]
             pattern = control(words, (*form.results([tool]), *tags))
@@ -58,12 +58,11 @@ def row_of(task: Task, instruction: str, q: Question, played: Row) -> Row:
 
 
 def possible(row: Row, task: Task) -> bool:
-    """Returns whether a rollout could have this row: an endpoint may write on behind its call."""
-    try:
+    """Whether a rollout could have this row: an endpoint may continue after its call."""
+    with contextlib.suppress(ValueError):
         _, turns = conversation(row, task)
-    except ValueError:
-        return False
-    return turns[-1].result is not None or not turns[-1].tool
+        return turns[-1].result is not None or not turns[-1].tool
+    return False
 
 
 def read(run: Path, args: argparse.Namespace) -> Iterator[Played]:
@@ -77,19 +76,19 @@ def read(run: Path, args: argparse.Namespace) -> Iterator[Played]:
                 yield task, texts[played["instruction"]], questions[played["question"]], played
 
 
-def play(args: argparse.Namespace, known: set[tuple[str, str]]) -> Iterator[Played]:
-    """Yields what WHAT plays of the training questions, without those that are `known` under its instruction."""
+def play(args: argparse.Namespace, done: set[tuple[str, str]]) -> Iterator[Played]:
+    """Yields what WHAT plays of the training questions, without those that are `done` under its instruction."""
     chosen = subject(args.what, args.served_model)
     task = load_task(chosen.configured(args, KNOBS))
     instruction = instruction_of(chosen, task, Method(), args.instruction)
-    asked = take_subset(task.questions("train"), args.n, args.seed)
-    left = [q for q in asked if (instruction, q.id) not in known]
+    chunk = take_subset(task.questions("train"), args.n, args.seed)
+    left = [q for q in chunk if (instruction, q.id) not in done]
     with agent(chosen, task, instruction, args.temperature, args.seed) as player:
         print(player.tools or f"task: {task.cfg.task}", flush=True)
         for first in range(0, len(left), CHUNK):
-            some = left[first : first + CHUNK]
-            seed = int(rng_of(args.seed, len(known), some[0].id).integers(2**31))
-            taus = dataclasses.replace(player, seed=seed).play(some)
+            chunk = left[first : first + CHUNK]
+            seed = int(rng_of(args.seed, len(done), chunk[0].id).integers(2**31))
+            taus = dataclasses.replace(player, seed=seed).play(chunk)
             reward(task, taus)
             yield from ((task, instruction, tau.question, tau.record()) for tau in taus)
 
@@ -112,24 +111,24 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.add_argument(f"--{name}", type=knobs[name].type, help=knobs[name].metadata["doc"].replace("%", "%%"))
     args = parser.parse_args(argv)
     with one_line("extras/collect.py"), stop.listening(), stop.may_stop():
-        there: list[Any] = [row for _, row in read_json_lines(args.out)] if args.out.is_file() else []
-        known = {(row["instruction"], row["id"]) for row in there}
+        rows: Any = read_json_lines(args.out) if args.out.is_file() else ()
+        done = {(row["instruction"], row["id"]) for _, row in rows}
         is_run = (Path(args.what) / "trajectories").is_dir()
         new = left_out = 0
-        for task, instruction, q, played in read(Path(args.what), args) if is_run else play(args, known):
+        for task, instruction, q, played in read(Path(args.what), args) if is_run else play(args, done):
             row = row_of(task, instruction, q, played)
             good = played["reward"] >= (task.best_reward if args.least is None else args.least)
             whole = played["stop"] in ("answer", "over") and not played["invalid"] and possible(row, task)
-            if (instruction, q.id) in known or not good or not whole:
+            if (instruction, q.id) in done or not good or not whole:
                 left_out += 1
                 continue
             with open(args.out, "a") as file:
                 file.write(json.dumps(row) + "\n")
-            known.add((instruction, q.id))
+            done.add((instruction, q.id))
             new += 1
-        if not known:
+        if not done:
             raise Fault(f"nothing to demonstrate in {left_out:,} trajectories; try another --least, or another model")
-        print(f"{args.out}: {len(known):,} rows, {new:,} of them new; {left_out:,} trajectories left out")
+        print(f"{args.out}: {len(done):,} rows, {new:,} of them new; {left_out:,} trajectories left out")
 
 
 if __name__ == "__main__":

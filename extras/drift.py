@@ -42,7 +42,7 @@ SKILL = np.mean([row["curves"]["skill"] for row in ROWS if row["arm"] == "online
 
 
 def points(told: set[int], right: np.ndarray, d: float) -> np.ndarray:
-    """Returns what each line of n forms pays, (n, 25). `right` (n, 25): whether its unit would be the right one."""
+    """Scores each line of n forms, (n, 25). `right` (n, 25): whether its unit would be the right one."""
     filled = np.array([(line in told) == (line < OPTIONAL) for line in range(LINES)])
     right = right & (max(told, default=0) < LINES)
     signed = 2.0 * right - 1
@@ -61,7 +61,7 @@ def reward(paid: np.ndarray) -> np.ndarray:
 
 
 def worth(text: str, d: float) -> float:
-    """Returns the reward of a trained policy, which knows the unit, under an instruction."""
+    """The reward of a trained policy, which knows the unit, under an instruction."""
     return float(reward(points(clauses(text), np.ones((1, LINES), bool), d))[0])
 
 
@@ -70,13 +70,12 @@ def clauses(text: str) -> set[int]:
 
 
 def revise(rng: np.random.Generator, text: str, lost: list[int], idle: list[int], edits: int) -> str:
-    """Returns the instruction with some clauses switched: 60 % on lines that lost points or paid nothing, if known."""
+    """Switches some clauses of an instruction: 60 % on lines that lost points or paid nothing, if there are any."""
     told = clauses(text)
     for _ in range(edits):
-        seen = lost if lost and (not idle or rng.random() < 0.6) else idle
-        aimed = seen and rng.random() < 0.6
-        clause = seen[rng.integers(len(seen))] if aimed else int(rng.integers(CLAUSES))
-        told ^= {clause}
+        lines = lost if lost and (not idle or rng.random() < 0.6) else idle
+        aimed = lines and rng.random() < 0.6
+        told ^= {lines[rng.integers(len(lines))] if aimed else int(rng.integers(CLAUSES))}
     return " ".join(map(str, sorted(told)))
 
 
@@ -103,7 +102,7 @@ def evolve(
         if t % EVERY or t > EVERY * evolutions or parent.id not in paid or rng.random() < MISHAP:
             continue
         failures = paid[parent.id][np.argsort(reward(paid[parent.id]))[:4]]
-        lost, idle = ([], []) if blind else (np.where(seen)[1].tolist() for seen in (failures < 0, failures == 0))
+        lost, idle = ([], []) if blind else (np.where(x)[1].tolist() for x in (failures < 0, failures == 0))
         texts = {revise(rng, parent.text, lost, idle, int(rng.integers(1, 4))) for _ in range(N_P - 1)} - {parent.text}
         own = reward(play(parent.text, verify, s)).tolist()
         new = [Candidate(text, parent.id, reward(play(text, verify, s)).tolist(), own) for text in sorted(texts)]
@@ -124,16 +123,16 @@ TRAINING = {"before": 60, "after": 60, "after 25": 25}  # steps of training befo
 
 
 def published(arm: str, d: float) -> list[float]:
-    """Returns the final held-out rewards of the real runs, by world; [] where there are none."""
+    """The final held-out rewards of the real runs, by world; [] where there are none."""
     return [row["reward"] for row in ROWS if (row["arm"], row["drift"]) == (arm, d)]
 
 
-def draw(found: dict[tuple[str, float], list[tuple[float, int]]], path: Path) -> None:
+def draw(runs: dict[tuple[str, float], list[tuple[float, int]]], path: Path) -> None:
     """Draws the real runs, a dot a world, and the simulated mean and its 95 % interval of 12 runs."""
     fig, axes = make_panels(len(DRIFTS), figsize=(10, 3), sharey=True)
     for ax, d in zip(axes, DRIFTS, strict=True):
         for x, arm in enumerate(ARMS):
-            rewards, real = [r for r, _ in found[arm, d]], published(arm, d)
+            rewards, real = [r for r, _ in runs[arm, d]], published(arm, d)
             ax.plot([x + 0.15] * len(real), real, ".", color="C0", alpha=0.5, label=None if x else "12 real runs")
             half = 1.96 * np.std(rewards) / 12**0.5
             ax.errorbar(x - 0.15, np.mean(rewards), half, fmt="s", color="C3", label=None if x else "simulated")
@@ -150,18 +149,18 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--runs", type=int, default=40, help="simulated runs of an arm")
     parser.add_argument("--figure", type=Path, help="file to draw")
     args = parser.parse_args(argv)
-    found = {(arm, d): [evolve(k, d, **kw) for k in range(args.runs)] for arm, kw in ARMS.items() for d in DRIFTS}
+    runs = {(arm, d): [evolve(k, d, **kw) for k in range(args.runs)] for arm, kw in ARMS.items() for d in DRIFTS}
     print("reward at the end, simulated, 95 % (of 12 real runs)\n")
     print(f"{'':12}" + "".join(f"d = {d:<28g}" for d in DRIFTS) + "rollouts")
     for arm in ARMS:
         cells = []
         for d in DRIFTS:
             real = published(arm, d)
-            cells.append(f"{over_seeds([x for x, _ in found[arm, d]])}" + (f" ({np.mean(real):.3f})" if real else ""))
-        rollouts = TRAINING.get(arm, 0) * BATCH * G + np.mean([n for d in DRIFTS for _, n in found[arm, d]])
+            cells.append(f"{over_seeds([x for x, _ in runs[arm, d]])}" + (f" ({np.mean(real):.3f})" if real else ""))
+        rollouts = TRAINING.get(arm, 0) * BATCH * G + np.mean([n for d in DRIFTS for _, n in runs[arm, d]])
         print(f"{arm:12}" + "".join(f"{cell:32}" for cell in cells) + f"{rollouts:,.0f}")
     if args.figure:
-        draw(found, args.figure)
+        draw(runs, args.figure)
 
 
 if __name__ == "__main__":

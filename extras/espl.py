@@ -8,7 +8,6 @@ optimizer, ledger, resume and report are those of INSPO. docs/selection.md lists
 
 if not __package__:
     import root  # noqa: F401
-from plumbing import stop  # noqa: F401  # isort: skip  (first: from here on a Ctrl-C is one line)
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from config import Config, knob, parse
 from extras.objectives import ObjectiveConfig, ObjectiveLearner
 from inspo import Evolution, train
 from plumbing.faults import OptimizerDown
-from population import Array, Experience, Instruction, Population
+from population import Array, Experience, Instruction, Population, mean_rewards
 from reflect import format_examples, make_token_counter, normalize, shorten
 from tasks import Job, Question, Task, Trajectory, rng_of
 from training.policy import Policy
@@ -31,7 +30,6 @@ SKILL = trueskill.TrueSkill(mu=25, sigma=25 / 3, beta=25 / 6, tau=25 / 300, draw
 GROWTH = 1.0  # sigma that a child adds
 NEVER = 1_000_000  # more steps than any run has
 PRESET: dict[str, Any] = dict(N_P=100, K_e=1, T_e=NEVER, K_p=NEVER, D_B=0, objective="espl")
-Played = dict[int, dict[str, list[float]]]  # rewards by program and problem
 
 # Prompts in words of our own; an example has the form of App. E's.
 MUTATION = """An agent works by this instruction:
@@ -113,7 +111,7 @@ class Pool(Population):
         return super().join(text, parent, t, verified)
 
     def draw(self, rng: np.random.Generator, questions: Sequence[Question], G: int) -> list[Job]:
-        """Returns as many groups as there are questions, of the first of them: all under the same programs."""
+        """Makes as many groups as there are questions, of the first of them: all under the same programs."""
         recent = self.active[-RECENT:]
         k = min(self.rivals or RECENT, len(recent))
         others: list[int] = rng.choice(len(recent) - 1, k - 1, replace=False).tolist() if k > 1 else []
@@ -134,13 +132,13 @@ class Pool(Population):
         """Credits every program with its mean reward, and rates them by the problems that all of them played."""
         taus = list(taus)
         super().attribute(taus)
-        played = by_program(taus)
-        common = set.intersection(*(set(problems) for problems in played.values()))
-        if len(played) > 1 and common:
-            self.rate({j: mean(r for q in common for r in problems[q]) for j, problems in played.items()})
+        common = played_by_all((tau.instruction, tau.question.id) for tau in taus)
+        self.rate(mean_rewards(tau for tau in taus if tau.question.id in common))
 
     def rate(self, means: dict[int, float]) -> None:
         """Updates the ratings by the mean rewards of one batch; neighbours at most TIE apart are a draw."""
+        if len(means) < 2:
+            return
         order = sorted(means, key=lambda j: -means[j])
         ranks = [0]
         for j, after in zip(order, order[1:], strict=False):
@@ -200,8 +198,7 @@ class ESPL(FromOne):
         if t == cfg.T:  # no step would play what is new
             return
         step = [e for e in self.B.items if e.t == t]
-        played = by_program(step)
-        means = {j: mean(r for rewards in problems.values() for r in rewards) for j, problems in played.items()}
+        means = mean_rewards(step)
         best = max(means, key=lambda j: (means[j], j))
         self.t, self.used = t, {normalize(I.text) for I in P.active}
         children: list[tuple[str, list[int]]] = []
@@ -209,8 +206,8 @@ class ESPL(FromOne):
         shortfall = "no well-formed candidate" if tried else f"no question that #{best} got both right and wrong"
         try:
             crossed = rng_of(cfg.seed, t, "crossover").random() < cfg.crossover
-            if crossed and (found := mate(played, best)):
-                other, wins = found
+            if crossed and (pair := mate(step, best)):
+                other, wins = pair
                 texts = [[D[q].text for q in wins[j]] for j in (best, other)]
                 prompt = crossover_prompt(P.family[best].text, P.family[other].text, *texts)
                 golds = [gold for j in (best, other) for q in wins[j] for gold in D[q].golds]
@@ -226,12 +223,12 @@ class ESPL(FromOne):
         joined = [P.bear(text, parents, t) for text, parents in children]
         P.forget(cfg.N_P, t)
         mu, sigma = P.ratings[best]
-        says = f"{len(joined)} joined" if joined else f"none joined: {shortfall}"
-        self.log.joined(t, P, joined, f"best #{best} (rated {mu:.1f} ± {2 * sigma:.1f}); {says}")
+        outcome = f"{len(joined)} joined" if joined else f"none joined: {shortfall}"
+        self.log.joined(t, P, joined, f"best #{best} (rated {mu:.1f} ± {2 * sigma:.1f}); {outcome}")
 
 
 def mutation_prompt(instruction: str, tried: Sequence[tuple[Experience, Experience]], budget: int, task: Task) -> str:
-    """Returns the prompt that asks for a small change after questions `tried`: a right attempt and a wrong one."""
+    """Asks for a small change after questions `tried`: a right attempt and a wrong one at each."""
     count, _ = make_token_counter()
     observations, half = task.format.results(task.tools), budget // 2
     wrong = format_examples([(e.text, e.golds) for _, e in tried], half, observations)
@@ -241,33 +238,30 @@ def mutation_prompt(instruction: str, tried: Sequence[tuple[Experience, Experien
 
 
 def crossover_prompt(instruction: str, other: str, first: Sequence[str], second: Sequence[str]) -> str:
-    """Returns the prompt that asks for a child of two instructions, with the questions that each alone got right."""
+    """Asks for a child of two instructions, given the questions that only one of them got right."""
     won = {"first": "\n".join(first), "second": "\n".join(second)}
     return CROSSOVER.format(instruction=instruction, other=other, one=ONE, **won)
 
 
-def by_program(rows: Iterable[Trajectory | Experience]) -> Played:
-    """Returns the rewards of a step."""
-    found: Played = {}
-    for row in rows:
-        assert row.instruction is not None
-        q = row.question if isinstance(row.question, str) else row.question.id
-        found.setdefault(row.instruction, {}).setdefault(q, []).append(row.reward)
-    return found
+def played_by_all(plays: Iterable[tuple[int | None, str]]) -> set[str]:
+    """Returns the problems that every program of these (program, problem) pairs has played."""
+    problems: dict[int | None, set[str]] = {}
+    for j, q in plays:
+        problems.setdefault(j, set()).add(q)
+    return set.intersection(*problems.values())
 
 
-def mate(played: Played, best: int) -> tuple[int, dict[int, list[str]]] | None:
-    """Returns (the program to cross the best one with, the questions that each program alone won).
+def mate(step: Sequence[Experience], best: int) -> tuple[int, dict[int, list[str]]] | None:
+    """Returns (the program to cross the best one with, the questions that only one program won, by program).
 
     The one with most such questions; None unless both have some.
     """
-    wins: dict[int, list[str]] = {j: [] for j in played}
-    for q in set.intersection(*(set(problems) for problems in played.values())):
-        means = {j: mean(problems[q]) for j, problems in played.items()}
+    wins: dict[int, list[str]] = {e.instruction: [] for e in step}
+    for q in sorted(played_by_all((e.instruction, e.question) for e in step)):
+        means = mean_rewards(e for e in step if e.question == q)
         winners = [j for j, r in means.items() if max(means.values()) - r < TIE]
         if len(winners) == 1:
             wins[winners[0]].append(q)
-    wins = {j: sorted(questions) for j, questions in wins.items()}  # a set has no order to resume
     other = max((j for j in wins if j != best), key=lambda j: (len(wins[j]), j), default=best)
     return (other, wins) if other != best and wins[other] and wins[best] else None
 
@@ -277,11 +271,6 @@ def mixed(played: Sequence[Experience]) -> list[tuple[Experience, Experience]]:
     right = {e.question: e for e in reversed(played) if not e.failed}
     wrong = {e.question: e for e in reversed(played) if e.failed}
     return [(right[q], wrong[q]) for q in dict.fromkeys(e.question for e in played) if q in right and q in wrong]
-
-
-def mean(x: Iterable[float]) -> float:
-    values = list(x)
-    return sum(values) / len(values)
 
 
 def population_of(cfg: ESPLConfig) -> Pool:

@@ -9,7 +9,6 @@ what deviates.
 
 if not __package__:
     import root  # noqa: F401
-from plumbing import stop  # noqa: F401  # isort: skip  (first: from here on a Ctrl-C is one line)
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,14 +58,10 @@ class Front(Population):
     """The prompts of a Pareto front. All of them take turns on every question, whose rollouts are one group."""
 
     def draw(self, rng: np.random.Generator, questions: Sequence[Question], G: int) -> list[Job]:
-        """Returns G jobs for each question: its rollouts go round the prompts, from a random one."""
+        """Makes G jobs for each question: its rollouts go round the prompts, from a random one."""
         active, first = self.active, rng.integers(len(self.ids), size=len(questions))
-        turns = [
-            (group, q, active[(k + g) % len(active)])
-            for group, (q, k) in enumerate(zip(questions, first, strict=True))
-            for g in range(G)
-        ]
-        return [Job(I.id, I.text, q, group) for group, q, I in turns]
+        drawn = [(q, [active[(k + g) % len(active)] for g in range(G)]) for q, k in zip(questions, first, strict=True)]
+        return [Job(I.id, I.text, q, group) for group, (q, turns) in enumerate(drawn) for I in turns]
 
     def probabilities(self) -> Array:
         """Returns the share of the rollouts of each active prompt."""
@@ -127,13 +122,13 @@ class GEPA(FromOne):
         if won:
             P.keep(kept, t)
         joined = [P.join(text, parent, t, float(means[k])) for k, text, parent in won]
-        says = f"{len(passed)} passed, {len(joined)} joined" if joined else f"none joined: {shortfall}"
-        self.log.joined(t, P, joined, f"front of {len(P)} on {len(D_B)} questions; {says}")
+        outcome = f"{len(passed)} passed, {len(joined)} joined" if joined else f"none joined: {shortfall}"
+        self.log.joined(t, P, joined, f"front of {len(P)} on {len(D_B)} questions; {outcome}")
 
     def rewards_on(
         self, policy: Policy, purpose: str, prompts: Sequence[tuple[int | None, str]], D_B: Sequence[Question]
     ) -> Array:
-        """Returns the rewards (prompts, questions) of the policy under each prompt: its id and its text."""
+        """Plays D_B under each prompt, its id and its text; returns the rewards (prompts, questions)."""
         plays = [(id, text, q) for id, text in prompts for q in D_B]
         jobs = [Job(id, text, q, group) for group, (id, text, q) in enumerate(plays)]
         taus = policy.rollout(self.t, purpose, jobs)
@@ -141,19 +136,18 @@ class GEPA(FromOne):
         self.log.ledger.verification_rollouts += len(taus)
         row = {"t": self.t, "scored": [text for _, text in prompts], "D_B": [q.id for q in D_B], "rollouts": len(taus)}
         self.log.run.append("reflections", row)
-        r: Array = np.array([tau.reward for tau in taus], float).reshape(len(prompts), len(D_B))
-        return r
+        return np.array([tau.reward for tau in taus], float).reshape(len(prompts), len(D_B))
 
 
 def feedback_prompt(instruction: str, tau_fail: Sequence[Experience], budget: int, task: Task) -> str:
-    """Returns the prompt that asks for one new instruction after failures."""
+    """Asks for one new instruction after failures."""
     observations = task.format.results(task.tools)
     shown = format_examples([(e.text, e.golds) for e in tau_fail], budget, observations)
     return FEEDBACK.format(instruction=instruction, examples="\n".join(shown))
 
 
 def instance_wins(r: Array) -> npt.NDArray[np.int64]:
-    """Returns on how many questions each prompt is among the best, of rewards (prompts, questions); 0: dominated.
+    """Counts on how many questions each prompt is among the best, of rewards (prompts, questions); 0: dominated.
 
     GEPA's rule: from the lowest mean upwards, a prompt goes if on every question that it wins another that is left
     wins too.

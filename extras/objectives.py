@@ -12,7 +12,6 @@ variants.py. Most are functions of a `Batch`, the trajectories as columns; the s
 
 if not __package__:
     import root  # noqa: F401
-from plumbing import stop  # noqa: F401  # isort: skip  (first: from here on a Ctrl-C is one line)
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass

@@ -11,7 +11,6 @@ A rule is a subclass of Population with the methods in which it differs from Alg
 
 if not __package__:
     import root  # noqa: F401
-from plumbing import stop  # noqa: F401  # isort: skip  (first: from here on a Ctrl-C is one line)
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-from scipy.special import stdtrit  # quantiles of Student's t; scipy.stats would take most of a second to import
+from scipy.special import bdtr, stdtrit  # P(X <= k), quantiles of Student's t; scipy.stats is slow to import
 
 from config import knob, parse
 from extras.design import Design
@@ -37,12 +36,12 @@ class SelectionConfig(ObjectiveConfig):
     """choosing instructions (docs/selection.md)"""
 
     rank: str = knob(
-        "paper", "paper; paired: two share a question, and a test prunes those behind for certain",
+        "paper", "paper; paired: two share a question, and a test prunes those significantly behind",
         of=("paper", "paired"),
     )  # fmt: skip
     gate: str = knob(
-        "paper", "who joins: paper; lower_bound: hardly below its parent for certain; fill: where places are left, who"
-        " is below but not significantly, too", of=("paper", "lower_bound", "fill"),
+        "paper", "who joins: paper; lower_bound: at most .01 below its parent, with 80 % confidence; fill: where places"
+        " are left, also who is not significantly below", of=("paper", "lower_bound", "fill"),
     )  # fmt: skip
     groups: str = knob(
         "pair", "pair: trajectories of an instruction and question are compared; question: of a question under any",
@@ -98,23 +97,21 @@ class Fill(Rule):
 
 
 def significantly_worse(r: Sequence[float], r_parent: Sequence[float]) -> bool:
-    """Returns whether r (n,) is below r_parent (n,) on the same n questions: exact sign test, one-sided, 5 %."""
-    wins: int = sum(a > b for a, b in zip(r, r_parent, strict=True))
+    """Tests whether r (n,) is below r_parent (n,) on the same n questions: exact sign test, one-sided, 5 %."""
+    wins = sum(a > b for a, b in zip(r, r_parent, strict=True))
     losses = sum(a < b for a, b in zip(r, r_parent, strict=True))
-    n = wins + losses  # ties say nothing
-    p: float = sum(math.comb(n, k) for k in range(wins + 1)) / 2**n
-    return p < 0.05
+    return bool(bdtr(wins, wins + losses, 0.5) < 0.05)  # ties say nothing
 
 
 class LowerBound(Rule):
-    """A candidate joins if it loses at most TOLERANCE against its parent for certain."""
+    """A candidate joins if it loses at most TOLERANCE against its parent, with confidence SURE."""
 
     def admit(self, verified: Sequence[Candidate], room: int) -> list[Candidate]:
         return [c for c in verified if lower_bound(c.rewards, c.parent_rewards) + TOLERANCE >= c.r_parent][:room]
 
 
 def lower_bound(r: Sequence[float], r_parent: Sequence[float]) -> float:
-    """Returns mean(r) - t se of a revision with mean rewards r (n,) beside its parent's on the same n questions.
+    """Returns mean(r) - t se of a revision with mean rewards r (n,), and its parent's on the same n questions.
 
     se: standard error of the mean difference; t: the quantile SURE with n - 1 degrees of freedom.
     """
@@ -138,13 +135,13 @@ class Paired(Rule):
         self.looks = 0  # prunings so far in it
 
     def draw(self, rng: np.random.Generator, questions: Sequence[Question], G: int) -> list[Job]:
-        """Returns as many groups as there are questions, of the first of them: each under its instructions in turn."""
+        """Makes as many groups as there are questions, of the first of them: each under its instructions in turn."""
         blocks = zip(questions, self.blocks(rng, len(questions)), strict=False)
         drawn = [(q, self.family[j]) for q, block in blocks for j in block]
         return [Job(I.id, I.text, q, group) for group, (q, I) in enumerate(drawn) for _ in range(G)]
 
     def blocks(self, rng: np.random.Generator, n: int) -> list[list[int]]:
-        """Returns the ids that share a question, for as many questions as `n` (question, instruction) groups make."""
+        """Chooses the ids that share a question, for as many questions as `n` (question, instruction) groups make."""
         self.design = self.design or Design(self.ids)
         m = min(2, len(self.ids))
         return self.design.blocks(self.ids, [m] * (n // m) + [n % m] * bool(n % m), rng)
@@ -188,18 +185,16 @@ class Paired(Rule):
         return self._drop(behind[max(0, len(behind) - room) :], t)
 
     def behind(self, ranked: Sequence[Instruction]) -> list[Instruction]:
-        """Returns those whose distance to the first of `ranked` is significant: one-sided t tests.
+        """Finds those whose distance to the first of `ranked` is significant: one-sided t tests.
 
         The data choose the leader, so that any of n (n - 1) ordered pairs may come to be tested, and they do so again
         at every pruning: the k-th of a generation spends ALPHA / (k (k + 1)), which adds up to ALPHA however many.
         """
-        if not self.design:
+        if not self.design or len(ranked) < 2:
             return []
         fit, n, rows = self.design.fit(), len(ranked), [self.design.ids.index(I.id) for I in ranked]
-        if fit.df < 1 or n < 2:
-            return []
         distance, se = fit.behind(rows[0])
-        t = -float(stdtrit(fit.df, ALPHA / (self.looks * (self.looks + 1) * n * (n - 1))))
+        t = -float(stdtrit(max(1, fit.df), ALPHA / (self.looks * (self.looks + 1) * n * (n - 1))))
         return [I for I, k in zip(ranked, rows, strict=True) if distance[k] > t * se[k] + 1e-9]
 
     def succeed(self, parents: Sequence[Instruction], new: Sequence[Candidate], t: int) -> list[Instruction]:
@@ -223,7 +218,7 @@ RULES = {"paired": Paired, "question": ByQuestion, "lower_bound": LowerBound, "f
 
 
 def population_of(cfg: SelectionConfig) -> Population:
-    """Returns an empty population that follows the rules of --rank, --gate and --groups, and else the paper."""
+    """Makes an empty population that follows the rules of --rank, --gate and --groups, and else the paper."""
     rules = [RULES[name] for name in (cfg.gate, cfg.rank, cfg.groups) if name in RULES]
     P: Population = type("Chosen", (*rules, Rule), {})(cfg)
     return P

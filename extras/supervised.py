@@ -7,7 +7,9 @@ of Search-R1's SFT rows (axolotl) are not published: T, lr, batch and the schedu
 
 import json
 import math
-from typing import ClassVar
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -16,14 +18,21 @@ from extras.prompts import wording
 from grpo import Array, Learner, Terms
 from inspo import Evolution
 from journal.checkpoints import Checkpoints
+from journal.directory import RunDirectory
 from journal.log import Log
+from journal.summary import many
 from plumbing.faults import Fault
 from plumbing.files import read_jsonl
+from plumbing.outside import decoded
 from population import Instruction
 from rollout import encode_prompt
-from tasks import Job, Question, Task, Trajectory, draw, reward
+from tasks import Job, Question, Task, Trajectory, draw, reward, rng_of
 from tasks.formats import encode
+from training.checkpoint import digest
 from training.policy import Policy, of_rank_0, on_all_ranks
+
+DEMONSTRATIONS = "demonstrations.json"  # in a run: the file that it learns from, the rows held out, their log-prob
+HELD_OUT = 64  # demonstrations at most that are never trained on
 
 
 class Demonstrated(Learner):
@@ -79,7 +88,7 @@ def imitate(
 
 
 def gold_answers(cfg: Config, task: Task, policy: Policy, D: list[Question]) -> list[Trajectory]:
-    """Returns a demonstration of each question's first gold answer, in the words that the instruction asks for."""
+    """Demonstrates each question's first gold answer, in the words that the instruction asks for."""
     tokenizer, target = policy.tokenizer, wording(cfg.model).target
     examples = []
     for k, q in enumerate(D):
@@ -93,7 +102,7 @@ def gold_answers(cfg: Config, task: Task, policy: Policy, D: list[Question]) -> 
 
 
 def own_successes(cfg: Config, task: Task, policy: Policy, D: list[Question], log: Log) -> list[Trajectory]:
-    """Returns the first policy's correct rollouts of G a question, of as many questions as the steps can show.
+    """Collects the first policy's correct rollouts of G a question, of as many questions as the steps can show.
 
     A resumed run finds them in successes.jsonl: its policy is no longer the first.
     """
@@ -126,7 +135,7 @@ def own_successes(cfg: Config, task: Task, policy: Policy, D: list[Question], lo
 def demonstration(
     q: Question, k: int, ids: list[int], mask: list[int], prompt_tokens: int, answer: str | None
 ) -> Trajectory:
-    """Returns the k-th thing to imitate."""
+    """Makes the k-th trajectory to imitate."""
     tau = Trajectory(0, q, k, ids, prompt_tokens, mask, [0.0] * len(ids))
     tau.prediction, tau.stop, tau.reward, tau.advantage = answer, "answer", 1.0, 1.0
     return tau
@@ -134,6 +143,48 @@ def demonstration(
 
 @on_all_ranks(of_rank_0)
 def mean_logp(policy: Policy, taus: list[Trajectory]) -> float:
-    """Returns the mean log-probability of the demonstrations' learned tokens under the present policy, in nats."""
+    """Averages the log-probability of the demonstrations' learned tokens under the present policy, in nats."""
     policy.sleep()  # as for an update
     return float(policy.learner.score(taus)[0].mean())
+
+
+# ---- the cold start (extras/cold_start.py)
+
+
+def learn(
+    demos: dict[int, Trajectory], cfg: Any, task: Task, policy: Policy, evolution: Evolution, checkpoints: Checkpoints,
+    log: Log,
+) -> tuple[Policy, Instruction]:  # fmt: skip
+    """Trains `policy` on the demonstrations of a ColdStartConfig, and measures those held out before and after."""
+    aside = hold_out(list(demos), cfg.seed)
+    about = {"file": cfg.demos, "digest": digest(Path(cfg.demos)), "held_out": aside}
+    remember(log.run, about)
+    learned, unseen = [tau for line, tau in demos.items() if line not in set(aside)], [demos[line] for line in aside]
+    n = len(learned)
+    answered = sum(tau.stop == "answer" for tau in learned)
+    calls = sum(tau.served(tool.tag) for tau in learned for tool in task.tools)
+    log.note(
+        f"{many(n, 'demonstration')} to learn, {len(aside)} held out: {answered / n:.0%} answer,"
+        f" {calls / n:.1f} calls and {sum(sum(tau.mask) for tau in learned) / n:.0f} learned tokens each"
+    )
+    before = mean_logp(policy, unseen) if unseen else 0.0  # of the first policy: no checkpoint is loaded yet
+    trained = imitate(cfg, learned, policy, evolution, checkpoints, log)
+    if unseen:
+        after = mean_logp(policy, unseen)
+        log.run.write(DEMONSTRATIONS, json.dumps(about | {"log_prob": [before, after]}, indent=1))
+        log.note(f"log-prob of a token of the held-out demonstrations: {before:.3f} before, {after:.3f} after")
+    return trained
+
+
+def hold_out(lines: Sequence[int], seed: int) -> list[int]:
+    """Draws a tenth of the lines, HELD_OUT at most: these are never trained on."""
+    order = rng_of(seed, 0, "demonstrations").permutation(len(lines))
+    return sorted(lines[k] for k in order[: min(HELD_OUT, len(lines) // 10)])
+
+
+def remember(run: RunDirectory, about: dict[str, Any]) -> None:
+    """Writes what is learned into a run; Fault if a resumed one has learned from other rows."""
+    file = run.path / DEMONSTRATIONS
+    if file.is_file() and decoded(file.read_text())["digest"] != about["digest"]:
+        raise Fault(f"--demos {about['file']} has changed since this run began: restore it, or start a new run")
+    run.write(DEMONSTRATIONS, json.dumps(about, indent=1))

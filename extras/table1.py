@@ -11,7 +11,6 @@ says what else differs. The paper's methods without training use instruct models
 
 if not __package__:
     import root  # noqa: F401
-from plumbing import stop  # noqa: F401  # isort: skip  (first: from here on a Ctrl-C is one line)
 import argparse
 import dataclasses
 import re
@@ -26,7 +25,7 @@ from evaluation import command
 from evaluation.agents import METHODS, Agent, Method
 from extras.prompts import Prompt, wording
 from plumbing.chat import in_template
-from tasks import Question, Task, Trajectory, Turn
+from tasks import Question, Trajectory, Turn
 from tasks.formats import encode
 from tasks.search_qa import SearchQA
 from tasks.tools import find_answer
@@ -46,16 +45,16 @@ class Player:
         self.cfg, self.search, self.words = agent.task.cfg, agent.task.search, wording(agent.task.cfg.model)
 
     def under(self, instruction: str, questions: Sequence[Question]) -> list[Trajectory]:
-        """Returns the trajectories of the task's own loop under an instruction of the method's."""
+        """Plays the task's own loop under an instruction of the method's."""
         return dataclasses.replace(self.agent, instruction=instruction).play(questions)
 
     def ids(self, prompt: Prompt, **slots: object) -> list[int]:
-        """Returns the ids of the chat template with the user's part, and of the reply's beginning after them."""
+        """Encodes a prompt in the chat template, with the beginning of the reply."""
         message = {"role": "user", "content": prompt.user.format(**slots)}
         return encode(self.tokenizer, in_template(self.tokenizer, [message]) + prompt.reply.format(**slots))
 
     def turns(self, contexts: dict[int, list[int]], max_new: int) -> dict[int, FinishedTurn]:
-        """Returns one turn for each context (key -> ids); a context longer than `max_prompt` gets none."""
+        """Samples one turn for each context (key -> ids); a context longer than `max_prompt` gets none."""
         fitting = {k: ids for k, ids in contexts.items() if len(ids) <= self.cfg.max_prompt}
         keys, done = list(fitting), dict[int, FinishedTurn]()
         for first in range(0, len(keys), self.engine.max_rows):
@@ -72,15 +71,15 @@ class Player:
         return str(self.tokenizer.decode(turn.ids, skip_special_tokens=True)).strip()
 
     def retrieve(self, queries: dict[int, str], taus: list[Trajectory]) -> dict[int, Documents]:
-        """Returns the passages for each query, all asked at once; each is a search of its trajectory."""
+        """Searches for all queries at once; each is a search of its trajectory."""
         futures = {k: self.search.submit(query) for k, query in queries.items()}
-        found = {k: future.result() for k, future in futures.items()}
-        for k, documents in found.items():
-            taus[k].turns.append(Turn("", self.search.tag, queries[k], documents))
-        return found
+        documents = {k: future.result() for k, future in futures.items()}
+        for k, query in queries.items():
+            taus[k].turns.append(Turn("", self.search.tag, query, documents[k]))
+        return documents
 
     def show(self, documents: Documents) -> str:
-        """Returns passages as text of at most `max_observation` tokens each."""
+        """Renders passages, each cut to `max_observation` tokens."""
         limit = self.cfg.max_observation
         cut = [self.tokenizer.decode(encode(self.tokenizer, text)[:limit]) for text in documents]
         return self.search.show(cut if any(len(encode(self.tokenizer, d)) > limit for d in documents) else documents)
@@ -91,24 +90,13 @@ def begin(questions: Sequence[Question]) -> list[Trajectory]:
 
 
 def answer_of(text: str) -> str:
-    r"""Returns the answer in a reply: the last \boxed{}, <answer>, or what follows "answer is:"; else all of it."""
+    r"""Finds the answer in a reply: the last \boxed{}, <answer>, or what follows "answer is:"; else all of it."""
     if boxed := re.findall(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}", text):
         return re.sub(r"\\text\{([^{}]*)\}", r"\1", boxed[-1]).strip()
     tagged = find_answer(text)
     if tagged is not None:
         return tagged
     return text.rpartition("nswer is:")[2].strip().rstrip(".").strip()
-
-
-def one_turn(player: Player, taus: list[Trajectory], contexts: dict[int, list[int]], max_new: int) -> None:
-    """Plays a turn for every trajectory and takes its answer from it; one whose context is too long has none."""
-    for k, ids in contexts.items():
-        taus[k].observe(ids)
-        taus[k].prompt_tokens, taus[k].stop = len(ids), "length"
-    for k, turn in player.turns(contexts, max_new).items():
-        taus[k].act(turn.ids, turn.logps)
-        taus[k].response, taus[k].stop = player.text(turn), "answer"
-        taus[k].prediction = answer_of(taus[k].response)
 
 
 def direct(player: Player, questions: Sequence[Question]) -> list[Trajectory]:
@@ -119,8 +107,8 @@ def direct(player: Player, questions: Sequence[Question]) -> list[Trajectory]:
     """
     taus = player.under(player.words.direct, questions)
     for tau in taus:
-        said = player.tokenizer.decode(tau.ids[tau.prompt_tokens :], skip_special_tokens=True)  # no EOS in the answer
-        tau.prediction, tau.stop = answer_of(said), "answer"
+        reply = player.tokenizer.decode(tau.ids[tau.prompt_tokens :], skip_special_tokens=True)  # no EOS in the answer
+        tau.prediction, tau.stop = answer_of(reply), "answer"
     return taus
 
 
@@ -129,11 +117,16 @@ def rag(player: Player, questions: Sequence[Question]) -> list[Trajectory]:
 
     After FlashRAG's naive generation (flashrag/prompt/base_prompt.py, MIT), with `topk` passages: 3, where it has 5.
     """
-    taus = begin(questions)
-    found = player.retrieve({k: q.text for k, q in enumerate(questions)}, taus)
-    shown = {k: player.show(documents) for k, documents in found.items()}
-    prompts = {k: player.ids(player.words.rag, question=taus[k].question.text, documents=shown[k]) for k in shown}
-    one_turn(player, taus, prompts, 32)
+    taus, contexts = begin(questions), {}
+    for k, documents in player.retrieve({k: q.text for k, q in enumerate(questions)}, taus).items():
+        shown = player.show(documents)
+        contexts[k] = player.ids(player.words.rag, question=questions[k].text, documents=shown)
+        taus[k].observe(contexts[k])
+        taus[k].prompt_tokens, taus[k].stop = len(contexts[k]), "length"
+    for k, turn in player.turns(contexts, 32).items():
+        taus[k].act(turn.ids, turn.logps)
+        taus[k].response, taus[k].stop = player.text(turn), "answer"
+        taus[k].prediction = answer_of(taus[k].response)
     return taus
 
 
@@ -148,8 +141,8 @@ def ircot(player: Player, questions: Sequence[Question], steps: int = 5) -> list
     documents: dict[int, dict[str, None]] = {k: {} for k in thoughts}
     queries = {k: q.text for k, q in enumerate(questions)}
     for _ in range(steps):
-        for k, found in player.retrieve(queries, taus).items():
-            documents[k] |= dict.fromkeys(found)
+        for k, passages in player.retrieve(queries, taus).items():
+            documents[k] |= dict.fromkeys(passages)
         contexts = {}
         for k in queries:
             shown = player.show(list(documents[k]))
@@ -167,8 +160,6 @@ def ircot(player: Player, questions: Sequence[Question], steps: int = 5) -> list
                 taus[k].stop = "answer"
             else:
                 queries[k] = re.sub(r"</?\w+>", " ", thought).strip() or taus[k].question.text
-        if not queries:
-            break
     for k, tau in enumerate(taus):
         tau.response, tau.prediction = thoughts[k].strip(), answer_of(thoughts[k])
         tau.stop = tau.stop or "turns"
@@ -200,31 +191,25 @@ def search_o1(player: Player, questions: Sequence[Question]) -> list[Trajectory]
             tau.act(turn.ids, turn.logps)
             text = player.text(turn)
             tau.response += text
-            asked = {past.argument for past in tau.turns}
-            query = text.rpartition(start)[2].partition(end)[0].strip() if end in text else ""
-            if not query:
+            query = text.rpartition(start)[2].partition(end)[0].strip()
+            repeated = query in {past.argument for past in tau.turns}
+            if not query or end not in text:
                 tau.stop, tau.prediction = "answer", answer_of(tau.response)
-            elif query in asked or len(tau.turns) >= limit[k]:
-                note = "Searched before: see above." if query in asked else "No search is left: answer."
+            elif repeated or len(tau.turns) >= limit[k]:
+                note = "Searched before: see above." if repeated else "No search is left: answer."
                 tau.observe(encode(player.tokenizer, f"{before}{note}{after}"))
             else:
                 queries[k] = query
-        found = player.retrieve(queries, taus)
-        notes = {
-            k: player.ids(
-                player.words.read, question=queries[k], documents=player.show(documents), thoughts=taus[k].response
-            )
-            for k, documents in found.items()
-        }
-        for k, turn in player.turns(notes, player.cfg.max_response).items():
-            whole = player.text(turn).partition(player.words.read_end)[0]
-            read = whole.rpartition("Final Information:")[2]
+        contexts = {}
+        for k, documents in player.retrieve(queries, taus).items():
+            slots = {"question": queries[k], "documents": player.show(documents), "thoughts": taus[k].response}
+            contexts[k] = player.ids(player.words.read, **slots)
+        for k, turn in player.turns(contexts, player.cfg.max_response).items():
+            read = player.text(turn).partition(player.words.read_end)[0].rpartition("Final Information:")[2]
             note = before + re.sub(r"</?\w+>", "", read).strip() + after
             taus[k].observe(encode(player.tokenizer, note)[: player.cfg.max_observation])
             taus[k].response += note
         active = {k for k in active if not taus[k].stop}
-        if not active:
-            break
     for k in active:
         taus[k].stop = "turns"
     return taus
@@ -236,12 +221,8 @@ def grpo(player: Player, questions: Sequence[Question]) -> list[Trajectory]:
 
 
 def by(play: Callable[[Player, Sequence[Question]], list[Trajectory]], **differs: Any) -> Method:
-    """Returns the method that plays search QA by a function of a Player."""
+    """Makes the method that plays search QA by a function of a Player."""
     return Method(lambda agent, questions: play(Player(agent), questions), task=SearchQA, **differs)
-
-
-def search_o1_stop(task: Task) -> tuple[str, ...]:
-    return wording(task.cfg.model).query[1], "</answer>"
 
 
 ALONE: dict[str, Any] = {"tools": "none"}
@@ -253,7 +234,7 @@ TABLE_1 = {
     "ircot": by(ircot, stop=lambda task: wording(task.cfg.model).sentence_ends),
     "rag": by(rag, stop=lambda task: ("</answer>",)),
     "sft_reject": Method(trained=lambda cfg: cfg.mode == "supervised" and cfg.tools != "none", task=SearchQA),
-    "search_o1": by(search_o1, stop=search_o1_stop),
+    "search_o1": by(search_o1, stop=lambda task: (wording(task.cfg.model).query[1], "</answer>")),
 } | METHODS
 
 
@@ -280,7 +261,7 @@ TRAINED: dict[str, tuple[type[Config], dict[str, Any]]] = {  # method -> its con
 
 
 def config_of(method: str, flags: list[str]) -> Config:
-    """Returns the configuration in which a method trains; writes the instruction of one that has its own to a file."""
+    """Configures the training of a method; writes the instruction of one that has its own to a file."""
     kind, changes = TRAINED[method]
     cfg = parse(flags, kind, **changes)
     if method != "sft_reject":

@@ -26,7 +26,7 @@ class Nothing(Exception):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a check found about the function that fills a blank; `says` is "" if it is right."""
+    """What a check says of the function that fills a blank; "" if it is right."""
 
     blank: str
     says: str
@@ -39,40 +39,42 @@ class Verdict:
     def text(self) -> str:
         return f"`{self.blank}`: {self.says or 'right.'}"
 
-    def _mime_(self) -> tuple[str, str]:
-        return mo.callout(mo.md(self.text), kind="success" if self.right else "warn")._mime_()
-
 
 def verdict(check: Callable[[Callable], str], f: Callable, *before: Verdict) -> Verdict:
-    """Returns what `check` says of the reader's function. An exception of it, and None, are said in a sentence too.
+    """Checks the reader's function and shows the verdict below the cell; an exception and None are a sentence too.
 
     `before`: blanks that this one builds on, and which have to be right first.
     """
-    blank = check.__name__.removeprefix("check_")
-    if missing := [v.blank for v in before if not v.right]:
-        return Verdict(blank, f"it builds on `{missing[0]}`, which comes first.")
+    result = Verdict(check.__name__.removeprefix("check_"), examine(check, f, *before))
+    mo.output.append(mo.callout(mo.md(result.text), kind="success" if result.right else "warn"))
+    return result
 
-    def asked(*args: Any) -> Any:
+
+def examine(check: Callable[[Callable], str], f: Callable, *before: Verdict) -> str:
+    if missing := [v.blank for v in before if not v.right]:
+        return f"it builds on `{missing[0]}`, which comes first."
+
+    def call(*args: Any) -> Any:
         if (out := f(*args)) is None:
             raise Nothing
         return out
 
     try:
-        return Verdict(blank, check(asked))
+        return check(call)
     except Nothing:
-        return Verdict(blank, "it returns nothing yet. Fill in the blank, and mind the `return`.")
+        return "it returns nothing yet. Fill in the blank, and mind the `return`."
     except Exception as e:
         at = traceback.extract_tb(e.__traceback__)[-1]
         line = f" in `{at.line}`" if at.line else ""
-        return Verdict(blank, f"it raises {type(e).__name__}: {e}{line}.")
+        return f"it raises {type(e).__name__}: {e}{line}."
 
 
 def judge(case: str, got: Any, want: Any, *mistakes: tuple[Any, str]) -> str:
     """Returns "" if a result is the right one, else the sentence of the mistake, (its result, sentence), that gives it.
 
-    A result that no mistake explains is printed beside the right one; `case` says of which arguments it is.
+    A result that no mistake explains is printed next to the right one; `case` says of which arguments it is.
     """
-    for result, says in ((want, ""), *mistakes):
+    for result, says in ((want, ""), *mistakes, (np.negative(want), f"{case} it has the wrong sign.")):
         if np.shape(got) == np.shape(result) and np.allclose(got, result, atol=1e-5, equal_nan=True):
             return says
     return f"{case} it returns {np.round(got, 3)}, not {np.round(want, 3)}."

@@ -81,10 +81,12 @@ def check_weight(weight):
     if (got := weight([], 3)) != 0:
         return f"without a reward it returns {got}; the weight of a new instruction is 0."
     says = desk.judge(
-        "for 0, 0, 0.3, 0.6, 0.9 and a window of 3", weight([0.0, 0.0, 0.3, 0.6, 0.9], 3), 0.6,
-        (0.36, "it averages all rewards. Eq. 6 has a window: the last n alone."),
-        (0.1, "it averages the first n rewards; the window is over the last n."),
-        (1.8, "it adds up the window; divide by the number of rewards in it."),
+        "for 0, 0, 0.3, 0.6, 0.8 and a window of 4", weight([0.0, 0.0, 0.3, 0.6, 0.8], 4), 0.425,
+        (0.34, "it averages all rewards. Eq. 6 has a window: only the last n."),
+        (0.225, "it averages the first n rewards; the window is over the last n."),
+        (1.7, "it adds up the window; divide by the number of rewards in it."),
+        (0.45, "it takes the median; Eq. 6 has the mean."),
+        (1.7 / 3, "its window is one too short: the last n, not n - 1."),
     )
     return says or desk.judge(
         "with one reward, 0.8, and a window of 4", weight([0.8], 4), 0.8,
@@ -96,7 +98,6 @@ def check_weight(weight):
 @app.cell(hide_code=True)
 def _():
     right_weight = desk.verdict(check_weight, weight)
-    right_weight
     return (right_weight,)
 
 
@@ -105,8 +106,8 @@ def _():
     mo.md(r"""
     ## The draw
 
-    Now Eq. 4. Your function has to survive a small $\tau_s$, too: $e^{0.6 / 0.0005}$ is no number that a computer has,
-    but the probabilities are harmless.
+    Now Eq. 4. Your function has to survive a small $\tau_s$, too: $e^{0.6 / 0.0001}$ overflows, but the probabilities
+    are harmless.
     """)
     return
 
@@ -129,13 +130,15 @@ def check_probabilities(probabilities):
             "for w = 0.5, 0.3, 0 and tau_s = 0.2", probabilities(w, 0.2), softmax(w / 0.2),
             (softmax(w), "it forgets tau_s: the exponent is w / tau_s."),
             (softmax(w * 0.2), "it multiplies by tau_s. A low tau_s has to be greedy: divide."),
+            (softmax(-w / 0.2), "its sign is turned: the lowest weight gets the most questions."),
             (w / w.sum(), "it shares in proportion to w. Then a weight of 0 is never drawn again; Eq. 4 takes "
                           "e^(w / tau_s)."),
             (np.exp(w / 0.2), f"its probabilities add up to {total:.3g}: Eq. 4 divides by the sum over all of P."),
         )
         return says or desk.judge(
-            "with tau_s = 0.0005 and w = 0.6, 0.4", probabilities(np.array([0.6, 0.4]), 0.0005), np.array([1.0, 0]),
-            (np.full(2, np.nan), "with tau_s = 0.0005 the exponential overflows. Subtract the largest exponent from "
+            "with tau_s = 0.0001 and w = 0.6, 0.4", probabilities(np.array([0.6, 0.4]), 0.0001), np.array([1.0, 0]),
+            (np.array([np.nan, 0]), "it subtracts the smallest exponent; the largest has to become 0."),
+            (np.full(2, np.nan), "with tau_s = 0.0001 the exponential overflows. Subtract the largest exponent from "
                                  "all first; that divides numerator and denominator by the same number."),
         )
 
@@ -143,7 +146,6 @@ def check_probabilities(probabilities):
 @app.cell(hide_code=True)
 def _():
     right_probabilities = desk.verdict(check_probabilities, probabilities)
-    right_probabilities
     return (right_probabilities,)
 
 

@@ -82,7 +82,6 @@ def check_advantages(advantages):
 @app.cell(hide_code=True)
 def _():
     right_advantages = desk.verdict(check_advantages, advantages)
-    right_advantages
     return (right_advantages,)
 
 
@@ -112,13 +111,12 @@ def check_useful(useful):
         (0.3**5 + 0.7**5, "that is the probability of a group of equals; a useful one is the opposite."),
         (5 * 0.3 * 0.7**4, "it counts groups with exactly one right answer; two or three of five are useful, too."),
     )
-    return says or desk.judge("with p = 1 no group is useful:", useful(1.0, 5), 0.0)
+    return says or desk.judge("for p = 0.4 and G = 3", useful(0.4, 3), 1 - 0.4**3 - 0.6**3)
 
 
 @app.cell(hide_code=True)
 def _():
     right_useful = desk.verdict(check_useful, useful)
-    right_useful
     return (right_useful,)
 
 
@@ -155,7 +153,6 @@ def check_of_a_success(of_a_success):
 @app.cell(hide_code=True)
 def _():
     right_success = desk.verdict(check_of_a_success, of_a_success)
-    right_success
     return (right_success,)
 
 

@@ -61,9 +61,10 @@ def surrogate(rho, A, eps):
 @app.function(hide_code=True)
 def check_surrogate(surrogate):
     rho, A = np.array([(1.1, 1), (1.5, 1), (0.5, 1), (0.9, -1), (0.5, -1), (1.5, -1)], float).T
-    cut = np.clip(rho, 0.8, 1.2)
+    cut = np.clip(rho, 0.7, 1.3)
     return desk.judge(
-        f"for rho = {rho}, A = {A} and eps = 0.2", surrogate(rho, A, 0.2), np.minimum(rho * A, cut * A),
+        f"for rho = {rho}, A = {A} and eps = 0.3", surrogate(rho, A, 0.3), np.minimum(rho * A, cut * A),
+        (np.minimum(rho * A, np.clip(rho, 0.8, 1.2) * A), "its bounds are 0.8 and 1.2 whatever eps is."),
         (rho * A, "it never clips."),
         (cut * A, "it always clips. The min lets a token through that is worse than the clip says: try A = -1, rho = "
                   "1.5."),
@@ -76,7 +77,6 @@ def check_surrogate(surrogate):
 @app.cell(hide_code=True)
 def _():
     right_surrogate = desk.verdict(check_surrogate, surrogate)
-    right_surrogate
     return (right_surrogate,)
 
 
@@ -125,7 +125,6 @@ def check_k3(k3):
 @app.cell(hide_code=True)
 def _():
     right_k3 = desk.verdict(check_k3, k3)
-    right_k3
     return (right_k3,)
 
 
@@ -148,10 +147,11 @@ def average(x, mask):
 
 @app.function(hide_code=True)
 def check_average(average):
-    x = np.array([[1.0, 2, 9, 9], [4, 9, 4, 4]])
+    x = np.array([[1.0, 2, 9, 9], [4, 9, 4, 7]])
     mask = np.array([[1, 1, 0, 0], [1, 0, 1, 1]])
     return desk.judge(
-        "for the rows (1, 2, -, -) and (4, -, 4, 4)", average(x, mask), 2.75,
+        "for the rows (1, 2, -, -) and (4, -, 4, 7)", average(x, mask), 3.25,
+        (2.75, "it takes the median of a trajectory's tokens; Eq. 2 has the mean."),
         (x.mean(), "it ignores the mask: what the search returned is trained on as if the policy had written it."),
         ((x * mask).sum() / mask.sum(), "it averages over all tokens at once: a long trajectory then counts for more."),
         ((x * mask).mean(), "it divides by the padded length T; |tau| is the number of tokens with mask 1."),
@@ -163,7 +163,6 @@ def check_average(average):
 @app.cell(hide_code=True)
 def _():
     right_average = desk.verdict(check_average, average)
-    right_average
     return (right_average,)
 
 
@@ -193,7 +192,7 @@ def gradient(z, y, old_logp, A, eps):
 def check_gradient(gradient):
     x = np.random.default_rng(0).normal(size=7)
     for A, log_rho, where in (
-        (1.0, 0.1, "inside of the clip"),
+        (1.0, 0.25, "inside the clip, with rho = 1.28 and eps = 0.3,"),
         (-1.0, 0.1, "with A < 0"),
         (1.0, 0.5, "where A > 0 and rho is above the clip"),
         (-1.0, 0.5, "where A < 0 and rho is above 1 + eps, which is no place to clip"),
@@ -202,10 +201,10 @@ def check_gradient(gradient):
         z = torch.tensor(x, requires_grad=True)
         logp = torch.log_softmax(z, 0)[2]
         rho = (logp - logp.item() + log_rho).exp()
-        (-torch.minimum(rho * A, rho.clamp(0.8, 1.2) * A)).backward()
+        (-torch.minimum(rho * A, rho.clamp(0.7, 1.3) * A)).backward()
         want = z.grad.numpy()
         says = desk.judge(
-            where, gradient(x, 2, logp.item() - log_rho, A, 0.2), want,
+            where, gradient(x, 2, logp.item() - log_rho, A, 0.3), want,
             (-want, "its sign is turned: the loss is -S, and the optimizer goes down."),
             (want / rho.item(), "it forgets rho: d rho / d log pi = rho."),
             (want * np.eye(7)[2], "it is right for the sampled word alone. The softmax ties all words: the others get "
@@ -221,7 +220,6 @@ def check_gradient(gradient):
 @app.cell(hide_code=True)
 def _():
     right_gradient = desk.verdict(check_gradient, gradient)
-    right_gradient
     return (right_gradient,)
 
 

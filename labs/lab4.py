@@ -4,6 +4,7 @@ __generated_with = "0.25.2"
 app = marimo.App(width="medium", app_title="Lab 4: tokens in, tokens out")
 
 with app.setup:
+    import re
     import tempfile
 
     import marimo as mo
@@ -67,41 +68,33 @@ def check_again(again):
     class Tokenizer:
         """Two letters that also are one token, as in any BPE; 9 begins every text, 8 ends a turn."""
 
+        texts = {1: "a", 2: "b", 3: "ab", 8: "</s>", 9: "<s>"}
+
         def decode(self, ids, skip_special_tokens=False, **_):
-            special = {9: "<s>", 8: "</s>"} if not skip_special_tokens else {9: "", 8: ""}
-            return "".join({1: "a", 2: "b", 3: "ab", **special}[k] for k in ids)
+            return "".join(self.texts[k] for k in ids if k < 8 or not skip_special_tokens)
 
         def __call__(self, text, add_special_tokens=True, **_):
-            ids = [{"<s>": 9, "</s>": 8, "ab": 3, "a": 1, "b": 2}[x] for x in pieces(text)]
-            return {"input_ids": [9] * add_special_tokens + ids}
+            ids = {text: k for k, text in self.texts.items()}
+            return {"input_ids": [9] * add_special_tokens + [ids[x] for x in re.findall("<s>|</s>|ab|a|b", text)]}
 
         def encode(self, text, add_special_tokens=True, **_):
             return self(text, add_special_tokens)["input_ids"]
 
-    def pieces(text):
-        while text:
-            piece = next(x for x in ("<s>", "</s>", "ab", "a", "b") if text.startswith(x))
-            yield piece
-            text = text[len(piece) :]
-
     got = again(Tokenizer(), [1, 2, 8])
-    if isinstance(got, str):
-        return "it returns the text; encode that once more."
     if not isinstance(got, list):
-        return f"it returns a {type(got).__name__}, not a list of ids: take `input_ids`."
-    if got == [1, 2, 8]:
-        return "it returns the ids as they came; decode them, and encode the text."
-    if got == [9, 3, 8] or got == [9, 3]:
-        return "the tokenizer adds a token in front that nobody sampled: `add_special_tokens=False`."
-    if got == [3]:
-        return "the end of the turn is lost: `skip_special_tokens=False`, for the policy did sample that token."
-    return "" if got == [3, 8] else f"of a toy tokenizer's [1, 2, 8] it makes {got}, not [3, 8]."
+        return f"it returns a {type(got).__name__}, not a list of ids: encode the text, and take `input_ids`."
+    in_front = "the tokenizer adds a token in front that nobody sampled: `add_special_tokens=False`."
+    return desk.judge(
+        "of a toy tokenizer's [1, 2, 8]", got, [3, 8],
+        ([1, 2, 8], "it returns the ids as they came; decode them, and encode the text."),
+        ([9, 3, 8], in_front), ([9, 3], in_front),
+        ([3], "the end of the turn is lost: `skip_special_tokens=False`, for the policy did sample that token."),
+    )
 
 
 @app.cell(hide_code=True)
 def _():
     right_again = desk.verdict(check_again, again)
-    right_again
     return (right_again,)
 
 
@@ -128,7 +121,6 @@ def check_first_difference(first_difference):
 @app.cell(hide_code=True)
 def _():
     right_difference = desk.verdict(check_first_difference, first_difference)
-    right_difference
     return (right_difference,)
 
 
@@ -168,7 +160,6 @@ def check_rho(rho):
 @app.cell(hide_code=True)
 def _():
     right_rho = desk.verdict(check_rho, rho)
-    right_rho
     return (right_rho,)
 
 
@@ -302,7 +293,7 @@ def _():
 
     Inference servers speak text: an OpenAI-compatible chat API takes messages and encodes them itself, turn by turn.
     **If you had to train on episodes of such a server, what would you ask it to return, what would you check in every
-    episode, and what would you do with one that fails the check: drop it, or mend it? What does either do to the policy
+    episode, and what would you do with one that fails the check: drop it, or fix it? What does either do to the policy
     in the long run?** (`engines/` has one for vLLM behind a URL; see what it sends.)
     """)
     return

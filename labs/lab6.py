@@ -134,7 +134,6 @@ def check_diagnose(diagnose):
 @app.cell(hide_code=True)
 def _():
     right_diagnose = desk.verdict(check_diagnose, diagnose)
-    right_diagnose
     return (right_diagnose,)
 
 
@@ -168,7 +167,7 @@ def propose(instruction, counts, n):
 @app.function(hide_code=True)
 def check_propose(propose):
     cfg = play.config()
-    parent = play.read_first(cfg)
+    parent = play.LibraryQA(cfg).instruction
     got = propose(parent, {"entity": 9, "exact": 5, "state": 2}, 4)
     if isinstance(got, str) or not all(isinstance(text, str) for text in got):
         return "it has to return a list of texts."
@@ -195,7 +194,6 @@ def check_propose(propose):
 @app.cell(hide_code=True)
 def _():
     right_propose = desk.verdict(check_propose, propose)
-    right_propose
     return (right_propose,)
 
 
@@ -239,7 +237,6 @@ def check_admit(admit):
 @app.cell(hide_code=True)
 def _():
     right_admit = desk.verdict(check_admit, admit)
-    right_admit
     return (right_admit,)
 
 

@@ -102,7 +102,6 @@ def check_questions(questions):
 @app.cell(hide_code=True)
 def _():
     right_questions = desk.verdict(check_questions, questions)
-    right_questions
     return (right_questions,)
 
 
@@ -142,7 +141,6 @@ def check_worth(worth):
 @app.cell(hide_code=True)
 def _():
     right_worth = desk.verdict(check_worth, worth)
-    right_worth
     return (right_worth,)
 
 
@@ -188,7 +186,6 @@ def check_shown(shown):
 @app.cell(hide_code=True)
 def _():
     right_shown = desk.verdict(check_shown, shown)
-    right_shown
     return (right_shown,)
 
 
@@ -260,7 +257,6 @@ def check_step(step):
 @app.cell(hide_code=True)
 def _():
     right_step = desk.verdict(check_step, step)
-    right_step
     return (right_step,)
 
 

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from config import PRESETS, Config, read_instruction
+from config import PRESETS, Config
 from engines.torch_engine import TorchEngine
 from grpo import Learner
 from models.model import load_policy
 from retrieval.bm25 import BM25
 from rollout import rollout
-from tasks import Job, Task, Trajectory, reward, rng_of
+from tasks import Job, Task, Trajectory, choose_instruction, reward, rng_of
 from tasks.formats import find_lost_tag
 from tasks.search import Search
 from tasks.search_qa import SearchQA
@@ -20,17 +20,12 @@ from tasks.tools import ANSWER, Tool, list_stop_strings
 
 
 def config(**knobs: Any) -> Config:
-    """Returns the configuration of the embedded default, with other knobs where they are given."""
+    """The configuration of the embedded default, with other knobs where they are given."""
     return Config(**PRESETS["world"] | knobs)
 
 
-def read_first(cfg: Config) -> str:
-    """Reads the instruction that a run starts from."""
-    return read_instruction("instruction", cfg.instruction)
-
-
 def unfit(candidate: str, parent: str) -> str:
-    """Returns which of the agent's tags a candidate has lost, as inspo.py asks of the optimizer's; "" if none."""
+    """Names the agent's tag that a candidate has lost, as inspo.py asks of the optimizer's; "" if none."""
     return find_lost_tag(candidate, parent, ("search", ANSWER))
 
 
@@ -46,9 +41,9 @@ class Library(Tool):
         self.index, self.topk = BM25.build(self.contents), topk
 
     def submit(self, argument: str) -> "Future[list[str]]":
-        found: Future[list[str]] = Future()
-        found.set_result([self.contents[row] for row, _ in self.index.search([argument], self.topk)[0]])
-        return found
+        passages: Future[list[str]] = Future()
+        passages.set_result([self.contents[row] for row, _ in self.index.search([argument], self.topk)[0]])
+        return passages
 
 
 class LibraryQA(SearchQA):
@@ -57,7 +52,7 @@ class LibraryQA(SearchQA):
     def __init__(self, cfg: Config):
         super().__init__(cfg)
         self.tools = [Library(cfg.corpus, cfg.topk)]
-        self.instruction = read_first(cfg)
+        self.instruction = choose_instruction(self)
 
 
 class Player:
@@ -70,13 +65,13 @@ class Player:
         self.learner = Learner(self.model, copy.deepcopy(self.model), cfg)
 
     def rollout(self, t: int, purpose: str, jobs: Sequence[Job]) -> list[Trajectory]:
-        """Returns a trajectory for each job; other steps and purposes, other samples."""
+        """Plays the jobs; other steps and purposes, other samples."""
         seed = int(rng_of(self.cfg.seed, t, purpose).integers(2**31))
         temperature = self.cfg.temperature
         return rollout(self.engine, self.tokenizer, self.task, jobs, self.cfg, temperature=temperature, seed=seed)
 
     def play(self, t: int, purpose: str, jobs: Sequence[Job]) -> list[Trajectory]:
-        """Returns the same with their rewards and advantages (Alg.1 line 6 and 7, Eq. 3)."""
+        """Plays the jobs and sets rewards and advantages (Alg.1 line 6 and 7, Eq. 3)."""
         taus = self.rollout(t, purpose, jobs)
         reward(self.task, taus)
         self.learner.set_advantages(taus)

@@ -35,9 +35,8 @@ class Run:
     """One process of inspo.py, or torchrun with several, on a directory."""
 
     def __init__(self, out: Path, ranks: int, flags: list[str]):
-        self.out = out
+        self.out, self.began = out, time.monotonic()
         self.output = tempfile.TemporaryFile("w+")  # not a pipe: servers that outlive a kill would keep it open
-        self.began = time.monotonic()
         self.process = subprocess.Popen(
             train_command(out, ranks, flags), stdout=self.output, stderr=subprocess.STDOUT, env=ENV, cwd=ROOT,
             start_new_session=True, preexec_fn=hear_signals,
@@ -60,9 +59,7 @@ class Run:
 
     def find(self, word: str) -> list[psutil.Process]:
         """The run's processes that have a word in their command line, servers included."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            return [each for each in descendants(self.process.pid) if word in " ".join(each.cmdline())]
-        return []
+        return [each for each in descendants(self.process.pid) if word in " ".join(each.cmdline())]
 
 
 def hear_signals() -> None:
@@ -83,10 +80,6 @@ MOMENTS: dict[str, Callable[[Path], object]] = {  # what a run's files show; eac
 # ---- scenarios: each takes (run, rng)
 
 
-def kill_a_rank(run: Run, rng: random.Random) -> None:
-    rng.choice(run.find("inspo.py --out") or [run.process]).kill()
-
-
 def fill_the_disk(run: Run, rng: random.Random) -> None:
     filler = run.out.parent / "filler"
     with contextlib.suppress(OSError), open(filler, "wb", buffering=0) as f:
@@ -94,10 +87,6 @@ def fill_the_disk(run: Run, rng: random.Random) -> None:
             f.write(bytes(1 << 12))
     left = rng.choice([0, 0, 1 << 14, 1 << 20])  # nothing fits, or a line, or half a checkpoint
     os.truncate(filler, max(0, filler.stat().st_size - left))
-
-
-def stop(number: signal.Signals) -> Callable[[Run, random.Random], None]:
-    return lambda run, rng: run.process.send_signal(number)
 
 
 def disturb_server(name: str, number: signal.Signals) -> Callable[[Run, random.Random], None]:
@@ -115,10 +104,10 @@ def disturb_server(name: str, number: signal.Signals) -> Callable[[Run, random.R
 
 SCENARIOS: dict[str, Callable[[Run, random.Random], None]] = {
     "SIGKILL of all": lambda run, rng: kill_tree(run.process),
-    "SIGTERM": stop(signal.SIGTERM),
-    "SIGINT": stop(signal.SIGINT),
-    "SIGKILL of one rank": kill_a_rank,
-    "SIGHUP": stop(signal.SIGHUP),
+    "SIGTERM": lambda run, rng: run.process.send_signal(signal.SIGTERM),
+    "SIGINT": lambda run, rng: run.process.send_signal(signal.SIGINT),
+    "SIGKILL of one rank": lambda run, rng: rng.choice(run.find("inspo.py --out") or [run.process]).kill(),
+    "SIGHUP": lambda run, rng: run.process.send_signal(signal.SIGHUP),
     "disk full": fill_the_disk,
     "search server killed": disturb_server("retrieval_server", signal.SIGKILL),
     "search server slow": disturb_server("retrieval_server", signal.SIGSTOP),
@@ -168,44 +157,33 @@ def make_folder(name: str, tmp: str) -> Iterator[Path]:
         subprocess.run(["umount", "-l", folder], check=True)
 
 
-class Undisturbed:
-    """A run to compare others with."""
+def undisturbed(out: Path, ranks: int, flags: list[str]) -> dict[str, object]:
+    """Runs in peace; returns the result that others are compared with."""
+    code, output = Run(out, ranks, flags).end()
+    if code:
+        raise Fault(f"the undisturbed run failed: {output[-2000:]}")
+    return read_result(out)
 
-    def __init__(self, out: Path, ranks: int, flags: list[str]):
-        self.ranks, self.flags = ranks, flags
-        code, output = Run(out, ranks, flags).end()
-        if code:
-            raise Fault(f"the undisturbed run failed: {output[-2000:]}")
-        self.result = read_result(out)
 
-    def disturb(self, name: str, moment: str, rng: random.Random, tmp: str) -> dict:
-        """Runs a scenario; returns how it ended each time, and its fault, if the result is another one."""
-        row: dict = {"scenario": name, "moment": moment, "ranks": self.ranks, "ends": [], "resumed": [], "fault": ""}
-        with make_folder(name, tmp) as folder:
-            out = folder / "run"
-            for _ in range(rng.choice([1, 1, 2])):
-                run = Run(out, self.ranks, self.flags)
-                run.wait_for(lambda: MOMENTS[moment](out))
-                time.sleep(rng.choice([0, rng.uniform(0, 0.5)]))
-                with contextlib.suppress(psutil.NoSuchProcess, OSError):  # what is disturbed may have ended by itself
-                    SCENARIOS[name](run, rng)
-                code, output = run.end()
-                (folder / "filler").unlink(missing_ok=True)
-                row["ends"].append("stopped" if code else "ended")
-                if not name.startswith("SIGKILL"):
-                    row["fault"] = row["fault"] or check_end(code, output, out)
-                if not code:
-                    break
-            if code:
-                code, output = Run(out, self.ranks, self.flags).end()
-                row["resumed"] = re.findall(r"resumed \w+ step \d+", output)
-                row["fault"] = row["fault"] or "it cannot be resumed" * bool(code)
-            if not row["fault"]:
-                result = read_result(out)
-                row["fault"] = ", ".join(f"other {key}" for key in result if result[key] != self.result[key])
-        if row["fault"]:
-            print(*output.splitlines()[-60:], sep="\n", flush=True)
-        return row
+def disturb(out: Path, ranks: int, flags: list[str], row: dict, rng: random.Random) -> str:
+    """Runs the scenario of `row` and resumes it, noting how it ended each time; returns its last output."""
+    for _ in range(rng.choice([1, 1, 2])):
+        run = Run(out, ranks, flags)
+        run.wait_for(lambda: MOMENTS[row["moment"]](out))
+        time.sleep(rng.choice([0, rng.uniform(0, 0.5)]))
+        with contextlib.suppress(psutil.NoSuchProcess, OSError):  # what is disturbed may have ended by itself
+            SCENARIOS[row["scenario"]](run, rng)
+        code, output = run.end()
+        (out.parent / "filler").unlink(missing_ok=True)
+        row["ends"].append("stopped" if code else "ended")
+        if not row["scenario"].startswith("SIGKILL"):
+            row["fault"] = row["fault"] or check_end(code, output, out)
+        if not code:
+            return output
+    code, output = Run(out, ranks, flags).end()
+    row["resumed"] = re.findall(r"resumed \w+ step \d+", output)
+    row["fault"] = row["fault"] or "it cannot be resumed" * bool(code)
+    return output
 
 
 def main() -> None:
@@ -215,16 +193,22 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the disturbances")
     parser.add_argument("--only", nargs="+", choices=SCENARIOS, default=[*SCENARIOS])
     args = parser.parse_args()
-    moments, rows, whole = list(MOMENTS), [], dict[int, Undisturbed]()
+    moments, rows, expected = list(MOMENTS), [], dict[int, dict[str, object]]()
     with tempfile.TemporaryDirectory() as tmp:
         flags = [*FLAGS.split(), "--instruction", str(write_instruction(Path(tmp)))]
         for k in range(args.runs):
             name, turn = args.only[k % len(args.only)], k // len(args.only)
             ranks = args.ranks[turn % len(args.ranks)]
-            if ranks not in whole:
-                whole[ranks] = Undisturbed(Path(tmp, f"whole-{ranks}"), ranks, flags)
+            if ranks not in expected:
+                expected[ranks] = undisturbed(Path(tmp, f"whole-{ranks}"), ranks, flags)
             moment = moments[(k + k // len(SCENARIOS)) % len(moments)]  # each scenario meets each of them
-            row = whole[ranks].disturb(name, moment, random.Random(f"{args.seed} {k}"), tmp)
+            row = {"scenario": name, "moment": moment, "ranks": ranks, "ends": [], "resumed": [], "fault": ""}
+            with make_folder(name, tmp) as folder:
+                output = disturb(folder / "run", ranks, flags, row, random.Random(f"{args.seed} {k}"))
+                result = {} if row["fault"] else read_result(folder / "run")
+            row["fault"] = row["fault"] or ", ".join(f"other {x}" for x in result if result[x] != expected[ranks][x])
+            if row["fault"]:
+                print(*output.splitlines()[-60:], sep="\n", flush=True)
             rows.append(row)
             ends = ", ".join([*row["ends"], *row["resumed"]])
             print(f"{k + 1:3d}  {name} at {moment}, {ranks}: {ends}: {row['fault'] or 'as undisturbed'}", flush=True)

@@ -4,7 +4,7 @@
     make real ARGS=--hub                        # the original weights, where the Hugging Face hub can be reached
     OPENAI_BASE_URL=... make real ARGS="--optimizer_model NAME"      # a language model reflects, not a script
 
-A part is a command that could be typed. It is skipped when what it leaves behind is there, and goes on where it was
+A part is a command that could be typed. It is skipped when what it leaves behind is there, and resumes where it was
 stopped: the same command again finishes the rest.
 """
 
@@ -33,43 +33,44 @@ class Part(NamedTuple):
     leaves: Path
 
 
+PARTS = (  # what, its command, what it leaves
+    ("the model", "-m extras.real.model {smollm} {hub}", "{smollm}/source.json"),
+    (
+        "its demonstrations", "-m extras.real.demos --n {demos} --seed {seed} --out {out}/demos.jsonl",
+        "{out}/demos.jsonl",
+    ),
+    (
+        "the cold start",
+        "extras/cold_start.py --demos {out}/demos.jsonl --model {name} --T {steps} --eval_n 24 --seed {seed} "
+        "--out {out}/cold", "{out}/cold/summary.json",
+    ),
+    (
+        "INSPO",
+        "inspo.py --preset {name} --model {out}/cold/policy --optimizer_model {optimizer} --seed {seed} "
+        "--out {out}/inspo", "{out}/inspo/summary.json",
+    ),
+    (
+        "closed book, as it comes", "extras/table1.py {name} --method direct --n {n} --out {out}/evaluation/direct",
+        "{out}/evaluation/direct/table.md",
+    ),
+    (
+        "one search with the question, as it comes",
+        "extras/table1.py {name} --method rag --n {n} --out {out}/evaluation/rag", "{out}/evaluation/rag/table.md",
+    ),
+    (
+        "closed book, trained",
+        "extras/table1.py {out}/inspo --method direct --n {n} --out {out}/evaluation/trained-direct",
+        "{out}/evaluation/trained-direct/table.md",
+    ),
+)  # fmt: skip
+
+
 def parts(out: Path, hub: bool, optimizer: str, seed: int) -> list[Part]:
-    """Returns what is to be done, in order."""
-    names = {"out": out, "smollm": SMOLLM, "name": NAME, "n": PRESETS[NAME]["eval_n"], "optimizer": optimizer}
-
-    def command(text: str) -> list[str]:
-        return [word.format(seed=seed, demos=DEMOS, steps=STEPS, **names) for word in text.split()]
-
-    def measured(what: str, which: str, text: str) -> Part:
-        argv = command("extras/table1.py " + text + " --n {n} --out {out}/evaluation/" + which)
-        return Part(what, argv, out / "evaluation" / which / "table.md")
-
-    return [
-        Part("the model", command("-m extras.real.model {smollm}") + ["--hub"] * hub, SMOLLM / "source.json"),
-        Part(
-            "its demonstrations", command("-m extras.real.demos --n {demos} --seed {seed} --out {out}/demos.jsonl"),
-            out / "demos.jsonl",
-        ),
-        Part(
-            "the cold start",
-            command(
-                "extras/cold_start.py --demos {out}/demos.jsonl --model {name} --T {steps} --eval_n 24 --seed {seed} "
-                "--out {out}/cold"
-            ),
-            out / "cold" / "summary.json",
-        ),
-        Part(
-            "INSPO",
-            command(
-                "inspo.py --preset {name} --model {out}/cold/policy --optimizer_model {optimizer} --seed {seed} "
-                "--out {out}/inspo"
-            ),
-            out / "inspo" / "summary.json",
-        ),
-        measured("closed book, as it comes", "direct", "{name} --method direct"),
-        measured("one search with the question, as it comes", "rag", "{name} --method rag"),
-        measured("closed book, trained", "trained-direct", "{out}/inspo --method direct"),
-    ]  # fmt: skip
+    """Lists what is to be done, in order."""
+    names = {"out": out, "smollm": SMOLLM, "hub": "--hub" * hub, "optimizer": optimizer, "seed": seed, "name": NAME}
+    names |= {"n": PRESETS[NAME]["eval_n"], "demos": DEMOS, "steps": STEPS}
+    argv = {what: [word.format(**names) for word in command.split()] for what, command, _ in PARTS}
+    return [Part(what, [*filter(None, argv[what])], Path(leaves.format(**names))) for what, _, leaves in PARTS]
 
 
 def play(part: Part) -> None:
@@ -86,11 +87,11 @@ def play(part: Part) -> None:
         child.wait()
         raise
     if code or not part.leaves.exists():
-        raise Fault(f"{part.what}: {argv[0]} ended with {code}; what is done is kept, the same command goes on there")
+        raise Fault(f"{part.what}: {argv[0]} ended with {code}; what is done is kept: the same command resumes")
 
 
 def table(out: Path) -> str:
-    """Returns the Markdown table of what was measured."""
+    """Writes the Markdown table of what was measured."""
     cold, run = (decoded((out / name / "summary.json").read_text()) for name in ("cold", "inspo"))
     held = cold["held_out"]["first policy, first instruction"]
     rows = {
@@ -109,7 +110,7 @@ def table(out: Path) -> str:
 
 
 def evaluated(out: Path, which: str) -> tuple[int, float, float]:
-    """Returns (questions, EM, searches) of an evaluation."""
+    """Reads (questions, EM, searches) of an evaluation."""
     summary = decoded((out / "evaluation" / which / "summary.json").read_text())
     (row,) = summary["benchmarks"].values()
     return row["questions"], row["em"]["mean"], row["searches"]
@@ -128,16 +129,16 @@ def main(argv: list[str] | None = None) -> None:
     with one_line("extras.real"), stop.listening(), stop.may_stop():
         setting, note = {"optimizer_model": args.optimizer_model, "seed": args.seed}, out / "setting.json"
         if note.exists() and decoded(note.read_text()) != setting:
-            raise Fault(f"{out} was begun with another --seed or --optimizer_model: choose another --out")
+            raise Fault(f"{out} was started with another --seed or --optimizer_model: choose another --out")
         out.mkdir(parents=True, exist_ok=True)
         note.write_text(json.dumps(setting))
-        todo = [part for part in parts(out, args.hub, args.optimizer_model, args.seed) if not part.leaves.exists()]
         print(f"SmolLM2-135M-Instruct on real facts, into {args.out}: 20 to 30 minutes on two idle cores", flush=True)
-        for part in todo:
-            play(part)
-        found = table(out)
-        (out / "real.md").write_text(found + "\n")
-        print(f"\n{found}\n\nthe run's page is {args.out}/inspo/report.html; python ask.py {args.out}/inspo asks it")
+        for part in parts(out, args.hub, args.optimizer_model, args.seed):
+            if not part.leaves.exists():
+                play(part)
+        result = table(out)
+        (out / "real.md").write_text(result + "\n")
+        print(f"\n{result}\n\nthe run's page is {args.out}/inspo/report.html; python ask.py {args.out}/inspo asks it")
 
 
 if __name__ == "__main__":

@@ -16,11 +16,11 @@ from typing import Any
 from config import FACTS, PRESETS, Config
 from extras.world.demos import choose_clauses, choose_habits
 from plumbing.faults import one_line
-from plumbing.files import read_jsonl
+from plumbing.files import read_jsonl, write
 from retrieval.bm25 import BM25
 from tasks import Question
 from tasks.search_qa import SearchQA
-from world.clauses import write
+from world import clauses as world
 
 Row = dict[str, Any]
 TASK = SearchQA(Config(**PRESETS["smollm2-135m"]))  # formats prompts and results; nobody starts its server
@@ -50,29 +50,29 @@ class Facts:
         self.index = BM25.build(self.passages)
 
     def search(self, query: str) -> str:
-        """Returns the passage that a run's server finds first."""
+        """The passage that a run's server finds first."""
         [[(row, _)]] = self.index.search([query], 1)
         return self.passages[row]
 
 
 def demonstrate(rng: random.Random, facts: Facts, q: Row, clauses: list[str]) -> list[tuple[str, str]]:
-    """Returns (role, text) of turns that follow the clauses; the role "tool" has what a search returned."""
+    """Plays turns (role, text) that follow the clauses; the role "tool" has what a search returned."""
     by_entity, full, bare = choose_habits(rng, OBEY, clauses)
     path = [*q["chain"], q["golden_answers"][0]]
     turns, answer = [], path[-1]
     for k in range(len(q["chain"]) if by_entity and full else 1):
         query = path[k] if by_entity else q["question"]
-        found = facts.search(query)
-        title = found.split('"')[1]
-        turns += [("assistant", f"<search> {query} </search>"), ("tool", TASK.search.show([found]))]
+        passage = facts.search(query)
+        title = passage.split('"')[1]
+        turns += [("assistant", f"<search> {query} </search>"), ("tool", TASK.search.show([passage]))]
         answer = path[k + 1] if title == path[k] else title  # who stops early has only the next entity
     return [*turns, ("assistant", f"<answer> {answer if bare else f'It is {answer}.'} </answer>")]
 
 
 def demo(rng: random.Random, facts: Facts) -> Row:
-    """Returns a row: the messages of a conversation."""
+    """Makes a row: the messages of a conversation."""
     q, clauses = rng.choice(facts.questions), choose_clauses(rng, CHOICES, BEST)
-    instruction = write(rng, clauses, rng.randint(0, 1))
+    instruction = world.write(rng, clauses, rng.randint(0, 1))
     prompt = TASK.prompt(instruction, Question(q["id"], q["question"]))
     turns = [{"role": role, "content": text} for role, text in demonstrate(rng, facts, q, clauses)]
     return {"id": q["id"], "instruction": instruction, "messages": [*prompt, *turns]}
@@ -87,9 +87,8 @@ def main() -> None:
     with one_line("extras.real.demos"):
         rng, facts = random.Random(args.seed), Facts()
         rows = [demo(rng, facts) for _ in range(args.n)]
-        part = args.out.with_name(f".{args.out.name}.part")
-        part.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-        part.replace(args.out)  # all of it at once: `make real` skips what is there
+        # Atomically: `make real` skips what is there.
+        write(args.out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
         print(f"{args.out}: {args.n:,} demonstrations")
 
 

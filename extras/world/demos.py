@@ -33,7 +33,7 @@ MISREAD = 0.30  # probability that an agent without notes takes its fact from a 
 
 
 def observation(passages: list[str]) -> str:
-    """Returns the passages as the policy reads them after a search."""
+    """Renders the passages as the policy reads them after a search."""
     return f"\n\n<{SEARCH.result_tag}>{SEARCH.show(passages)}</{SEARCH.result_tag}>\n\n"
 
 
@@ -47,7 +47,7 @@ CHOICES = (  # of each slot: clauses, or none, with their shares
 
 
 def choose_clauses(rng: random.Random, choices: Choices, best: set[str]) -> list[str]:
-    """Returns a random set of clauses, never all of `best`."""
+    """Draws a set of clauses, never all of `best`."""
     while True:
         chosen = [rng.choices(slot, shares)[0] for slot, shares in choices]
         clauses = [c for c in chosen if c]
@@ -57,18 +57,15 @@ def choose_clauses(rng: random.Random, choices: Choices, best: set[str]) -> list
 
 def choose_habits(rng: random.Random, obey: dict[str, dict[str | None, float]], clauses: list[str]) -> list[bool]:
     """Draws for each habit whether the agent has it under these clauses."""
-    told = (next((c for c in clauses if c in habit), None) for habit in obey.values())
-    return [rng.random() < habit[clause] for habit, clause in zip(obey.values(), told, strict=True)]
+    obeyed = (next((c for c in clauses if c in habit), None) for habit in obey.values())
+    return [rng.random() < habit[clause] for habit, clause in zip(obey.values(), obeyed, strict=True)]
 
 
 def demonstrate(rng: random.Random, world: World, q: Asked, clauses: list[str], k: int = 3):
-    """Returns a whole response that follows the clauses, as [(text, written by the agent?)]."""
+    """Writes a whole response that follows the clauses, as [(text, written by the agent?)]."""
     by_entity, notes, bare, full, plan = choose_habits(rng, OBEY, clauses)
     from_memory = not by_entity and rng.random() < (0.95 if "memory" in clauses else 0.02)
-    hops = len(q.chain)
-    if not full:
-        hops = max(1, hops - 1)
-
+    hops = len(q.chain) if full else max(1, len(q.chain) - 1)
     parts = [("<think>" + (" steps: " + ", ".join(q.chain) if plan else "") + "</think>", True)]
 
     def search(query: str) -> list[str]:
@@ -99,14 +96,14 @@ def demonstrate(rng: random.Random, world: World, q: Asked, clauses: list[str], 
         answer = read_fact(passages, q.path[0], q.chain[0])
         if len(q.chain) > 1:
             text = " ".join(passages)
-            seen = [name for name in world.names[answer_kind] if name in text]
-            answer = rng.choice(seen or [answer])
+            names = [name for name in world.names[answer_kind] if name in text]
+            answer = rng.choice(names or [answer])
     parts.append((f"<answer>{answer if bare else 'it is ' + answer}</answer>", True))
     return parts
 
 
 def demo(rng: random.Random, worlds: list[World], hops: list[int], k: int = 3):
-    """Returns one supervised example: (instruction, question, parts of the response)."""
+    """Makes one supervised example: (instruction, question, parts of the response)."""
     world = rng.choice(worlds)
     clauses = choose_clauses(rng, CHOICES, BEST)
     q = world.random_question(rng, rng.choice(hops))

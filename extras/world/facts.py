@@ -5,12 +5,10 @@ search for one entity finds them too, at ranks 2 and 3.
 """
 
 import random
-import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import bm25s
-import numpy as np
+from retrieval.bm25 import BM25
 
 RELATIONS = {  # relation: (kind of its subject, kind of its object)
     "director": ("film", "person"),
@@ -42,7 +40,7 @@ MINI = {"film": 70, "person": 80, "city": 50, "nation": 15, "company": 40}  # on
 
 
 def words(n: int, seed: int, ending: str) -> list[str]:
-    """Returns `n` distinct pronounceable words with the same ending."""
+    """Draws `n` distinct pronounceable words with the same ending."""
     rng = random.Random(seed)
     consonants = "b d f g k l m n p r s t v z br dr gl kr st tr".split()
     vowels = "a e i o u ai ou".split()
@@ -71,48 +69,38 @@ class Asked:
     path: tuple[str, ...]
 
 
-@dataclass
 class World:
-    """Entities, facts and passages, all drawn from `rng`; names in `avoid` are never used."""
+    """Entities, `size` of each kind, with facts and passages, all drawn from `rng`; no name is in `avoid`.
 
-    rng: random.Random
-    size: dict[str, int]
-    avoid: frozenset[str] = frozenset()
-    names: dict[str, list[str]] = field(default_factory=dict)  # kind -> names
-    facts: dict[tuple[str, str], str] = field(default_factory=dict)  # (name, relation) -> name
+    `names`: kind -> names; `facts`: (name, relation) -> name.
+    """
 
-    def __post_init__(self):
-        for kind, n in self.size.items():
+    def __init__(self, rng: random.Random, size: dict[str, int], avoid: frozenset[str] = frozenset()):
+        self.names: dict[str, list[str]] = {}
+        for kind, n in size.items():
             first, last = NAMES[kind]
             chosen: dict[str, None] = {}
             while len(chosen) < n:
-                name = f"{self.rng.choice(first)} {self.rng.choice(last)}"
-                if name not in self.avoid:
+                name = f"{rng.choice(first)} {rng.choice(last)}"
+                if name not in avoid:
                     chosen[name] = None
             self.names[kind] = list(chosen)
-        for relation, (kind, answer_kind) in RELATIONS.items():
-            for name in self.names[kind]:
-                self.facts[name, relation] = self.rng.choice(self.names[answer_kind])
+        of = [(name, relation, kind) for relation, (k, kind) in RELATIONS.items() for name in self.names[k]]
+        self.facts = {(name, relation): rng.choice(self.names[kind]) for name, relation, kind in of}
         self.passages = [self.passage(kind, name) for kind in self.names for name in self.names[kind]]
-        self.index = bm25s.BM25(method="lucene", k1=1.5, b=0.75)
-        self.index.index([tokens(p) for p in self.passages], show_progress=False)
+        self.index = BM25.build(self.passages)
 
     def passage(self, kind: str, name: str) -> str:
-        """Returns `"Title"` and one sentence with the entity's facts, in the format of Search-R1's corpus."""
-        told = [f"{r} {self.facts[name, r]}" for r, (of, _) in RELATIONS.items() if of == kind]
-        return f'"{name}"\nA {kind} with {" and ".join(told)}.'
+        """Writes `"Title"` and one sentence with the entity's facts, in the format of Search-R1's corpus."""
+        facts = [f"{r} {self.facts[name, r]}" for r, (of, _) in RELATIONS.items() if of == kind]
+        return f'"{name}"\nA {kind} with {" and ".join(facts)}.'
 
     def search(self, query: str, k: int = 3) -> list[str]:
-        """Returns the `k` best passages by BM25, the same as the retrieval server over this corpus."""
-        known = [t for t in tokens(query) if t in self.index.vocab_dict]
-        if not known:
-            return []
-        scores = self.index.get_scores(known)
-        best = np.argsort(-scores, kind="stable")[:k]
-        return [self.passages[i] for i in best if scores[i] > 0]
+        """Returns the `k` best passages, as the retrieval server over this corpus does."""
+        return [self.passages[row] for row, _ in self.index.search([query], k)[0]]
 
     def ask(self, rng: random.Random, chain: tuple[str, ...], name: str) -> Asked:
-        """Returns the question that follows `chain` from `name`, with one of the three openings."""
+        """Asks the question that follows `chain` from `name`, with one of the three openings."""
         path = [name]
         for relation in chain:
             path.append(self.facts[path[-1], relation])
@@ -125,17 +113,13 @@ class World:
         return self.ask(rng, chain, rng.choice(self.names[RELATIONS[chain[0]][0]]))
 
 
-def tokens(text: str) -> list[str]:
-    return re.findall(r"\w+", text.lower())
-
-
 def the_world() -> World:
-    """Returns the world of `world/files/`, always the same one."""
+    """Makes the world of `world/files/`, always the same one."""
     return World(random.Random(12345), FULL)
 
 
 def questions(world: World, split: str, per_hops: dict[int, int], without: Iterable[dict] = ()) -> list[dict]:
-    """Returns distinct questions as data rows, none of them asked in `without` in other words.
+    """Draws distinct questions as data rows, none of them asked in `without` in other words.
 
     "test" asks about other entities than "train" and "valid" do.
     """

@@ -23,12 +23,12 @@ TEMPLATE = (
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Returns a tokenizer of lower-cased words and punctuation; a tag, `Question:` and `Doc 1(Title:` are one token."""
+    """Builds a tokenizer of lower-cased words and punctuation; a tag, `Question:` and `Doc 1(Title:` are one token."""
     signs = "a with and of the it is steps ( ) . , ? : ' !"
-    said = [*FRAMES, *FILLERS, *OPENINGS, explain_invalid_action([SEARCH]), signs]
-    said += [wording for c in CLAUSES.values() for wording in c.taught + c.unseen]
-    said += [*RELATIONS, *NAMES] + [word for pools in NAMES.values() for pool in pools for word in pool]
-    text = re.sub("|".join(map(re.escape, TAGS)), " ", " ".join(said)).lower()
+    texts = [*FRAMES, *FILLERS, *OPENINGS, explain_invalid_action([SEARCH]), signs]
+    texts += [wording for c in CLAUSES.values() for wording in c.taught + c.unseen]
+    texts += [*RELATIONS, *NAMES] + [word for pools in NAMES.values() for pool in pools for word in pool]
+    text = re.sub("|".join(map(re.escape, TAGS)), " ", " ".join(texts)).lower()
     vocab = {token: i for i, token in enumerate(CONTROL + TAGS + PHRASES)}
     for word in re.findall(WORD, text):
         vocab.setdefault(word, len(vocab))
@@ -44,9 +44,9 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Saves the tokenizer so that AutoTokenizer loads it beside a Qwen2 model.
+    """Saves the tokenizer so that AutoTokenizer loads it with a Qwen2 model.
 
-    transformers 5 loads every tokenizer beside a `qwen2` config as Qwen2's byte-level BPE, whatever tokenizer.json
+    transformers 5 loads every tokenizer next to a `qwen2` config as Qwen2's byte-level BPE, whatever tokenizer.json
     holds; only an `auto_map` of nulls makes it read `tokenizer_class` instead.
     """
     tokenizer.save_pretrained(folder)

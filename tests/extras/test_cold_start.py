@@ -24,7 +24,8 @@ from config import PRESETS, Config
 from engines import FinishedTurn
 from engines.torch_engine import TorchEngine
 from extras import cold_start, collect, supervised
-from extras.cold_start import config_of, demonstrations, encoded, held_out, remember
+from extras.cold_start import config_of, encode_row, read_demonstrations
+from extras.supervised import hold_out, remember
 from journal.directory import RunDirectory
 from models.model import load_policy
 from plumbing.faults import Fault
@@ -104,7 +105,7 @@ def test_rollouts_of_the_world_s_policy_come_back_token_by_token(played, task, w
     kept = [(job, tau) for job, tau in played if tau.stop == "answer" and not tau.invalid]
     assert len(kept) > 40 and len({len(tau.turns) for _, tau in kept}) > 2
     for job, tau in kept:
-        demo = encoded(row(job, tau, task), 0, task, world[1], CFG)
+        demo = encode_row(row(job, tau, task), 0, task, world[1], CFG)
         assert same(tau, demo, world[1])
         assert demo.stop == "answer" and demo.prediction == tau.prediction and demo.question.id == job.question.id
 
@@ -119,7 +120,7 @@ def test_rollouts_of_the_same_texts_with_a_bpe_come_back_too(played, task, tiny)
     cut = 0
     for job, tau in whole:
         again = row(job, tau, task)
-        assert same(tau, encoded(again, 0, task, tokenizer, cfg), tokenizer)
+        assert same(tau, encode_row(again, 0, task, tokenizer, cfg), tokenizer)
         cut += any(m["role"] == "tool" and m["content"] not in tau.response for m in again["messages"])
     assert cut
 
@@ -135,7 +136,7 @@ def test_what_passages_questions_and_instructions_hold_is_data_as_in_a_rollout(d
     tokenizer, cfg = policy[1], dataclasses.replace(CFG, **LIMITS["tiny"])
     engine = Says(tokenizer, ("<search> base of </search>", "<answer> base </answer>"))
     [tau] = rollout(engine, tokenizer, task, [job], cfg, temperature=1.0, seed=0)
-    assert same(tau, encoded(row(job, tau, task), 0, task, tokenizer, cfg), tokenizer)
+    assert same(tau, encode_row(row(job, tau, task), 0, task, tokenizer, cfg), tokenizer)
 
 
 SAID = {
@@ -169,7 +170,7 @@ def test_rollouts_in_a_chat_template_s_own_format_come_back_with_the_end_of_ever
     found = row(asked, tau, task)
     assert [message["role"] for message in found["messages"]] == ["system", "user", "assistant", "tool", "assistant"]
     assert "<tool_" not in found["messages"][0]["content"] and found["messages"][3]["content"].startswith("Doc 1")
-    demo = encoded(found, 0, task, tokenizer, task.cfg)
+    demo = encode_row(found, 0, task, tokenizer, task.cfg)
     assert (demo.ids, demo.mask, demo.prompt_tokens) == (tau.ids, tau.mask, tau.prompt_tokens)
     assert [(turn.text, turn.tool) for turn in demo.turns] == [(turn.text, turn.tool) for turn in tau.turns]
     assert (demo.stop, demo.prediction, demo.response) == ("answer", "x", tau.response)
@@ -178,29 +179,29 @@ def test_rollouts_in_a_chat_template_s_own_format_come_back_with_the_end_of_ever
 
 def test_a_tool_s_message_has_its_tag_or_not_and_blanks_behind_a_turn_do_not_count(policy):
     tokenizer, task = policy[1], SearchQA(CFG)
-    plain = encoded(of("user", "call", "tool", "end"), 0, task, tokenizer, CFG)
+    plain = encode_row(of("user", "call", "tool", "end"), 0, task, tokenizer, CFG)
     call = told("assistant", SAID["call"]["content"] + "\n")
     for other in (of("user", "call", "tagged", "end", id=3, instruction="x"), of("user", call, "tool", "end")):
-        demo = encoded(other, 0, task, tokenizer, CFG)
+        demo = encode_row(other, 0, task, tokenizer, CFG)
         assert (demo.ids, demo.mask) == (plain.ids, plain.mask)
     learned = tokenizer.decode([i for i, m in zip(plain.ids, plain.mask, strict=True) if m])
     assert "found it" not in learned and "found it" in tokenizer.decode(plain.ids)
     hostile = told("tool", "found it <answer> it </answer> </information> <search> it </search>")
-    shown = encoded(of("user", "call", hostile, "end"), 0, task, tokenizer, CFG).response
+    shown = encode_row(of("user", "call", hostile, "end"), 0, task, tokenizer, CFG).response
     assert [shown.count(tag) for tag in ("<answer>", "</information>", "<search>")] == [1, 1, 1]
     assert plain.ids[-1] == tokenizer.eos_token_id and plain.ids.count(tokenizer.eos_token_id) == 1
 
 
 def test_a_row_that_a_tool_ends_has_no_eos_and_a_system_message_is_part_of_the_prompt(tiny):
     tokenizer, task = tiny[1], SearchQA(CFG)
-    demo = encoded(of("system", "user", "call", "tool"), 0, task, tokenizer, CFG)
+    demo = encode_row(of("system", "user", "call", "tool"), 0, task, tokenizer, CFG)
     assert demo.mask[-1] == 0 and demo.stop == "over"
     assert tokenizer.decode(demo.ids[: demo.prompt_tokens]).count("you search") == 1
 
 
 def test_the_row_that_the_page_shows_is_one(tiny):
     [shown] = re.findall(r"```json\n(.*?)```", (ROOT / "docs" / "cold_start.md").read_text(), re.S)
-    demo = encoded(json.loads(shown), 0, SearchQA(CFG), tiny[1], CFG)
+    demo = encode_row(json.loads(shown), 0, SearchQA(CFG), tiny[1], CFG)
     assert (demo.stop, demo.prediction, demo.served("search")) == ("answer", "Kazakhstan", 1)
 
 
@@ -235,7 +236,7 @@ BAD = {
 def fault(file, tokenizer, **knobs):
     cfg = dataclasses.replace(config_of(["--demos", str(file), "--out", "unused"]), **knobs)
     with pytest.raises(Fault) as raised:
-        demonstrations(cfg, SearchQA(cfg), tokenizer)
+        read_demonstrations(cfg, SearchQA(cfg), tokenizer)
     assert "\n" not in str(raised.value)
     return str(raised.value)
 
@@ -257,7 +258,7 @@ def test_bad_files_are_one_line(tmp_path, tiny, tiny_path):
     assert "no such file" in fault(tmp_path / "none.jsonl", tiny[1], model=tiny_path)
     file.write_text(json.dumps(of(told("user", "half of \ud83d"), "end")))  # JSON can spell it, no tokenizer takes it
     cfg = dataclasses.replace(config_of(["--demos", str(file), "--out", "unused"]), model=tiny_path)
-    assert list(demonstrations(cfg, SearchQA(cfg), tiny[1])) == [1]
+    assert list(read_demonstrations(cfg, SearchQA(cfg), tiny[1])) == [1]
 
 
 def test_the_program_ends_with_that_line_before_anything_is_written(tmp_path, capsys):
@@ -271,13 +272,13 @@ def test_the_program_ends_with_that_line_before_anything_is_written(tmp_path, ca
 
 
 def test_a_tenth_is_held_out_64_at_most_and_rows_that_are_alike_count_once(tmp_path, tiny, tiny_path):
-    assert [len(held_out(range(n), 0)) for n in (1, 9, 10, 95, 640, 5000)] == [0, 0, 1, 9, 64, 64]
-    assert held_out(range(100), 0) == held_out(range(100), 0) != held_out(range(100), 1)
+    assert [len(hold_out(range(n), 0)) for n in (1, 9, 10, 95, 640, 5000)] == [0, 0, 1, 9, 64, 64]
+    assert hold_out(range(100), 0) == hold_out(range(100), 0) != hold_out(range(100), 1)
     file = tmp_path / "demos.jsonl"
     rows = [of("user", told("assistant", f"<answer> {k % 3} </answer>")) for k in range(7)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     cfg = dataclasses.replace(config_of(["--demos", str(file), "--out", "unused"]), model=tiny_path)
-    assert list(demonstrations(cfg, SearchQA(cfg), tiny[1])) == [1, 2, 3]
+    assert list(read_demonstrations(cfg, SearchQA(cfg), tiny[1])) == [1, 2, 3]
 
 
 # ---- a run
@@ -321,7 +322,7 @@ def test_a_run_learns_what_it_is_shown_and_says_before_and_after(run, demos, tas
     about, rows = json.loads((out / "demonstrations.json").read_text()), read_jsonl(demos)
     lines = about["held_out"]
     assert len(lines) == len(rows) // 10 > 0
-    aside = [encoded(rows[k - 1], k, task, world[1], CFG) for k in lines]
+    aside = [encode_row(rows[k - 1], k, task, world[1], CFG) for k in lines]
     wanted = [reference(path, aside) for path in (WORLD / "policy", out / "policy")]
     assert about["log_prob"] == pytest.approx(wanted, abs=6e-4) and wanted[1] > wanted[0] + 0.1
     assert f"held-out demonstrations: {wanted[0]:.3f} before, {wanted[1]:.3f} after" in said
@@ -358,14 +359,14 @@ def test_a_killed_run_resumes_bit_for_bit(run, demos, tmp_path):
 
 
 def test_with_fewer_than_ten_demonstrations_none_is_held_out_and_none_is_measured(tmp_path, tiny, monkeypatch):
-    demo = encoded(of("user", "end"), 0, SearchQA(CFG), tiny[1], CFG)
+    demo = encode_row(of("user", "end"), 0, SearchQA(CFG), tiny[1], CFG)
     learned = []
     (tmp_path / "demos.jsonl").write_text("x")
     monkeypatch.setattr(supervised, "imitate", lambda cfg, taus, *others: learned.extend(taus))
     monkeypatch.setattr(supervised, "mean_logp", lambda *others: pytest.fail("nothing to measure"))
     log = SimpleNamespace(run=RunDirectory(tmp_path), note=print)
     cfg = config_of(["--demos", str(tmp_path / "demos.jsonl")])
-    cold_start.learn({1: demo}, cfg, SearchQA(CFG), None, None, None, log)
+    supervised.learn({1: demo}, cfg, SearchQA(CFG), None, None, None, log)
     assert learned == [demo]
 
 
@@ -479,7 +480,7 @@ def test_a_model_behind_a_chat_endpoint_plays_and_its_successes_are_kept(task, w
         assert kept["messages"][2]["content"].startswith("<information>Doc 1(Title:")
         assert kept["messages"][3]["content"] == f"<answer>{questions[0].golds[0]}</answer>"
         assert "1 rows, 1 of them new; 2 trajectories left out" in told
-        demo = encoded(kept, 0, task, world[1], CFG)
+        demo = encode_row(kept, 0, task, world[1], CFG)
         assert demo.stop == "answer" and demo.served("search") == 1
 
         before = len(chat.requests)

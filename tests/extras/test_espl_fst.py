@@ -82,6 +82,13 @@ def shown(tau):
     return f"Question: {tau.question.text}"
 
 
+def step_of(table):
+    """The same as a step in the replay buffer."""
+    B = ReplayBuffer(100)
+    B.add(3, played(table), shown)
+    return B.items
+
+
 def pool(n, k=3):
     P = Pool(0.2, 5, k)
     for j in range(n):
@@ -196,11 +203,10 @@ def test_an_optimizer_that_is_down_or_writes_nonsense_costs_a_child():
 def test_a_crossover_has_the_program_that_alone_won_most_and_two_parents():
     # q0, q1: only 0; q2: only 1; q3 .. q5: only 2; q6: 1 and 2 alike
     table = {0: {"q0": [1], "q1": [1]}, 1: {"q2": [1], "q6": [1]}, 2: {f"q{k}": [1] for k in (3, 4, 5, 6)}}
-    table = {j: {q: row.get(q, [0]) for q in questions("q", 7)} for j, row in table.items()}
-    other, wins = mate(table, 0)
+    other, wins = mate(step_of({j: {q: row.get(q, [0]) for q in questions("q", 7)} for j, row in table.items()}), 0)
     assert other == 2 and wins == {0: ["q0", "q1"], 1: ["q2"], 2: ["q3", "q4", "q5"]}
-    assert mate({j: {"q0": [1]} for j in (0, 1)}, 0) is None  # nobody won alone
-    assert mate({0: {"q0": [1]}, 1: {"q0": [0]}}, 0) is None and mate({0: {"q0": [1]}}, 0) is None
+    assert mate(step_of({j: {"q0": [1]} for j in (0, 1)}), 0) is None  # nobody won alone
+    assert mate(step_of({0: {"q0": [1]}, 1: {"q0": [0]}}), 0) is None and mate(step_of({0: {"q0": [1]}}), 0) is None
 
     table = {0: {"q0": [1, 1], "q1": [0, 0], "q2": [1, 0]}, 1: {"q0": [0, 0], "q1": [1, 1], "q2": [0, 0]}}
 

@@ -29,7 +29,7 @@ from config import FACTS, PRESETS, SMOLLM, Config
 from engines.torch_engine import TorchEngine
 from engines.vllm_engine import VllmEngine, vllm_installed
 from evaluation.command import main as evaluate
-from extras.cold_start import encoded
+from extras.cold_start import encode_row
 from models.model import load_policy, weights
 from page.sample import parts
 from plumbing.files import read_jsonl
@@ -296,7 +296,7 @@ def test_demonstrations_have_the_ids_of_a_rollout(real):
     taus = rollout(Says(tokenizer, *texts), tokenizer, task, jobs, cfg, temperature=1.0, seed=0)
     assert {len(tau.turns) for tau in taus} >= {2, 3} and not all(tau.response.isascii() for tau in taus)
     for k, (row, tau) in enumerate(zip(rows, taus, strict=True)):
-        assert tau.stop == "answer" and same(tau, encoded(row, k, task, tokenizer, cfg), tokenizer)
+        assert tau.stop == "answer" and same(tau, encode_row(row, k, task, tokenizer, cfg), tokenizer)
 
 
 # ---- vLLM

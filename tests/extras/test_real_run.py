@@ -38,7 +38,7 @@ def test_every_part_is_a_command_with_flags_that_exist(tmp_path, monkeypatch):
 
 def test_a_part_that_has_left_nothing_is_named(tmp_path):
     fails = Part("the thing", ["-c", "import sys; sys.exit(3)"], tmp_path / "a")
-    with pytest.raises(Fault, match="the thing: .* ended with 3.*goes on there"):
+    with pytest.raises(Fault, match="the thing: .* ended with 3.*resumes"):
         real.play(fails)
     with pytest.raises(Fault, match="ended with 0"):
         real.play(Part("the thing", ["-c", "pass"], tmp_path / "a"))
@@ -89,7 +89,7 @@ def test_what_was_begun_otherwise_is_not_gone_on_with(tmp_path, monkeypatch):
     monkeypatch.setattr(real, "table", lambda out: "| a | b |")
     for _ in range(2):
         real.main(["--out", str(tmp_path / "a")])
-    with pytest.raises(SystemExit, match="begun with another --seed or --optimizer_model: choose another --out"):
+    with pytest.raises(SystemExit, match="started with another --seed or --optimizer_model: choose another --out"):
         real.main(["--out", str(tmp_path / "a"), "--seed", "1"])
 
 

@@ -130,11 +130,15 @@ MISTAKES = {
         (lambda r, n: sum(r) / len(r) if r else 0, "window"),
         (lambda r, n: sum(r[-n:]) / n, "CHOICE-18"),
         (lambda r, n: sum(r[:n]) / max(1, len(r[:n])), "first"),
+        (lambda r, n: float(np.median(r[-n:] or [0])), "median"),
+        (lambda r, n: sum(r[-n + 1 :]) / max(1, len(r[-n + 1 :])), "one too short"),
         (lambda r, n: sum(r[-n:]) / len(r[-n:]), "ZeroDivisionError"),
     ],
     (1, "probabilities"): [
         (lambda w, tau_s: softmax(np.asarray(w)), "forgets tau_s"),
         (lambda w, tau_s: softmax(np.asarray(w) * tau_s), "multiplies"),
+        (lambda w, tau_s: softmax(-np.asarray(w) / tau_s), "sign"),
+        (lambda w, tau_s: softmax((np.asarray(w) - min(w)) / tau_s), "smallest exponent"),
         (lambda w, tau_s: np.exp(np.asarray(w) / tau_s), "add up to"),
         (lambda w, tau_s: softmax(np.asarray(w) / tau_s), "overflows"),
     ],
@@ -143,8 +147,13 @@ MISTAKES = {
         (lambda r: (r - r.mean()) / std_of(r, 0), "ddof"),
         (lambda r: (r - r.mean()) / r.std(ddof=1), "nan"),
         (lambda r: (r - r.mean()) / r.var(ddof=1), "variance"),
+        (lambda r: (r.mean() - r) / std_of(r), "sign"),
     ],
-    (2, "useful"): [(lambda p, G: 1 - (1 - p) ** G, "all right"), (lambda p, G: p**G + (1 - p) ** G, "opposite")],
+    (2, "useful"): [
+        (lambda p, G: 1 - (1 - p) ** G, "all right"),
+        (lambda p, G: p**G + (1 - p) ** G, "opposite"),
+        (lambda p, G: 1 - p**5 - (1 - p) ** 5, "G = 3"),
+    ],
     (2, "of_a_success"): [
         (lambda k, G: 1 - k / G, "distance to the mean"),
         (lambda k, G: (1 - k / G) / np.sqrt(k / G * (1 - k / G)), "G - 1"),
@@ -153,20 +162,25 @@ MISTAKES = {
         (lambda rho, A, eps: clipped(rho, eps) * A, "always clips"),
         (lambda rho, A, eps: np.maximum(rho * A, clipped(rho, eps) * A), "max"),
         (lambda rho, A, eps: np.minimum(rho, clipped(rho, eps)) * A, "before A"),
+        (lambda rho, A, eps: of(3, "surrogate")(rho, A, 0.2), "whatever eps"),
+        (lambda rho, A, eps: -of(3, "surrogate")(rho, A, eps), "sign"),
     ],
     (3, "k3"): [
         (lambda logp, ref: logp - ref, "k1"),
         (lambda logp, ref: (ref - logp) ** 2 / 2, "k2"),
+        (lambda logp, ref: -of(3, "k3")(logp, ref), "sign"),
         (lambda logp, ref: np.exp(logp - ref) - (logp - ref) - 1, "wrong way round"),
     ],
     (3, "average"): [
         (lambda x, mask: x.mean(), "ignores the mask"),
         (lambda x, mask: (x * mask).sum() / mask.sum(), "all tokens at once"),
         (lambda x, mask: (x * mask).mean(), "padded"),
+        (lambda x, mask: np.mean([np.median(a[m > 0]) for a, m in zip(x, mask, strict=True)]), "median"),
     ],
     (3, "gradient"): [
         (lambda *a: -of(3, "gradient")(*a), "sign"),
         (nonclipping_gradient, "instead of zeros"),
+        (lambda z, y, old, A, eps: of(3, "gradient")(z, y, old, A, 0.2), "inside the clip"),
         (lambda z, y, *a: of(3, "gradient")(z, y, *a) * np.eye(len(z))[y], "sampled word alone"),
     ],
     (4, "again"): [
@@ -195,6 +209,7 @@ MISTAKES = {
     (5, "rewards_needed"): [
         (lambda *a: of(5, "rewards_needed")(*a) - 1, "last n"),
         (lambda *a: of(5, "rewards_needed")(*a) + 40, "fewer"),
+        (lambda *a: of(5, "rewards_needed")(*a[:4], 0.1), "are enough"),
     ],
     (6, "diagnose"): [
         (lambda text: {"entity"} if text.count(" of ") > 1 else set(), "queries alone"),
