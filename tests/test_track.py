@@ -72,7 +72,8 @@ def test_a_tracker_has_every_number_and_instruction_in_one_run_however_often_it_
 def test_trackio_has_trajectories_as_traces(tracker, tmp_path):
     name, calls = tracker
     turns = [Turn("<search> x </search>", "search", "x", ["One.", "Two."]), Turn("<answer> y </answer>")]
-    tau = Trajectory(3, Question("q1", "Who?", ("y",)), 5, [], 0, turns=turns, prediction="y", stop="answer", reward=1.0)
+    tau = Trajectory(3, Question("q1", "Who?", ("y",)), 5, [], 0, turns=turns)
+    tau.prediction, tau.stop, tau.reward = "y", "answer", 1.0
     Tracker(name, tmp_path, "id", {}).trajectories([json.loads(json.dumps(tau.record()))], 7)
     logged = [(row["step"], row["row"]["trajectories"]) for row in calls() if "row" in row]
     messages = [
