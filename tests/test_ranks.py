@@ -273,8 +273,14 @@ def test_a_killed_rank_ends_the_job_which_resumes_on_another_number_of_ranks(who
 
 SLURM = {
     "scontrol": "printf '%s\\n' localhost localhost",  # both nodes are this machine
-    "srun": """shift; trap 'kill $a $b' TERM; "$@" & a=$!; "$@" & b=$!; wait $a || wait $a; x=$?; wait $b && exit $x""",
+    "srun": """shift; trap 'kill $a $b' TERM; "$@" & a=$!; "$@" & b=$!
+        wait -n; x=$?; [ $x = 0 ] || kill $a $b 2> /dev/null; wait $a; wait $b; exit $x""",
 }
+
+
+def descendants(pid: object) -> list[str]:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [*children, *(other for child in children for other in descendants(child))]
 
 
 def test_a_slurm_job_that_is_queued_again_resumes(whole, tmp_path):
@@ -288,10 +294,12 @@ def test_a_slurm_job_that_is_queued_again_resumes(whole, tmp_path):
     job = dict(SLURM_JOB_ID="7", SLURM_JOB_NODELIST="n[1-2]", SLURM_JOB_NUM_NODES="2", SLURM_GPUS_ON_NODE="1")
     env = ENV | job | {"PATH": f"{tmp_path}:{ENV['PATH']}", "PYTHON": sys.executable, "OUT": str(out)}
     with Child(server, tmp_path / "log") as child:
-        command = ["bash", str(ROOT / "launch" / "node.sbatch"), *map(str, (*SMALL, *SCORED)), "--retriever", child.url]
+        command = ["bash", str(ROOT / "launch" / "node.sbatch"), *map(str, (*SMALL, *SCORED)), "--retriever"]
+        command += [child.url.replace("127.0.0.1", "0.0.0.0")]  # of this machine, too, but not refused
         process = popen(command, env)
         wait_for_step(out, 0, process)
-        os.killpg(process.pid, signal.SIGKILL)
+        for pid in (str(process.pid), *descendants(process.pid)):
+            os.kill(int(pid), signal.SIGKILL)
         process.communicate(timeout=60)
         assert not list((out / "checkpoints").glob("step-*"))
         process = popen(command, env | {"SLURM_RESTART_COUNT": "1"})
