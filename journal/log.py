@@ -132,7 +132,7 @@ class Log:
             for tau in taus
         ]
         self.run.write_trajectories(f"step-{t:06d}", rows)
-        self.track.trajectories([row for row in rows if "token_data" in row], t)
+        self.track.trajectories(taus, t)
         if n := row.get("skipped_updates"):
             self.note(f"step {t:3d}  optimizer steps skipped, as loss or gradient were not finite: {n}")
         self.row, self.phase, self.clock = row, "evolve", time.perf_counter()
@@ -296,8 +296,8 @@ class Log:
             "conclusion": conclusion({name: row[metric] for name, row in rows.items()}, n, metric, self.spread),
         }  # fmt: skip
         run.write("summary.json", json.dumps(summary, indent=1))
-        final: dict[str, Any] = {f"final/{name}/{k}": x for name, row in rows.items() for k, x in row.items()}
-        self.track.log(final | {"I_star": I_star.text}, cfg.T)
+        final = {f"final/{name}/{k}": x for name, row in rows.items() for k, x in row.items()}
+        self.track.log({"I_star": I_star.text, **final}, cfg.T)
         self.screen.close()
         print(printable(ending(summary, run.path)))
         for _, _, warning in self.silence.lasting():

@@ -1,11 +1,11 @@
 """Copies of a run's numbers, texts and trajectories for a tracker; the run's directory has everything anyway."""
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-LABELS = ("instruction", "question", "group", "reward", "advantage", "prediction", "stop")  # of a trace
+from tasks import Trajectory
 
 
 class Tracker:
@@ -22,23 +22,17 @@ class Tracker:
 
     def log(self, row: Mapping[str, Any], t: int) -> None:
         """Logs numbers and texts."""
-        if self.name == "tensorboard":
-            for name, x in row.items():
-                (self.api.add_text if isinstance(x, str) else self.api.add_scalar)(name, x, t)
-        elif self.name:
+        for name, x in row.items() if self.name == "tensorboard" else ():
+            (self.api.add_text if isinstance(x, str) else self.api.add_scalar)(name, x, t)
+        if self.name in ("wandb", "trackio"):
             texts = {name: [[t, x]] for name, x in row.items() if isinstance(x, str)}
             tables = {name: self.api.Table(columns=["step", "text"], data=data) for name, data in texts.items()}
             self.api.log({**row, **tables}, step=t)
 
-    def trajectories(self, rows: Sequence[Mapping[str, Any]], t: int) -> None:
-        """Logs rows of trajectories/ as traces, which trackio alone has."""
-        if self.name == "trackio":
-            traces = [self.api.Trace(messages(row), {name: row[name] for name in LABELS}) for row in rows]
-            self.api.log({"trajectories": traces}, step=t)
-
-
-def messages(row: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Returns the question, and what each turn wrote and read, as a chat's messages."""
-    turns = [[("assistant", turn["text"]), ("tool", "\n".join(turn["result"] or ()))] for turn in row["turns"]]
-    chat = [("user", row["question_text"]), *sum(turns, [])]
-    return [{"role": role, "content": content} for role, content in chat if content]
+    def trajectories(self, taus: Iterable[Trajectory], t: int) -> None:
+        """Logs those whose tokens the update watched as traces, which trackio alone has."""
+        for tau in taus if self.name == "trackio" else ():
+            if tau.tokens:
+                chat = {"user": tau.question.text, "assistant": tau.response}
+                trace = self.api.Trace([{"role": k, "content": text} for k, text in chat.items()], tau.record())
+                self.api.log({"trajectory": trace}, step=t)

@@ -10,7 +10,7 @@ from journal.track import Tracker
 from plumbing import stop
 from plumbing.faults import Fault
 from plumbing.files import read_jsonl
-from tasks import Question, Trajectory, Turn
+from tasks import Question, Trajectory
 
 assert no_page  # a fixture
 MODULE = """
@@ -69,19 +69,15 @@ def test_a_tracker_has_every_number_and_instruction_in_one_run_however_often_it_
     assert final == {f"final/{name}/{k}": v for name, row in held_out.items() for k, v in row.items()}
 
 
-def test_trackio_has_trajectories_as_traces(tracker, tmp_path):
+def test_trackio_has_the_watched_trajectories_as_traces(tracker, tmp_path):
     name, calls = tracker
-    turns = [Turn("<search> x </search>", "search", "x", ["One.", "Two."]), Turn("<answer> y </answer>")]
-    tau = Trajectory(3, Question("q1", "Who?", ("y",)), 5, [], 0, turns=turns)
-    tau.prediction, tau.stop, tau.reward = "y", "answer", 1.0
-    Tracker(name, tmp_path, "id", {}).trajectories([json.loads(json.dumps(tau.record()))], 7)
-    logged = [(row["step"], row["row"]["trajectories"]) for row in calls() if "row" in row]
-    messages = [
-        {"role": "user", "content": "Who?"}, {"role": "assistant", "content": turns[0].text},
-        {"role": "tool", "content": "One.\nTwo."}, {"role": "assistant", "content": turns[1].text},
-    ]  # fmt: skip
-    about = dict(instruction=3, question="q1", group=5, reward=1.0, advantage=0.0, prediction="y", stop="answer")
-    assert logged == ([(7, [{"m": messages, "about": about}])] if name == "trackio" else [])
+    taus = [Trajectory(3, Question("q1", "Who?", ("y",)), 5, [], 0, response=f"{k} y", prediction="y") for k in (0, 1)]
+    taus[1].tokens = {"logp": [-0.5]}
+    Tracker(name, tmp_path, "id", {}).trajectories(taus, 7)
+    logged = [row for row in calls() if "row" in row]
+    chat = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "1 y"}]
+    about = json.loads(json.dumps(taus[1].record()))
+    assert logged == [{"step": 7, "row": {"trajectory": {"m": chat, "about": about}}}] * (name == "trackio")
 
 
 def test_tensorboard_has_numbers_and_instructions(tmp_path):
