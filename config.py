@@ -235,7 +235,9 @@ class KeepKnobs:
     eval_n: int = knob(0, "questions of an evaluation, a fixed sample with every source in its share; 0: all", least=0)
     save_every: int = knob(25, "steps between checkpoints", least=1)
     keep: int = knob(2, "newest checkpoints to keep; the best on --valid is kept too", least=1, more=True)
-    tracker: str = knob("", "also log to wandb or tensorboard, if installed", of=("", "wandb", "tensorboard"))
+    tracker: str = knob(
+        "", "also log to wandb, trackio or tensorboard, if installed", of=("", "wandb", "trackio", "tensorboard")
+    )
 
     def check(self) -> str:
         if self.tracker and not importlib.util.find_spec(self.tracker):

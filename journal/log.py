@@ -132,6 +132,7 @@ class Log:
             for tau in taus
         ]
         self.run.write_trajectories(f"step-{t:06d}", rows)
+        self.track.trajectories(taus, t)
         if n := row.get("skipped_updates"):
             self.note(f"step {t:3d}  optimizer steps skipped, as loss or gradient were not finite: {n}")
         self.row, self.phase, self.clock = row, "evolve", time.perf_counter()
@@ -147,7 +148,7 @@ class Log:
         row = self.row | {"time/total": self.seconds()}
         self.run.append("metrics", {"t": t} | row)
         numbers = {name: x for name, x in row.items() if isinstance(x, (int, float))}
-        self.track.numbers(numbers | {f"w/{j}": w for j, w in row.get("w", {}).items()}, t)
+        self.track.log(numbers | {f"w/{j}": w for j, w in row.get("w", {}).items()}, t)
         self.phase = ""
         seconds = sum(row.get(f"time/{name}", 0.0) for name in ("rollout", "reward", "update", "evolve"))
         shown = line(row | {"P": len(P)}, [tool.plural for tool in self.task.tools[:4]])
@@ -183,7 +184,7 @@ class Log:
         start = self.held_out[START]
         row = {f"test/{name}": x for name, x in start.items()}
         self.run.append("metrics", {"t": 0, "metrics": self.metrics} | row)
-        self.track.numbers(row, 0)
+        self.track.log(row, 0)
         calls = count_calls(start, [tool.plural for tool in self.task.tools])
         scores = {label(self.metrics[0]): start[self.metrics[0]]} | calls
         shown = ", ".join(f"{name} {x:.3f}" for name, x in scores.items())
@@ -196,7 +197,7 @@ class Log:
         self.note(f"step {t:3d}  {event:6s}  {text}")
         self.run.append("population", {"t": t, "event": event, "text": text, "P": [asdict(I) for I in P.active]})
         if event != "prune":
-            self.track.text("instructions", "\n\n".join(f"#{I.id} (w {I.w:.2f}): {I.text}" for I in P.active), t)
+            self.track.log({"instructions": "\n\n".join(f"#{I.id} (w {I.w:.2f}): {I.text}" for I in P.active)}, t)
 
     def started(self, P: Population) -> None:
         variations = f" and {many(len(P) - 1, 'variation')}" * (len(P) > 1)
@@ -300,8 +301,8 @@ class Log:
             "conclusion": conclusion({name: row[metric] for name, row in rows.items()}, n, metric, self.spread),
         }  # fmt: skip
         run.write("summary.json", json.dumps(summary, indent=1))
-        self.track.numbers({f"final/{name}/{k}": x for name, row in rows.items() for k, x in row.items()}, cfg.T)
-        self.track.text("I_star", I_star.text, cfg.T)
+        final = {f"final/{name}/{k}": x for name, row in rows.items() for k, x in row.items()}
+        self.track.log({"I_star": I_star.text, **final}, cfg.T)
         self.screen.close()
         print(printable(ending(summary, run.path)))
         for _, _, warning in self.silence.lasting():

@@ -18,7 +18,7 @@ from plumbing.outside import printable
 
 ROOT = Path(__file__).parent.parent
 ROOMS = ("tasks", "extras")  # where the project keeps what those knobs name
-KNOBS = ("task", "tools", "reward", "format", "retriever", "vllm")
+KNOBS = ("task", "tools", "reward", "format", "parts", "retriever", "vllm")
 
 
 def is_ours(knob: str, value: str) -> bool:

@@ -52,7 +52,6 @@ def imported():
             if isinstance(node, ast.ImportFrom) and not node.level:
                 names = [node.module]
             found |= {name.split(".")[0]: file for name in names}
-    found = {name: file for name, file in found.items() if not name.startswith("my_")}  # files of docs/forks.md
     return {name: file for name, file in found.items() if name not in ours | set(sys.stdlib_module_names)}
 
 

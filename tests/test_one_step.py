@@ -1,5 +1,6 @@
 """docs/one_step.md has the run's numbers and the sources' lines, and each relation that it states holds."""
 
+import ast
 import copy
 import dataclasses
 import math
@@ -46,6 +47,15 @@ def test_every_line_of_code_stands_in_its_file(page):
         source = {" ".join(line.split()) for line in (ROOT / file).read_text().splitlines()}
         missing = [line for line in code.splitlines() if " ".join(line.split()) not in source]
         assert not missing, f"{file}, {function}: docs/one_step.md shows {missing[0].strip()}"
+
+
+def test_the_five_files_have_as_many_lines_to_read_as_it_says(page):
+    path = re.findall(r"^\| `(\w+\.py)` \| (.*) \| (\d+) \|$", page, re.M)
+    assert len(path) == 5
+    for file, names, lines in path:
+        tree = ast.walk(ast.parse((ROOT / file).read_text()))
+        sizes = {node.name: node.end_lineno - node.lineno + 1 for node in tree if hasattr(node, "decorator_list")}
+        assert abs(sum(sizes[name] for name in re.findall(r"`(\w+)`", names)) - int(lines)) <= 10, file
 
 
 class Watched(Exception):

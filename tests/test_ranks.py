@@ -271,6 +271,47 @@ def test_a_killed_rank_ends_the_job_which_resumes_on_another_number_of_ranks(who
     assert len(calls) == len(set(calls))
 
 
+SLURM = {
+    "scontrol": "printf '%s\\n' localhost localhost",  # both nodes are this machine
+    "srun": """shift; trap 'kill $a $b' TERM; "$@" & a=$!; "$@" & b=$!
+        wait -n; x=$?; [ $x = 0 ] || kill $a $b 2> /dev/null; wait $a; wait $b; exit $x""",
+}
+
+
+def descendants(pid: object) -> list[str]:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [*children, *(other for child in children for other in descendants(child))]
+
+
+def test_a_slurm_job_that_is_queued_again_resumes(whole, tmp_path):
+    """launch/node.sbatch on two nodes: killed before its first checkpoint, then pre-empted, then left alone."""
+    from plumbing.servers import Child
+
+    for name, text in SLURM.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    out, server = tmp_path / "r", [str(ROOT / "retrieval_server.py"), "--corpus", str(WORLD / "corpus.jsonl")]
+    job = dict(SLURM_JOB_ID="7", SLURM_JOB_NODELIST="n[1-2]", SLURM_JOB_NUM_NODES="2", SLURM_GPUS_ON_NODE="1")
+    env = ENV | job | {"PATH": f"{tmp_path}:{ENV['PATH']}", "PYTHON": sys.executable, "OUT": str(out)}
+    with Child(server, tmp_path / "log") as child:
+        command = ["bash", str(ROOT / "launch" / "node.sbatch"), *map(str, (*SMALL, *SCORED)), "--retriever"]
+        command += [child.url.replace("127.0.0.1", "0.0.0.0")]  # of this machine, too, but not refused
+        process = popen(command, env)
+        wait_for_step(out, 0, process)
+        for pid in (str(process.pid), *descendants(process.pid)):
+            os.kill(int(pid), signal.SIGKILL)
+        process.communicate(timeout=60)
+        assert not list((out / "checkpoints").glob("step-*"))
+        process = popen(command, env | {"SLURM_RESTART_COUNT": "1"})
+        wait_for_step(out, 4, process)
+        process.terminate()
+        code, stdout, stderr = finish(process, 90)
+        assert code != 0 and "attempt 2, 2 nodes, head localhost:" in stdout and "resume from step" in stderr
+        code, stdout, stderr = finish(popen(command, env | {"SLURM_RESTART_COUNT": "2"}), LIMIT)
+    assert code == 0 and re.search(r"resumed (after|inside) step \d", stdout), stderr
+    assert metrics(out) == metrics(whole[0])
+
+
 def test_a_rank_that_raises_in_a_reduction_ends_the_job_at_once(tmp_path):
     out = tmp_path / "r"
     process = torchrun(2, "tests/ranks_raise.py", "--out", out, *SMALL)

@@ -98,6 +98,7 @@ def test_without_a_writable_home_a_run_can_be_started_and_is_not_remembered(stra
         ("tools", "os:system", False),
         ("tools", "tasks:imported", False),
         ("tools", "mcp:true", False),
+        ("parts", "my_fork:Margin", False),
         ("vllm", "colocate", True),
         ("vllm", "https://example.org", False),
         ("retriever", "http://127.0.0.1:8000", False),

@@ -45,8 +45,7 @@ ELSEWHERE = {
     "extras.bench.gpu": "it wants a GPU", "extras.bench.resume": "it wants a GPU",
     "extras.bench.update": "it wants a GPU",
     "retrieval.build": "tests/test_retrieval_*.py",
-    "kernels.bench": "tests/test_triton.py", "my_objective.py": "tests/test_forks.py",
-    "my_advantage.py": "tests/test_forks.py", "my_surrogate.py": "tests/test_forks.py",
+    "kernels.bench": "tests/test_triton.py", "extras/fork.py": "tests/extras/test_examples.py",
 }  # fmt: skip
 
 
@@ -119,7 +118,7 @@ def test_the_pages_show_commands():
 def file_of(program: str) -> Path | None:
     """Returns the file of a program; None if it is not ours."""
     script = program.split()[0]
-    if script in ("pytest", "ruff", "mypy", "pip", "marimo") or script.startswith("my_"):  # a page has the latter
+    if script in ("pytest", "ruff", "mypy", "pip", "marimo"):
         return None
     path = ROOT / (script if script.endswith(".py") else script.replace(".", "/"))
     return path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
@@ -290,7 +289,7 @@ def test_a_shown_command_prints_what_a_person_can_read(command, desk, tmp_path):
     elsewhere = {
         "--resume": "tests/test_resume.py", "--task": "tests/extras/test_tasks.py",
         "--format": "tests/extras/test_hermes.py", "search,weather:forecast": "tests/test_functions.py",
-        "search,my_tool:count": "tests/test_forks.py",
+        "search,extras.examples.count:count": "tests/extras/test_examples.py",
     }  # fmt: skip
     for word, test in elsewhere.items():
         if word in command.argv:

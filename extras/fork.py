@@ -1,0 +1,50 @@
+"""inspo.py with classes of yours in place of its own: a Learner (grpo.py), a Population, an Evolution (inspo.py).
+
+    python extras/fork.py --parts extras.examples.margin:Margin,extras.examples.opo:OPO      # and the flags of inspo.py
+
+Several of one kind become one class that inherits from all. A run resumes with the parts that it began with.
+"""
+
+if not __package__:
+    import root  # noqa: F401
+from plumbing import stop  # noqa: F401  # isort: skip  (first: from here on a Ctrl-C is one line)
+from dataclasses import dataclass
+from typing import Any
+
+from config import Config, knob, parse
+from inspo import train
+from plumbing.faults import Fault, one_line
+from tasks import load
+
+
+@dataclass(frozen=True)
+class ForkConfig(Config):
+    """parts of yours"""
+
+    parts: str = knob("", "the classes, with commas: module:Class,...")
+
+
+def load_parts(cfg: ForkConfig) -> dict[str, Any]:
+    """Returns the arguments of `inspo.train` that the parts replace. Raises Fault."""
+    kinds: dict[str, list[type]] = {"Learner": [], "Population": [], "Evolution": []}
+    for spec in filter(None, cfg.parts.split(",")):
+        part = load(f"--parts {spec}", spec, "class")
+        bases = [base.__name__ for base in part.__mro__ if base.__name__ in kinds]
+        if not bases:
+            raise Fault(f"--parts {spec}: extends neither Learner nor Population nor Evolution")
+        kinds[bases[0]].append(part)
+    parts: dict[str, Any] = {name.lower(): type(name, tuple(some), {}) for name, some in kinds.items() if some}
+    if kind := parts.get("population"):
+        parts["population"] = lambda cfg: kind(cfg.tau_s, cfg.window)
+    return parts
+
+
+def main(argv: list[str] | None = None) -> None:
+    cfg = parse(argv, ForkConfig)
+    with one_line():
+        parts = load_parts(cfg)
+    train(cfg, **parts)
+
+
+if __name__ == "__main__":
+    main()
