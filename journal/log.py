@@ -151,7 +151,7 @@ class Log:
         self.track.log(numbers | {f"w/{j}": w for j, w in row.get("w", {}).items()}, t)
         self.phase = ""
         seconds = sum(row.get(f"time/{name}", 0.0) for name in ("rollout", "reward", "update", "evolve"))
-        shown = line(row | {"P": len(P)}, [tool.plural for tool in self.task.tools[:4]])
+        shown = line(row | {"P": len(P)}, [tool.plural for tool in self.task.tools])
         self.screen.step(t, f"{shown}  {seconds:.1f} s/step")
         for warning in self.silence.step(row):
             self.note(f"WARNING  {warning}")
