@@ -102,15 +102,8 @@ def rollout(
     for first in range(0, len(jobs), engine.max_rows):
         some = jobs[first : first + engine.max_rows]
         count = lambda ended, first=first: progress(first + ended)  # noqa: E731
-        played = play(engine, tokenizer, task, some, cfg, _at_once(len(some)), temperature, seed + first, count)
-        taus += [played[k] for k in range(len(some))]
+        taus += play(engine, tokenizer, task, some, cfg, temperature, seed + first, count)
     return taus
-
-
-def _at_once(n: int) -> Callable[[int], Sequence[int]]:
-    """Returns a `deal` for `play` that hands out n jobs with its first answer."""
-    hands = iter([range(n)])
-    return lambda in_play: next(hands, [])
 
 
 def play(
@@ -119,19 +112,15 @@ def play(
     task: Task,
     jobs: Sequence[Job],
     cfg: RolloutKnobs,
-    deal: Callable[[int], Sequence[int]],
     temperature: float,
     seed: int,
-    progress: Callable[[int], None] = lambda ended: None,
-) -> dict[int, Trajectory]:
-    """Returns the trajectories of those jobs that `deal` hands out, by place in `jobs`.
-
-    `deal` is asked again and again: it is told how many rows are in play and returns the places of jobs to start.
-    """
+    progress: Callable[[int], None],
+) -> list[Trajectory]:
+    """Returns the trajectories of jobs that are played at the same time."""
     form = task.format(tokenizer, task)  # how calls, answers and results are written
     prompt = cache(form.prompt)
-    episodes: dict[int, Episode] = {}
-    playing: dict[int, Episode] = {}  # those that have not ended
+    episodes = [Episode(task, form, job, prompt(job.text, job.question), cfg) for job in jobs]
+    playing = {k: e for k, e in enumerate(episodes) if not e.ended}
     generating: set[int] = set()
 
     def settle(k: int) -> None:
@@ -140,11 +129,7 @@ def play(
             progress(len(episodes) - len(playing))
 
     engine.begin(seed)
-    while (dealt := deal(len(playing))) or playing:
-        for k in dealt:
-            job = jobs[k]
-            episodes[k] = playing[k] = Episode(task, form, job, prompt(job.text, job.question), cfg)
-            settle(k)
+    while playing:
         contexts = {k: e.tau.ids for k, e in playing.items() if not (k in generating or e.call)}
         generating |= contexts.keys()
         # A row calls its tool the moment its turn ends, while other rows still generate.
@@ -160,7 +145,7 @@ def play(
             episodes[k].receive()
             settle(k)
 
-    for e in episodes.values():
+    for e in episodes:
         e.tau.response = form.response(e.tau.ids[e.tau.prompt_tokens :])
         task.finish(e.tau)
-    return {k: e.tau for k, e in episodes.items()}
+    return [e.tau for e in episodes]

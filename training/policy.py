@@ -31,7 +31,7 @@ from models.model import empty, export, fill, load_config, load_model, load_toke
 from plumbing import stop
 from plumbing.faults import DiskFault, Fault
 from population import Instruction
-from rollout import play, rollout, spread
+from rollout import rollout, spread
 from tasks import Job, Task, Trajectory, reward, rng_of, take_subset
 from training import checkpoint
 from training.ranks import Ranks
@@ -198,26 +198,21 @@ class Policy:
     ) -> dict[int, Trajectory]:
         """Returns a trajectory for each job, in their order; `purpose` tells the random draws of one step apart.
 
-        A rank plays whole groups, which compute their prompt once. Ranks take groups as they get free, unless the
-        engine's samples depend on which rows it plays together.
+        A rank plays whole groups, which compute their prompt once.
         """
         self.sync()
         cfg, rank, size = self.cfg, self.ranks.rank, self.ranks.size
         temperature = cfg.temperature if temperature is None else temperature
         seed = int(rng_of(cfg.seed, t, purpose).integers(2**31))
         progress = lambda done: self.progress(purpose, min(done * size, len(jobs)), len(jobs))  # noqa: E731
+        groups = set(list(dict.fromkeys(job.group for job in jobs))[rank::size])
+        mine = [k for k, job in enumerate(jobs) if job.group in groups]
         with stop.may_stop():
-            if self.engine.lockstep or size == 1:
-                mine = set(list(dict.fromkeys(job.group for job in jobs))[rank::size])
-                share = {k: job for k, job in enumerate(jobs) if job.group in mine}
-                played = rollout(
-                    self.engine, self.tokenizer, self.task, list(share.values()), cfg, temperature=temperature,
-                    seed=seed + rank, progress=progress,
-                )  # fmt: skip
-                taus = dict(zip(share, played, strict=True))
-            else:
-                deal = self.ranks.deal([job.group for job in jobs])
-                taus = play(self.engine, self.tokenizer, self.task, jobs, cfg, deal, temperature, seed, progress)
+            played = rollout(
+                self.engine, self.tokenizer, self.task, [jobs[k] for k in mine], cfg, temperature=temperature,
+                seed=seed + rank, progress=progress,
+            )  # fmt: skip
+        taus = dict(zip(mine, played, strict=True))
         if purpose == "evaluate":  # of thousands of questions, of which a sample is stored
             stored = spread(len(jobs), STORED)
             taus = {k: tau if k in stored else tau.outcome() for k, tau in taus.items()}

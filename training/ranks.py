@@ -9,7 +9,7 @@ import gc
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -58,7 +58,6 @@ class Ranks:
             dist.new_group(backend="gloo", timeout=patience) for patience in (WEEK, timeout, timeout)
         )
         self.dtype = self.broadcast(dtype)
-        self.store, self.deals = dist.PrefixStore("inspo", dist.distributed_c10d._get_default_store()), 0
 
     def broadcast(self, message: Any = None) -> Any:
         """Returns rank 0's message on every rank."""
@@ -74,30 +73,6 @@ class Ranks:
         answers = [None] * self.size if self.rank == 0 else None
         dist.gather_object(answer, answers, 0, group or self.answers)
         return answers or []
-
-    def deal(self, groups: list[int]) -> Callable[[int], list[int]]:
-        """Returns a function that deals out places in `groups`, whole groups, as ranks get free.
-
-        It is told how many rows this rank has in play, and fills them up to three quarters of an equal share: the last
-        quarter goes to whoever is fast. All ranks make it together, with the same list.
-        """
-        places: dict[int, list[int]] = {}
-        for k, group in enumerate(groups):
-            places.setdefault(group, []).append(k)
-        hands, limit = list(places.values()), max(1, len(groups) * 3 // (4 * self.size))
-        self.deals += 1
-        key, left = f"deal {self.deals}", True
-
-        def take(in_play: int) -> list[int]:
-            nonlocal left
-            mine: list[int] = []
-            while left and in_play + len(mine) < limit:
-                number = self.store.add(key, 1) - 1  # atomic: how many hands have been dealt to all ranks
-                left = number < len(hands)
-                mine += hands[number] if left else []
-            return mine
-
-        return take
 
     def thread(self) -> ThreadPoolExecutor:
         """Returns a thread to submit work to, on this rank's GPU: torch starts every thread on the first one."""
