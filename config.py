@@ -69,12 +69,8 @@ class TaskKnobs:
         "what the agent can call, with commas: search, calculator, module:function, mcp:URL-or-command; none: no tools",
     )
     format: str = knob(
-        "tags", "how calls are written: tags, the paper's; hermes: JSON, in the model's chat template; or module:Class",
-        more=True,
-    )  # fmt: skip
-    evolve: str = knob(
-        "instruction", "what evolves: instruction; tools: their descriptions with it (--format hermes)",
-        of=("instruction", "tools"), more=True,
+        "tags", "how calls are written: tags, the paper's; hermes: JSON, in the model's chat template; hermes_tools:"
+        " likewise, and the tools' descriptions evolve, too; or module:Class", more=True,
     )  # fmt: skip
     topk: int = knob(3, "passages a search returns", least=1)
     search_retries: int = knob(
@@ -84,8 +80,6 @@ class TaskKnobs:
     def check(self) -> str:
         if not self.retriever and self.topk > 100:
             return f"--topk {self.topk}: the search server returns 100 passages at most"
-        if self.evolve == "tools" and self.format == "tags":
-            return "--evolve tools: with --format tags an instruction says itself what tools do; add --format hermes"
         return ""
 
 

@@ -5,15 +5,68 @@ python export.py runs/NAME --step 100       # or --best: the best on the validat
 python export.py runs/NAME --adapters       # of a run with --lora_rank: the adapters alone, for peft and vLLM
 vllm serve runs/NAME/step-000100            # the directory loads in vLLM and in transformers
 
-The weights of a run with --lora_rank are merged in float32: add --dtype float32, since bfloat16 would round small
-updates away, or serve the adapters alone.
+Of a run with --lora_rank the weights are those that the policy computed with, adapters merged (models/lora.py).
 """
 
 import argparse
 from pathlib import Path
 
+import torch
+
+from config import Config, read_config
+from journal.directory import RunDirectory, step_of
+from models import lora
+from models.model import empty, export, load_config, load_model, load_tokenizer
 from plumbing import stop
-from plumbing.faults import one_line
+from plumbing.faults import Fault, one_line
+from population import Population
+from training import checkpoint
+
+
+def export_checkpoint(
+    path: Path, step: int | None = None, best: bool = False, adapters: bool = False, to: Path | None = None
+) -> tuple[Path, int, int]:
+    """Writes a checkpoint of the run at `path`, its weights or its `adapters` alone, to the directory `to`.
+
+    It is the newest one, that of `step`, or the `best` on the validation questions. Returns the directory, the step,
+    and the id of the instruction in I_star.txt.
+    """
+    cfg: Config = read_config(path)
+    if adapters and not cfg.lora_rank:
+        raise Fault(f"--adapters: {path} has none, it trained all weights (--lora_rank 0)")
+    run = RunDirectory(path)
+    chosen = choose(run, step, best)
+    to = to or path / chosen.name
+    if to.exists():
+        raise Fault(f"{to} exists already; remove it, or choose another with --to")
+    if wrong := checkpoint.damage(chosen):
+        raise Fault(f"{chosen} is damaged ({wrong[0]}): choose another with --step")
+    state = run.load_state(chosen)
+    P = Population(cfg.tau_s, cfg.window)
+    P.load_state_dict(state["population"])
+    config = load_config(cfg.model)
+    computed = getattr(torch, cfg.dtype)
+    model = empty(config, torch.float32, "cpu")
+    if cfg.lora_rank:  # its checkpoints lack the weights that did not change
+        model = lora.add(load_model(cfg.model).to(computed), cfg.lora_rank, cfg.lora_alpha, cfg.seed, cfg.dither)
+    tensors = {"model": {k: v for k, v in model.state_dict().items() if lora.is_adapter(k) or not cfg.lora_rank}}
+    checkpoint.load(tensors, chosen, alone=True)
+    if adapters:
+        lora.export(model, cfg.lora_alpha, cfg.seed, cfg.model, to)
+    else:
+        export(config, model, load_tokenizer(cfg.model), to, computed)
+    (to / "I_star.txt").write_text(P.best().text + "\n")
+    return to, step_of(chosen), P.best().id
+
+
+def choose(run: RunDirectory, step: int | None, best: bool) -> Path:
+    """Returns the checkpoint that was asked for; a Fault lists those that there are."""
+    steps = {step_of(path): path for path in run.checkpoints()}
+    chosen = run.best() if best else steps.get(max(steps, default=0) if step is None else step)
+    if not chosen:
+        such = " that was evaluated" if best else "" if step is None else f" of step {step}"
+        raise Fault(f"{run.path} has no checkpoint{such}; it has: {', '.join(map(str, steps)) or 'none'}")
+    return chosen
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -25,8 +78,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--to", type=Path, help="directory to write; default: runs/NAME/step-N")
     args = parser.parse_args(argv)
     with one_line("export.py"), stop.listening(), stop.may_stop():
-        from journal.export import export_checkpoint  # here: it imports torch, which takes seconds
-
         to, step, I = export_checkpoint(args.run, args.step, args.best, args.adapters, args.to)
         print(f"{to}: the policy after step {step}, and I_star.txt: instruction #{I}")
 

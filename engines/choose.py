@@ -8,7 +8,6 @@ from models.model import load_config
 from plumbing.faults import Fault
 
 NARROW = 256  # a model of fewer hidden units gains nothing from bfloat16 on a CPU
-DRIVERS = {"12": 525, "13": 580}  # the oldest for a major version of CUDA ("Minor Version Compatibility", NVIDIA)
 
 
 def device_of(cfg: EngineKnobs) -> str:
@@ -23,14 +22,12 @@ def without_cuda() -> str:
     """Returns why torch finds no CUDA device."""
     if not torch.version.cuda:
         return f"torch {torch.__version__} finds no CUDA device (it is built without CUDA)"
-    said = "there is none"
+    reason = "there is none"
     try:
         torch.cuda.init()
-    except (RuntimeError, AssertionError) as e:
-        said = str(e).splitlines()[0]
-    driver = DRIVERS.get(torch.version.cuda.split(".")[0])
-    needed = f", whose CUDA {torch.version.cuda} needs an NVIDIA driver of {driver} or later" if driver else ""
-    return f"torch {torch.__version__}{needed}, finds no CUDA device ({said})"
+    except (RuntimeError, AssertionError) as e:  # of an old driver it names the version
+        reason = str(e).splitlines()[0]
+    return f"torch {torch.__version__} for CUDA {torch.version.cuda} finds no CUDA device ({reason})"
 
 
 def explain_too_old(device: str) -> str:

@@ -34,7 +34,10 @@ from tasks.tools import Tool, check_words
 T = TypeVar("T")
 Message = dict[str, str]  # {"role": "system" or "user", "content": ...}
 LINE_ENDS = "\r\x0b\x0c\x85\u2028\u2029"  # besides the usual one
-FORMATS = {"tags": "tasks.formats:Tags", "hermes": "extras.plugs.hermes:Hermes"}  # --format
+FORMATS = {  # --format
+    "tags": "tasks.formats:Tags", "hermes": "extras.plugs.hermes:Hermes",
+    "hermes_tools": "extras.plugs.hermes:HermesTools",
+}  # fmt: skip
 # What else is imported by name alone, by the runs that ask for it: module:function.
 PLUGS = {
     "function": "tasks.functions:load_tools",  # --tools module:function

@@ -19,8 +19,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from config import Config, knob, parse, read_config
+from export import export_checkpoint
 from journal.directory import RunDirectory, step_of
-from journal.export import export_checkpoint
 from journal.record import with_absolute_paths
 from plumbing.faults import CheckpointFault, DiskFault, Fault, Outage
 from plumbing.files import read_jsonl

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from config import WORLD, Config, read_config
+from export import export_checkpoint
 from journal.directory import RunDirectory
-from journal.export import export_checkpoint
 from models.model import load_model, load_policy
 from page.html import write
 from plumbing.faults import Fault

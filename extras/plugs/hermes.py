@@ -3,8 +3,8 @@
 The instruction is the system message, the question the user's. A turn ends with EOS. What has been sampled is never
 rendered again: its ids stay, and those that follow come of a dummy conversation, rendered once for each template.
 
-With `--evolve tools` the descriptions of the tools evolve, too: an instruction then ends with `<tool_NAME>what it
-does</tool_NAME>` for each, and the optimizer, which is asked to keep tags, revises both in one text.
+With `--format hermes_tools` the descriptions of the tools evolve, too: an instruction then ends with `<tool_NAME>what
+it does</tool_NAME>` for each, and the optimizer, which is asked to keep tags, revises both in one text.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ RESULT = 'a "result"\n<b> é'  # of the dummy conversation: with what a template
 class Hermes(Tags):
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>` calls; a turn that calls nothing is the answer."""
 
+    evolves_tools = False  # whether an instruction ends with the tools' descriptions
+
     # ---- of a task alone
 
     @classmethod
@@ -58,7 +60,7 @@ class Hermes(Tags):
 
     @classmethod
     def first(cls, instruction: str, task: Task) -> str:
-        """Says the paper's instruction without tags. With --evolve tools the tools' descriptions follow."""
+        """Says the paper's instruction without tags. With --format hermes_tools the tools' descriptions follow."""
         if instruction == SEARCH_R1:
             instruction = IN_TEMPLATE
         where = f"--instruction {task.cfg.instruction}" if task.cfg.instruction else f"--task {task.cfg.task}"
@@ -66,22 +68,22 @@ class Hermes(Tags):
             if f"<{tool.tag}>" in instruction:
                 remedy = "say it in words" + " or leave it out: --instruction ''" * bool(task.cfg.instruction)
                 raise Fault(f"{where}: its instruction calls with <{tool.tag}>, which is --format tags; {remedy}")
-        if task.cfg.evolve != "tools":
+        if not cls.evolves_tools:
             return instruction
         if not task.tools:
-            raise Fault(f"--evolve tools: the task has none (--tools {task.cfg.tools}); leave it out")
+            raise Fault(f"--format hermes_tools: the task has no tools (--tools {task.cfg.tools}); take hermes")
         if not sections(instruction):
             said = [f"<tool_{tool.tag}>{schema_of(tool)['description']}</tool_{tool.tag}>" for tool in task.tools]
             instruction = "\n".join([f"{instruction}\n", *said])
         if reason := malformed(instruction, task.tools):
-            raise Fault(f"{where}: its instruction {reason}; fix it, or leave out --evolve tools")
+            raise Fault(f"{where}: its instruction {reason}; fix it, or take --format hermes")
         return instruction
 
     @classmethod
     def unfit(cls, candidate: str, parent: str, task: Task) -> str:
         if "<tool_response>" in candidate and "<tool_response>" not in parent:
             return "holds a result of its own"
-        reason = malformed(candidate, task.tools) if task.cfg.evolve == "tools" else ""
+        reason = malformed(candidate, task.tools) if cls.evolves_tools else ""
         return reason or find_lost_tag(candidate, parent, [ANSWER])
 
     @classmethod
@@ -289,3 +291,9 @@ def check_printed(tokenizer: Tokenizer, function: Mapping[str, Any]) -> None:
     for part in said:
         if not any(json.dumps(part, ensure_ascii=ascii)[1:-1] in text for ascii in (False, True)):
             raise Fault(f"{where} prints no {part[:40]!r} of the tool {schema['name']}; {REMEDY}")
+
+
+class HermesTools(Hermes):
+    """The same, and the tools' descriptions evolve with the instruction."""
+
+    evolves_tools = True

@@ -157,10 +157,10 @@ def told(role, content):
     return {"role": role, "content": content}
 
 
-@pytest.mark.parametrize("evolve", ["instruction", "tools"])
-def test_rollouts_in_a_chat_template_s_own_format_come_back_with_the_end_of_every_turn(evolve):
+@pytest.mark.parametrize("format", ["hermes", "hermes_tools"])
+def test_rollouts_in_a_chat_template_s_own_format_come_back_with_the_end_of_every_turn(format):
     tokenizer = small("qwen2_5")
-    task = SearchQA(dataclasses.replace(CFG, format="hermes", evolve=evolve, max_prompt=4000, max_observation=60))
+    task = SearchQA(dataclasses.replace(CFG, format=format, max_prompt=4000, max_observation=60))
     task.tools = [Found("A\nlong text " * 40)]
     text = task.format.first(task.instruction, task).replace("Searches", "Finds")
     calls = "".join(f'<tool_call>{{"name": "search", "arguments": {{"query": "{x}"}}}}</tool_call>' for x in "ab")

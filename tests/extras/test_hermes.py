@@ -391,11 +391,11 @@ def test_an_instruction_of_the_other_format_is_one_line():
     assert task.format.first(SEARCH_R1, task) == task.format.first(IN_TEMPLATE, task) == IN_TEMPLATE
 
 
-# ---- --evolve tools
+# ---- --format hermes_tools
 
 
 def evolving(*tools):
-    return Chat(*(tools or (Found(), Calculator())), evolve="tools")
+    return Chat(*(tools or (Found(), Calculator())), format="hermes_tools")
 
 
 def first(task):
@@ -455,7 +455,7 @@ def test_a_revision_keeps_every_tool_s_section_and_adds_none(change, says):
         assert accepted == {1: change(parent)} and not rejected
 
 
-def test_without_evolve_tools_such_sections_are_nothing_that_is_asked_for():
+def test_as_hermes_alone_such_sections_are_nothing_that_is_asked_for():
     task = Chat(Found())
     assert task.format.first(INSTRUCTION, task) == INSTRUCTION
     assert task.format.unfit("Look it up. <answer> </answer>", INSTRUCTION, task) == ""
@@ -466,7 +466,7 @@ def test_without_evolve_tools_such_sections_are_nothing_that_is_asked_for():
     "task, text, says",
     [
         (evolving(), f"{INSTRUCTION} <tool_search>a</tool_search>", "describes search in"),
-        (Chat(evolve="tools", tools="none"), INSTRUCTION, "--evolve tools: the task has none (--tools none)"),
+        (Chat(format="hermes_tools", tools="none"), INSTRUCTION, "--format hermes_tools: the task has no tools"),
     ],
 )
 def test_a_first_instruction_that_cannot_evolve_is_one_line(task, text, says):
@@ -498,13 +498,13 @@ def test_a_run_evolves_descriptions_and_its_doors_know_the_format(tmp_path, monk
     shape = "--T 2 --batch 2 --mini 2 --G 2 --N_P 3 --K_p 2 --K_e 1 --T_e 2 --D_B 0 --rounds 1 --max_turns 2".split()
     shape += "--max_response 8 --max_prompt 1500 --save_every 1 --eval_n 2 --eval_every 0".split()
     flags = ["--model", model, *data, "--corpus", str(FIXTURE / "corpus.jsonl"), *shape, "--out", str(run)]
-    flags += ["--format", "hermes", "--evolve", "tools", "--tools", "search,calculator", "--engine", "torch"]
+    flags += ["--format", "hermes_tools", "--tools", "search,calculator", "--engine", "torch"]
     with json_servers() as start:
         monkeypatch.setenv("OPENAI_BASE_URL", start(revise).url)
         monkeypatch.setenv("OPENAI_API_KEY", "none")
         inspo.main([*flags, "--optimizer_model", "any"])
     born = [I for event in read_jsonl(run / "population.jsonl") for I in event["P"]]
-    task = load_task(Config(format="hermes", evolve="tools", tools="search,calculator"))
+    task = load_task(Config(format="hermes_tools", tools="search,calculator"))
     assert len({I["text"] for I in born}) >= 2 and all(not task.format.unfit(I["text"], "", task) for I in born)
     assert any("Searches, 2 times, " in I["text"] for I in born)  # a revision of the second call
     refused = [why["reason"] for row in read_jsonl(run / "reflections.jsonl") for why in row.get("rejected", [])]
@@ -515,18 +515,15 @@ def test_a_run_evolves_descriptions_and_its_doors_know_the_format(tmp_path, monk
 
     capsys.readouterr()
     evaluate.main([str(run), "--n", "2", "--out", str(tmp_path / "evaluation")])
-    assert json.loads((tmp_path / "evaluation" / "summary.json").read_text())["setting"]["format"] == "hermes"
+    assert json.loads((tmp_path / "evaluation" / "summary.json").read_text())["setting"]["format"] == "hermes_tools"
     ask.main(["Who?", "--run", str(run)])
     assert "<tool_search>Searches" in capsys.readouterr().out
     with pytest.raises(SystemExit) as e:
-        inspo.main(["--out", str(run), "--resume", "--format", "tags", "--evolve", "instruction"])
-    assert "was started with --format hermes, not tags" in str(e.value) + capsys.readouterr().err
+        inspo.main(["--out", str(run), "--resume", "--format", "tags"])
+    assert "was started with --format hermes_tools, not tags" in str(e.value) + capsys.readouterr().err
 
 
 def test_impossible_flags_are_one_line(capsys):
-    with pytest.raises(SystemExit):
-        inspo.main(["--evolve", "tools", "--dry_run", "8xh100"])
-    assert "--evolve tools: with --format tags" in capsys.readouterr().err
     with pytest.raises(SystemExit, match=f"--model {WORLD / 'policy'}: its chat template prints no 'lookup'"):
         inspo.main(["--format", "hermes", "--instruction", "", "--mode", "static"])
 
