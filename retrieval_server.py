@@ -1,8 +1,7 @@
-"""A search server over a passage file, with Search-R1's wire format: BM25, a dense encoder under FAISS, or both.
+"""A search server over a passage file, with Search-R1's wire format: BM25, or a dense encoder under FAISS.
 
     python retrieval_server.py --corpus corpus.jsonl                            BM25, built at the start
     python retrieval_server.py --corpus wiki.jsonl --index wiki-e5              an index of `python -m retrieval.build`
-    python retrieval_server.py --corpus wiki.jsonl --index wiki-e5 wiki-bm25    two, ranks fused
     python retrieval_server.py --corpus wiki-18.jsonl --index e5_Flat.index --encoder intfloat/e5-base-v2
 
     curl localhost:8000/retrieve -H 'Content-Type: application/json' -d '{"queries": ["who wrote Emma ?"]}'
@@ -30,7 +29,7 @@ from plumbing.outside import clean
 from plumbing.servers import listen, serve
 from retrieval.bm25 import BM25
 from retrieval.corpus import Corpus
-from retrieval.index import Dense, Fused, open_index
+from retrieval.index import Dense, open_index
 
 MAX_TOPK = 100
 MAX_QUERIES = 16384  # per request: Search-R1 sends all queries of a step at once
@@ -143,7 +142,7 @@ def main() -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("--corpus", required=True, help='JSONL: {"id", "contents"} or {"id", "title", "text"} a line')
-    add("--index", nargs="+", default=[], help="directories made by retrieval/build.py, or a FAISS file (BM25)")
+    add("--index", default="", help="directory made by retrieval/build.py, or a FAISS file (BM25)")
     add("--encoder", default="", help="model of a FAISS file from elsewhere, or the new place of an index's model")
     add("--family", default="", choices=["", "e5", "bge", "plain"], help="its prefixes and pooling (from its name)")
     add("--device", default="", help="of the encoder: cpu, cuda, cuda:1 (a GPU if there is one)")
@@ -163,13 +162,14 @@ def main() -> None:
             parser.error(f"argument --{name}: {getattr(args, name)} is not from 1 to {most}")
     sock = listen(args.host, args.port)  # before the corpus is read, so that a port in use is reported at once
     corpus = Corpus(args.corpus)
-    indexes = [open_index(path, corpus, args.encoder, args.family, args.device) for path in args.index]
-    for index in indexes:
-        if isinstance(index, Dense):
-            index.set_width(args.nprobe, args.ef)
-            if args.shard_gpus:
-                index.shard()
-    index = Fused(indexes) if len(indexes) > 1 else indexes[0] if indexes else BM25.build(corpus.texts())
+    if args.index:
+        index = open_index(args.index, corpus, args.encoder, args.family, args.device)
+    else:
+        index = BM25.build(corpus.texts())
+    if isinstance(index, Dense):
+        index.set_width(args.nprobe, args.ef)
+        if args.shard_gpus:
+            index.shard()
     print(f"{len(corpus):,} passages of {corpus.path}, {index.name}", flush=True)
     serve(make_app(corpus, index, args.topk, args.max_batch, args.cache), sock, args.child)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import statistics
@@ -46,7 +47,7 @@ class Ledger:
     evolutions_in_vain: int = 0  # that left P as it was
 
 
-class Log:
+class Log(contextlib.AbstractContextManager["Log"]):
     def __init__(self, cfg: Config, run: RunDirectory, task: Task, tokenizer: Any):
         self.cfg, self.run, self.task, self.tokenizer = cfg, run, task, tokenizer
         self.screen = Screen(cfg.T)
@@ -65,9 +66,6 @@ class Log:
         self.held_out: dict[str, dict[str, float]] = {}  # rows of the final table
         self.spread: dict[str, float] = {}  # standard deviation of the first metric over the questions, by row
         self.metrics: list[str] = []  # names of the task's metrics, the most important first
-
-    def __enter__(self) -> Log:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.screen.close()

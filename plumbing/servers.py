@@ -63,7 +63,7 @@ def _exit_with_stdin() -> None:
     os._exit(0)
 
 
-class Child:
+class Child(contextlib.AbstractContextManager["Child"]):
     """Runs a server script as `python *argv --port N --child`, ready at `.url`; raises Fault if it never is.
 
     It ends with this process, however this process ends. What it prints is appended to the file `log`. Of the
@@ -109,14 +109,11 @@ class Child:
         self._process.kill()
         self._process.wait()
 
-    def __enter__(self) -> "Child":
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.stop()
 
 
-class Servers:
+class Servers(contextlib.AbstractContextManager["Servers"]):
     """The servers that a run starts for itself; `servers(*argv)` starts one unless it is running, and returns its URL.
 
     `deadline`: seconds after which one that is not ready is a Fault. A server that has died restarts on its old port,
@@ -136,9 +133,6 @@ class Servers:
             except Fault as e:
                 raise (Outage(f"{e} (log: {self.log})") if last else e) from None
         return self._running[argv].url
-
-    def __enter__(self) -> "Servers":
-        return self
 
     def __exit__(self, *_: object) -> None:
         for child in self._running.values():

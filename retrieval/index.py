@@ -1,4 +1,4 @@
-"""Queries -> rows of the corpus: BM25, vectors under FAISS, or both, from an index directory or a FAISS file."""
+"""Queries -> rows of the corpus: BM25, or vectors under FAISS, from an index directory or a FAISS file."""
 
 import json
 from pathlib import Path
@@ -72,27 +72,6 @@ class Dense:
                 f"check --encoder, --family ({self.encoder.family}) and that the corpus is in the index's order",
                 flush=True,
             )
-
-
-class Fused:
-    """Reciprocal-rank fusion of several indexes: a row scores the sum of 1 / (60 + rank) (Cormack et al., 2009)."""
-
-    DEPTH = 100  # ranks that count; the same for every k, so a longer answer begins with the shorter one
-
-    def __init__(self, parts: list):
-        self.parts = parts
-        self.name = " + ".join(part.name for part in parts)
-
-    def search(self, queries: list[str], k: int) -> list[Hits]:
-        """Returns for each query the k best rows after fusion; ties in corpus order."""
-        fused = []
-        for rankings in zip(*(part.search(queries, self.DEPTH) for part in self.parts), strict=True):
-            scores: dict[int, float] = {}
-            for hits in rankings:
-                for rank, (row, _) in enumerate(hits, 1):
-                    scores[row] = scores.get(row, 0.0) + 1 / (60 + rank)
-            fused.append(sorted(scores.items(), key=lambda hit: (-hit[1], hit[0]))[:k])
-        return fused
 
 
 def open_index(path: str, corpus: Corpus, encoder: str = "", family: str = "", device: str = "") -> BM25 | Dense:

@@ -37,7 +37,7 @@ from retrieval.bm25 import BM25
 from retrieval.build import CHUNK, fill
 from retrieval.corpus import Corpus
 from retrieval.encoder import Encoder, infer_family
-from retrieval.index import Dense, Fused, open_index, read_faiss
+from retrieval.index import Dense, open_index, read_faiss
 
 MINILM = str(get_model_path())
 N, D = 1100, 384  # passages and numbers of a vector in the corpus that an encoder encodes
@@ -278,35 +278,6 @@ def test_ivf_over_all_its_cells_gives_the_flat_scores(made, flat, Q):
     np.testing.assert_allclose(
         opened.index.search(Q, 10)[0], [[s for _, s in hits] for hits in flat.nearest(Q, 10)], atol=1e-5
     )
-
-
-# --- fusion ---
-
-
-class Ranks:
-    name = "ranks"
-
-    def __init__(self, rows):
-        self.rows = rows
-
-    def search(self, queries, k):
-        return [[(row, 0.0) for row in self.rows[:k]] for _ in queries]
-
-
-def test_fusion_by_hand():
-    fused = Fused([Ranks([5, 3, 9]), Ranks([9, 5, 7])]).search(["q", "r"], 4)
-    by_hand = [(5, 1 / 61 + 1 / 62), (9, 1 / 63 + 1 / 61), (3, 1 / 62), (7, 1 / 63)]
-    assert [row for row, _ in fused[0]] == [5, 9, 3, 7] and fused[0] == fused[1]
-    assert [score for _, score in fused[0]] == pytest.approx([score for _, score in by_hand], rel=1e-12)
-    tied = Fused([Ranks([8, 2]), Ranks([2, 8])]).search(["q"], 2)[0]
-    assert [row for row, _ in tied] == [2, 8]  # a tie keeps the order of the corpus
-
-
-@pytest.mark.parametrize("k", [1, 3, 99])
-def test_a_longer_answer_begins_with_the_shorter_one(k):
-    draw = random.Random(0)
-    fused = Fused([Ranks(draw.sample(range(500), 150)) for _ in "123"])
-    assert fused.search(["q"], 100)[0][:k] == fused.search(["q"], k)[0]
 
 
 # --- BM25 ---

@@ -27,7 +27,7 @@ import retrieval_server
 from plumbing.servers import Child, listen
 from retrieval.bm25 import BM25
 from retrieval.corpus import Corpus
-from retrieval.index import Fused, open_index
+from retrieval.index import open_index
 from retrieval_server import make_app
 from tasks.search import Search
 
@@ -324,20 +324,6 @@ def test_64_clients_at_once_get_the_results_of_a_direct_computation(dense, tmp_p
         counted = counts(server.url)
         assert counted["queries"] == 128 and counted["batches"] < 64
     assert len((tmp_path / "log").read_text().splitlines()) == 2  # what it serves and where: no error
-
-
-@pytest.mark.slow
-def test_two_indexes_are_fused(dense, tmp_path):
-    path, vectors, words = dense
-    corpus = Corpus(path)
-    parts = [open_index(vectors, corpus), open_index(words, corpus)]
-    query = "which river is known since 1750 ?"
-    expected = Fused(parts).search([query], 5)[0]
-    assert {row for row, _ in expected} != {row for row, _ in parts[0].search([query], 5)[0]}
-    with Child([SERVER, "--corpus", path, "--index", vectors, words], tmp_path / "log") as server:
-        assert requests.get(server.url + "/health", timeout=5).json()["index"].endswith(" + bm25")
-        hits = ask(server.url, query, topk=5, return_scores=True).json()["result"][0]
-    assert [(int(h["document"]["id"][1:]), h["score"]) for h in hits] == expected
 
 
 @pytest.mark.parametrize(
