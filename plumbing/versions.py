@@ -7,7 +7,7 @@ import zlib
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-PACKAGES = ("torch", "transformers", "triton", "vllm", "flash-attn", "liger-kernel", "peft")
+PACKAGES = ("torch", "transformers", "triton", "vllm", "liger-kernel", "peft")
 
 
 def commit() -> str:

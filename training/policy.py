@@ -25,7 +25,7 @@ from engines import Engine
 from engines.torch_engine import TorchEngine
 from engines.vllm_engine import VllmEngine
 from grpo import MAX_SKIPPED, Learner, minibatches
-from models import flash, lora
+from models import lora
 from models.layers import fuse
 from models.model import empty, export, fill, load_config, load_model, load_tokenizer, shard, skeleton, weights
 from plumbing import stop
@@ -125,9 +125,8 @@ def fsdp(first: Any, cfg: Config, ranks: Ranks) -> tuple[Any, Any]:
         models.append(skeleton(config, compute))
     if ranks.device == "cuda":  # only updates are computed with these layers: their batches are one row
         fused = [fuse(model) if cfg.fused_layers else "none (--fused_layers 0)" for model in models]
-        attention = flash.choose(config) if compute == torch.bfloat16 else "SDPA"
         if ranks.rank == 0:
-            print(f"fused layers: {fused[0]}; attention: {attention}", flush=True)
+            print(f"fused layers: {fused[0]}", flush=True)
     trained, *frozen = models
     trained = fill(shard(trained, ranks.device, compute=compute), first, choose_dither_seed(cfg, ranks))
     frozen = [shard(model, ranks.device, frozen=True, offload=cfg.offload_reference) for model in frozen]

@@ -29,7 +29,6 @@ from config import Config
 from engines.choose import dtype_of
 from extras.bench.harness import parser_of, timed
 from grpo import Learner, minibatches
-from models.flash import choose
 from models.model import shard, skeleton, weights
 from models.packing import micro_batches
 from plumbing.faults import Fault, one_line
@@ -143,7 +142,6 @@ def measure(args: argparse.Namespace) -> dict:
         rows.append(row)
     _, gather_s = timed(lambda: wait(lambda: sum(w.to(compute).nbytes for _, w in weights(model))))
     x = {"layers": config.num_hidden_layers, "parameters": parameters}
-    x["attention"] = choose(config) if dtype == "bfloat16" else "SDPA"
     x |= {key: statistics.median(row[key] for row in rows[1:]) for key in ("tokens_per_s", "mfu")}
     x |= {key: max(row[key] for row in rows) for key in ("peak_gb", "logp_gap")}
     x |= {"estimate_gb": estimated / 1e9, "gather_s": gather_s, "rows": rows}
