@@ -9,13 +9,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import inspo
-from config import PRESETS, read_instruction
+from config import PRESETS
 from grpo import Learner
 from journal.log import Ledger, Log
 from journal.silence import Silence
 from models.model import load_model
 from plumbing.faults import Fault
 from reflect import parse
+from tasks import read_instruction
 from tasks.questions import load_questions
 
 # ---- weights
