@@ -3,7 +3,7 @@
 import torch
 
 from config import Config, EngineKnobs
-from engines.vllm_engine import check_vllm, vllm_installed
+from engines.vllm_engine import check_vllm, vllm_version
 from models.model import load_config
 from plumbing.faults import Fault
 
@@ -59,7 +59,7 @@ def choose_engine(cfg: EngineKnobs, device: str) -> tuple[str, str]:
         return "torch", "as asked"
     if cfg.engine == "auto" and device == "cpu":
         return "torch", "no GPU"
-    if cfg.engine == "auto" and not vllm_installed():
+    if cfg.engine == "auto" and not vllm_version():
         return "torch", "vllm is not installed"
     if why := explain_too_old(device):  # vLLM would sample in float16, which is not what the trainer computes
         if cfg.engine == "vllm":

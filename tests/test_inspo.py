@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 
 import export
 import inspo
-from engines.vllm_engine import vllm_installed
+from engines.vllm_engine import vllm_version
 from grpo import Learner
 from plumbing.files import read_jsonl
 from plumbing.servers import Child
@@ -429,7 +429,7 @@ BAD = [
     (["--lora_rank", "4096"], "--lora_rank 4096: no layer of the model is wider than 256; choose a lower rank"),
 ]
 BAD.append((["--tools", "search,calculator"], "its tokenizer cannot write </calculate>"))
-if not vllm_installed():
+if not vllm_version():
     BAD.append((["--engine", "vllm"], "--engine vllm needs vLLM 0.32, found none: pip install"))
 if not torch.cuda.is_available():
     BAD.append((["--device", "cuda"], "no CUDA device"))

@@ -30,7 +30,7 @@ import engines.vllm_engine as vllm_engine
 import engines.vllm_server as vllm_server
 from config import WORLD
 from engines.torch_engine import TorchEngine
-from engines.vllm_engine import StaleWeights, VllmEngine, check_vllm, vllm_installed
+from engines.vllm_engine import StaleWeights, VllmEngine, check_vllm, vllm_version
 from engines.vllm_server import VllmServer
 from models.model import load_model, load_policy, load_tokenizer, weights
 from plumbing.faults import Fault, Outage
@@ -574,7 +574,7 @@ def test_a_server_that_stays_away_ends_the_run_with_one_line(server, starting, t
 
 def test_the_version_is_checked_without_importing_it(monkeypatch):
     check_vllm()
-    assert vllm_installed()
+    assert vllm_version()
     monkeypatch.setattr(vllm_engine, "version", lambda package: "0.31.0")
     with pytest.raises(Fault, match=r"vLLM 0\.32, found 0\.31\.0: pip install vllm==0\.32\.0 .*--engine torch"):
         check_vllm()
@@ -585,4 +585,4 @@ def test_the_version_is_checked_without_importing_it(monkeypatch):
     monkeypatch.setattr(vllm_engine, "version", missing)
     with pytest.raises(Fault, match="found none: pip install"):
         check_vllm()
-    assert not vllm_installed()
+    assert not vllm_version()

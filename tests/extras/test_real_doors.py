@@ -27,7 +27,7 @@ import export
 import report
 from config import FACTS, PRESETS, SMOLLM, Config
 from engines.torch_engine import TorchEngine
-from engines.vllm_engine import VllmEngine, vllm_installed
+from engines.vllm_engine import VllmEngine, vllm_version
 from evaluation.command import main as evaluate
 from extras.cold_start import encode_row
 from models.model import load_policy, weights
@@ -302,7 +302,7 @@ def test_demonstrations_have_the_ids_of_a_rollout(real):
 # ---- vLLM
 
 
-@pytest.mark.skipif(not vllm_installed(), reason="vLLM is not installed here: make test-real")
+@pytest.mark.skipif(not vllm_version(), reason="vLLM is not installed here: make test-real")
 def test_vllm_says_what_the_torch_engine_says(real):
     model, tokenizer = real
     length = CFG.max_prompt + CFG.max_response
