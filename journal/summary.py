@@ -56,7 +56,7 @@ def empty(taus: Sequence[Trajectory], tag: str) -> float | None:
 def line(row: Row, tools: Sequence[str]) -> str:
     """Returns a step's row of metrics.jsonl in a line; `tools`: the columns that count their calls."""
     reward, *others = LINE.items()
-    calls = count_calls(row, tools)
+    calls = count_calls(row, [tool for tool in tools if tool in row])  # no tool is called where demonstrations train
     shown = dict([reward, *((name, f"{name} {{:.2f}}") for name in calls), *others])
     return "  ".join(form.format(x) for name, form in shown.items() if (x := (row | calls).get(name)) is not None)
 

@@ -250,7 +250,7 @@ def _(cfg, first, good, task, train):
     def logps(player, taus, masks):
         """Returns the log-probs of each trajectory's tokens that are 1 in its mask of `masks`, under the policy now."""
         masked = [replace(tau, mask=mask) for tau, mask in zip(taus, masks, strict=True)]
-        return [x.numpy() for x in player.learner.logprobs(masked).split([sum(mask) for mask in masks])]
+        return np.split(player.learner.score(masked)[0], np.cumsum([sum(mask) for mask in masks])[:-1])
 
     gap, given = {}, {}
     _jobs = [Job(0, good, q, k) for k, q in enumerate(train[:8]) for _ in range(cfg.G)]
