@@ -102,7 +102,7 @@ class SchemaTool(Tool):
             if inspect.isawaitable(result):  # in a loop of its own: one that blocks or exits concerns no other call
                 result = asyncio.run(asyncio.wait_for(result, self.timeout + 1))  # cancels it, once it is answered
             plain = TypeAdapter(Any).dump_python(result, mode="json")
-            return plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False, allow_nan=False)
+            return plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False)
         except Fault as e:
             return e
         except BaseException as e:  # also SystemExit: the episode waits for a reply
