@@ -20,7 +20,6 @@ from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
-from pydantic_core import to_jsonable_python
 from typing_extensions import NotRequired, TypedDict, get_type_hints  # pydantic takes no older ones
 
 from plumbing.faults import Fault
@@ -102,9 +101,8 @@ class SchemaTool(Tool):
             result = self.call(arguments)
             if inspect.isawaitable(result):  # in a loop of its own: one that blocks or exits concerns no other call
                 result = asyncio.run(asyncio.wait_for(result, self.timeout + 1))  # cancels it, once it is answered
-            return result if isinstance(result, str) else json.dumps(
-                to_jsonable_python(result), ensure_ascii=False, allow_nan=False
-            )
+            plain = TypeAdapter(Any).dump_python(result, mode="json")
+            return plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False)
         except Fault as e:
             return e
         except BaseException as e:  # also SystemExit: the episode waits for a reply

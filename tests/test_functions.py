@@ -242,7 +242,7 @@ def test_classes_have_their_fields_and_results_are_json():
     assert "order: to: Input should be" in text and "on: Input should be a valid date" in text
 
 
-@pytest.mark.parametrize("result", [object(), threading.Lock, float("nan"), {"x": [threading.Lock()]}])
+@pytest.mark.parametrize("result", [object(), threading.Lock, {"x": [threading.Lock()]}])
 def test_a_result_that_is_no_json_is_refused_in_the_reply(result):
     @no_arguments
     def returns():
@@ -250,6 +250,14 @@ def test_a_result_that_is_no_json_is_refused_in_the_reply(result):
 
     [text] = answered(returns, "")
     assert text.startswith("returns failed: ") and " at 0x" not in text
+
+
+def test_what_json_has_no_word_for_is_null():
+    @no_arguments
+    def counts():
+        return {"mean": float("nan"), "most": float("inf"), "n": 0}
+
+    assert answered(counts, "") == ['{"mean": null, "most": null, "n": 0}']
 
 
 # ---- what the policy and the loop know of them
