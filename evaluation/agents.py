@@ -161,7 +161,7 @@ def local(chosen: Subject, cfg: Config, stop: tuple[str, ...]) -> tuple[Engine, 
     """Loads a directory or a hub id into the engine that training would choose; with its tokenizer."""
     import torch
 
-    from engines.choose import choose_engine, device_of
+    from engines.choose import choose_engine, device_of, explain_too_old
     from engines.torch_engine import TorchEngine
     from models.model import load_policy, weights
 
@@ -170,7 +170,8 @@ def local(chosen: Subject, cfg: Config, stop: tuple[str, ...]) -> tuple[Engine, 
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
         raise Fault(f"{path}: its tokenizer has {len(tokenizer)} tokens and its model {rows}: use the model's own")
-    dtype = "bfloat16" if device == "cuda" else "float32"
+    wide = device == "cpu" or cfg.dtype == "float32" or explain_too_old(device)
+    dtype = "float32" if wide else "bfloat16"
     if choose_engine(cfg, device)[0] == "torch":
         return TorchEngine(model.to(device, getattr(torch, dtype)), tokenizer, stop, cfg.max_rows), tokenizer
     from engines.vllm_engine import VllmEngine

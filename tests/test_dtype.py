@@ -14,6 +14,7 @@ from config import Config, parse
 from engines import choose
 from engines.choose import dtype_of
 from engines.torch_engine import TorchEngine
+from evaluation.agents import local
 from inspo import make_policy
 from models import model as models
 from models.model import empty, fill, load_config, load_policy
@@ -203,3 +204,20 @@ def test_a_gpu_that_is_too_old_for_bfloat16_samples_with_torch(monkeypatch):
         with pytest.raises(Fault, match=f"{flag}: this GPU's compute capability is 7.5"):
             choose.choose_engine(Config(**given), "cuda")
             dtype_of(Config(**given), "cuda")
+
+
+@pytest.mark.parametrize("capability, dtype, computed", [((9, 0), "", "bfloat16"), ((9, 0), "float32", "float32"),
+                                                         ((7, 5), "", "float32"), ((7, 5), "bfloat16", "float32")])  # fmt: skip
+def test_an_evaluation_computes_in_what_the_card_and_the_run_have(monkeypatch, capability, dtype, computed):
+    moved = []
+    model = SimpleNamespace(
+        to=lambda device, dtype: moved.append((device, dtype)),
+        get_input_embeddings=lambda: SimpleNamespace(weight=torch.zeros(3, 1)),
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr("models.model.load_policy", lambda *_: (model, "abc"))
+    monkeypatch.setattr("engines.torch_engine.TorchEngine", lambda *_: None)
+    cfg = Config(engine="torch", dtype=dtype)
+    local(SimpleNamespace(weights="path"), cfg, ())
+    assert moved == [("cuda", getattr(torch, computed))]
