@@ -206,8 +206,15 @@ def test_a_gpu_that_is_too_old_for_bfloat16_samples_with_torch(monkeypatch):
             dtype_of(Config(**given), "cuda")
 
 
-@pytest.mark.parametrize("capability, dtype, computed", [((9, 0), "", "bfloat16"), ((9, 0), "float32", "float32"),
-                                                         ((7, 5), "", "float32"), ((7, 5), "bfloat16", "float32")])  # fmt: skip
+@pytest.mark.parametrize(
+    "capability, dtype, computed",
+    [
+        ((9, 0), "", "bfloat16"),
+        ((9, 0), "float32", "float32"),
+        ((7, 5), "", "float32"),
+        ((7, 5), "bfloat16", "float32"),
+    ],
+)
 def test_an_evaluation_computes_in_what_the_card_and_the_run_have(monkeypatch, capability, dtype, computed):
     moved = []
     model = SimpleNamespace(
