@@ -17,13 +17,14 @@ from typing import Any, ClassVar, Literal
 from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from config import Config
+from config import PRESETS, Config
 from plumbing.faults import Fault
 from tasks import Message, Question, Task, Trajectory, wait_for
 from tasks.functions import TypedFunction
 from tasks.questions import read_json_lines
 
 NO_TOOLS = ("reset", "get_reward")  # public methods that the policy cannot call
+SEEDS = {"train": range(1000), "valid": range(0), "test": range(10**6, 10**6 + 100)}  # where `reset` owns the data
 
 
 class Block(TypedDict):
@@ -52,7 +53,8 @@ class EnvironmentTask(Task):
     """Plays `environment`; the rows of --train, --valid and --test are what `reset` gets.
 
     A row has `prompt`, a text or messages, or `question`. `reset` must return the same text for the same row: the
-    trajectories of a group are compared, and a resumed run repeats its steps.
+    trajectories of a group are compared, and a resumed run repeats its steps. Without files a `reset` that takes a
+    `seed`, or nothing, owns its data: it gets the seeds of SEEDS, one for a group.
     """
 
     environment: ClassVar[type[Any]]
@@ -75,7 +77,12 @@ class EnvironmentTask(Task):
     @cache  # noqa: B019 (a run has one task)
     def questions(self, split: str) -> list[Question]:
         """Returns the rows of a split. Raises Fault if a file is missing or a row has nothing to ask."""
-        file = getattr(self.cfg, split)
+        file, takes = getattr(self.cfg, split), dict(inspect.signature(self.environment.reset).parameters)
+        data = [p for name, p in takes.items() if name not in ("self", "seed") and p.kind is not p.VAR_KEYWORD]
+        given = file not in ("", *(preset.get(split) for preset in PRESETS.values()))
+        if not given and not data and ("seed" in takes or len(takes) == 1):
+            rows = ({"seed": seed} if "seed" in takes else {} for seed in SEEDS[split])
+            return [Question(f"{split}-{k}", "", source="seeds", data=row) for k, row in enumerate(rows)]
         if not file and split == "valid":
             return []
         path, found = Path(file), []

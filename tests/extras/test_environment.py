@@ -8,7 +8,7 @@ import pytest
 from test_rollout import Script, roll
 
 import inspo
-from config import Config
+from config import PRESETS, Config
 from plumbing.faults import Fault
 from tasks import Job, check_questions, load_task, reward
 
@@ -239,3 +239,40 @@ def test_rows_that_ask_nothing_are_refused(tmp_path):
     for split, says in (("train", "rows.jsonl:2: nothing is asked"), ("test", "--test rows.csv: give a .jsonl")):
         with pytest.raises(Fault, match=says):
             task.questions(split)
+
+
+class Safe(Vault):
+    """Owns its data: a seed sets the code."""
+
+    def reset(self, seed=None, **kwargs) -> str:
+        self._code, self.tries = f"{seed % 1000:03d}", 0
+        return f"Safe number {seed}."
+
+
+class Lone(Vault):
+    def reset(self) -> str:
+        self._code, self.tries = "123", 0
+        return "The only safe."
+
+
+def test_an_environment_that_owns_its_data_gets_seeds_which_a_group_shares():
+    task = load_task(Config(task="test_environment:Safe"))
+    check_questions(task)
+    train, test = (task.questions(split) for split in ("train", "test"))
+    assert (len(train), len(task.questions("valid")), len(test)) == (1000, 0, 100)
+    seeds = [q.data["seed"] for q in train + test]
+    assert len(set(seeds)) == 1100 and seeds[:2] == [0, 1]
+    assert task.prompt("Go.", train[7])[0]["content"] == "Go.\n\nSafe number 7.\n"
+    assert task.reset(train[7])._code == task.reset(train[7])._code == "007"
+    lone = load_task(Config(task="test_environment:Lone"))
+    assert lone.prompt("Go.", lone.questions("test")[0])[0]["content"] == "Go.\n\nThe only safe.\n"
+    world = dict(train=PRESETS["world"]["train"], test=PRESETS["world"]["test"])  # a preset's questions are not asked
+    assert load_task(Config(task="test_environment:Safe", **world)).questions("test")[0].source == "seeds"
+    with pytest.raises(Fault, match="--train"):
+        load_task(Config(task="test_environment:Vault")).questions("train")
+
+
+def test_files_beat_seeds(tmp_path):
+    (tmp_path / "q.jsonl").write_text(json.dumps({"prompt": "Open it.", "seed": 3}))
+    [q] = load_task(Config(task="test_environment:Safe", train=str(tmp_path / "q.jsonl"))).questions("train")
+    assert q.text == "Open it." and q.data["seed"] == 3
