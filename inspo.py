@@ -35,7 +35,7 @@ from reflect import (
     reflection_prompt,
 )
 from tasks import Job, Question, Task, check_questions, choose_instruction, draw, load_task, reward, rng_of
-from training.device import check_device
+from training.device import check_preset_device
 
 if TYPE_CHECKING:  # torch takes seconds to import; --help does not wait for it
     from grpo import Learner
@@ -233,7 +233,7 @@ def train(
         if leads := os.environ.get("RANK", "0") == "0" and not cfg.dry_run:
             status("reading the questions")
             together(
-                lambda: check_questions(task), task.check, lambda: find_endpoint(cfg), lambda: check_device(cfg)
+                lambda: check_questions(task), task.check, lambda: find_endpoint(cfg), lambda: check_preset_device(cfg)
             )  # fmt: skip
         status("importing torch")
         import torch

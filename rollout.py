@@ -120,7 +120,7 @@ def play(
     form = task.format(tokenizer, task)  # how calls, answers and results are written
     prompt = cache(form.prompt)
     episodes = [Episode(task, form, job, prompt(job.text, job.question), cfg) for job in jobs]
-    playing = {k: e for k, e in enumerate(episodes) if not e.ended}
+    playing = dict(enumerate(episodes))  # those that have not ended
     generating: set[int] = set()
 
     def settle(k: int) -> None:
@@ -128,6 +128,8 @@ def play(
             del playing[k]
             progress(len(episodes) - len(playing))
 
+    for k in range(len(episodes)):  # a prompt that is too long ends one at once
+        settle(k)
     engine.begin(seed)
     while playing:
         contexts = {k: e.tau.ids for k, e in playing.items() if not (k in generating or e.call)}

@@ -101,7 +101,8 @@ def test_fused_layers_compute_as_transformers_in_float64(name, recompute, tiny_p
 def test_the_estimate_counts_what_liger_keeps(name, recompute):
     """Bytes that are alive after the forward pass, and at most until the end of the backward pass."""
     T, H, I = 24, SHAPES["hidden_size"], 256
-    config = getattr(transformers, f"{name}Config")(**SHAPES | dict(intermediate_size=I))
+    heads = SHAPES["num_attention_heads"]  # as many of keys: on a GPU float32 has no fewer
+    config = getattr(transformers, f"{name}Config")(**SHAPES | dict(intermediate_size=I, num_key_value_heads=heads))
     model = empty(config, torch.float32, "cpu").train()
     fuse(model)
     for p in model.parameters():

@@ -15,6 +15,7 @@ from plumbing.faults import Fault
 from plumbing.status import status
 from rollout import encode_prompt
 from tasks import Task
+from training.device import check_device
 from training.fit import shapes, with_room
 from training.ranks import Ranks
 
@@ -73,6 +74,7 @@ def check(cfg: Config, ranks: Ranks, task: Task) -> tuple[Config, str]:
     It cannot with too little memory or disk or too few positions, nor where the first instruction leaves no room for a
     turn.
     """
+    check_device(cfg)
     engine, why = choose_engine(cfg, ranks.device)
     if ranks.device == "cuda":
         memory = torch.cuda.get_device_properties(0).total_memory / 1e9

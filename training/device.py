@@ -1,9 +1,15 @@
-"""Whether this machine has the GPU that a model needs."""
+"""Whether this machine has the GPU that a model needs; torch is imported only for a model that needs one."""
 
-from config import Config
+from config import PRESETS, Config
 from plumbing.faults import Fault
 
 WIDE = 896  # hidden units of a model whose step takes a CPU hours: the 0.5B's
+
+
+def check_preset_device(cfg: Config) -> None:
+    """`check_device` for the presets, whose sizes are known before anything is fetched or imported."""
+    if cfg.model in {preset["model"] for name, preset in PRESETS.items() if name.startswith("qwen")}:
+        check_device(cfg)
 
 
 def check_device(cfg: Config) -> None:
