@@ -33,23 +33,16 @@ def newest_run() -> str:
     return str(runs[-1].parent)
 
 
-def read_held_out(task: Task) -> list[Question]:
-    """The task's held-out questions; none where their file is gone, since others can be asked."""
-    try:
-        return task.questions("test")
-    except Fault:
-        return []
-
-
-def question_of(task: Task, text: str, known: list[Question]) -> Question:
-    """The known question of this id or text, or a new one. Fault if the task's questions are more than text."""
+def question_of(task: Task, text: str, held_out: list[Question]) -> Question:
+    """The held-out question of this id or text, or a new one. Fault if the task's questions are more than text."""
     text = clean(text.strip())  # the shell's bytes may be no text
-    asked = text if text.endswith("?") or not isinstance(task, SearchQA) else text + "?"
-    if found := [q for q in known if text == q.id or asked == q.text]:
-        return found[0]
-    if any(q.data is not None for q in known):
-        raise Fault(f"a question of {task.cfg.task} is more than its text: give the id of one, such as {known[0].id}")
-    return Question("asked", asked, source="asked")
+    question = text if text.endswith("?") or not isinstance(task, SearchQA) else text + "?"
+    if matches := [q for q in held_out if text == q.id or question == q.text]:
+        return matches[0]
+    if any(q.data is not None for q in held_out):
+        example = held_out[0].id
+        raise Fault(f"a question of {task.cfg.task} is more than its text: give the id of one, such as {example}")
+    return Question("asked", question, source="asked")
 
 
 def read_questions() -> Iterator[str]:
@@ -79,20 +72,22 @@ def ask(args: argparse.Namespace) -> None:
     if not chosen.I_star:
         raise Fault(f"{args.run} holds no finished run (no I_star.txt)")
     task = load_task(chosen.configured(args, FLAGS, engine="torch"))
-    instruction, known = instruction_of(chosen, task, METHODS["inspo"]), read_held_out(task)
+    instruction, held_out = instruction_of(chosen, task, METHODS["inspo"]), list[Question]()
+    with contextlib.suppress(Fault):  # their file may be gone, and others can be asked
+        held_out = task.questions("test")
     with agent(chosen, task, instruction, args.temperature, args.seed) as player:
         status("")
         print(printable(f"{chosen.name}\n\n{wrap(instruction)}"))
         for text in [args.question] if args.question else read_questions():
             try:
-                q = question_of(task, text, known)
+                q = question_of(task, text, held_out)
             except Fault as e:
                 print(printable(f"  {e}"))
                 continue
             [tau] = player.play([q])
             print(printable(f"\n  asked   {q.text}"))
             show(tau)
-            if q in known:
+            if q in held_out:
                 reward(task, [tau])
                 [metrics] = measure(task, [tau])
                 print(printable(f"  scored  {', '.join(f'{name} {x:.3g}' for name, x in metrics.items())}"))

@@ -76,32 +76,30 @@ class ChatEngine:
         self.begin(0)
 
     def choose(self, name: str) -> str:
-        """Returns the model to ask, of which `said` is the server's row; raises Fault if the server has another one."""
+        """Returns the model to ask; raises Fault if the server has another one."""
         try:
-            rows = self.client.ask("/models", None, lambda answer: {str(row["id"]): row for row in answer["data"]}, 0)
+            served = self.client.ask("/models", None, lambda answer: [str(row["id"]) for row in answer["data"]], 0)
         except RequestFailed as e:
             raise Fault(f"{e}; start the server, or check the URL (it ends in /v1 as a rule)") from None
-        served = list(rows)
         if name in served or (not name and len(served) == 1):
-            self.said: dict[str, Any] = rows[name or served[0]]
             return name or served[0]
-        asked = f"not {name}" if name else "choose one"
-        raise Fault(f"--served_model: {self.url} has {', '.join(served[:5]) or 'no model'}: {asked}")
+        remedy = f"not {name}" if name else "choose one"
+        raise Fault(f"--served_model: {self.url} has {', '.join(served[:5]) or 'no model'}: {remedy}")
 
     def begin(self, seed: int) -> None:
         """As Engine."""
         self.seed, self.turns = seed, RemoteTurns(self.pool)
         self.messages: dict[int, list[dict[str, str]]] = {}  # by row
-        self.known: dict[int, int] = {}  # words of a row's context that are in its messages
+        self.sent: dict[int, int] = {}  # words of a row's context that are in its messages
 
     def generate(self, contexts: dict[int, list[int]], max_new: int, temperature: float) -> Iterator[FinishedTurn]:
         """As Engine, with 0 for every log-probability; a call waits up to 5 ms for a turn to finish."""
         for key, ids in contexts.items():
-            said = self.messages.setdefault(key, [])
-            content = self.tokenizer.decode(ids[self.known.get(key, 0) :]).strip()
-            said.append({"role": "user", "content": content})
-            self.known[key] = len(ids)
-            body = {"model": self.name, "messages": list(said), "max_tokens": max_new, "temperature": temperature}
+            messages = self.messages.setdefault(key, [])
+            content = self.tokenizer.decode(ids[self.sent.get(key, 0) :]).strip()
+            messages.append({"role": "user", "content": content})
+            self.sent[key] = len(ids)
+            body = {"model": self.name, "messages": list(messages), "max_tokens": max_new, "temperature": temperature}
             if self.stop:
                 body["stop"] = list(self.stop[:4])  # OpenAI takes no more
             if temperature:
@@ -110,7 +108,7 @@ class ChatEngine:
         for turn in self.turns.finished():
             text = self.tokenizer.decode(turn.ids)
             self.messages[turn.key].append({"role": "assistant", "content": text})
-            self.known[turn.key] += len(turn.ids)
+            self.sent[turn.key] += len(turn.ids)
             yield turn
 
     def ask(self, key: int, body: dict[str, Any]) -> FinishedTurn:

@@ -35,10 +35,6 @@ class Subject:
     served: str = ""  # at a URL the model to ask; "": the only one there
     run: Path | None = None  # whose config.json it is
 
-    @property
-    def remote(self) -> bool:
-        return "://" in self.weights
-
     def configured(self, given: object, names: Collection[str], **knobs: Any) -> Config:
         """Applies the flags of these names that were given, then `knobs`. Raises Fault if they cannot be."""
         flags = {name: value for name in names if (value := getattr(given, name)) is not None}
@@ -140,7 +136,7 @@ def agent(
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         task.check()
         tools = task.start(stack.enter_context(Servers(f"{folder}/log")))
-        open_engine = chat if chosen.remote else local
+        open_engine = chat if "://" in chosen.weights else local
         engine, tokenizer = open_engine(chosen, task.cfg, task.format.stop(task) if stop is None else stop)
         stack.callback(engine.close)
         yield Agent(engine, tokenizer, task, instruction, temperature, seed, tools)
