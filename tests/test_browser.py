@@ -278,7 +278,7 @@ def test_several_runs_are_laid_over_each_other(open_page, tmp_path):
     browser = open_page(path=out)
     assert [row.text for row in browser.find_elements(By.CSS_SELECTOR, ".legend li")] == [
         "run (2 seeds)",
-        "static",
+        "static differs in mode",
     ]
     assert count(browser, ".overview tbody tr") == 3
     Select(find(browser, "#runs select")).select_by_index(2)

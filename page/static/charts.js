@@ -112,7 +112,8 @@ function valuesAt(curves, key, t) {
 // Returns what tells a group of runs from the first run, by name.
 function unlike(group) {
   const more = group.unlike.length - 4;
-  return group.unlike.length ? ` other ${group.unlike.slice(0, 4).join(", ")}${more > 0 ? ` and ${more} more` : ""}` : "";
+  const names = group.unlike.slice(0, 4).join(", ") + (more > 0 ? ` and ${more} more` : "");
+  return names && ` differs in ${names}`;
 }
 
 function groupLegend() {
