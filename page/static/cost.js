@@ -57,8 +57,10 @@ function phaseTable(cost) {
 }
 
 function drawSettings(k) {
-  const entries = Object.entries(DATA.runs[k].config);
+  const { content, ...knobs } = DATA.runs[k].config;
+  const digests = Object.entries(content || {}).map(([name, value]) => [name, String(value).length > 40 ? `${String(value).slice(0, 40)}…` : value]);
+  const entries = [...Object.entries(knobs), ...digests];
   replace($("#settings .body"), entries.length
-    ? h("dl", { class: "settings" }, entries.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value === "" ? "–" : name === "content" ? JSON.stringify(value, null, 1) : String(value)))))
+    ? h("dl", { class: "settings" }, entries.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value === "" ? "–" : String(value)))))
     : h("p", { class: "empty" }, "config.json is missing."));
 }
