@@ -7,7 +7,6 @@ python ask.py --run runs/NAME ID         # one of the held-out questions, which 
 
 import argparse
 import contextlib
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,15 +54,10 @@ def read_questions() -> Iterator[str]:
 def show(tau: Trajectory) -> None:
     """Prints a trajectory turn by turn: what the agent wrote, and what its tools returned."""
     for turn in tau.turns:
-        print(printable(wrap(f"\n  agent   {turn.text.strip()}")))
+        print(printable(f"\n  agent   {turn.text.strip()}"))
         for text in turn.result or []:
             print(printable(f"  {turn.tool:8}{' '.join(text.split())[:160]}"))
     print(printable(f"\n  answer  {tau.prediction}" if tau.prediction else f"\n  the end ({tau.stop})"))
-
-
-def wrap(text: str) -> str:
-    """Wraps a text to the width of a terminal."""
-    return "\n".join(textwrap.fill(line, 120) for line in text.splitlines())
 
 
 def ask(args: argparse.Namespace) -> None:
@@ -77,7 +71,7 @@ def ask(args: argparse.Namespace) -> None:
         held_out = task.questions("test")
     with agent(chosen, task, instruction, args.temperature, args.seed) as player:
         status("")
-        print(printable(f"{chosen.name}\n\n{wrap(instruction)}"))
+        print(printable(f"{chosen.name}\n\n{instruction}"))
         for text in [args.question] if args.question else read_questions():
             try:
                 q = question_of(task, text, held_out)

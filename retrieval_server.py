@@ -153,10 +153,9 @@ def main() -> None:
     add("--port", type=int, default=8000, help="0 takes a free one (8000)")
     add("--topk", type=int, default=3, help=f"passages per query, 1 to {MAX_TOPK} (3)")
     add("--max_batch", type=int, default=256, help="queries searched together at most (256)")
-    add("--cache", type=int, default=4096, help="queries whose answers are kept (4096)")
     add("--child", action="store_true", help="exit when standard input ends")
     args = parser.parse_args()
-    limits = {"topk": MAX_TOPK} | dict.fromkeys(("nprobe", "ef", "max_batch", "cache"), 10**6)
+    limits = {"topk": MAX_TOPK} | dict.fromkeys(("nprobe", "ef", "max_batch"), 10**6)
     for name, most in limits.items():
         if not 1 <= getattr(args, name) <= most:
             parser.error(f"argument --{name}: {getattr(args, name)} is not from 1 to {most}")
@@ -171,7 +170,7 @@ def main() -> None:
         if args.shard_gpus:
             index.shard()
     print(f"{len(corpus):,} passages of {corpus.path}, {index.name}", flush=True)
-    serve(make_app(corpus, index, args.topk, args.max_batch, args.cache), sock, args.child)
+    serve(make_app(corpus, index, args.topk, args.max_batch), sock, args.child)
 
 
 if __name__ == "__main__":

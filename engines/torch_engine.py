@@ -43,12 +43,9 @@ class RowCache:
 
     def grow(self, capacity: int) -> None:
         """Pads every row to at least `capacity` columns."""
-
-        def padded(t: torch.Tensor) -> torch.Tensor:
-            return F.pad(t, (0, 0, 0, max(0, capacity - t.shape[2])))
-
         for i, (keys, values) in self.layers.items():
-            self.layers[i] = padded(keys), padded(values)
+            room = (0, 0, 0, max(0, capacity - keys.shape[2]))
+            self.layers[i] = F.pad(keys, room), F.pad(values, room)
 
     def select(self, rows: torch.Tensor) -> "RowCache":
         """Returns a copy of these rows; a row may be named several times."""
@@ -105,8 +102,7 @@ class TorchEngine:
         """Drops the cached keys and values."""
         self.begin(0)
 
-    def close(self) -> None:
-        self.sleep()
+    close = sleep
 
     def begin(self, seed: int) -> None:
         """As Engine; the samples that follow depend on nothing but `seed` and the calls."""

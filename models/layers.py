@@ -6,7 +6,6 @@ called, with whatever adapters they carry. For batches of one row, as `models.mo
 one token a row, as generation has, Liger 0.8.5 can rotate the wrong row (Gemma 3).
 """
 
-import importlib.util
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -30,11 +29,6 @@ FAMILIES = {  # config.model_type -> Family; the tests compare each with transfo
     "granite": Family("Granite"),
     "gemma3_text": Family("Gemma3", 1.0, "gemma", own_gradient=False),  # a norm's output joins the residual stream
 }
-
-
-def installed() -> bool:
-    """Returns whether there is a Liger for `fuse` to take the layers from."""
-    return importlib.util.find_spec("liger_kernel") is not None
 
 
 def fuse(model: Any) -> str:

@@ -13,7 +13,7 @@ from ranks_fit import Live
 from test_model import SHAPES, make_family
 
 from config import Config
-from models.layers import FAMILIES, fuse, installed
+from models.layers import FAMILIES, fuse
 from models.model import empty, load_model, score, skeleton
 from models.packing import Packing
 from training import policy
@@ -172,12 +172,6 @@ def test_without_liger_nothing_is_fused(monkeypatch):
     monkeypatch.setitem(sys.modules, "liger_kernel.ops.rms_norm", None)
     model = skeleton(transformers.Qwen2Config(**SHAPES))
     assert fuse(model) == "none (liger-kernel is not installed)" and not patched(model)
-
-
-def test_the_estimate_of_a_run_can_tell_whether_liger_is_there(monkeypatch):
-    assert installed()
-    monkeypatch.setitem(sys.modules, "liger_kernel", None)
-    assert not installed()
 
 
 @pytest.mark.parametrize(

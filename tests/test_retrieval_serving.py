@@ -336,7 +336,6 @@ def test_64_clients_at_once_get_the_results_of_a_direct_computation(dense, tmp_p
             ["--index", "VECTORS", "--shard_gpus"], "--shard_gpus: this FAISS sees no GPU", marks=pytest.mark.slow
         ),
         (["--max_batch", "0"], "--max_batch: 0 is not from 1 to 1000000"),
-        (["--cache", "0"], "--cache: 0 is not from 1 to 1000000"),
         (["--family", "t5"], "--family: invalid choice: 't5'"),
         (["build"], "unrecognized arguments: build"),
     ],

@@ -1,6 +1,7 @@
 """What can be known before a run starts: the device, the memory it needs, whether a prompt leaves room for a turn."""
 
 import dataclasses
+import importlib.util
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 
 from config import CARDS, Config
 from engines.choose import choose_engine
-from models import layers, lora
+from models import lora
 from models.model import load_config, load_tokenizer, skeleton
 from plumbing.faults import Fault
 from plumbing.status import status
@@ -78,7 +79,8 @@ def check(cfg: Config, ranks: Ranks, task: Task) -> tuple[Config, str]:
     engine, why = choose_engine(cfg, ranks.device)
     if ranks.device == "cuda":
         memory = torch.cuda.get_device_properties(0).total_memory / 1e9
-        used = cfg if layers.installed() else dataclasses.replace(cfg, fused_layers=0)  # torch's layers keep more
+        # torch's layers keep more than Liger's
+        used = dataclasses.replace(cfg, fused_layers=cfg.fused_layers * bool(importlib.util.find_spec("liger_kernel")))
         used, fit = with_room(used, shapes(cfg.model), engine, ranks.size, memory)
         if fault := fit.fault():
             raise Fault(fault)
