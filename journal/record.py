@@ -68,9 +68,13 @@ def describe_model(path: str) -> str:
     if Path(path).is_dir():
         files = sorted(file for file in Path(path).glob("[!.]*") if file.is_file() and file.suffix != ".md")
         return ", ".join(f"{file.name} {digest_file(file)}" for file in files)
+    from huggingface_hub import try_to_load_from_cache
+
     from models.model import load_config  # here: it imports torch, and a page needs none
 
-    return f"{path} {load_config(path)._commit_hash}"
+    load_config(path)  # which fetches the file below
+    file = try_to_load_from_cache(path, "config.json")
+    return f"{path} {Path(str(file)).parent.name}"  # of snapshots/COMMIT/config.json
 
 
 def describe_corpus(task: Task) -> str | None:

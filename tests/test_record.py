@@ -112,7 +112,9 @@ def test_another_process_has_the_same_digest_of_sets_and_objects():
 def test_a_model_is_its_files_or_its_name_without_the_password(tmp_path, monkeypatch):
     assert "model.safetensors " in describe_model(str(FILES / "policy"))
     assert describe_model("http://me:password9@host/v1") == "http://host/v1"
-    monkeypatch.setattr("models.model.load_config", lambda path: type("Of", (), {"_commit_hash": "c0ffee"}))
+    monkeypatch.setattr("models.model.load_config", lambda path: None)  # tests/test_hub.py has a hub
+    cached = "/cache/models--owner--name/snapshots/c0ffee/config.json"
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: cached)
     assert describe_model("owner/name") == "owner/name c0ffee"
 
 
