@@ -20,14 +20,14 @@ from world.clauses import BEST, START, write
 
 
 @pytest.mark.slow
-def test_one_seed_gives_one_policy_to_the_byte_and_another_seed_another(tmp_path):
+def test_one_seed_gives_one_policy_to_the_byte_with_any_number_of_threads(tmp_path):
     made = []
-    for k, (seed, threads) in enumerate([(0, "1"), (0, "2"), (1, "2")]):
-        build = [sys.executable, "-m", "extras.world.warm_start", "--tokens", "30000", "--seed", str(seed)]
+    for threads in ("1", "2"):
+        build = [sys.executable, "-m", "extras.world.warm_start", "--tokens", "30000", "--out", str(tmp_path / threads)]
         env = os.environ | {"OMP_NUM_THREADS": threads}
-        subprocess.run([*build, "--out", str(tmp_path / str(k))], cwd=HERE, env=env, check=True, capture_output=True)
-        made.append((tmp_path / str(k) / "policy" / "model.safetensors").read_bytes())
-    assert made[0] == made[1] != made[2]
+        subprocess.run(build, cwd=HERE, env=env, check=True, capture_output=True)
+        made.append((tmp_path / threads / "policy" / "model.safetensors").read_bytes())
+    assert made[0] == made[1]
 
 
 @pytest.mark.skipif("REBUILD" not in os.environ, reason="minutes on idle cores: REBUILD=1")
