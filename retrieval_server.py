@@ -17,6 +17,7 @@ Without scores each hit is the document itself. /health also counts queries rece
 import plumbing  # noqa: F401  # isort: skip  (first: from here on a Ctrl-C is one line)
 import argparse
 import asyncio
+import signal
 
 from cachetools import LRUCache
 from fastapi import FastAPI, HTTPException, Request
@@ -170,6 +171,7 @@ def main() -> None:
         if args.shard_gpus:
             index.shard()
     print(f"{len(corpus):,} passages of {corpus.path}, {index.name}", flush=True)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # that is how a server ends: no line, exit code 0
     serve(make_app(corpus, index, args.topk, args.max_batch), sock, args.child)
 
 

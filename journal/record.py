@@ -73,8 +73,8 @@ def describe_model(path: str) -> str:
     from models.model import load_config  # here: it imports torch, and a page needs none
 
     load_config(path)  # which fetches the file below
-    file = try_to_load_from_cache(path, "config.json")
-    return f"{path} {Path(str(file)).parent.name}"  # of snapshots/COMMIT/config.json
+    file = str(try_to_load_from_cache(path, "config.json"))  # snapshots/COMMIT/config.json
+    return f"{path} {Path(file).parent.name}"
 
 
 def describe_corpus(task: Task) -> str | None:

@@ -44,7 +44,6 @@ def serve(app: Any, sock: socket.socket, child: bool) -> None:
     # 120 s: a trainer's connections stay open during its update step.
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=120)
     server = uvicorn.Server(config)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # uvicorn raises a Ctrl-C again once it has stopped
     if child:
         # A cluster may signal every process of a job, but the parent needs this server until it has saved, and stops
         # it when it is done. uvicorn would install its own handlers instead.
