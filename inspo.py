@@ -17,8 +17,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from plumbing import stop  # isort: skip  (first: from here on a Ctrl-C is one line)
 from config import Config, parse
+from plumbing import stop
 from plumbing.faults import Fault, OptimizerDown, one_line, together
 from plumbing.servers import Servers
 from plumbing.status import status

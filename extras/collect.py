@@ -12,7 +12,6 @@ from __future__ import annotations
 
 if not __package__:
     import root  # noqa: F401
-from plumbing import stop  # isort: skip  (first: from here on a Ctrl-C is one line)
 import argparse
 import contextlib
 import dataclasses
@@ -26,6 +25,7 @@ from config import Config, read_config
 from engines.chat_engine import Words
 from evaluation.agents import PLAYED, SERVED, Method, Subject, agent, instruction_of, subject
 from extras.cold_start import conversation, cut_at_stop
+from plumbing import stop
 from plumbing.faults import Fault, one_line
 from plumbing.files import read_jsonl
 from plumbing.outside import as_data, control

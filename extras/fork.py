@@ -7,7 +7,6 @@ Several of one kind become one class that inherits from all. A run resumes with 
 
 if not __package__:
     import root  # noqa: F401
-from plumbing import stop  # noqa: F401  # isort: skip  (first: from here on a Ctrl-C is one line)
 from dataclasses import dataclass
 from typing import Any
 

@@ -62,12 +62,12 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, object]]:
 
 
 def read_parquet(path: Path, columns: Collection[str] = COLUMNS) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields the rows of a file, counted from 1: those of `columns` that it has (a.b: of a column a, the part b)."""
+    """Yields the rows of a file, counted from 1: those of `columns` that it has."""
     import pyarrow.parquet as pq  # here: few files are parquet
 
     try:
         with pq.ParquetFile(path) as file:
-            names = [column for column in columns if column.split(".")[0] in file.schema_arrow.names]
+            names = [column for column in columns if column in file.schema_arrow.names]
             rows = (row for batch in file.iter_batches(10_000, columns=names) for row in batch.to_pylist())
             yield from enumerate(rows, 1)
     except (OSError, ValueError, OverflowError) as e:  # pyarrow's, text that is not UTF-8, a date beyond Python's

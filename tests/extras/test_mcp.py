@@ -129,12 +129,18 @@ def test_a_call_that_ends_every_server_is_at_fault_itself():
     assert answered(found["add"], '{"a": 1}') == "2"
 
 
-def test_a_server_that_stays_away_stops_the_run_and_is_named(http, naps):
+def kill_once_found(http):
+    """Returns URL, starter and tools of a server that has ended since."""
     url, start = http
     process = start()
     found = tools(url)
     process.kill()
     process.wait()
+    return url, start, found
+
+
+def test_a_server_that_stays_away_stops_the_run_and_is_named(http, naps):
+    url, start, found = kill_once_found(http)
     with pytest.raises(ToolDown, match=url):
         answered(found["add"], '{"a": 1}')
     assert len(naps) == RETRIES
@@ -143,11 +149,7 @@ def test_a_server_that_stays_away_stops_the_run_and_is_named(http, naps):
 
 
 def test_a_server_by_http_that_is_away_for_a_while_is_waited_for(http, monkeypatch):
-    url, start = http
-    process = start()
-    found = tools(url)
-    process.kill()
-    process.wait()
+    url, start, found = kill_once_found(http)
     waits = []
 
     def back_off(round):
