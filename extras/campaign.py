@@ -3,6 +3,7 @@
     make default                                   # the embedded world: 15 runs of about 4 minutes on one thread
     make default ARGS="--seeds 0 --runs runs/controls --results runs/controls"        # one seed of it
     python -m extras.campaign real                 # the real model: 12 runs of 20 to 40 minutes, after `make real`
+    python -m extras.campaign staged               # evolving along with training, or between: 10 runs of 4 minutes
 
 A finished run leaves a row in rows/NAME.jsonl of --results and is not repeated; a stopped one is resumed. Runs that are
 reported have seeds that nothing was tuned on; docs/results/README.md says what they show.
@@ -37,7 +38,8 @@ class Campaign(NamedTuple):
     seeds: Sequence[int]
     flags: str  # of every run
     threads: int  # of a run; two threads are kept busy
-    figure: str
+    figure: str = ""
+    program: str = "inspo.py"
 
 
 TOGETHER, FROZEN = ("instruction and policy evolve together", ""), ("evolution, the policy frozen", "--lr 0")
@@ -56,6 +58,16 @@ CAMPAIGNS = {
         },
         (1, 2, 3), "--preset smollm2-135m --model runs/real/cold/policy", 2, "real.png",
     ),
+    "staged": Campaign(
+        {
+            "inspo": TOGETHER,
+            "staged": (
+                "train, evolve with the policy frozen, train",
+                "--parts extras.staged:Staged,extras.staged:Late --T_e 60",
+            ),
+        },
+        range(20, 25), "--eval_every 20", 1, program="extras/fork.py",
+    ),
 }  # fmt: skip
 COLORS = {"inspo": "C0", "static": "C3", "frozen": "C2", "guessing": "C7"}
 
@@ -65,12 +77,13 @@ def play(campaign: Campaign, arm: str, seed: int, extra: str, runs: Path) -> Row
     out, flags = runs / f"{arm}-seed{seed}", flags_of(campaign, arm, extra)
     runs.mkdir(parents=True, exist_ok=True)
     if not (out / "summary.json").exists():
-        command = train_command(out, 1, [*campaign.flags.split(), *flags.split(), "--seed", str(seed)])
+        argv = [*campaign.flags.split(), *flags.split(), "--seed", str(seed)]
+        command = train_command(out, 1, argv, campaign.program)
         env = os.environ | {"OMP_NUM_THREADS": str(campaign.threads)}
         with open(f"{out}.log", "a") as log:
             code = subprocess.call(command, cwd=HERE, env=env, stdout=log, stderr=log)
         if code:
-            raise Fault(f"{arm}, seed {seed}: inspo.py ended with {code}; see {out}.log")
+            raise Fault(f"{arm}, seed {seed}: {campaign.program} ended with {code}; see {out}.log")
     return {"arm": arm, "seed": seed, "flags": flags, **row_of(out)}
 
 
@@ -199,8 +212,10 @@ def main(argv: list[str] | None = None) -> None:
                     file.write(json.dumps(row) + "\n")
                 print(f"{row['arm']}, seed {row['seed']}: EM {row['em']:.2f}", flush=True)
         if rows := sorted(read_jsonl(path), key=lambda row: row["seed"]):
-            draw(campaign, rows, args.results / campaign.figure)
-            print(f"\n{table(campaign, rows)}\n\n{path}, {args.results / campaign.figure}")
+            print(f"\n{table(campaign, rows)}\n\n{path}")
+            if campaign.figure:
+                draw(campaign, rows, args.results / campaign.figure)
+                print(args.results / campaign.figure)
         if failed:
             raise Fault(f"{len(failed)} runs failed, the first: {failed[0]}")
 

@@ -30,11 +30,11 @@ def write_instruction(folder: Path) -> Path:
     return file
 
 
-def train_command(out: Path, ranks: int, flags: Sequence[str]) -> list[str]:
+def train_command(out: Path, ranks: int, flags: Sequence[str], program: str = "inspo.py") -> list[str]:
     """Returns the command that starts a run in `out`, or resumes the one that is there."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] * (ranks > 1)
     resume = ["--resume"] * (out / "config.json").exists()
-    return [sys.executable, *torchrun, "inspo.py", "--out", str(out), *flags, *resume]
+    return [sys.executable, *torchrun, program, "--out", str(out), *flags, *resume]
 
 
 def timed(work: Callable[[], Any]) -> tuple[Any, float]:
