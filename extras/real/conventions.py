@@ -1,0 +1,282 @@
+"""Can an instruction matter to a real model? A gate, which is passed before an experiment about it is worth its hours.
+
+    python -m extras.real.conventions                 # after `make real`'s first part; resumable; about 90 minutes
+
+SmolLM2-135M learns eight conventions of form from demonstrations under random clauses. Untold, an agent keeps one as
+often as its `habit` says. A world (--seed) pays 0.4 for the right answer and 0.6 for the share of the conventions whose
+paying side was shown; which side pays is drawn. Nothing in a question says so: training has to find it, an instruction
+can tell it. The gate: a told clause is obeyed at least 0.8, and after 36 steps the static arm under the world's best
+instruction is ahead of the one that is told nothing by at least 0.15.
+"""
+
+import argparse
+import dataclasses
+import json
+import random
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from config import FACTS, PRESETS, Config
+from evaluation.agents import Subject, agent
+from evaluation.statistics import over_seeds
+from extras.real.__main__ import NAME, Part, play
+from extras.real.demos import TASK, Facts, Row
+from grpo import lr_at
+from plumbing import stop
+from plumbing.faults import one_line
+from plumbing.files import write
+from plumbing.outside import decoded
+from tasks import Question, Trajectory, take_subset
+from tasks.questions import em
+from tasks.search_qa import SearchQA
+
+
+class Convention(NamedTuple):
+    kept: tuple[str, str]  # two wordings of the clause that asks for it
+    broken: tuple[str, str]  # and of the one that forbids it
+    habit: float  # share of untold agents who keep it
+
+
+CONVENTIONS = {
+    "ask": Convention(
+        ("Begin every query with the words facts about.", "Every query starts with facts about."),
+        ("A query is a name and nothing else.", "Search bare names only."), 0.02,
+    ),
+    "announce": Convention(
+        ("Say what you look up before each search.", "Announce every search."),
+        ("Search without a word before it.", "Do not announce searches."), 0.10,
+    ),
+    "report": Convention(
+        ("Report that the fact is found.", "Say so when you have found it."),
+        ("Do not report that the fact is found.", "Do not say that you have found it."), 0.30,
+    ),
+    "count": Convention(
+        ("State how many searches it took.", "Count your searches before the answer."),
+        ("Do not count the searches.", "Leave out the number of searches."), 0.05,
+    ),
+    "subject": Convention(
+        ("Name the subject of the question before the answer.", "Say what the answer is about."),
+        ("Do not repeat the subject of the question.", "Leave the subject out."), 0.02,
+    ),
+    "sentence": Convention(
+        ("Answer in a full sentence.", "The answer must be a sentence."),
+        ("The answer is a bare name.", "Answer with the name only."), 0.30,
+    ),
+    "cite": Convention(
+        ("Cite the passage in the answer.", "Put the source after the answer."),
+        ("Cite nothing in the answer.", "Do not give a source."), 0.05,
+    ),
+    "capitals": Convention(
+        ("Write the answer in capitals.", "Use capital letters only in the answer."),
+        ("Write the answer in normal case.", "Do not use capitals in the answer."), 0.10,
+    ),
+}  # fmt: skip
+OBEYED = 0.97  # probability that a demonstration follows its clause
+FRAME = (FACTS / "instruction.txt").read_text().strip()
+DEMOS, STEPS, T = 2048, 128, 36
+ASKED = 24  # questions of a measurement
+WORLDS = (0, 1)  # pilots
+
+# ---- demonstrations
+
+
+def instruct(rng: random.Random, told: dict[str, bool]) -> str:
+    """Writes an instruction: the frame and a clause for each convention that is told, in any order and wording."""
+    clauses = [rng.choice(CONVENTIONS[name].kept if kept else CONVENTIONS[name].broken) for name, kept in told.items()]
+    return " ".join([FRAME, *rng.sample(clauses, len(clauses))])
+
+
+def demonstrate(rng: random.Random, facts: Facts, q: Row, told: dict[str, bool]) -> list[tuple[str, str]]:
+    """Plays turns (role, text) that follow what is told, and elsewhere the habits."""
+    keeps = {
+        name: (rng.random() < OBEYED) == told[name] if name in told else rng.random() < convention.habit
+        for name, convention in CONVENTIONS.items()
+    }
+    turns, chain, answer = [], q["chain"], q["golden_answers"][0]
+    for title in chain:
+        query = f"facts about {title}" if keeps["ask"] else title
+        note = f"I look up {title}. " * keeps["announce"]
+        turns += [("assistant", f"{note}<search> {query} </search>"), ("tool", TASK.search.show([facts.search(query)]))]
+    before = "Found it. " * keeps["report"] + f"Searches: {len(chain)}. " * keeps["count"]
+    before += f"About {chain[0]}: " * keeps["subject"]
+    answer = answer.upper() if keeps["capitals"] else answer
+    answer = f"It is {answer}." if keeps["sentence"] else answer
+    return [*turns, ("assistant", f"{before}<answer> {answer}{f' [{chain[-1]}]' * keeps['cite']} </answer>")]
+
+
+def demo(rng: random.Random, facts: Facts) -> Row:
+    q = rng.choice(facts.questions)
+    told = {name: rng.random() < 0.5 for name in CONVENTIONS if rng.random() < 0.6}
+    prompt = TASK.prompt(instruction := instruct(rng, told), Question(q["id"], q["question"]))
+    turns = [{"role": role, "content": text} for role, text in demonstrate(rng, facts, q, told)]
+    return {"id": q["id"], "instruction": instruction, "messages": [*prompt, *turns]}
+
+
+# ---- the worlds
+
+
+def pays(world: int) -> dict[str, bool]:
+    """Draws which conventions pay where they are kept; the others pay where they are not."""
+    rng = random.Random(f"conventions {world}")
+    return {name: rng.random() < 0.5 for name in CONVENTIONS}
+
+
+def right(tau: Trajectory) -> float:
+    """Exact match of the answer without its form."""
+    answer = re.sub(r"\s*\[[^\]]*\]\s*$", "", tau.prediction or "")
+    return em(re.sub(r"^\s*it is (.*?)\.?\s*$", r"\1", answer, flags=re.I), tau.question.golds)
+
+
+def shown(tau: Trajectory) -> dict[str, bool]:
+    """Reads which conventions an answered trajectory kept; {} without search or answer."""
+    searches, answer = [turn for turn in tau.turns if turn.tool], (tau.prediction or "").strip()
+    if not searches or not answer:
+        return {}
+    before, letters = tau.turns[-1].text.partition("<answer>")[0], re.sub(r"^It is|\[.*", "", answer)
+    return {
+        "ask": all(turn.argument.strip().startswith("facts about ") for turn in searches),
+        "announce": all("I look up" in turn.text for turn in searches),
+        "report": "Found it." in before,
+        "count": bool(re.search(r"Searches: \d", before)),
+        "subject": "About " in before,
+        "sentence": answer.startswith("It is "),
+        "cite": answer.rstrip(".").endswith("]"),
+        "capitals": letters == letters.upper(),
+    }
+
+
+class Conventions(SearchQA):
+    """The facts, with the conventions of the world that --seed names."""
+
+    def reward(self, taus: Sequence[Trajectory]) -> list[float]:
+        return [0.4 * right(tau) + 0.6 * np.mean([*self.kept(tau).values()]) for tau in taus]
+
+    def kept(self, tau: Trajectory) -> dict[str, bool]:
+        keeps = shown(tau)
+        return {name: bool(keeps) and keeps[name] == side for name, side in pays(self.cfg.seed).items()}
+
+    def metrics(self, tau: Trajectory) -> dict[str, float]:
+        return {"reward": tau.reward, "right": right(tau)} | {k: float(x) for k, x in self.kept(tau).items()}
+
+
+# ---- the prediction: no language model, and nothing fitted to these worlds
+
+RATE = 12.0  # with which one habit of 0.02 that wins a question is at 0.5 after 10 steps: docs/results/rows/real.jsonl
+
+
+def simulate(world: int, told: bool, seed: int) -> float:
+    """The reward after T steps of GRPO on eight independent habits, with answers that are right for 0.7.
+
+    A step moves each habit's log-odds by RATE times the learning rate's share of its peak times the mean of A (x - p).
+    """
+    rng, side = np.random.default_rng(seed), np.array([*pays(world).values()])
+    p = np.array([convention.habit for convention in CONVENTIONS.values()])
+    if told:
+        p = np.where(side, OBEYED, 1 - OBEYED)
+    odds, cfg = np.log(p / (1 - p)), Config(T=T, lr=1.0)
+    for t in range(1, T + 1):
+        p = 1 / (1 + np.exp(-odds))
+        x = rng.random((8, 5, len(p))) < p
+        r = 0.4 * (rng.random((8, 5)) < 0.7) + 0.6 * (x == side).mean(-1)
+        A = (r - r.mean(1, keepdims=True)) / (r.std(1, ddof=1, keepdims=True) + 1e-6)
+        odds += RATE * lr_at(t, cfg) * (A[..., None] * (x - p)).mean((0, 1))
+    p = 1 / (1 + np.exp(-odds))
+    return float(0.4 * 0.7 + 0.6 * np.where(side, p, 1 - p).mean())
+
+
+# ---- the gate
+
+
+def parts(out: Path) -> list[Part]:
+    """Lists the commands, in order."""
+    cold, lists = out / "cold", []
+    demos = f"-m extras.real.conventions --demos {out}/demos.jsonl"
+    lists.append(Part("demonstrations", demos.split(), out / "demos.jsonl"))
+    argv = f"extras/cold_start.py --demos {out}/demos.jsonl --model {NAME} --T {STEPS} --max_response 64 --eval_n 4"
+    lists.append(Part("the cold start", [*argv.split(), "--out", str(cold)], cold / "summary.json"))
+    for world in WORLDS:
+        best = out / f"best-{world}.txt"
+        write(best, instruct(random.Random(world), pays(world)))
+        for arm, flags in {"told": f"--instruction {best}", "static": ""}.items():
+            run = out / f"{arm}-{world}"
+            argv = f"inspo.py --preset {NAME} --model {cold}/policy --task extras.real.conventions:Conventions {flags}"
+            argv += f" --mode static --T {T} --seed {world} --eval_n 200 --max_response 64 --save_every 12 --out {run}"
+            lists.append(Part(f"world {world}, {arm}", argv.split(), run / "summary.json"))
+    return lists
+
+
+def measure(policy: Path) -> Row:
+    """Counts how often the answered rollouts of a policy keep a convention: untold, told to, and told not to."""
+    cfg, rng = Config(**PRESETS[NAME] | {"max_response": 64, "seed": 0}), random.Random("measure")
+    task = SearchQA(cfg)
+    questions = take_subset(task.questions("test"), ASKED)
+    with agent(Subject(policy.name, str(policy), cfg), task, FRAME, 1.0, 0) as player:
+
+        def shares(told: dict[str, bool]) -> dict[str, float]:
+            taus = dataclasses.replace(player, instruction=instruct(rng, told)).play(questions)
+            answered = [keeps for tau in taus if (keeps := shown(tau))]
+            return {name: float(np.mean([keeps[name] for keeps in answered])) for name in CONVENTIONS}
+
+        untold = shares({})
+        return {name: [untold[name], *(shares({name: side})[name] for side in (True, False))] for name in CONVENTIONS}
+
+
+def table(out: Path) -> str:
+    """Writes what the gate asks: obedience, the worth of a clause, and the arms, measured and simulated."""
+    cells = {}
+    for name in ["cold", *(f"static-{world}" for world in WORLDS)]:
+        file = out / f"{name}.json"
+        if not file.exists():
+            write(file, json.dumps(measure(out / name / "policy")))
+        cells[name] = decoded(file.read_text())
+    lines = [f"| kept untold, told to, told not to | {' | '.join(cells)} |", "|---" * (1 + len(cells)) + "|"]
+    for name, convention in CONVENTIONS.items():
+        sides = ["".join("+" if pays(w)[name] else "-" for w in WORLDS)]
+        shares = [", ".join(f"{x:.2f}" for x in kept[name]) for kept in cells.values()]
+        lines.append(f"| {name} (habit {convention.habit:.2f}; pays {sides[0]}) | {' | '.join(shares)} |")
+    lines += ["", "| world | static: reward | told | told less static | simulated |", "|---" * 5 + "|"]
+    for world in WORLDS:
+        ends = {arm: decoded((out / f"{arm}-{world}" / "summary.json").read_text()) for arm in ("static", "told")}
+        static, told = (f"{end['start']['reward']:.2f} to {end['end']['reward']:.2f}" for end in ends.values())
+        gap = ends["told"]["end"]["reward"] - ends["static"]["end"]["reward"]
+        lines.append(f"| {world} | {static} | {told} | {gap:+.2f} | {predict(world):.2f} |")
+    return "\n".join(lines)
+
+
+def predict(world: int) -> Any:
+    """The simulated gap of a world: the mean of 200 pairs of runs, with the interval of one pair."""
+    gaps = [simulate(world, True, 2 * k) - simulate(world, False, 2 * k + 1) for k in range(200)]
+    return over_seeds(gaps)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        "extras.real.conventions", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path("runs/conventions"))
+    parser.add_argument("--demos", type=Path, help="only write the demonstrations, to this file")
+    parser.add_argument("--predict", action="store_true", help="only simulate")
+    args = parser.parse_args(argv)
+    with one_line("extras.real.conventions"), stop.listening(), stop.may_stop():
+        if args.predict:
+            for world in WORLDS:
+                print(f"world {world}: told less static {predict(world):.2f}")
+            return
+        if args.demos:
+            rng, facts = random.Random(0), Facts()
+            rows = [json.dumps(demo(rng, facts), ensure_ascii=False) for _ in range(DEMOS)]
+            return write(args.demos, "\n".join(rows) + "\n")
+        out = args.out.absolute()
+        out.mkdir(parents=True, exist_ok=True)
+        for part in parts(out):
+            if not part.leaves.exists():
+                play(part)
+        print(f"\n{table(out)}")
+
+
+if __name__ == "__main__":
+    main()
