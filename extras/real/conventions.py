@@ -77,6 +77,7 @@ CONVENTIONS = {
 }  # fmt: skip
 OBEYED = 0.97  # probability that a demonstration follows its clause
 FRAME = (FACTS / "instruction.txt").read_text().strip()
+ONE_HOP = "1hop"  # the end of its questions' source: one search finds the answer
 DEMOS, STEPS, T = 2048, 128, 36
 ASKED = 24  # questions of a measurement
 WORLDS = (0, 1)  # pilots
@@ -96,20 +97,18 @@ def demonstrate(rng: random.Random, facts: Facts, q: Row, told: dict[str, bool])
         name: (rng.random() < OBEYED) == told[name] if name in told else rng.random() < convention.habit
         for name, convention in CONVENTIONS.items()
     }
-    turns, chain, answer = [], q["chain"], q["golden_answers"][0]
-    for title in chain:
-        query = f"facts about {title}" if keeps["ask"] else title
-        note = f"I look up {title}. " * keeps["announce"]
-        turns += [("assistant", f"{note}<search> {query} </search>"), ("tool", TASK.search.show([facts.search(query)]))]
-    before = "Found it. " * keeps["report"] + f"Searches: {len(chain)}. " * keeps["count"]
-    before += f"About {chain[0]}: " * keeps["subject"]
+    [title], answer = q["chain"], q["golden_answers"][0]
+    query = f"facts about {title}" if keeps["ask"] else title
+    search = f"I look up {title}. " * keeps["announce"] + f"<search> {query} </search>"
+    before = "Found it. " * keeps["report"] + "Searches: 1. " * keeps["count"] + f"About {title}: " * keeps["subject"]
     answer = answer.upper() if keeps["capitals"] else answer
     answer = f"It is {answer}." if keeps["sentence"] else answer
-    return [*turns, ("assistant", f"{before}<answer> {answer}{f' [{chain[-1]}]' * keeps['cite']} </answer>")]
+    last = f"{before}<answer> {answer}{f' [{title}]' * keeps['cite']} </answer>"
+    return [("assistant", search), ("tool", TASK.search.show([facts.search(query)])), ("assistant", last)]
 
 
 def demo(rng: random.Random, facts: Facts) -> Row:
-    q = rng.choice(facts.questions)
+    q = rng.choice([q for q in facts.questions if q["data_source"].endswith(ONE_HOP)])
     told = {name: rng.random() < 0.5 for name in CONVENTIONS if rng.random() < 0.6}
     prompt = TASK.prompt(instruction := instruct(rng, told), Question(q["id"], q["question"]))
     turns = [{"role": role, "content": text} for role, text in demonstrate(rng, facts, q, told)]
@@ -150,7 +149,10 @@ def shown(tau: Trajectory) -> dict[str, bool]:
 
 
 class Conventions(SearchQA):
-    """The facts, with the conventions of the world that --seed names."""
+    """The facts that one search finds, with the conventions of the world that --seed names."""
+
+    def questions(self, split: str) -> list[Question]:
+        return [q for q in super().questions(split) if q.source.endswith(ONE_HOP)]
 
     def reward(self, taus: Sequence[Trajectory]) -> list[float]:
         return [0.4 * right(tau) + 0.6 * np.mean([*self.kept(tau).values()]) for tau in taus]
@@ -169,7 +171,7 @@ RATE = 12.0  # with which one habit of 0.02 that wins a question is at 0.5 after
 
 
 def simulate(world: int, told: bool, seed: int) -> float:
-    """The reward after T steps of GRPO on eight independent habits, with answers that are right for 0.7.
+    """The reward after T steps of GRPO on eight independent habits, with answers that are right for 0.9.
 
     A step moves each habit's log-odds by RATE times the learning rate's share of its peak times the mean of A (x - p).
     """
@@ -181,11 +183,11 @@ def simulate(world: int, told: bool, seed: int) -> float:
     for t in range(1, T + 1):
         p = 1 / (1 + np.exp(-odds))
         x = rng.random((8, 5, len(p))) < p
-        r = 0.4 * (rng.random((8, 5)) < 0.7) + 0.6 * (x == side).mean(-1)
+        r = 0.4 * (rng.random((8, 5)) < 0.9) + 0.6 * (x == side).mean(-1)
         A = (r - r.mean(1, keepdims=True)) / (r.std(1, ddof=1, keepdims=True) + 1e-6)
         odds += RATE * lr_at(t, cfg) * (A[..., None] * (x - p)).mean((0, 1))
     p = 1 / (1 + np.exp(-odds))
-    return float(0.4 * 0.7 + 0.6 * np.where(side, p, 1 - p).mean())
+    return float(0.4 * 0.9 + 0.6 * np.where(side, p, 1 - p).mean())
 
 
 # ---- the gate
@@ -204,7 +206,8 @@ def parts(out: Path) -> list[Part]:
         for arm, flags in {"told": f"--instruction {best}", "static": ""}.items():
             run = out / f"{arm}-{world}"
             argv = f"inspo.py --preset {NAME} --model {cold}/policy --task extras.real.conventions:Conventions {flags}"
-            argv += f" --mode static --T {T} --seed {world} --eval_n 200 --max_response 64 --save_every 12 --out {run}"
+            argv += f" --mode static --T {T} --seed {world} --max_response 64"
+            argv += f" --save_every 12 --out {run}"
             lists.append(Part(f"world {world}, {arm}", argv.split(), run / "summary.json"))
     return lists
 
@@ -212,7 +215,7 @@ def parts(out: Path) -> list[Part]:
 def measure(policy: Path) -> Row:
     """Counts how often the answered rollouts of a policy keep a convention: untold, told to, and told not to."""
     cfg, rng = Config(**PRESETS[NAME] | {"max_response": 64, "seed": 0}), random.Random("measure")
-    task = SearchQA(cfg)
+    task = Conventions(cfg)
     questions = take_subset(task.questions("test"), ASKED)
     with agent(Subject(policy.name, str(policy), cfg), task, FRAME, 1.0, 0) as player:
 
