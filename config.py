@@ -269,6 +269,7 @@ SEARCH_R1 = "hf://datasets/PeterJinGo/nq_hotpotqa_train@b7d80abfee334a7a91cb3775
 NQ_HOTPOTQA: dict[str, Any] = dict(
     train=f"{SEARCH_R1}/train.parquet", test=f"{SEARCH_R1}/test.parquet", eval_n=2000
 )  # fmt: skip
+# When the reward of the large ones rises, from others' runs: docs/real.md.
 PRESETS: dict[str, dict[str, Any]] = {
     "world": dict(
         model=str(WORLD / "policy"), train=str(WORLD / "train.jsonl"), valid=str(WORLD / "valid.jsonl"),
