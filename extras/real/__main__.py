@@ -132,7 +132,8 @@ def main(argv: list[str] | None = None) -> None:
             raise Fault(f"{out} was started with another --seed or --optimizer_model: choose another --out")
         out.mkdir(parents=True, exist_ok=True)
         note.write_text(json.dumps(setting))
-        print(f"SmolLM2-135M-Instruct on real facts, into {args.out}: 20 to 30 minutes on two cores with AVX-512", flush=True)
+        minutes = "20 to 30 minutes on two cores with AVX-512"
+        print(f"SmolLM2-135M-Instruct on real facts, into {args.out}: {minutes}", flush=True)
         for part in parts(out, args.hub, args.optimizer_model, args.seed):
             if not part.leaves.exists():
                 play(part)
