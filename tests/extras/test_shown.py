@@ -1,6 +1,7 @@
 """Every command that the README and the docs show: it exists, its flags do, and at a small size it prints what a person
 can read. The list comes from the pages themselves, so a command that is new has to say here how it is run small."""
 
+import functools
 import json
 import os
 import re
@@ -139,24 +140,20 @@ def test_a_shown_flag_exists(program):
         assert not flags or flags <= flags_of(program), f"{command.page}: {command.text}"
 
 
-HELP: dict[str, set[str]] = {}
-
-
 def help_of(*argv: str) -> str:
     return subprocess.run([sys.executable, *argv], cwd=ROOT, capture_output=True, text=True).stdout
 
 
+@functools.cache
 def flags_of(program: str) -> set[str]:
     """Returns the flags of a program's help."""
-    if program not in HELP:
-        script, *words = program.split()
-        how = [script] if script.endswith(".py") else ["-m", script]
-        words = ["train", "sft"] if words == ["train"] else []  # else of all that it does
-        out = help_of(*how, *words, "--help")
-        if "--help_all" in out:
-            out += help_of(*how, *words, "--help_all")
-        HELP[program] = set(re.findall(r"--[a-zA-Z][\w-]*", out))
-    return HELP[program]
+    script, *words = program.split()
+    how = [script] if script.endswith(".py") else ["-m", script]
+    words = ["train", "sft"] if words == ["train"] else []  # else of all that it does
+    out = help_of(*how, *words, "--help")
+    if "--help_all" in out:
+        out += help_of(*how, *words, "--help_all")
+    return set(re.findall(r"--[a-zA-Z][\w-]*", out))
 
 
 # ---- run small
@@ -213,51 +210,31 @@ def unreadable(text: str, width: int = 200) -> list[str]:
 ])  # fmt: skip
 def test_what_nobody_should_read_is_seen(text):
     assert unreadable(text)
-
-
-def test_what_people_read_is_let_pass():
     assert not unreadable(
         "| EM (95 %) | n |\n|---|---|\n| 0.20 (0.10 to 0.30) | 300 |\n\nNo information. None-the-less."
     )
 
 
+SWAPS = [  # of words in a shown command, for what there is at the desk
+    (r"\.\.\.|--serve|--(?:retriever|optimizer_model|seed|out) \S+|--model (?:[Ss]moll|\S*[Qq]wen)\S*", ""),
+    (r"--data(?: (?!--)\S+)+", "--data test valid"),
+    (r"(?:\$e/|\S*/evaluation/)\S*(?:A|static)\S*", "DESK/evaluation-A"),
+    (r"\$e/\S*|\S*/evaluation/\S*", "DESK/evaluation-B"),
+    (r"runs/\S*/policy", "DESK/NAME/policy"), (r"runs/\S*", "DESK/NAME"), ("NAME", "dr_grpo"),
+    (r"(?:Qwen/|smollm)\S*", "world"), (r"http://\S*", "world --n 4"),  # a chat endpoint: the world's policy plays
+    (r"(?:data/hotpotqa/)(\S*)", rf"{WORLD}/\1"), ("questions.jsonl", f"{WORLD}/test.jsonl"),
+    ("passages.jsonl", f"{WORLD}/corpus.jsonl"), (r"(?:\S*/)?([^/\s]*\.parquet|demos\.jsonl)", r"DESK/\1"),
+]  # fmt: skip
+PLACES = {"--runs": "runs", "--results": "results", "--out": "out", "--picture": "picture.png", "--to": "to"}
+
+
 def smaller(command: Shown, desk: Path, out: Path) -> list[str]:
     """Returns the arguments of a shown command, its own where they can be had here, with flags that make it small."""
-    argv, words = [], [x for x in command.argv if x not in ("...", "--serve")]
-    while words:
-        word = words.pop(0)
-        if word in ("--retriever", "--optimizer_model", "--seed") or (
-            word == "--model" and re.match("(?i).*qwen|smollm", words[0])
-        ):
-            words.pop(0)
-            continue
-        if word == "--data":
-            while words and not words[0].startswith("--"):
-                words.pop(0)
-            argv += ["--data", "test", "valid"]
-            continue
-        if word == "--out":
-            words.pop(0)
-            continue
-        if "/evaluation/" in word or word.startswith("$e/"):
-            word = str(desk / f"evaluation-{'A' if 'A' in word or 'static' in word else 'B'}")
-        elif re.match(r"runs/", word):
-            word = str(desk / ("NAME/policy" if word.endswith("/policy") else "NAME"))
-        elif word.startswith(("Qwen/", "smollm")):
-            word = "world"
-        elif word == "NAME":
-            word = "dr_grpo"
-        elif word.startswith("data/hotpotqa/"):
-            word = str(WORLD / Path(word).name)
-        elif word in ("questions.jsonl", "passages.jsonl"):
-            word = str(WORLD / ("test.jsonl" if word[0] == "q" else "corpus.jsonl"))
-        elif word.endswith(".parquet") or word == "demos.jsonl":
-            word = str(desk / Path(word).name)
-        elif word.startswith("http://"):  # a chat endpoint: the world's policy plays instead
-            word, words = "world", ["--n", "4", *words]
-        argv.append(word)
-    places = {"--runs": "runs", "--results": "results", "--out": "out", "--picture": "picture.png", "--to": "to"}
-    argv += [x for flag, name in places.items() if flag in flags_of(command.program) for x in (flag, str(out / name))]
+    line = " ".join(command.argv)
+    for shown, here in SWAPS:
+        line = re.sub(rf"(?<!\S)(?:{shown})(?!\S)", here, line)
+    argv = line.replace("DESK", str(desk)).split()
+    argv += [x for flag, name in PLACES.items() if flag in flags_of(command.program) for x in (flag, str(out / name))]
     argv += ["--run", str(desk / "NAME")] * (command.program == "ask.py")
     argv += ["--max_prompt", "900"] * ("--preset" in argv)  # a real model's preset, a small policy's positions
     return argv + shlex.split(SMALL[command.program])
