@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_rollout import Script, roll
 
 import inspo
 from config import HERE, WORLD, parse
@@ -21,12 +20,11 @@ from extras.examples.margin import Margin
 from extras.examples.opo import OPO
 from extras.examples.ucb import UCB
 from models.model import load_tokenizer
-from plumbing.faults import Fault, OptimizerDown
+from plumbing.faults import Fault
 from plumbing.files import read_jsonl
-from rollout import encode_prompt
-from tasks import Job, Question, Trajectory, load_task
+from tasks import Question, Trajectory, load_task
 from tasks.questions import load_questions
-from tasks.tools import explain_invalid_action, list_stop_strings
+from tasks.tools import list_stop_strings
 
 FILES = HERE / "extras" / "examples"
 PAGE = (HERE / "docs" / "forks.md").read_text()
@@ -144,33 +142,6 @@ def test_a_run_of_the_world_with_four_parts_is_theirs_and_resumes_with_them_alon
         fork.main(["--out", str(tmp_path / "run"), "--resume", "--parts", "extras.examples.ucb:UCB"])
 
 
-@pytest.mark.parametrize(
-    "name, shown",
-    [
-        ("paraphrase", "I search once. </ins_0>(.|\n)*Improve the above prompt."),
-        ("history", r"<ins_0> I search once. </ins_0>\n<score_0> 25 </score_0>"),
-    ],
-)
-def test_the_papers_other_proposers_are_flags(name, shown):
-    """One evolution without a policy: what the optimizer reads."""
-    prompts = []
-
-    def ask(prompt, when):
-        prompts.append(prompt)
-        raise OptimizerDown("enough")
-
-    cfg = parse(["--proposer", name])
-    log = SimpleNamespace(evolved=lambda *_: None)
-    evolution = inspo.Evolution(cfg, load_task(cfg), SimpleNamespace(ask=ask), inspo.population_of(cfg), log)
-    evolution.P.join("I search once.", None, 0).rewards = [0.25]
-    evolution.D = {k: Question(k, f"Who is {k}?", ("x",), "s") for k in "abcdefgh"}
-    taus = [Trajectory(0, q, 0, [], 0, response="<answer> y </answer>", failed=True) for q in evolution.D.values()]
-    evolution.B.add(1, taus, evolution.task.shown)
-    evolution.evolve(1, None)
-    [prompt] = prompts
-    assert re.search(shown, prompt) and "Who is" not in prompt
-
-
 # ---- a tool, questions, a base model
 
 
@@ -182,25 +153,12 @@ def base_path(tiny_path, tmp_path_factory):
     return str(path)
 
 
-def test_a_new_tool_is_played(base_path):
-    cfg = parse(["--tools", "search,extras.examples.count:count"])
-    task = load_task(cfg)
-    tokenizer = load_tokenizer(base_path, list_stop_strings(task.tools))
-    question = Question("q", "How many words?", ("3",), "s")
-    prompt = tokenizer.decode(encode_prompt(tokenizer, task, "Count.", question))
-    before, after = prompt.split("Tools, whose results come between <result> and </result>:\n")
-    assert before == "Count.\n\n" and after == (
-        "<count> text </count>: Counts the words of a text.\n  text: The words\n\nQuestion: How many words?\n"
-    )
+def test_a_new_tool_is_explained_called_and_refused_where_its_tag_cannot_be_written():
+    task = load_task(parse(["--tools", "search,extras.examples.count:count"]))
+    [message] = task.format.messages(task, "Count.", Question("q", "How many words?"))
+    assert "\n<count> text </count>: Counts the words of a text.\n  text: The words\n\nQuestion: " in message["content"]
     assert list_stop_strings(task.tools) == ("</search>", "</count>", "</answer>")
-    invalid = explain_invalid_action(task.tools)
-    assert "That was neither a search nor a call of count nor an answer." in invalid
-    turns = call, thought, answer = "Let me see. <count> one two three </count>", "Three?", "<answer> 3 </answer>"
-    [tau] = roll(Script(tokenizer, turns), tokenizer, task, [Job(0, "Count.", question, 0)])
-    assert tau.response == f"{call}\n\n<result>3</result>\n\n{thought}{invalid}{answer}"
-    sampled = [i for i, m in zip(tau.ids, tau.mask, strict=True) if m]
-    assert tokenizer.decode(sampled) == call + thought + answer  # neither the result nor the message is trained on
-    assert (tau.served("count"), tau.prediction) == (1, "3")
+    assert task.tools[1].submit("one two three").result(60) == ["3"]
     with pytest.raises(Fault, match="cannot write </count>"):
         load_tokenizer(str(WORLD / "policy"), list_stop_strings(task.tools))
 

@@ -192,52 +192,29 @@ def test_plain_transformers_say_what_the_trained_policy_said(runs, lora_rank, tm
 # ---- ask, evaluate, the page
 
 
-def test_ask_and_evaluate_play_what_the_run_s_evaluation_played(runs, tmp_path, capsys):
+def test_ask_evaluate_and_the_page_show_what_the_run_s_evaluation_played(runs, tmp_path, capsys):
     run = runs(1, 0)
     rows = stored(run, TRAINED)
     assert any(row["turns"][0]["result"] for row in rows)  # the model has searched
     evaluate([str(run), "--n", "2", "--out", str(tmp_path / "e")])
-    assert re.search(r"\| EM, 95 % \|", capsys.readouterr().out)
-    found = {row["id"]: row for row in read_jsonl(tmp_path / "e" / "results.jsonl")}
+    results = {row["id"]: row for row in read_jsonl(tmp_path / "e" / "results.jsonl")}
     for row in rows:
-        again = found[row["question"]]
+        again = results[row["question"]]
         assert (again["prediction"], again["tokens"]) == (row["prediction"], row["tokens"])
+    capsys.readouterr()
     ask.main(["--run", str(run), rows[0]["question"]])
     said = " ".join(capsys.readouterr().out.split())
     assert all(" ".join(turn["text"].split()) in said for turn in rows[0]["turns"]) and "scored em" in said
     ask.main(["--run", str(run), "Which currency is used in Kujang-ŭp"])
     said = capsys.readouterr().out
     assert "<search> Kujang-ŭp </search>" in said and "Kujang-ŭp is a place in North Korea" in said
-
-
-def test_the_page_has_every_token_s_text(runs, tmp_path):
-    report.main([str(runs(1, 0)), "--out", str(tmp_path / "page.html")])
+    report.main([str(run), "--out", str(tmp_path / "page.html")])
     blocks = re.findall(r'<script type="text/plain" id="page-\d+">(.*?)</script>', (tmp_path / "page.html").read_text())
-    pages = [json.loads(gzip.decompress(base64.b64decode(block))) for block in blocks]
-    shown = [row for page in pages for row in page if isinstance(row, dict) and row.get("token_data")]
-    split = 0
-    for row in shown:
-        acts, data = [text for kind, text in row["parts"] if kind == "act"], row["token_data"]
-        assert "".join(data["text"]) == "".join(acts) and len(data["text"]) == data["n"] == len(data["logp"])
-        split += "" in data["text"] and "ŭ" in data["text"]
-    assert split  # a letter of several tokens, which the first of them has
+    pages = [gzip.decompress(base64.b64decode(block)).decode() for block in blocks]
+    assert any(json.dumps(rows[0]["turns"][0]["text"], ensure_ascii=False) in page for page in pages)
 
 
 # ---- tokens in, tokens out
-
-
-@pytest.mark.parametrize("end", STOP)
-def test_a_turn_ends_at_its_stop_string_whatever_the_last_token_holds_besides(real, end):
-    engine, tokenizer = TorchEngine(*real, STOP), real[1]
-    texts = tokenizer.batch_decode([[i] for i in range(len(tokenizer))])
-    before = encode(tokenizer, f"<think> ŭ </think> {end[:-1]}")
-    ending = {i for i, text in enumerate(texts) if text.startswith(">")}
-    assert {texts[i] for i in ending} > {">", ">.", "></", '>"', ">>"}  # merges of the vocabulary
-    assert {i for i in range(len(texts)) if engine.ended([*before, i])} == ending | {tokenizer.eos_token_id}
-    for behind in ("</search>", ".", '".', "\n\n", "></answer>", " </"):
-        ids = encode(tokenizer, f"<search> Kujang-ŭp {end}{behind}")
-        [n, *_] = [n for n in range(1, len(ids) + 1) if engine.ended(ids[:n])]
-        assert end in tokenizer.decode(ids[:n]) and end not in tokenizer.decode(ids[: n - 1])
 
 
 def test_what_is_sampled_is_what_is_read(real):

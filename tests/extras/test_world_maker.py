@@ -113,6 +113,9 @@ def test_the_clauses_decide_how_often_a_demonstration_succeeds(full_world, monke
         asked = [full_world.random_question(rng, hops) for _ in range(n)]
         return sum(em(find_answer(respond(rng, full_world, q, clauses)), [q.path[-1]]) for q in asked) / n
 
+    rng = random.Random(0)
+    asked = [full_world.random_question(rng, 2) for _ in range(100)]  # untold, none searches for a single entity
+    assert all(set(re.findall("<search>(.*?)</search>", respond(rng, full_world, q, []))) <= {q.text} for q in asked)
     for hops in (2, 3):
         assert all(mean(clauses, hops) < 0.15 for clauses in ([], ["whole"], ["memory"]))
         assert 0.2 < mean(sorted(BEST), hops) < 0.4  # even told to go on, it mostly stops one fact short
@@ -201,36 +204,40 @@ def play(rng, world, instruction):
     return em(find_answer(text), [q.path[-1]]), (f"Question: {q.text}\n{text}", (q.path[-1],))
 
 
+def propose(prompt, guess=False):
+    return parse_reply(reply_to(prompt, 0, guess))
+
+
 @pytest.fixture(scope="module")
 def replies(full_world):
-    """Returns (parent, [(candidate, reason for rejection or "")]) of 400 prompts."""
-    rng = random.Random(0)
-    out = []
+    """Returns (parent, prompt, [(candidate, reason for rejection or "")]) of 400 prompts."""
+    rng, out = random.Random(0), []
     unfit = partial(find_lost_tag, names=["search", "answer"])
     for _ in range(400):
         parent = write(rng, choose_clauses(rng, CHOICES, BEST), rng.randint(0, 2))
         failed = [shown for reward, shown in (play(rng, full_world, parent) for _ in range(12)) if not reward][:4]
+        prompt = reflection_prompt(parent, failed, 6, 10_000)
         used, judged = {normalize(parent)}, []
-        for text in parse_reply(reply_to(reflection_prompt(parent, failed, 6, 10_000), seed=0)):
+        for text in propose(prompt):
             judged.append((text, check(text, parent, used, [], 1000, unfit)))
             used.add(normalize(text))
-        out.append((parent, judged))
+        out.append((parent, prompt, judged))
     return out
 
 
 def test_some_replies_are_malformed_or_say_it_in_words_that_nobody_taught_and_most_are_fine(replies):
-    reasons = Counter(reason.split()[0] if reason else "fine" for _, judged in replies for _, reason in judged)
-    assert 3 <= sum(not judged for _, judged in replies) <= 30  # prose alone
+    reasons = Counter(reason.split()[0] if reason else "fine" for *_, judged in replies for _, reason in judged)
+    assert 3 <= sum(not judged for *_, judged in replies) <= 30  # prose alone
     assert reasons["lost"] >= 20 and reasons["duplicate"] >= 10
     assert set(reasons) == {"fine", "lost", "duplicate"} and reasons["fine"] > 0.85 * sum(reasons.values())
-    assert sum(len(judged) == 6 and not any(reason for _, reason in judged) for _, judged in replies) > 150
-    texts = [text for _, judged in replies for text, _ in judged]
+    assert sum(len(judged) == 6 and not any(reason for _, reason in judged) for *_, judged in replies) > 150
+    texts = [text for *_, judged in replies for text, _ in judged]
     assert 0.05 < sum(any(wording in text for wording in UNSEEN) for text in texts) / len(texts) < 0.5
 
 
 def test_candidates_keep_all_other_clauses_never_contradict_themselves_and_some_would_do_harm(replies):
     new = []
-    for parent, judged in replies:
+    for parent, _, judged in replies:
         for text, _ in judged:
             slots = [CLAUSES[clause].slot for clause in read(text)]
             assert len(slots) == len(set(slots))
@@ -240,19 +247,9 @@ def test_candidates_keep_all_other_clauses_never_contradict_themselves_and_some_
     assert set(HARM) <= set().union(*new)
 
 
-def climb(world, seed, guess):
-    """Returns the reward of the instruction that four revisions of START lead to, under an agent that obeys."""
-    rng, instruction = random.Random(seed), START
-    mean = lambda instruction, n=40: sum(play(rng, world, instruction)[0] for _ in range(n)) / n  # noqa: E731
-    for _ in range(4):
-        failed = [shown for reward, shown in (play(rng, world, instruction) for _ in range(60)) if not reward][:4]
-        candidates = parse_reply(reply_to(reflection_prompt(instruction, failed, 6, 10_000), seed, guess))
-        instruction = max([instruction, *candidates], key=mean)
-    return mean(instruction, 100)
+def test_an_optimizer_that_does_not_read_the_failures_adds_what_is_lacking_less_often(replies):
+    def share(guess):
+        new = [set(read(text)) - set(read(parent)) for parent, prompt, _ in replies for text in propose(prompt, guess)]
+        return sum(bool(clauses & BEST) for clauses in new) / len(new)
 
-
-def test_an_optimizer_that_does_not_read_the_failures_does_clearly_worse(full_world, monkeypatch):
-    monkeypatch.setitem(demos.OBEY, "full", {"cont": 0.99, "early": 0.02, None: 0.20})  # it goes on when told to
-    reading, guessing = ([climb(full_world, seed, guess) for seed in range(10)] for guess in (False, True))
-    assert sum(reading) / 10 > sum(guessing) / 10 + 0.1
-    assert sum(r > g for r, g in zip(reading, guessing, strict=True)) >= 7
+    assert share(False) > share(True) + 0.1

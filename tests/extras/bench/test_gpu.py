@@ -46,7 +46,7 @@ RESULT = "import json; print(json.dumps({'line': '7 ms', 'missed': %s}))"
     ],
 )  # fmt: skip
 def test_a_part_passes_fails_or_is_skipped(tmp_path, code, needs, cards, status, line):
-    part = gpu.Part("x", 5, "json", f"-c {shlex.quote(code)}", cards=needs)
+    part = gpu.Part("x", 5, "json", f"-c {shlex.quote(code)}", toy="--toy", cards=needs)
     row = gpu.attempt(part, cards, 5, tmp_path, dict(os.environ))
     assert (row["status"], row["line"]) == (status, line) and row["seconds"] < 30
 
