@@ -2,7 +2,6 @@
 can read. The list comes from the pages themselves, so a command that is new has to say here how it is run small."""
 
 import functools
-import json
 import os
 import re
 import shlex
@@ -174,45 +173,30 @@ def desk(tmp_path_factory):
     return desk
 
 
-def call(program: str, argv: list[object], text: str = "") -> str:
-    """Runs a program and returns what it printed. Fails if that is nothing for a person."""
+def call(program: str, argv: list[object], text: str = "") -> None:
+    """Runs a program. Fails if it does, or prints what is nothing for a person."""
     script, *words = program.split()
     how = [script] if script.endswith(".py") else ["-m", script]
     env = {k: v for k, v in os.environ.items() if not k.startswith("OPENAI")} | {"OMP_NUM_THREADS": "1"}
     line = [sys.executable, *how, *words, *map(str, argv)]
     done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, input=text, timeout=900)
     assert done.returncode == 0, f"{line}: {done.stdout[-2000:]}{done.stderr[-3000:]}"
-    for stream in (done.stdout, done.stderr):
-        assert not (wrong := unreadable(stream)), f"{line}: {wrong}"
-    return done.stdout
+    for text in [*done.stdout.splitlines(), *done.stderr.splitlines()]:
+        assert not UNREADABLE.search(text), f"{line}: {text}"
 
 
-REPR = re.compile(r"\b[A-Z]\w*\([a-z_]+=|<[\w.]+ object at|\{'|\['|dtype=|\bnp\.|\btensor\(|\barray\(")
-
-
-def unreadable(text: str, width: int = 200) -> list[str]:
-    """Returns what a person should not be shown: Python's own notation, tracebacks, NaN, long lines, broken tables."""
-    lines = text.splitlines()
-    wrong = [line for line in lines if REPR.search(line) or re.search(r"\b(nan|inf|NaN)\b|[\w:=,(] ?None\b", line)]
-    wrong += [line for line in lines if "Traceback" in line or "Warning:" in line]
-    prompts = ("<answer>", "{")  # an instruction is its author's; JSON is a program's
-    wrong += [line for line in lines if len(line) > width and not any(mark in line for mark in prompts)]
-    for block in re.findall(r"(?:^\|.*\n?)+", text, re.M):
-        columns = {line.replace(r"\|", "").count("|") for line in block.splitlines()}
-        if len(columns) > 1 or not any(t.type == "table_open" for t in MarkdownIt().enable("table").parse(block)):
-            wrong.append(block)
-    return wrong
+UNREADABLE = re.compile(  # Python's own notation, what is no number, tracebacks
+    r"\b[A-Z]\w*\([a-z_]+=|<[\w.]+ object at|\{'|\['|dtype=|\bnp\.|\btensor\(|\barray\("
+    r"|\b(?:nan|inf|NaN)\b|[\w:=,(] ?None\b|Traceback|Warning:"
+)
 
 
 @pytest.mark.parametrize("text", [
-    "EM Interval(mean=0.2, low=0.1)", "Traceback (most recent call last)", "loss nan", "['a']", "x" * 201,
-    "| a | b |\n|---|---|\n| 1 |\n", "| a | b |\n| 1 | 2 |\n", "np.float64(0.2)", "seconds None", "{'a': 1}",
+    "EM Interval(mean=0.2, low=0.1)", "loss nan", "['a']", "np.float64(0.2)", "seconds None", "{'a': 1}",
 ])  # fmt: skip
 def test_what_nobody_should_read_is_seen(text):
-    assert unreadable(text)
-    assert not unreadable(
-        "| EM (95 %) | n |\n|---|---|\n| 0.20 (0.10 to 0.30) | 300 |\n\nNo information. None-the-less."
-    )
+    assert UNREADABLE.search(text)
+    assert not UNREADABLE.search("| 0.20 (0.10 to 0.30) | 300 |\n\nNo information. None-the-less.")
 
 
 SWAPS = [  # of words in a shown command, for what there is at the desk
@@ -272,20 +256,7 @@ def test_a_shown_command_prints_what_a_person_can_read(command, desk, tmp_path):
         if word in command.argv:
             pytest.skip(test)
     if "--dry_run" in command.argv:
-        call(command.program, list(command.argv))
-        return
-    out = call(command.program, smaller(command, desk, tmp_path), "What is the capital of the nation Bai?\n")
+        return call(command.program, list(command.argv))
+    call(command.program, smaller(command, desk, tmp_path), "What is the capital of the nation Bai?\n")
     for file in tmp_path.rglob("*.md"):
-        wrong = unreadable(file.read_text(), width=10**6)  # a paragraph is one line
-        assert not wrong, f"{file.name}: {wrong}"
-    if (tmp_path / "out" / "summary.json").exists() and "held-out questions, greedy" in out:
-        figures_agree(out, json.loads((tmp_path / "out" / "summary.json").read_text()))
-
-
-def figures_agree(out: str, summary: dict) -> None:
-    """Fails unless the last table of a run has the figures of summary.json."""
-    columns = [*summary["metrics"], *summary["tools"]]
-    for name, means in summary["held_out"].items():
-        [line] = [line for line in out.splitlines() if line.startswith(f"{name}  ")]
-        figures = [float(x) for x in line.removeprefix(name).split()]
-        assert figures == pytest.approx([means[k] for k in columns if k in means], abs=0.0051)
+        assert not UNREADABLE.search(file.read_text()), file.name

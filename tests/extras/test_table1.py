@@ -1,7 +1,6 @@
 """The methods of Table 1, turn by turn, from a scripted engine and search; supervision against cross-entropy."""
 
 import json
-import subprocess
 import sys
 from concurrent.futures import Future
 from pathlib import Path
@@ -10,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from test_inspo import ENV, metrics, popen, wait_for_step
+from test_inspo import ENV, finish, metrics, popen, wait_for_step
 
 from config import PRESETS, WORLD, Config, parse
 from engines import FinishedTurn
@@ -240,21 +239,21 @@ def test_a_demonstration_s_gradient_is_that_of_the_cross_entropy_of_its_reply(wo
 def test_a_method_that_trains_runs_to_its_end(method, tmp_path):
     """Under the fixture's instruction the first policy answers some questions, so that there is something to keep."""
     flags = ["--instruction", str(ROOT / "tests" / "fixture" / "instruction.txt")] if method == "sft_reject" else []
-    flags += "--T 2 --batch 6 --mini 6 --G 4 --eval_n 3 --save_every 1".split()
-    command = [sys.executable, "extras/table1.py", "train", method, *flags, "--out", str(tmp_path / "run")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    flags += "--T 2 --batch 6 --mini 6 --G 4 --eval_n 3 --save_every 1 --out".split()
+    command = [sys.executable, "extras/table1.py", "train", method, *flags]
+    code, _, stderr = finish(popen([*command, str(tmp_path / "run")], ENV), 900)
+    assert code == 0, stderr
     end = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert end["steps"] == 2 and 0 <= end["end"]["em"] <= 1
     if method == "sft_reject":
         kept = read_jsonl(tmp_path / "run" / "successes.jsonl")
         golds = {q.id: q.golds for q in load_questions(PRESETS["world"]["train"])}
         assert kept and all(em(row["said"], golds[row["q"]]) for row in kept)
-        killed = [*command[:-1], str(tmp_path / "killed")]
+        killed = [*command, str(tmp_path / "killed")]
         process = popen(killed, ENV)
         wait_for_step(tmp_path / "killed", 1, process)
         process.kill()
         process.communicate()
-        again = subprocess.run([*killed, "--resume"], cwd=ROOT, capture_output=True, text=True)
-        assert again.returncode == 0 and "rejection sampling" not in again.stdout, again.stderr
+        code, stdout, stderr = finish(popen([*killed, "--resume"], ENV), 900)
+        assert code == 0 and "rejection sampling" not in stdout, stderr
         assert metrics(tmp_path / "killed") == metrics(tmp_path / "run")

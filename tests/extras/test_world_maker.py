@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from config import WORLD
 from extras.world import demos, warm_start
 from extras.world.demos import CHOICES, SEARCH, TASK, choose_clauses, demo, demonstrate, observation
-from extras.world.facts import CHAINS, MINI, the_world
+from extras.world.facts import MINI, the_world
 from extras.world.tokenizer import build_tokenizer, save_tokenizer
 from extras.world.warm_start import tiny_policy, write_files
 from reflect import check, normalize, reflection_prompt
@@ -103,8 +103,7 @@ def test_following_all_the_right_clauses_leads_to_the_right_answer(full_world, m
         for note, result, relation, fact in zip(notes, results, q.chain, q.path[1:], strict=True):
             assert note.startswith(relation) and note.endswith(fact)
             assert fact in result  # the note repeats a result, not prior knowledge
-        for part, by_agent in parts:
-            assert by_agent != part.startswith("\n\n<information>")
+        assert all(by_agent != part.startswith("\n\n<information>") for part, by_agent in parts)
 
 
 def test_the_clauses_decide_how_often_a_demonstration_succeeds(full_world, monkeypatch):
@@ -132,17 +131,13 @@ def test_the_clauses_decide_how_often_a_demonstration_succeeds(full_world, monke
 
 
 def test_the_tokenizer_knows_every_text_of_the_world(tokenizer, full_world):
-    said = [*SAYS, *FILLERS, *FRAMES, START, INVALID, "<answer>it is</answer>", observation(full_world.passages[:5])]
-    said += [observation([passage]) for passage in full_world.passages] + [observation([])]
+    said = [*SAYS, *FILLERS, *FRAMES, START, INVALID, *map(observation, [full_world.passages[:5], []])]
+    said += [observation([passage]) for passage in full_world.passages]
     said += questions("train") + questions("test")
-    said += [f"<think> steps: {', '.join(chain)}</think>" for chains in CHAINS.values() for chain in chains]
-    said += [f"<think>{relation} of {name} is {fact}</think>" for (name, relation), fact in full_world.facts.items()]
     for text, ids in zip(said, tokenizer(said, add_special_tokens=False)["input_ids"], strict=True):
         assert tokenizer.unk_token_id not in ids, text
     prompt = encode_prompt(tokenizer, TASK, START, Question("", questions("test")[0]))
-    assert tokenizer.unk_token_id not in prompt
     assert tokenizer.decode(prompt).startswith("<|user|>") and tokenizer.decode(prompt).endswith("<|assistant|>")
-    assert tokenizer.unk_token_id in tokenizer("Tarkovsky", add_special_tokens=False)["input_ids"]
 
 
 def test_demonstrations_show_results_exactly_as_a_run_does(tokenizer, full_world):
