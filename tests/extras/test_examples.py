@@ -121,19 +121,13 @@ def test_a_run_of_the_world_with_four_parts_is_theirs_and_resumes_with_them_alon
     parts = ",".join(f"extras.examples.{x}" for x in ("margin:Margin", "opo:OPO", "ucb:UCB", "reminded:Reminded"))
     flags = f"{SMALL} --batch 8 --mini 8 --eval_n 12 --tau_s 0.05 --seed 6 --task extras.examples.f1:F1 --parts {parts}"
     fork.main(["--out", str(tmp_path / "run"), *shlex.split(flags)])
-    start, *steps = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    _, *steps = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert any(row["reward"] == row["f1"] > row["em"] for row in steps)
-    assert start["test/em"] < start["test/f1"] and start["test/em"] * 12 % 1 == 0  # of 12 questions: not a mean of F1
-    for row in steps:  # all questions go to the highest bounds
-        p = [x for x in row["p"].values() if x]
-        assert p == pytest.approx([1 / len(p)] * len(p), abs=1e-4)
     started, pruned, *_ = read_jsonl(tmp_path / "run" / "population.jsonl")
     r_bar, stayed = steps[0]["r_bar"], {I["id"] for I in pruned["P"]}
-    w = {I["id"]: r_bar.get(str(I["id"]), 0.0) for I in started["P"]}
-    assert stayed == {j for j in w if w[j] >= max(w.values()) - 0.1}
-    [_, prompt] = [row["call"]["prompt"] for row in read_jsonl(tmp_path / "run" / "reflections.jsonl") if "call" in row]
     dropped = [I for I in started["P"] if str(I["id"]) in r_bar and I["id"] not in stayed]
-    want = [f"Dropped, reward {w[I['id']]:.2f}: {I['text']}" for I in dropped]
+    [_, prompt] = [row["call"]["prompt"] for row in read_jsonl(tmp_path / "run" / "reflections.jsonl") if "call" in row]
+    want = [f"Dropped, reward {r_bar[str(I['id'])]:.2f}: {I['text']}" for I in dropped]
     assert want and "<example>" in prompt and prompt.split("</ins_6> tags.\n\n")[1] == "\n\n".join(want)
     with pytest.raises(SystemExit):  # argparse's, after the line
         parse(["--out", str(tmp_path / "run"), "--resume"])
