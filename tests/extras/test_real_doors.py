@@ -170,9 +170,11 @@ def test_plain_transformers_say_what_the_trained_policy_said(runs, lora_rank, tm
     assert tokenizer(texts)["input_ids"] == source(texts)["input_ids"]
     models = [AutoModelForCausalLM.from_pretrained(run / "policy", dtype=torch.float32)]
     if lora_rank:
+        from peft import PeftModel
+
         export.main([str(run), "--adapters", "--to", str(tmp_path / "adapters")])
-        models.append(AutoModelForCausalLM.from_pretrained(SMOLLM, dtype=torch.float32))
-        models[1].load_adapter(str(tmp_path / "adapters"))
+        base = AutoModelForCausalLM.from_pretrained(SMOLLM, dtype=torch.float32)
+        models.append(PeftModel.from_pretrained(base, tmp_path / "adapters"))
     engine = TorchEngine(*load_policy(str(run / "policy"), "cpu", STOP), STOP)
     questions = {q.id: q for q in TASK.questions("test")}
     for row in stored(run, TRAINED):
@@ -210,8 +212,10 @@ def test_ask_evaluate_and_the_page_show_what_the_run_s_evaluation_played(runs, t
     assert "<search> Kujang-ŭp </search>" in said and "Kujang-ŭp is a place in North Korea" in said
     report.main([str(run), "--out", str(tmp_path / "page.html")])
     blocks = re.findall(r'<script type="text/plain" id="page-\d+">(.*?)</script>', (tmp_path / "page.html").read_text())
-    pages = [gzip.decompress(base64.b64decode(block)).decode() for block in blocks]
-    assert any(json.dumps(rows[0]["turns"][0]["text"], ensure_ascii=False) in page for page in pages)
+    pages = [json.loads(gzip.decompress(base64.b64decode(block))) for block in blocks]
+    shown = [row for page in pages for row in page if isinstance(row, dict) and "parts" in row]
+    acts = [[text for kind, text in row["parts"] if kind == "act"] for row in shown]
+    assert all([turn["text"] for turn in row["turns"]] in acts for row in rows)
 
 
 # ---- tokens in, tokens out
@@ -248,7 +252,7 @@ def test_demonstrations_have_the_ids_of_a_rollout(real):
     cfg = Config(**PRESETS["smollm2-135m"])
     task = SearchQA(cfg)
     task.tools = [Passages()]
-    questions = {q.id: q for q in task.questions("train")}
+    questions = {row["id"]: Question(row["id"], row["question"]) for row in facts.questions}
     rows = [demo(rng, facts) for _ in range(40)]
     texts = [[m["content"] for m in row["messages"] if m["role"] == "assistant"] for row in rows]
     jobs = [Job(0, row["instruction"], questions[row["id"]], k) for k, row in enumerate(rows)]

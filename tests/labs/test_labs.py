@@ -127,7 +127,7 @@ MISTAKES = {
         (lambda w, tau_s: softmax(np.asarray(w) / tau_s), "overflows"),
     ],
     (2, "advantages"): [
-        (lambda r: r - r.mean(), "does not divide"),
+        (lambda r: (r.mean() - r) / (r.std(ddof=1) + 1e-6), "sign"),
         (lambda r: (r - r.mean()) / (r.std() + 1e-6), "ddof"),
         (lambda r: (r - r.mean()) / r.std(ddof=1), "nan"),
     ],
