@@ -63,16 +63,6 @@ def refuse(times: int) -> str:
     raise MCPError(-32000, f"quota exceeded {times} times")
 
 
-CALLS = []
-
-
-@server.tool()
-def count() -> str:
-    """Counts its calls."""
-    CALLS.append(None)
-    return str(len(CALLS))
-
-
 @server.tool(structured_output=False)
 def show(uri: str) -> list:
     """Shows a resource and a picture."""
@@ -81,15 +71,10 @@ def show(uri: str) -> list:
     return [EmbeddedResource.model_validate(resource), ImageContent.model_validate(picture)]
 
 
-LIES = {
-    "type": {"type": "object", "properties": {"a": {"type": "nonsense"}}},
-    "keyword": {"type": "object", "properties": 3},
-}
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int)
-    parser.add_argument("--lie", choices=[*LIES, "banner", "name", "silent", "none"])
+    parser.add_argument("--lie", choices=["banner", "name", "silent", "none"])
     parser.add_argument("--schema", type=json.loads)
     parser.add_argument("--output", type=json.loads)
     args = parser.parse_args()
@@ -101,11 +86,9 @@ if __name__ == "__main__":
         print("Welcome! This is no JSON.", flush=True)
     if args.lie == "none":
         sys.exit("it has no licence")
-    if args.lie in LIES:
-        server._tool_manager._tools["add"].parameters = LIES[args.lie]
-    elif args.lie == "name":
+    if args.lie == "name":
         server._tool_manager._tools["add"].name = "1st"
-    elif args.lie == "silent":
+    if args.lie == "silent":
         server._tool_manager._tools["add"].description = " "
     if args.port:
         server.run("streamable-http", port=args.port)

@@ -2,18 +2,17 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from config import HERE, parse
 from extras.real import __main__ as real
 from extras.real.__main__ import Part
-from extras.table1 import main as evaluate
 from plumbing.faults import Fault
 
 SLOW = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(print('saved')))\ntime.sleep(60)"
@@ -47,23 +46,16 @@ def test_a_part_that_has_left_nothing_is_named(tmp_path):
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_run_that_was_begun_is_resumed(tmp_path, monkeypatch, begun):
-    asked = []
-
-    class Child:
-        def __init__(self, argv, cwd):
-            asked.append(argv[1:])
-            (tmp_path / "done").touch()
-
-        def wait(self):
-            return 0
-
-    monkeypatch.setattr(real.subprocess, "Popen", Child)
-    out = tmp_path / "run"
+    asked, out = [], tmp_path / "run"
+    child = SimpleNamespace(wait=lambda: 0)
+    monkeypatch.setattr(real.subprocess, "Popen", lambda argv, cwd: asked.append(argv[1:]) or child)
+    (tmp_path / "done").touch()
     out.mkdir()
     if begun:
         (out / "config.json").touch()
     real.play(Part("INSPO", ["inspo.py", "--out", str(out)], tmp_path / "done"))
-    assert asked == [["inspo.py", "--out", str(out), *["--resume"] * begun]]
+    real.play(Part("other", ["x.py", "--out", str(out)], tmp_path / "done"))
+    assert asked == [["inspo.py", "--out", str(out), *["--resume"] * begun], ["x.py", "--out", str(out)]]
 
 
 def test_a_request_to_stop_reaches_the_part_and_ends_in_a_line(tmp_path):
@@ -94,28 +86,24 @@ def test_what_was_begun_otherwise_is_not_gone_on_with(tmp_path, monkeypatch):
 
 
 def test_the_table_has_a_row_for_all_that_was_measured(tmp_path):
-    def held(questions, **rows):
-        return {"questions": questions, "held_out": {k.replace("_", " "): v for k, v in rows.items()}}
-
-    figures = {
-        "cold": held(24, **{"first policy, first instruction": {"em": 0.0, "searches": 0.1}}),
-        "inspo": held(
-            100,
-            **{
-                "first policy, first instruction": {"em": 0.12, "searches": 1.0},
-                "trained policy, best instruction": {"em": 0.9, "searches": 2.1},
-            },
-        ),
-    }
-    for name, summary in figures.items():
+    came = {"em": 0.0, "searches": 0.1}
+    learned = {"first policy, first instruction": {"em": 0.12, "searches": 1.0}}
+    trained = {"trained policy, best instruction": {"em": 0.9, "searches": 2.1}}
+    benchmark = {"benchmarks": {"facts": {"questions": 5, "em": {"mean": 0.2}, "searches": 1}}}
+    written = {
+        "cold": {"questions": 24, "held_out": {"first policy, first instruction": came}},
+        "inspo": {"questions": 100, "held_out": learned | trained},
+        "evaluation/direct": benchmark, "evaluation/rag": benchmark,
+        "evaluation/trained-direct": {"benchmarks": {"facts": {"questions": 5, "em": {"mean": 0.3}, "searches": 0}}},
+    }  # fmt: skip
+    for name, summary in written.items():
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "summary.json").write_text(json.dumps(summary))
-    rag = tmp_path / "evaluation/rag"
-    evaluate(["world", "--method", "rag", "--n", "5", "--out", str(rag)])
-    for which in ("direct", "trained-direct"):
-        shutil.copytree(rag, tmp_path / f"evaluation/{which}")
-    lines = real.table(tmp_path).splitlines()[2:]
-    assert "| as it comes, the agent's loop, first instruction | 0.00 | 0.10 | 24 |" in lines
-    assert "| after the cold start, first instruction | 0.12 | 1.00 | 100 |" in lines
-    assert "| trained by INSPO, best instruction | 0.90 | 2.10 | 100 |" in lines
-    assert sum("| 1.00 | 5 |" in line for line in lines) == 3 and len(lines) == 6  # rag searches once
+    assert real.table(tmp_path).splitlines()[2:] == [
+        "| as it comes, closed book (`direct`) | 0.20 | 1.00 | 5 |",
+        "| as it comes, one search with the question (`rag`) | 0.20 | 1.00 | 5 |",
+        "| as it comes, the agent's loop, first instruction | 0.00 | 0.10 | 24 |",
+        "| after the cold start, first instruction | 0.12 | 1.00 | 100 |",
+        "| trained by INSPO, best instruction | 0.90 | 2.10 | 100 |",
+        "| trained by INSPO, closed book (`direct`) | 0.30 | 0.00 | 5 |",
+    ]

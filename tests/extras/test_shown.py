@@ -1,7 +1,7 @@
 """Every command that the README and the docs show: it exists, its flags do, and at a small size it prints what a person
 can read. The list comes from the pages themselves, so a command that is new has to say here how it is run small."""
 
-import json
+import functools
 import os
 import re
 import shlex
@@ -139,24 +139,20 @@ def test_a_shown_flag_exists(program):
         assert not flags or flags <= flags_of(program), f"{command.page}: {command.text}"
 
 
-HELP: dict[str, set[str]] = {}
-
-
 def help_of(*argv: str) -> str:
     return subprocess.run([sys.executable, *argv], cwd=ROOT, capture_output=True, text=True).stdout
 
 
+@functools.cache
 def flags_of(program: str) -> set[str]:
     """Returns the flags of a program's help."""
-    if program not in HELP:
-        script, *words = program.split()
-        how = [script] if script.endswith(".py") else ["-m", script]
-        words = ["train", "sft"] if words == ["train"] else []  # else of all that it does
-        out = help_of(*how, *words, "--help")
-        if "--help_all" in out:
-            out += help_of(*how, *words, "--help_all")
-        HELP[program] = set(re.findall(r"--[a-zA-Z][\w-]*", out))
-    return HELP[program]
+    script, *words = program.split()
+    how = [script] if script.endswith(".py") else ["-m", script]
+    words = ["train", "sft"] if words == ["train"] else []  # else of all that it does
+    out = help_of(*how, *words, "--help")
+    if "--help_all" in out:
+        out += help_of(*how, *words, "--help_all")
+    return set(re.findall(r"--[a-zA-Z][\w-]*", out))
 
 
 # ---- run small
@@ -177,87 +173,52 @@ def desk(tmp_path_factory):
     return desk
 
 
-def call(program: str, argv: list[object], text: str = "") -> str:
-    """Runs a program and returns what it printed. Fails if that is nothing for a person."""
+def call(program: str, argv: list[object], text: str = "") -> None:
+    """Runs a program. Fails if it does, or prints what is nothing for a person."""
     script, *words = program.split()
     how = [script] if script.endswith(".py") else ["-m", script]
     env = {k: v for k, v in os.environ.items() if not k.startswith("OPENAI")} | {"OMP_NUM_THREADS": "1"}
     line = [sys.executable, *how, *words, *map(str, argv)]
     done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, input=text, timeout=900)
     assert done.returncode == 0, f"{line}: {done.stdout[-2000:]}{done.stderr[-3000:]}"
-    for stream in (done.stdout, done.stderr):
-        assert not (wrong := unreadable(stream)), f"{line}: {wrong}"
-    return done.stdout
+    for text in [*done.stdout.splitlines(), *done.stderr.splitlines()]:
+        assert not UNREADABLE.search(text), f"{line}: {text}"
 
 
-REPR = re.compile(r"\b[A-Z]\w*\([a-z_]+=|<[\w.]+ object at|\{'|\['|dtype=|\bnp\.|\btensor\(|\barray\(")
-
-
-def unreadable(text: str, width: int = 200) -> list[str]:
-    """Returns what a person should not be shown: Python's own notation, tracebacks, NaN, long lines, broken tables."""
-    lines = text.splitlines()
-    wrong = [line for line in lines if REPR.search(line) or re.search(r"\b(nan|inf|NaN)\b|[\w:=,(] ?None\b", line)]
-    wrong += [line for line in lines if "Traceback" in line or "Warning:" in line]
-    prompts = ("<answer>", "{")  # an instruction is its author's; JSON is a program's
-    wrong += [line for line in lines if len(line) > width and not any(mark in line for mark in prompts)]
-    for block in re.findall(r"(?:^\|.*\n?)+", text, re.M):
-        columns = {line.replace(r"\|", "").count("|") for line in block.splitlines()}
-        if len(columns) > 1 or not any(t.type == "table_open" for t in MarkdownIt().enable("table").parse(block)):
-            wrong.append(block)
-    return wrong
+UNREADABLE = re.compile(  # Python's own notation, what is no number, tracebacks
+    r"\b[A-Z]\w*\([a-z_]+=|<[\w.]+ object at|\{'|\['|dtype=|\bnp\.|\btensor\(|\barray\("
+    r"|\b(?:nan|inf|NaN)\b|[\w:=,(] ?None\b|Traceback|Warning:"
+)
 
 
 @pytest.mark.parametrize("text", [
-    "EM Interval(mean=0.2, low=0.1)", "Traceback (most recent call last)", "loss nan", "['a']", "x" * 201,
-    "| a | b |\n|---|---|\n| 1 |\n", "| a | b |\n| 1 | 2 |\n", "np.float64(0.2)", "seconds None", "{'a': 1}",
+    "EM Interval(mean=0.2, low=0.1)", "loss nan", "['a']", "np.float64(0.2)", "seconds None", "{'a': 1}",
 ])  # fmt: skip
 def test_what_nobody_should_read_is_seen(text):
-    assert unreadable(text)
+    assert UNREADABLE.search(text)
+    assert not UNREADABLE.search("| 0.20 (0.10 to 0.30) | 300 |\n\nNo information. None-the-less.")
 
 
-def test_what_people_read_is_let_pass():
-    assert not unreadable(
-        "| EM (95 %) | n |\n|---|---|\n| 0.20 (0.10 to 0.30) | 300 |\n\nNo information. None-the-less."
-    )
+SWAPS = [  # of words in a shown command, for what there is at the desk
+    (r"\.\.\.|--serve|--(?:retriever|optimizer_model|seed|out) \S+|--model (?:[Ss]moll|\S*[Qq]wen)\S*", ""),
+    (r"--data(?: (?!--)\S+)+", "--data test valid"),
+    (r"(?:\$e/|\S*/evaluation/)\S*(?:A|static)\S*", "DESK/evaluation-A"),
+    (r"\$e/\S*|\S*/evaluation/\S*", "DESK/evaluation-B"),
+    (r"runs/\S*/policy", "DESK/NAME/policy"), (r"runs/\S*", "DESK/NAME"), ("NAME", "dr_grpo"),
+    (r"(?:Qwen/|smollm)\S*", "world"), (r"http://\S*", "world --n 4"),  # a chat endpoint: the world's policy plays
+    (r"(?:data/hotpotqa/)(\S*)", rf"{WORLD}/\1"), ("questions.jsonl", f"{WORLD}/test.jsonl"),
+    ("passages.jsonl", f"{WORLD}/corpus.jsonl"), (r"(?:\S*/)?([^/\s]*\.parquet|demos\.jsonl)", r"DESK/\1"),
+]  # fmt: skip
+PLACES = {"--runs": "runs", "--results": "results", "--out": "out", "--picture": "picture.png", "--to": "to"}
 
 
 def smaller(command: Shown, desk: Path, out: Path) -> list[str]:
     """Returns the arguments of a shown command, its own where they can be had here, with flags that make it small."""
-    argv, words = [], [x for x in command.argv if x not in ("...", "--serve")]
-    while words:
-        word = words.pop(0)
-        if word in ("--retriever", "--optimizer_model", "--seed") or (
-            word == "--model" and re.match("(?i).*qwen|smollm", words[0])
-        ):
-            words.pop(0)
-            continue
-        if word == "--data":
-            while words and not words[0].startswith("--"):
-                words.pop(0)
-            argv += ["--data", "test", "valid"]
-            continue
-        if word == "--out":
-            words.pop(0)
-            continue
-        if "/evaluation/" in word or word.startswith("$e/"):
-            word = str(desk / f"evaluation-{'A' if 'A' in word or 'static' in word else 'B'}")
-        elif re.match(r"runs/", word):
-            word = str(desk / ("NAME/policy" if word.endswith("/policy") else "NAME"))
-        elif word.startswith(("Qwen/", "smollm")):
-            word = "world"
-        elif word == "NAME":
-            word = "dr_grpo"
-        elif word.startswith("data/hotpotqa/"):
-            word = str(WORLD / Path(word).name)
-        elif word in ("questions.jsonl", "passages.jsonl"):
-            word = str(WORLD / ("test.jsonl" if word[0] == "q" else "corpus.jsonl"))
-        elif word.endswith(".parquet") or word == "demos.jsonl":
-            word = str(desk / Path(word).name)
-        elif word.startswith("http://"):  # a chat endpoint: the world's policy plays instead
-            word, words = "world", ["--n", "4", *words]
-        argv.append(word)
-    places = {"--runs": "runs", "--results": "results", "--out": "out", "--picture": "picture.png", "--to": "to"}
-    argv += [x for flag, name in places.items() if flag in flags_of(command.program) for x in (flag, str(out / name))]
+    line = " ".join(command.argv)
+    for shown, here in SWAPS:
+        line = re.sub(rf"(?<!\S)(?:{shown})(?!\S)", here, line)
+    argv = line.replace("DESK", str(desk)).split()
+    argv += [x for flag, name in PLACES.items() if flag in flags_of(command.program) for x in (flag, str(out / name))]
     argv += ["--run", str(desk / "NAME")] * (command.program == "ask.py")
     argv += ["--max_prompt", "900"] * ("--preset" in argv)  # a real model's preset, a small policy's positions
     return argv + shlex.split(SMALL[command.program])
@@ -295,20 +256,7 @@ def test_a_shown_command_prints_what_a_person_can_read(command, desk, tmp_path):
         if word in command.argv:
             pytest.skip(test)
     if "--dry_run" in command.argv:
-        call(command.program, list(command.argv))
-        return
-    out = call(command.program, smaller(command, desk, tmp_path), "What is the capital of the nation Bai?\n")
+        return call(command.program, list(command.argv))
+    call(command.program, smaller(command, desk, tmp_path), "What is the capital of the nation Bai?\n")
     for file in tmp_path.rglob("*.md"):
-        wrong = unreadable(file.read_text(), width=10**6)  # a paragraph is one line
-        assert not wrong, f"{file.name}: {wrong}"
-    if (tmp_path / "out" / "summary.json").exists() and "held-out questions, greedy" in out:
-        figures_agree(out, json.loads((tmp_path / "out" / "summary.json").read_text()))
-
-
-def figures_agree(out: str, summary: dict) -> None:
-    """Fails unless the last table of a run has the figures of summary.json."""
-    columns = [*summary["metrics"], *summary["tools"]]
-    for name, means in summary["held_out"].items():
-        [line] = [line for line in out.splitlines() if line.startswith(f"{name}  ")]
-        figures = [float(x) for x in line.removeprefix(name).split()]
-        assert figures == pytest.approx([means[k] for k in columns if k in means], abs=0.0051)
+        assert not UNREADABLE.search(file.read_text()), file.name

@@ -1,17 +1,15 @@
 """The methods of Table 1, turn by turn, from a scripted engine and search; supervision against cross-entropy."""
 
-import contextlib
-import io
 import json
-import subprocess
 import sys
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from test_inspo import ENV, metrics, popen, wait_for_step
+from test_inspo import ENV, finish, metrics, popen, wait_for_step
 
 from config import PRESETS, WORLD, Config, parse
 from engines import FinishedTurn
@@ -20,7 +18,7 @@ from evaluation.agents import Agent, Subject, method_of
 from extras import table1
 from extras.prompts import IN_WORLD
 from extras.supervised import Demonstrated, gold_answers
-from extras.table1 import TABLE_1, TRAINED, answer_of, config_of
+from extras.table1 import TABLE_1, answer_of, config_of
 from plumbing.files import read_jsonl
 from tasks import Question
 from tasks.questions import em, load_questions
@@ -91,17 +89,19 @@ def test_every_row_of_table_1_has_a_name_and_ends_its_turns_as_it_plays():
         assert ("</search>" in ends) == (name in ("sft_reject", "search_r1", "inspo")) and 1 <= len(ends) <= 4
 
 
-def test_direct_takes_the_answer_from_its_tags_or_the_whole_reply():
-    engine = Script({0: "<answer> Jane Austen </answer>", 1: " Bath. <|im_end|>"})
-    taus = played("direct", engine, [EMMA, BORN])
-    assert [tau.prediction for tau in taus] == ["Jane Austen", "Bath"]
-    assert engine.max_new == 32 and [tau.served("search") for tau in taus] == [0, 0]
-
-
-def test_grpo_without_tools_has_one_turn_whatever_it_calls():
-    engine = Script({0: "<search> Emma </search>", 1: "<think>x</think> <answer>Bath</answer>"})
-    taus = played("grpo", engine, [EMMA, BORN], max_turns=4)
-    assert [(tau.stop, tau.prediction, len(tau.turns)) for tau in taus] == [("turns", None, 1), ("answer", "Bath", 1)]
+@pytest.mark.parametrize(
+    "method, replies, stops, answers",
+    [
+        ("direct", ["<answer> Jane Austen </answer>", " Bath. <|im_end|>"], ["answer"] * 2, ["Jane Austen", "Bath"]),
+        ("grpo", ["<search> x </search>", "So <answer>Bath</answer>"], ["turns", "answer"], [None, "Bath"]),
+    ],
+)  # fmt: skip
+def test_methods_without_tools_have_one_turn_whatever_it_calls(method, replies, stops, answers):
+    engine = Script(dict(enumerate(replies)))
+    taus = played(method, engine, [EMMA, BORN], max_turns=4)
+    assert [tau.stop for tau in taus] == stops and [tau.prediction for tau in taus] == answers
+    assert [(len(tau.turns), tau.served("search")) for tau in taus] == [(1, 0)] * 2
+    assert engine.max_new == (32 if method == "direct" else 500)
 
 
 def test_rag_searches_once_with_the_question_and_reads_the_passages():
@@ -124,11 +124,7 @@ def test_ircot_retrieves_with_every_sentence_keeps_the_passages_and_ends_at_the_
     again = engine.shown[1][0]
     assert f"found by {EMMA.text}" in again and "found by Emma is by" in again
     assert again.endswith("Thought: Emma is by Jane Austen.")
-
-
-def test_ircot_without_an_answer_gives_all_thoughts_after_its_steps():
-    engine = Script(*[{0: f"Thought {k}."} for k in range(5)])
-    [tau] = played("ircot", engine, [EMMA])
+    [tau] = played("ircot", Script(*[{0: f"Thought {k}."} for k in range(5)]), [EMMA])  # without an answer
     assert tau.stop == "turns" and tau.prediction == "Thought 0. Thought 1. Thought 2. Thought 3. Thought 4"
     assert tau.served("search") == 5
 
@@ -160,15 +156,12 @@ def test_search_o1_has_5_searches_for_one_hop_and_10_for_more(question, limit):
     assert (tau.served("search"), tau.stop) == (limit, "turns")
 
 
-def test_the_loop_plays_the_instruction_of_the_agent():
+def test_the_loop_plays_the_instruction_of_the_agent_and_a_context_that_is_too_long_gets_no_turn():
     engine = Script({0: "<search>Emma</search>"}, {0: "<answer>Jane Austen</answer>"})
     [tau] = played("sft_reject", engine, [EMMA], Found('"Emma"\nby Jane Austen'))
     assert engine.shown[0][0].startswith("Answer. <answer>") and tau.prediction == "Jane Austen"
-
-
-def test_a_context_that_is_too_long_gets_no_turn():
-    taus = played("rag", Script({0: "x"}), [EMMA], Found(*['"T"\n' + "long " * 50] * 3), max_prompt=60)
-    assert (taus[0].stop, taus[0].prediction) == ("length", None)
+    [tau] = played("rag", Script({0: "x"}), [EMMA], Found(*['"T"\n' + "long " * 50] * 3), max_prompt=60)
+    assert (tau.stop, tau.prediction) == ("length", None)
 
 
 @pytest.mark.parametrize(
@@ -193,20 +186,16 @@ def test_a_run_is_played_as_it_was_trained(mode, tools, name):
     assert method_of(Subject("r", "r", Config(mode=mode, tools=tools), "I_star"), TABLE_1) == name
 
 
-def test_a_method_is_measured_by_evaluate_and_plays_search_qa_alone(tmp_path):
-    def run(*flags):
-        out, err = io.StringIO(), io.StringIO()
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), contextlib.suppress(SystemExit):
-            table1.main(list(flags))
-        return out.getvalue()
-
-    run("world", "--method", "rag", "--n", "4", "--data", "world", "--out", str(tmp_path / "rag"))
+def test_a_method_is_measured_by_evaluate_and_plays_search_qa_alone(tmp_path, capsys):
+    flags = ["world", "--n", "4", "--data", "world", "--method"]
+    table1.main([*flags, "rag", "--out", str(tmp_path / "rag")])
     golds = {q.id: q.golds for q in load_questions(WORLD / "test.jsonl")}
     rows = read_jsonl(tmp_path / "rag" / "results.jsonl")
     assert [row["em"] for row in rows] == [em(row["prediction"], golds[row["id"]]) for row in rows]
     assert [row["searches"] for row in rows] == [1] * 4
-    said = run("world", "--method", "direct", "--n", "4", "--data", "world", "--out", str(tmp_path / "direct"))
-    assert "| searches | gold recall |" in said  # as of all rows of Table 1
+    capsys.readouterr()
+    table1.main([*flags, "direct", "--out", str(tmp_path / "direct")])
+    assert "| searches | gold recall |" in capsys.readouterr().out  # as of all rows of Table 1
     with pytest.raises(SystemExit, match="--method rag cannot play extras.tasks.guess:Guess: it is for SearchQA"):
         table1.main(["world", "--method", "rag", "--task", "extras.tasks.guess:Guess", "--out", str(tmp_path / "o")])
 
@@ -220,14 +209,9 @@ def test_the_flags_of_the_methods_that_train(tmp_path):
     assert (grpo.mode, grpo.tools, sft.tools, reject.tools) == ("static", "none", "none", "search")
     for cfg in (sft, reject):
         assert (cfg.mode, cfg.beta, cfg.mini, cfg.N_P, cfg.T_e) == ("supervised", 0, cfg.batch, 1, 0)
-    assert grpo.beta == parse(flags).beta and len(TRAINED) == 3
+    assert grpo.beta == parse(flags).beta
     assert list_stop_strings(SearchQA(grpo).tools) == ("</answer>",)
     assert (tmp_path / "run.instruction.txt").read_text().strip() == IN_WORLD.direct
-
-
-class FakePolicy:
-    def __init__(self, tokenizer):
-        self.tokenizer = tokenizer
 
 
 def test_a_demonstration_s_gradient_is_that_of_the_cross_entropy_of_its_reply(world, tmp_path):
@@ -236,25 +220,18 @@ def test_a_demonstration_s_gradient_is_that_of_the_cross_entropy_of_its_reply(wo
     D = [Question("a", "Name the base of it?", ("Trebak",), "s"), Question("b", "What is the?", ("a b",), "s")]
     task = SearchQA(cfg)
     task.instruction = IN_WORLD.direct
-    taus = gold_answers(cfg, task, FakePolicy(tokenizer), D)
+    taus = gold_answers(cfg, task, SimpleNamespace(tokenizer=tokenizer), D)
     assert [tau.response for tau in taus] == [f"<think></think><answer>{g}</answer>" for g in ("Trebak", "a b")]
     learner = Demonstrated(model, None, cfg)
-    terms = learner.terms(taus, None)
-    loss, _ = learner.loss(taus, terms)
-    loss.backward()
-    found = model.model.layers[0].mlp.up_proj.weight.grad.clone()
-    model.zero_grad()
-    total, n = 0.0, 0
+    loss, _ = learner.loss(taus, learner.terms(taus, None))
+    losses = []
     for tau in taus:
-        ids = torch.tensor([tau.ids])
-        logits = model(input_ids=ids).logits[0, :-1].float()
-        mask = torch.tensor(tau.mask[1:]).bool()
-        total = total + F.cross_entropy(logits[mask], ids[0, 1:][mask], reduction="sum")
-        n += int(mask.sum())
-    (total / n).backward()
-    wanted = model.model.layers[0].mlp.up_proj.weight.grad
+        ids, mask = torch.tensor(tau.ids), torch.tensor(tau.mask[1:]).bool()
+        logits = model(input_ids=ids[None]).logits[0, :-1].float()
+        losses.append(F.cross_entropy(logits[mask], ids[1:][mask], reduction="none"))
+    W = model.model.layers[0].mlp.up_proj.weight
+    (found,), (wanted,) = (torch.autograd.grad(x, W) for x in (loss, torch.cat(losses).mean()))
     assert torch.allclose(found, wanted, atol=1e-6 * wanted.abs().max() + 1e-7)
-    model.zero_grad()
 
 
 @pytest.mark.slow
@@ -262,21 +239,21 @@ def test_a_demonstration_s_gradient_is_that_of_the_cross_entropy_of_its_reply(wo
 def test_a_method_that_trains_runs_to_its_end(method, tmp_path):
     """Under the fixture's instruction the first policy answers some questions, so that there is something to keep."""
     flags = ["--instruction", str(ROOT / "tests" / "fixture" / "instruction.txt")] if method == "sft_reject" else []
-    flags += "--T 2 --batch 6 --mini 6 --G 4 --eval_n 3 --save_every 1".split()
-    command = [sys.executable, "extras/table1.py", "train", method, *flags, "--out", str(tmp_path / "run")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    flags += "--T 2 --batch 6 --mini 6 --G 4 --eval_n 3 --save_every 1 --out".split()
+    command = [sys.executable, "extras/table1.py", "train", method, *flags]
+    code, _, stderr = finish(popen([*command, str(tmp_path / "run")], ENV), 900)
+    assert code == 0, stderr
     end = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert end["steps"] == 2 and 0 <= end["end"]["em"] <= 1
     if method == "sft_reject":
         kept = read_jsonl(tmp_path / "run" / "successes.jsonl")
         golds = {q.id: q.golds for q in load_questions(PRESETS["world"]["train"])}
         assert kept and all(em(row["said"], golds[row["q"]]) for row in kept)
-        killed = [*command[:-1], str(tmp_path / "killed")]
+        killed = [*command, str(tmp_path / "killed")]
         process = popen(killed, ENV)
         wait_for_step(tmp_path / "killed", 1, process)
         process.kill()
         process.communicate()
-        again = subprocess.run([*killed, "--resume"], cwd=ROOT, capture_output=True, text=True)
-        assert again.returncode == 0 and "rejection sampling" not in again.stdout, again.stderr
+        code, stdout, stderr = finish(popen([*killed, "--resume"], ENV), 900)
+        assert code == 0 and "rejection sampling" not in stdout, stderr
         assert metrics(tmp_path / "killed") == metrics(tmp_path / "run")

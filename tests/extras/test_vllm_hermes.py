@@ -3,6 +3,7 @@
 .venv-vllm/bin/python -m pytest tests/extras/test_vllm_hermes.py
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -49,18 +50,15 @@ def url(path):
     try:
         for _ in range(300):
             time.sleep(1)
-            if process.poll() is not None:
-                pytest.fail(f"vllm serve ended with {process.returncode}")
-            try:
+            assert process.poll() is None, f"vllm serve ended with {process.returncode}"
+            with contextlib.suppress(requests.ConnectionError):
                 if requests.get(f"http://127.0.0.1:{port}/health", timeout=5).ok:
                     break
-            except requests.ConnectionError:
-                pass
         yield f"http://127.0.0.1:{port}"
     finally:
-        if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        process.wait()
 
 
 def test_before_each_turn_the_ids_are_those_that_the_chat_endpoint_gives_its_model(path, url):

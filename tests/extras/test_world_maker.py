@@ -14,12 +14,11 @@ from transformers import AutoTokenizer
 from config import WORLD
 from extras.world import demos, warm_start
 from extras.world.demos import CHOICES, SEARCH, TASK, choose_clauses, demo, demonstrate, observation
-from extras.world.facts import CHAINS, FULL, MINI, World, the_world
+from extras.world.facts import MINI, the_world
 from extras.world.tokenizer import build_tokenizer, save_tokenizer
 from extras.world.warm_start import tiny_policy, write_files
 from reflect import check, normalize, reflection_prompt
 from reflect import parse as parse_reply
-from retrieval.bm25 import BM25
 from rollout import encode_prompt
 from tasks import Question
 from tasks.formats import encode_observation, find_lost_tag
@@ -29,6 +28,7 @@ from world.clauses import BEST, CLAUSES, FILLERS, FRAMES, SAYS, START, read, wri
 from world.optimizer import HARM, reply_to
 
 INVALID = explain_invalid_action([SEARCH])
+UNSEEN = [wording for c in CLAUSES.values() for wording in c.unseen]
 
 
 @pytest.fixture(scope="module")
@@ -45,24 +45,20 @@ def questions(name):
     return [json.loads(line)["question"] for line in (WORLD / f"{name}.jsonl").open()]
 
 
-def squash(text):
-    return re.sub(r"\s", "", text).lower()
-
-
-def prompt_of(tokenizer, question):
-    return encode_prompt(tokenizer, TASK, START, Question("", question))
+def respond(rng, world, q, clauses):
+    """Returns the response of an agent under these clauses."""
+    return "".join(part for part, _ in demonstrate(rng, world, q, clauses))
 
 
 # --- the world ----------------------------------------------------------------------------------------------------
 
 
-def test_the_files_of_the_world_regenerate_to_the_byte(tmp_path, full_world):
+def test_the_files_of_the_world_regenerate_to_the_byte(tmp_path):
     write_files(tmp_path)
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["corpus.jsonl", "instruction.txt", "test.jsonl", "train.jsonl", "valid.jsonl"]
     for name in names:
         assert (tmp_path / name).read_bytes() == (WORLD / name).read_bytes(), name
-    assert {kind: len(set(names)) for kind, names in full_world.names.items()} == FULL
 
 
 def test_a_search_for_one_entity_finds_its_passage_first(full_world):
@@ -73,33 +69,18 @@ def test_a_search_for_one_entity_finds_its_passage_first(full_world):
         assert len(others) <= 2
 
 
-def test_the_warm_start_searches_as_the_run_s_server_does(full_world):
-    server = BM25.build(full_world.passages)
-    queries = [f"{relation} of {name}" for name, relation in list(full_world.facts)[::10]]
-    queries += questions("test") + ["of", "nothing known", ""]
-    for query in queries:
-        assert [full_world.passages[i] for i, _ in server.search([query], 3)[0]] == full_world.search(query), query
-
-
 # --- demonstrations -----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def mini_worlds(full_world):
-    avoid = frozenset(name for names in full_world.names.values() for name in names)
-    return [World(random.Random(seed), MINI, avoid) for seed in range(5)]
-
-
-def test_no_demonstration_shows_the_best_combination_or_an_unseen_wording(mini_worlds):
+def test_no_demonstration_shows_the_best_combination_or_an_unseen_wording(full_world):
     rng = random.Random(0)
-    texts = [demo(rng, mini_worlds[:1], [1])[0] for _ in range(3000)]
+    texts = [demo(rng, [full_world], [1])[0] for _ in range(3000)]
     said = [frozenset(read(text)) for text in texts]
     assert not any(clauses >= BEST for clauses in said)
     for left_out in BEST:  # though any three of its four clauses are shown
         assert any(clauses >= BEST - {left_out} for clauses in said)
     assert set().union(*said) == set(CLAUSES)
-    unseen = [wording for c in CLAUSES.values() for wording in c.unseen]
-    assert not any(wording in text for text in texts for wording in unseen)
+    assert not any(wording in text for text in texts for wording in UNSEEN)
 
 
 @pytest.mark.parametrize("hops", [1, 2, 3])
@@ -122,17 +103,18 @@ def test_following_all_the_right_clauses_leads_to_the_right_answer(full_world, m
         for note, result, relation, fact in zip(notes, results, q.chain, q.path[1:], strict=True):
             assert note.startswith(relation) and note.endswith(fact)
             assert fact in result  # the note repeats a result, not prior knowledge
-        for part, by_agent in parts:
-            assert by_agent != part.startswith("\n\n<information>")
+        assert all(by_agent != part.startswith("\n\n<information>") for part, by_agent in parts)
 
 
 def test_the_clauses_decide_how_often_a_demonstration_succeeds(full_world, monkeypatch):
     def mean(clauses, hops, n=200):
         rng = random.Random(0)
         asked = [full_world.random_question(rng, hops) for _ in range(n)]
-        texts = ["".join(part for part, _ in demonstrate(rng, full_world, q, clauses)) for q in asked]
-        return sum(em(find_answer(text), [q.path[-1]]) for text, q in zip(texts, asked, strict=True)) / n
+        return sum(em(find_answer(respond(rng, full_world, q, clauses)), [q.path[-1]]) for q in asked) / n
 
+    rng = random.Random(0)
+    asked = [full_world.random_question(rng, 2) for _ in range(100)]  # untold, none searches for a single entity
+    assert all(set(re.findall("<search>(.*?)</search>", respond(rng, full_world, q, []))) <= {q.text} for q in asked)
     for hops in (2, 3):
         assert all(mean(clauses, hops) < 0.15 for clauses in ([], ["whole"], ["memory"]))
         assert 0.2 < mean(sorted(BEST), hops) < 0.4  # even told to go on, it mostly stops one fact short
@@ -149,17 +131,13 @@ def test_the_clauses_decide_how_often_a_demonstration_succeeds(full_world, monke
 
 
 def test_the_tokenizer_knows_every_text_of_the_world(tokenizer, full_world):
-    said = [*SAYS, *FILLERS, *FRAMES, START, INVALID, "<answer>it is</answer>", observation(full_world.passages[:5])]
-    said += [observation([passage]) for passage in full_world.passages] + [observation([])]
+    said = [*SAYS, *FILLERS, *FRAMES, START, INVALID, *map(observation, [full_world.passages[:5], []])]
+    said += [observation([passage]) for passage in full_world.passages]
     said += questions("train") + questions("test")
-    said += [f"<think> steps: {', '.join(chain)}</think>" for chains in CHAINS.values() for chain in chains]
-    said += [f"<think>{relation} of {name} is {fact}</think>" for (name, relation), fact in full_world.facts.items()]
     for text, ids in zip(said, tokenizer(said, add_special_tokens=False)["input_ids"], strict=True):
         assert tokenizer.unk_token_id not in ids, text
-    prompt = prompt_of(tokenizer, questions("test")[0])
-    assert tokenizer.unk_token_id not in prompt
+    prompt = encode_prompt(tokenizer, TASK, START, Question("", questions("test")[0]))
     assert tokenizer.decode(prompt).startswith("<|user|>") and tokenizer.decode(prompt).endswith("<|assistant|>")
-    assert tokenizer.unk_token_id in tokenizer("Tarkovsky", add_special_tokens=False)["input_ids"]
 
 
 def test_demonstrations_show_results_exactly_as_a_run_does(tokenizer, full_world):
@@ -168,37 +146,28 @@ def test_demonstrations_show_results_exactly_as_a_run_does(tokenizer, full_world
         assert ids == encode_observation(tokenizer, SEARCH, passages, limit=10_000)
 
 
-def test_the_saved_tokenizer_is_current(tokenizer):
-    built = build_tokenizer()
-    saved, made = (json.loads(t.backend_tokenizer.to_str()) for t in (tokenizer, built))
-    assert saved == made and tokenizer.chat_template == built.chat_template
-
-
 def test_decoding_restores_a_trajectory_up_to_case_and_spaces(tokenizer, full_world):
     rng = random.Random(0)
     for _ in range(200):
         instruction, question, parts = demo(rng, [full_world], [1, 2, 3])
         text = f"{instruction}\n\nQuestion: {question}\n" + INVALID + "".join(part for part, _ in parts)
         back = tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"], skip_special_tokens=False)
-        assert squash(back) == squash(text)
+        assert "".join(back.split()).lower() == "".join(text.split()).lower()
         assert em(find_answer(back), [find_answer(text)]) == 1  # and the reward is the same
 
 
-def test_the_tokenizer_survives_a_qwen2_config_and_being_saved_twice(tmp_path):
-    text = "Question: Search one entity at a time. <search>director of</search> <answer>it is</answer>"
+def test_the_saved_tokenizer_is_current_and_survives_a_qwen2_config_and_being_saved_twice(tokenizer, tmp_path):
+    """transformers 5 takes every tokenizer next to a `qwen2` config for Qwen2's, unless its file says otherwise."""
     built = build_tokenizer()
-    ids = built(text, add_special_tokens=False)["input_ids"]
-    first, second = tmp_path / "first", tmp_path / "second"
     model = tiny_policy(len(built))
-    model.save_pretrained(first)
-    save_tokenizer(built, first)
-    loaded = AutoTokenizer.from_pretrained(first)
-    model.save_pretrained(second)
-    loaded.save_pretrained(second)  # as a run does with its policy
-    for tokenizer in (loaded, AutoTokenizer.from_pretrained(second)):
-        assert tokenizer(text, add_special_tokens=False)["input_ids"] == ids
-        assert (tokenizer.eos_token, tokenizer.pad_token) == ("<eos>", "<pad>")
-        assert prompt_of(tokenizer, "Who?") == prompt_of(built, "Who?")
+    model.save_pretrained(tmp_path)
+    save_tokenizer(built, tmp_path)
+    AutoTokenizer.from_pretrained(tmp_path).save_pretrained(tmp_path)  # as a run does with its policy
+    for other in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
+        assert json.loads(other.backend_tokenizer.to_str()) == json.loads(built.backend_tokenizer.to_str())
+        assert other.chat_template == built.chat_template
+        assert (other.eos_token, other.pad_token) == ("<eos>", "<pad>")
+    assert model.config.eos_token_id == built.eos_token_id
 
 
 # --- the warm start -----------------------------------------------------------------------------------------------
@@ -206,14 +175,8 @@ def test_the_tokenizer_survives_a_qwen2_config_and_being_saved_twice(tmp_path):
 
 @pytest.mark.slow
 def test_the_warm_start_trains_every_weight_and_never_sees_a_name_of_the_world(full_world, monkeypatch):
-    seen = []
-    lessons = warm_start.lessons
-
-    def spy(rng, worlds, *args):
-        seen.extend(worlds)
-        return lessons(rng, worlds, *args)
-
-    monkeypatch.setattr(warm_start, "lessons", spy)
+    seen, lessons = [], warm_start.lessons
+    monkeypatch.setattr(warm_start, "lessons", lambda rng, worlds, *x: seen.extend(worlds) or lessons(rng, worlds, *x))
     monkeypatch.setattr(warm_start, "N_WORLDS", 50)
     model, _ = warm_start.train(tokens=12_000, seed=0, batch=400)  # small batches, so that every lesson occurs
     torch.manual_seed(0)
@@ -229,83 +192,59 @@ def test_the_warm_start_trains_every_weight_and_never_sees_a_name_of_the_world(f
 # --- the scripted optimizer, on what agents of this world do --------------------------------------------------------
 
 
-def failed_prompt(rng, full_world):
-    """Returns an instruction and a run's reflection prompt for it, with four failures."""
-    instruction = write(rng, choose_clauses(rng, CHOICES, BEST), rng.randint(0, 2))
-    shown = []
-    while len(shown) < 4:
-        q = full_world.random_question(rng, rng.choice([1, 2, 3]))
-        text = "".join(part for part, _ in demonstrate(rng, full_world, q, read(instruction)))
-        if find_answer(text) != q.path[-1]:
-            shown.append((f"Question: {q.text}\n{text}", (q.path[-1],)))
-    return instruction, reflection_prompt(instruction, shown, 6, 10_000)
+def play(rng, world, instruction):
+    """Plays a question of the world; returns its reward, and what the optimizer reads of it."""
+    q = world.random_question(rng, rng.choice([1, 2, 3]))
+    text = respond(rng, world, q, read(instruction))
+    return em(find_answer(text), [q.path[-1]]), (f"Question: {q.text}\n{text}", (q.path[-1],))
+
+
+def propose(prompt, guess=False):
+    return parse_reply(reply_to(prompt, 0, guess))
 
 
 @pytest.fixture(scope="module")
 def replies(full_world):
-    """Returns (parent, [(candidate, reason for rejection or "")]) of 400 prompts."""
-    rng = random.Random(0)
-    out = []
+    """Returns (parent, prompt, [(candidate, reason for rejection or "")]) of 400 prompts."""
+    rng, out = random.Random(0), []
+    unfit = partial(find_lost_tag, names=["search", "answer"])
     for _ in range(400):
-        parent, prompt = failed_prompt(rng, full_world)
+        parent = write(rng, choose_clauses(rng, CHOICES, BEST), rng.randint(0, 2))
+        failed = [shown for reward, shown in (play(rng, full_world, parent) for _ in range(12)) if not reward][:4]
+        prompt = reflection_prompt(parent, failed, 6, 10_000)
         used, judged = {normalize(parent)}, []
-        for text in parse_reply(reply_to(prompt, seed=0)):
-            unfit = partial(find_lost_tag, names=["search", "answer"])
+        for text in propose(prompt):
             judged.append((text, check(text, parent, used, [], 1000, unfit)))
             used.add(normalize(text))
-        out.append((parent, judged))
+        out.append((parent, prompt, judged))
     return out
 
 
-def test_some_replies_are_malformed_and_most_are_fine(replies):
-    prose_only = sum(not judged for _, judged in replies)
-    reasons = Counter(reason.split()[0] if reason else "fine" for _, judged in replies for _, reason in judged)
-    whole = sum(len(judged) == 6 and not any(reason for _, reason in judged) for _, judged in replies)
-    assert 3 <= prose_only <= 30
+def test_some_replies_are_malformed_or_say_it_in_words_that_nobody_taught_and_most_are_fine(replies):
+    reasons = Counter(reason.split()[0] if reason else "fine" for *_, judged in replies for _, reason in judged)
+    assert 3 <= sum(not judged for *_, judged in replies) <= 30  # prose alone
     assert reasons["lost"] >= 20 and reasons["duplicate"] >= 10
-    assert set(reasons) == {"fine", "lost", "duplicate"}
-    assert reasons["fine"] > 0.85 * sum(reasons.values())
-    assert whole > 150
+    assert set(reasons) == {"fine", "lost", "duplicate"} and reasons["fine"] > 0.85 * sum(reasons.values())
+    assert sum(len(judged) == 6 and not any(reason for _, reason in judged) for *_, judged in replies) > 150
+    texts = [text for *_, judged in replies for text, _ in judged]
+    assert 0.05 < sum(any(wording in text for wording in UNSEEN) for text in texts) / len(texts) < 0.5
 
 
-def test_some_candidates_are_in_words_that_nobody_taught_and_some_would_do_harm(replies):
-    unseen = [wording for c in CLAUSES.values() for wording in c.unseen]
-    pairs = [(set(read(parent)), text) for parent, judged in replies for text, _ in judged]
-    assert 0.05 < sum(any(wording in text for wording in unseen) for _, text in pairs) / len(pairs) < 0.5
-    new = [set(read(text)) - said for said, text in pairs]
-    assert 0.1 < sum(bool(clauses & set(HARM)) for clauses in new) / len(new) < 0.45
-    assert set(HARM) <= set().union(*new)
-
-
-def test_candidates_never_contradict_themselves_and_keep_all_other_clauses(replies):
-    for parent, judged in replies:
+def test_candidates_keep_all_other_clauses_never_contradict_themselves_and_some_would_do_harm(replies):
+    new = []
+    for parent, _, judged in replies:
         for text, _ in judged:
             slots = [CLAUSES[clause].slot for clause in read(text)]
             assert len(slots) == len(set(slots))
             assert {CLAUSES[clause].slot for clause in read(parent)} <= set(slots)
+            new.append(set(read(text)) - set(read(parent)))
+    assert 0.1 < sum(bool(clauses & set(HARM)) for clauses in new) / len(new) < 0.45
+    assert set(HARM) <= set().union(*new)
 
 
-def climb(world, seed, guess):
-    """Returns the reward of the instruction that four revisions of START lead to, under an agent that obeys."""
-    rng, instruction = random.Random(seed), START
+def test_an_optimizer_that_does_not_read_the_failures_adds_what_is_lacking_less_often(replies):
+    def share(guess):
+        new = [set(read(text)) - set(read(parent)) for parent, prompt, _ in replies for text in propose(prompt, guess)]
+        return sum(bool(clauses & BEST) for clauses in new) / len(new)
 
-    def play(instruction):
-        q = world.random_question(rng, rng.choice([1, 2, 3]))
-        text = "".join(part for part, _ in demonstrate(rng, world, q, read(instruction)))
-        return float(find_answer(text) == q.path[-1]), (f"Question: {q.text}\n{text}", (q.path[-1],))
-
-    def reward(instruction, n=40):
-        return sum(play(instruction)[0] for _ in range(n)) / n
-
-    for _ in range(4):
-        failed = [shown for r, shown in (play(instruction) for _ in range(60)) if not r][:4]
-        candidates = parse_reply(reply_to(reflection_prompt(instruction, failed, 6, 10_000), seed, guess))
-        instruction = max([instruction, *candidates], key=reward)
-    return reward(instruction, 100)
-
-
-def test_an_optimizer_that_does_not_read_the_failures_does_clearly_worse(full_world, monkeypatch):
-    monkeypatch.setitem(demos.OBEY, "full", {"cont": 0.99, "early": 0.02, None: 0.20})  # it goes on when told to
-    reading, guessing = ([climb(full_world, seed, guess) for seed in range(10)] for guess in (False, True))
-    assert sum(reading) / 10 > sum(guessing) / 10 + 0.1
-    assert sum(r > g for r, g in zip(reading, guessing, strict=True)) >= 7
+    assert share(False) > share(True) + 0.1
