@@ -11,13 +11,14 @@ import os
 import random
 import re
 import sys
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 import torch
 from found_search import Found
 from test_cold_start import Says, same
-from test_inspo import ENV, ROOT, finish, metrics, popen
+from test_inspo import ENV, ROOT, finish, metrics, popen, run_here
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -97,8 +98,11 @@ def runs(tmp_path_factory):
         out = folder / f"{n}-{lora_rank}"
         flags = [*FLAGS, "--out", str(out), "--lora_rank", str(lora_rank)]
         flags += ["--train", str(folder / "train.jsonl"), "--instruction", str(folder / "instruction.txt")]
-        launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={n}"] if n > 1 else []
-        code, _, stderr = finish(popen([sys.executable, *launcher, "inspo.py", *flags], ENV), 900)
+        if n == 1:
+            code, _, stderr = run_here(*flags)
+        else:
+            argv = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={n}", "inspo.py", *flags]
+            code, _, stderr = finish(popen(argv, ENV), 900)
         assert code == 0, stderr
         return out
 
@@ -116,10 +120,10 @@ def stored(run, name):
 def trained(run):
     """Returns the trained weights of a run's last checkpoint, in the float32 in which they are kept."""
     [path] = (run / "checkpoints").iterdir()
-    kept = FileSystemReader(path).read_metadata().state_dict_metadata
-    state = {name: torch.empty(about.size) for name, about in kept.items() if name.startswith("model.")}
+    found = FileSystemReader(path).read_metadata().state_dict_metadata
+    state = {name: torch.empty(about.size) for name, about in found.items() if name.startswith("model.")}
     checkpoint.load(state, path, alone=True)
-    return state
+    return {name.removeprefix("model."): W for name, W in state.items()}
 
 
 def agree(model, context, mine, theirs):
@@ -161,10 +165,11 @@ def test_two_processes_train_as_one_does(runs, lora_rank):
 
 @pytest.mark.parametrize("lora_rank", [0, 8])
 def test_plain_transformers_say_what_the_trained_policy_said(runs, lora_rank, tmp_path):
-    run = runs(1, lora_rank)
+    run, other = runs(1, lora_rank), runs(2, lora_rank)
     export.main([str(run), "--to", str(tmp_path / "exported")])
     for name in ("model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja"):
         assert (tmp_path / "exported" / name).read_bytes() == (run / "policy" / name).read_bytes(), name
+        assert (other / "policy" / name).stat().st_size == (run / "policy" / name).stat().st_size, name
     tokenizer, source = (AutoTokenizer.from_pretrained(path) for path in (run / "policy", SMOLLM))
     texts = [row["contents"] for row in read_jsonl(FACTS / "corpus.jsonl")]
     assert tokenizer(texts)["input_ids"] == source(texts)["input_ids"]
@@ -176,15 +181,16 @@ def test_plain_transformers_say_what_the_trained_policy_said(runs, lora_rank, tm
         base = AutoModelForCausalLM.from_pretrained(SMOLLM, dtype=torch.float32)
         models.append(PeftModel.from_pretrained(base, tmp_path / "adapters"))
     engine = TorchEngine(*load_policy(str(run / "policy"), "cpu", STOP), STOP)
-    questions = {q.id: q for q in TASK.questions("test")}
+    known = {q.id: q for q in TASK.questions("test")}
     for row in stored(run, TRAINED):
-        messages = TASK.prompt(INSTRUCTION, questions[row["question"]])
+        messages = TASK.prompt(INSTRUCTION, known[row["question"]])
         given = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )  # fmt: skip
         context = given["input_ids"][0].tolist()
-        assert context == encode_prompt(tokenizer, TASK, INSTRUCTION, questions[row["question"]])
-        [turn] = turns(engine, {0: context}).values()
+        assert context == encode_prompt(tokenizer, TASK, INSTRUCTION, known[row["question"]])
+        engine.begin(0)
+        [turn] = engine.generate({0: context}, CFG.max_response, 0.0)
         assert tokenizer.decode(turn.ids) == row["turns"][0]["text"]
         for model in models:
             [said] = model.generate(**given, max_new_tokens=len(turn.ids), do_sample=False).tolist()
@@ -194,31 +200,57 @@ def test_plain_transformers_say_what_the_trained_policy_said(runs, lora_rank, tm
 # ---- ask, evaluate, the page
 
 
-def test_ask_evaluate_and_the_page_show_what_the_run_s_evaluation_played(runs, tmp_path, capsys):
+def test_ask_and_evaluate_play_what_the_run_s_evaluation_played(runs, tmp_path, capsys):
     run = runs(1, 0)
     rows = stored(run, TRAINED)
     assert any(row["turns"][0]["result"] for row in rows)  # the model has searched
     evaluate([str(run), "--n", "2", "--out", str(tmp_path / "e")])
-    results = {row["id"]: row for row in read_jsonl(tmp_path / "e" / "results.jsonl")}
+    assert re.search(r"\| EM, 95 % \|", capsys.readouterr().out)
+    found = {row["id"]: row for row in read_jsonl(tmp_path / "e" / "results.jsonl")}
     for row in rows:
-        again = results[row["question"]]
+        again = found[row["question"]]
         assert (again["prediction"], again["tokens"]) == (row["prediction"], row["tokens"])
-    capsys.readouterr()
     ask.main(["--run", str(run), rows[0]["question"]])
     said = " ".join(capsys.readouterr().out.split())
     assert all(" ".join(turn["text"].split()) in said for turn in rows[0]["turns"]) and "scored em" in said
     ask.main(["--run", str(run), "Which currency is used in Kujang-ŭp"])
     said = capsys.readouterr().out
     assert "<search> Kujang-ŭp </search>" in said and "Kujang-ŭp is a place in North Korea" in said
-    report.main([str(run), "--out", str(tmp_path / "page.html")])
+
+
+def test_the_page_has_every_token_s_text(runs, tmp_path):
+    report.main([str(runs(1, 0)), "--out", str(tmp_path / "page.html")])
     blocks = re.findall(r'<script type="text/plain" id="page-\d+">(.*?)</script>', (tmp_path / "page.html").read_text())
     pages = [json.loads(gzip.decompress(base64.b64decode(block))) for block in blocks]
     shown = [row for page in pages for row in page if isinstance(row, dict) and "parts" in row]
+    rows = [row for name in ("step-000001", "step-000002", TRAINED) for row in stored(runs(1, 0), name)]
     acts = [[text for kind, text in row["parts"] if kind == "act"] for row in shown]
-    assert all([turn["text"] for turn in row["turns"]] in acts for row in rows)
+    for row in rows:
+        assert [turn["text"] for turn in row["turns"]] in acts
+    split = 0
+    for row in shown:
+        if data := row.get("token_data"):
+            said = "".join(text for kind, text in row["parts"] if kind == "act")
+            assert "".join(data["text"]) == said and len(data["text"]) == data["n"] == len(data["logp"])
+            split += "" in data["text"] and "ŭ" in data["text"]
+    assert split  # a letter of several tokens, which the first of them has
 
 
 # ---- tokens in, tokens out
+
+
+@pytest.mark.parametrize("end", STOP)
+def test_a_turn_ends_at_its_stop_string_whatever_the_last_token_holds_besides(real, end):
+    engine, tokenizer = TorchEngine(*real, STOP), real[1]
+    texts = tokenizer.batch_decode([[i] for i in range(len(tokenizer))])
+    before = encode(tokenizer, f"<think> ŭ </think> {end[:-1]}")
+    ending = {i for i, text in enumerate(texts) if text.startswith(">")}
+    assert {texts[i] for i in ending} > {">", ">.", "></", '>"', ">>"}  # merges of the vocabulary
+    assert {i for i in range(len(texts)) if engine.ended([*before, i])} == ending | {tokenizer.eos_token_id}
+    for behind in ("</search>", ".", '".', "\n\n", "></answer>", " </"):
+        ids = encode(tokenizer, f"<search> Kujang-ŭp {end}{behind}")
+        [n, *_] = [n for n in range(1, len(ids) + 1) if engine.ended(ids[:n])]
+        assert end in tokenizer.decode(ids[:n]) and end not in tokenizer.decode(ids[: n - 1])
 
 
 def test_what_is_sampled_is_what_is_read(real):
@@ -238,20 +270,25 @@ def test_what_is_sampled_is_what_is_read(real):
         assert [text for kind, text in parts(tau.record()) if kind == "act"] == read
 
 
+class Passages(Found):
+    """The search of the demonstrations."""
+
+    def __init__(self, facts):
+        self.facts = facts
+
+    def submit(self, argument):
+        future = Future()
+        future.set_result([self.facts.search(argument)])
+        return future
+
+
 def test_demonstrations_have_the_ids_of_a_rollout(real):
     from extras.real.demos import Facts, demo  # not above: vLLM does not start where BM25's numba is imported
-
-    class Passages(Found):
-        """The search of the demonstrations."""
-
-        def submit(self, argument):
-            self.documents = [facts.search(argument)]
-            return super().submit(argument)
 
     facts, rng, tokenizer = Facts(), random.Random(0), real[1]
     cfg = Config(**PRESETS["smollm2-135m"])
     task = SearchQA(cfg)
-    task.tools = [Passages()]
+    task.tools = [Passages(facts)]
     questions = {row["id"]: Question(row["id"], row["question"]) for row in facts.questions}
     rows = [demo(rng, facts) for _ in range(40)]
     texts = [[m["content"] for m in row["messages"] if m["role"] == "assistant"] for row in rows]
