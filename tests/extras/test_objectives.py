@@ -666,7 +666,7 @@ def test_batches_that_teach_nothing_are_survived(name):
 
 @pytest.mark.parametrize("name", ["grpo", "gspo", "gigpo", "reinforce_baseline", "spo", "copo", "riskpo", "hbpo"])
 def test_what_an_instruction_is_worth_never_leaks_into_its_trajectories_advantages(name):
-    """Instruction 0 answers nothing, instruction 1 everything: the better one's tokens are not trained for its words."""
+    """Instruction 0 answers nothing, instruction 1 everything: the tokens of the better one do not get its worth."""
     rows = [row for row in drawn() if row["L"]]
     for row in rows:
         row["instruction"] = row["group"] % 2
