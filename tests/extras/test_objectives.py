@@ -56,15 +56,15 @@ def drawn(seed=0):
 
 def trajectories(rows, columns):
     """Returns the rows as Trajectory objects, their engine's log-probs from `columns`."""
-    out, at = [], 0
+    out = []
     for row in rows:
         tau = Trajectory(row["instruction"], Question(row["q"], "Who?", ("gold",)), row["group"], [], 2)
         tau.observe([1, 2])
-        for turn in row["turns"]:
-            tau.act([3] * turn["n"], columns["engine"][at : at + turn["n"]].tolist())
+        for k, turn in enumerate(row["turns"]):
+            logps = [float(columns["engine"][n]) for j, n in zip(row["turn_of"], row["tokens"], strict=True) if j == k]
+            tau.act([3] * turn["n"], logps)
             tau.observe([4, 4])
             tau.turns.append(Turn("", "search" if turn["called"] else "", "", turn["result"]))
-            at += turn["n"]
         tau.reward, tau.prediction, tau.stop, tau.failed = row["r"], row["answer"], row["stop"], row["r"] < 1
         out.append(tau)
     return out
@@ -84,11 +84,9 @@ class Case:
         self.columns = dict(old=old, now=now, engine=old + 0.3 * g.standard_normal(N), entropy=2 * g.random(N) + 0.01)
         self.logp = torch.tensor(now, requires_grad=True)
         self.at = self.logp.unbind()
-        at = 0
-        for row in self.rows:
-            row["tokens"] = list(range(at, at + row["L"]))
+        for row, end in zip(self.rows, np.cumsum([row["L"] for row in self.rows]).tolist(), strict=True):
+            row["tokens"] = list(range(end - row["L"], end))
             row["turn_of"] = [k for k, turn in enumerate(row["turns"]) for _ in range(turn["n"])]
-            at += row["L"]
 
     def rho(self, token, to="old"):
         return torch.exp(self.at[token] - float(self.columns[to][token]))
@@ -327,14 +325,9 @@ def hapo(case):
         m = mean(tokens) if tokens else 0
         s = math.sqrt(mean([(r - m) ** 2 for r in tokens])) if tokens else 0
         A |= {row["k"]: (row["r"] - m) / (s + 1e-6) for row in members}
-    x = [math.log(h) for h in case.columns["entropy"]]
-    place = 0.8 * (len(x) - 1)
-    below, above = sorted(x)[math.floor(place)], sorted(x)[math.ceil(place)]
-    m = mean(x)
-    s, q = math.sqrt(mean([(b - m) ** 2 for b in x])), below + (place % 1) * (above - below)
-    h = [(a - q) / (s + 1e-6) for a in x]
-    largest, smallest = max(h), min(h)
-    h = [a / largest if a > 0 else a / -smallest for a in h]  # -1 to 1: the code's 1 / min has the wrong sign
+    x = np.log(case.columns["entropy"])
+    h = (x - np.quantile(x, 0.8)) / (x.std() + 1e-6)
+    h = np.where(h > 0, h / h.max(), h / -h.min())  # -1 to 1: the code's 1 / min has the wrong sign
 
     def term(row, _, n):
         rho, a = case.rho(n), A[row["k"]]
@@ -427,16 +420,15 @@ def adora(case):
     return plain(case, A)
 
 
+def first_call(row):
+    return next((k for k, turn in enumerate(row["turns"]) if turn["called"]), None)
+
+
 def aspo(case):
     A = compare(case)
     for members in case.groups():
-        used, p = [row for row in members if row["r"] and any(turn["called"] for turn in row["turns"])], {}
-        for row in used:
-            p[row["k"]] = 0
-            for turn in row["turns"]:
-                p[row["k"]] += turn["n"]
-                if turn["called"]:
-                    break
+        used = [row for row in members if row["r"] and first_call(row) is not None]
+        p = {row["k"]: sum(turn["n"] for turn in row["turns"][: first_call(row) + 1]) for row in used}
         for row in used:
             change = -2 * (p[row["k"]] - mean(list(p.values()))) / mean([x["L"] for x in used])
             bound = 0.7 * abs(A[row["k"]])
@@ -486,17 +478,14 @@ def hbpo(case):
 
 
 def mt_grpo(case):
-    first = {}
-    for row in case.rows:
-        first[row["k"]] = next((k for k, turn in enumerate(row["turns"]) if turn["called"]), None)
-        found = first[row["k"]] is not None and row["turns"][first[row["k"]]]["found"]
-        row["turn reward"] = float(found)
-    A, A_turn = compare(case), compare(case, of="turn reward")
     both = {}
     for row in case.rows:
+        first = first_call(row)
+        row["turn reward"] = float(first is not None and row["turns"][first]["found"])
+    A, A_turn = compare(case), compare(case, of="turn reward")
+    for row in case.rows:
         for k in range(len(row["turns"])):
-            early = first[row["k"]] is None or k <= first[row["k"]]
-            both[row["k"], k] = A[row["k"]] + (A_turn[row["k"]] if early else 0)
+            both[row["k"], k] = A[row["k"]] + A_turn[row["k"]] * (first_call(row) is None or k <= first_call(row))
     return turnwise(case, both)
 
 
