@@ -43,7 +43,12 @@ class Handler(BaseHTTPRequestHandler):
         self.server.asked.append(messages)
         answer = self.server.answer(messages)
         completion = {"choices": [{"message": {"role": "assistant", "content": answer}, "finish_reason": "stop"}]}
-        status, text = answer if isinstance(answer, tuple) else (200, json.dumps(completion))
+        self.reply(*(answer if isinstance(answer, tuple) else (200, json.dumps(completion))))
+
+    def do_GET(self):
+        self.reply(200, '{"data": [{"id": "any"}]}')
+
+    def reply(self, status, text):
         self.send_response(status)
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()

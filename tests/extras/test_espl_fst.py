@@ -7,19 +7,20 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from test_algorithm import FIRST, TAGS, Exam, Kept, Recorder, TableOptimizer, WatchedPolicy, questions
-from test_inspo import ENV, ROOT, SMALL, load_file, metrics
+from test_inspo import ENV, ROOT, SMALL, metrics
 from test_stop import mapped
 
 import inspo
 from config import PRESETS, Config, parse, validate
 from extras import espl, fst, selection
 from extras.bench.chaos import hear_signals
-from extras.espl import ESPLConfig, Pool, crossover_prompt, mate, mixed, mutation_prompt
+from extras.espl import ESPLConfig, Pool, crossover_prompt, mate, mutation_prompt
 from extras.fst import Front, FSTConfig, feedback_prompt, instance_wins
 from extras.objectives import ObjectiveLearner
 from journal.log import Ledger
@@ -83,16 +84,17 @@ def shown(tau):
 
 
 def step_of(table):
-    """The same as a step in the replay buffer."""
+    """The same as step 3 in the replay buffer."""
     B = ReplayBuffer(100)
     B.add(3, played(table), shown)
-    return B.items
+    return B
 
 
-def pool(n, k=3):
-    P = Pool(0.2, 5, k)
+def programs(n, P=None):
+    """Returns a population of n programs, E-SPL's or another."""
+    P = Pool(0.2, 5, 3) if P is None else P
     for j in range(n):
-        P.join(f"program {j}", None, j)
+        P.join(f"program {j}", None, 0)
     return P
 
 
@@ -111,24 +113,23 @@ def pool(n, k=3):
     ],
 )
 def test_ratings_are_trueskill_s(scores, expected):
-    P = pool(len(scores))
+    P = programs(len(scores))
     P.rate(dict(enumerate(scores)))
     for j, (mu, sigma) in enumerate(expected):
         assert P.ratings[j] == pytest.approx((mu, sigma), abs=2e-3)
 
 
 def test_ratings_come_from_the_problems_that_all_programs_played():
-    P = pool(2)
+    P, alone = programs(2), programs(2)
     P.attribute(played({0: {"q0": [1, 0], "q1": [0, 0]}, 1: {"q0": [0, 0]}}))
     assert P.ratings[0] == pytest.approx((29.396, 7.171), abs=2e-3) and P.family[0].w == 0.25
     assert [I.id for I in P.ranked()] == [0, 1] and P.best().id == 1  # the newest is the result
-    P = pool(2)
-    P.attribute(played({1: {"q0": [1]}}))
-    assert P.ratings == [(25, 25 / 3)] * 2  # alone nobody is rated
+    alone.attribute(played({1: {"q0": [1]}}))
+    assert alone.ratings == [(25, 25 / 3)] * 2  # alone nobody is rated
 
 
 def test_a_child_is_rated_by_its_parents_and_less_certain():
-    P = pool(2)
+    P = programs(2)
     P.ratings = [(30.0, 2.0), (20.0, 4.0)]
     child = P.bear("mutation", [0], 5)
     assert (child.parent, child.born) == (0, 5)
@@ -141,20 +142,19 @@ def test_a_child_is_rated_by_its_parents_and_less_certain():
 
 
 def test_the_newest_and_some_of_the_latest_play_the_same_problems():
-    P, D, seen = pool(9), list(questions("q", 6).values()), {}
+    P, D, seen = programs(9), list(questions("q", 6).values()), Counter()
     for seed in range(60):
         jobs = P.draw(np.random.default_rng(seed), D, 2)
-        assert [job.group for job in jobs] == [k // 2 for k in range(12)]
-        assert [job.question for job in jobs] == [D[0]] * 6 + [D[1]] * 6
-        first, second = ([job.instruction for job in jobs[k : k + 6 : 2]] for k in (0, 6))
-        assert first == second and first[0] == 8 and len(set(first)) == 3 and set(first[1:]) <= {4, 5, 6, 7}
-        for j in first:
-            seen[j] = seen.get(j, 0) + 1
+        ids = [job.instruction for job in jobs[:6:2]]
+        assert ids[0] == 8 and len(set(ids)) == 3 and set(ids[1:]) <= {4, 5, 6, 7}
+        expected = [(D[k // 3], j, k) for k, j in enumerate(ids * 2) for _ in range(2)]
+        assert [(job.question, job.instruction, job.group) for job in jobs] == expected
+        seen.update(ids)
     assert set(seen) == {4, 5, 6, 7, 8} and min(seen.values()) > 15
     assert P.probabilities().tolist() == pytest.approx([0] * 4 + [1 / 6] * 4 + [1 / 3])
     for n, ids, p in ((1, [0] * 6, [1]), (2, [1, 0] * 3, [0.5, 0.5])):
-        assert [job.instruction for job in pool(n).draw(np.random.default_rng(0), D, 1)] == ids
-        assert pool(n).probabilities().tolist() == p
+        assert [job.instruction for job in programs(n).draw(np.random.default_rng(0), D, 1)] == ids
+        assert programs(n).probabilities().tolist() == p
 
 
 def test_espl_mutates_after_every_step_but_the_last_and_ends_with_the_newest():
@@ -166,11 +166,9 @@ def test_espl_mutates_after_every_step_but_the_last_and_ends_with_the_newest():
     assert [args[0] for args in log.of("joined")] == [1, 2, 3] and not log.of("pruned") and not log.of("verified")
     assert [(I.parent, I.born) for I in log.P.family] == [(None, 0), (0, 1), (1, 2), (1, 3)]  # of the batch's best
     for t, (at, purpose, jobs, _) in enumerate(made.rollouts, 1):
-        assert (at, purpose) == (t, "rollout") and len(jobs) == 12 and len({job.group for job in jobs}) == 6
-        programs = {job.instruction for job in jobs}
-        assert t - 1 in programs and len(programs) == min(3, t)
-        asked = draw(questions("q", 6), 6, 0, t)[: -(-6 // len(programs))]
-        assert {job.question for job in jobs} == set(asked)
+        ids = {job.instruction for job in jobs}
+        assert (at, purpose, len(jobs)) == (t, "rollout", 12) and t - 1 in ids and len(ids) == min(3, t)
+        assert {job.question for job in jobs} == set(draw(questions("q", 6), 6, 0, t)[: -(-6 // len(ids))])
     [(_, _, scores), *_] = made.updates
     assert {a for _, a in scores} <= {0.5, -0.5, 0.0} and any(a for _, a in scores)  # r - mean, not divided
 
@@ -200,47 +198,38 @@ def test_an_optimizer_that_is_down_or_writes_nonsense_costs_a_child():
     assert len(log.P) == 1 and len(log.of("step")) == 4
 
 
-def test_a_crossover_has_the_program_that_alone_won_most_and_two_parents():
+def test_a_crossover_has_the_program_that_alone_won_most():
     # q0, q1: only 0; q2: only 1; q3 .. q5: only 2; q6: 1 and 2 alike
-    table = {0: {"q0": [1], "q1": [1]}, 1: {"q2": [1], "q6": [1]}, 2: {f"q{k}": [1] for k in (3, 4, 5, 6)}}
-    other, wins = mate(step_of({j: {q: row.get(q, [0]) for q in questions("q", 7)} for j, row in table.items()}), 0)
-    assert other == 2 and wins == {0: ["q0", "q1"], 1: ["q2"], 2: ["q3", "q4", "q5"]}
-    assert mate(step_of({j: {"q0": [1]} for j in (0, 1)}), 0) is None  # nobody won alone
-    assert mate(step_of({0: {"q0": [1]}, 1: {"q0": [0]}}), 0) is None and mate(step_of({0: {"q0": [1]}}), 0) is None
+    right = {0: ["q0", "q1"], 1: ["q2", "q6"], 2: ["q3", "q4", "q5", "q6"]}
+    table = {j: {q: [q in row] for q in questions("q", 7)} for j, row in right.items()}
+    assert mate(step_of(table).items, 0) == (2, {0: ["q0", "q1"], 1: ["q2"], 2: ["q3", "q4", "q5"]})
+    for table in ({0: {"q0": [1]}, 1: {"q0": [1]}}, {0: {"q0": [1]}, 1: {"q0": [0]}}, {0: {"q0": [1]}}):
+        assert mate(step_of(table).items, 0) is None  # one of them won nothing alone
 
+
+def test_a_crossover_has_two_parents_and_comes_before_the_mutation():
     table = {0: {"q0": [1, 1], "q1": [0, 0], "q2": [1, 0]}, 1: {"q0": [0, 0], "q1": [1, 1], "q2": [0, 0]}}
-
-    def offspring(crossover):
+    for crossover, whens in ((0.0, ["t3 r1"]), (1.0, ["t3 r0", "t3 r1"])):
         optimizer, cfg = TableOptimizer(["crossed"], ["mutated"]), ESPLConfig(**vars(ESPL) | dict(crossover=crossover))
-        evolution = espl.ESPL(cfg, Exam(cfg, questions("q", 9)), optimizer, pool(2), Recorder())
-        evolution.B = ReplayBuffer(100)
-        evolution.B.add(3, played(table), shown)
+        P = programs(2)
+        evolution = espl.ESPL(cfg, Exam(cfg, questions("q", 9)), optimizer, P, Recorder())
+        evolution.B = step_of(table)
         evolution.evolve(3, None)
-        return evolution.P, optimizer
-
-    P, optimizer = offspring(1.0)
+        assert optimizer.whens == whens
     assert "<other>\nprogram 1\n</other>" in optimizer.prompts[0] and "Which q0?" in optimizer.prompts[0]
-    assert optimizer.whens == ["t3 r0", "t3 r1"] and "Which q2?" in optimizer.prompts[1]
+    assert "Which q2?" in optimizer.prompts[1]
     assert [(I.text, I.parent) for I in P.family[2:]] == [("crossed", 0), ("mutated", 0)]
-    Q = Pool(0.2, 5, 3)
+    Q = programs(0)
     Q.load_state_dict(json.loads(json.dumps(P.state_dict())))
-    assert Q.family == P.family and Q.ids == P.ids and Q.ratings == P.ratings
-    assert offspring(0.0)[1].whens == ["t3 r1"]
-
-
-def test_questions_answered_both_ways_are_found_in_the_order_of_the_step():
-    asked = [("b", 0), ("a", 1), ("b", 1), ("c", 0)]
-    rows = [Experience(1, 0, q, f"{q}{r}{k}", (), r, not r) for k, (q, r) in enumerate(asked)]
-    assert [(a.text, b.text) for a, b in mixed(rows)] == [("b12", "b00")]
+    assert (Q.family, Q.ids, Q.ratings) == (P.family, P.ids, P.ratings)
 
 
 @pytest.mark.parametrize("stopped", ["evolve", "evaluate"])
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_run_that_was_stopped_inside_a_step_continues_there(name, stopped):
-    P = pool(1) if name == "espl" else front(1)
-    P.family[0].text, B = FIRST, ReplayBuffer(1000)
+    P = programs(1, Front(0.2, 5) if name == "fst" else None)
+    P.family[0].text, B, [child] = FIRST, ReplayBuffer(1000), names(1)
     B.add(2, played({0: {f"q{k}": [1, 0] for k in range(6)}}), shown)
-    [child] = names(1)
     _, policy, log, optimizer = run(
         name, {child: 6}, [child], restored=(P, B), at=(2, stopped), T=3, eval_every=2, save_every=5
     )
@@ -255,13 +244,6 @@ def test_a_run_that_was_stopped_inside_a_step_continues_there(name, stopped):
 # ---- FST
 
 
-def front(n):
-    P = Front(0.2, 5)
-    for j in range(n):
-        P.join(f"prompt {j}", None, 0)
-    return P
-
-
 def test_the_pareto_front_by_hand():
     """A and B win questions of their own; what C wins A wins too; D wins only what everybody fails."""
     rewards = np.array([[1, 1, 0, 0], [0, 0, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]], float)
@@ -273,25 +255,21 @@ def test_the_pareto_front_by_hand():
 
 
 def test_a_question_s_rollouts_go_round_the_prompts():
-    P, D = front(3), list(questions("q", 4).values())
+    P, D = programs(3, Front(0.2, 5)), list(questions("q", 4).values())
     jobs = P.draw(np.random.default_rng(0), D, 6)
     assert [(job.question, job.group) for job in jobs] == [(q, k) for k, q in enumerate(D) for _ in range(6)]
-    for k in range(4):
-        ids = [job.instruction for job in jobs[6 * k : 6 * k + 6]]
-        assert sorted(ids) == [0, 0, 1, 1, 2, 2] and ids[:3] == ids[3:]
+    for k in range(0, 24, 6):
+        ids = [job.instruction for job in jobs[k : k + 6]]
+        assert sorted(ids[:3]) == [0, 1, 2] and ids[:3] == ids[3:]
     starts = {P.draw(np.random.default_rng(seed), D, 5)[0].instruction for seed in range(20)}
     assert starts == {0, 1, 2} and P.probabilities() == pytest.approx([1 / 3] * 3)
 
 
-def test_fst_trains_a_question_s_prompts_as_one_group_and_evolves_every_K_e_steps():
+def test_fst_evolves_every_K_e_steps():
     good, bad = names(2)
-    _, policy, log, optimizer = run("fst", {good: 6, bad: 0}, [good], [bad], policy=WatchedPolicy, T=5)
-    assert [args[0] for args in log.of("joined")] == [2, 4] and [I.text for I in log.P.active][-1] == good
-    last = policy.rollouts[-1][2]
-    for group in range(4):
-        mine = [job for job in last if job.group == group]
-        assert len(mine) == 6 and len({job.question for job in mine}) == 1
-        assert {job.text for job in mine} == {I.text for I in log.P.active}
+    _, policy, log, _ = run("fst", {good: 6, bad: 0}, [good], [bad], policy=WatchedPolicy, T=5)
+    assert [args[0] for args in log.of("joined")] == [2, 4] and log.P.active[-1].text == good
+    assert {job.text for job in policy.rollouts[-1][2]} == {I.text for I in log.P.active}
 
 
 def test_a_revision_passes_if_it_is_strictly_better_on_what_was_shown_and_joins_if_it_wins():
@@ -319,7 +297,7 @@ class SetPolicy(WatchedPolicy):
         return tau
 
 
-def test_at_most_N_P_prompts_stay_and_without_a_new_one_all_do():
+def test_at_most_N_P_prompts_stay():
     """Each child knows what was shown, and one question of D_B that no other knows."""
     good = names(3)
     _, _, log, _ = run("fst", {}, T=3, policy=SetPolicy)
@@ -329,11 +307,16 @@ def test_at_most_N_P_prompts_stay_and_without_a_new_one_all_do():
     for N_P in (2, 3):
         _, _, log, _ = run("fst", right, *[[child] for child in good], policy=SetPolicy, T=3, rounds=3, N_P=N_P)
         assert len(log.P.family) == 1 + N_P and len(log.P) == N_P and 0 not in log.P.ids
-    _, _, log, _ = run("fst", {}, OptimizerDown("503"), T=3)
+
+
+@pytest.mark.parametrize("right, reply, why", [
+    ({}, OptimizerDown("503"), "the optimizer gave no reply (503)"),
+    ({FIRST: 6}, ["x"], "no failure to learn from"),
+])  # fmt: skip
+def test_without_a_new_prompt_all_stay(right, reply, why):
+    _, _, log, optimizer = run("fst", right, reply, policy=WatchedPolicy, T=3)
     [(_, _, joined, text)] = log.of("joined")
-    assert log.P.ids == [0] and joined == [] and "the optimizer gave no reply (503)" in text
-    _, _, log, optimizer = run("fst", {FIRST: 6}, ["x"], policy=WatchedPolicy, T=3)
-    assert not optimizer.prompts and "no failure to learn from" in log.of("joined")[0][3]
+    assert log.P.ids == [0] and joined == [] and why in text
 
 
 # ---- flags and prompts
@@ -341,11 +324,10 @@ def test_at_most_N_P_prompts_stay_and_without_a_new_one_all_do():
 
 def test_a_script_has_presets_that_flags_overrule():
     cfg = parse([], ESPLConfig, **espl.PRESET)
-    assert (cfg.mode, cfg.N_P, cfg.K_e, cfg.rivals, cfg.objective, cfg.D_B) == ("espl", 100, 1, 3, "espl", 0)
+    assert (cfg.mode, cfg.N_P, cfg.K_e, cfg.objective, cfg.D_B) == ("espl", 100, 1, "espl", 0)
     assert cfg.T_e > cfg.T < cfg.K_p
     cfg = parse(["--N_P", "8"], FSTConfig, **fst.PRESET)
     assert (cfg.mode, cfg.N_P, cfg.K_e, cfg.rounds, cfg.objective) == ("fst", 8, 6, 4, "cispo_cap")
-    assert cfg.T_e > cfg.T < cfg.K_p
 
 
 @pytest.mark.parametrize(
@@ -387,22 +369,15 @@ def start(script, *flags, cwd):
 
 def test_the_scripted_optimizer_answers_every_prompt():
     I, task = f"Search one entity at a time. {TAGS}", Exam(Config(), {})
-
-    def experience(text, failed=True):
-        return Experience(1, 0, "q", text, ("Bo",), 1.0 - failed, failed)
-
     wrong = "Question: Who is the father of the mother of Ann?\n<search> the father of the mother of Ann </search>"
-    prompts = [
-        feedback_prompt(I, [experience(wrong)], 4000, task),
-        mutation_prompt(I, [(experience("right one", False), experience(wrong))], 4000, task),
+    tried = [Experience(1, 0, "q", text, ("Bo",), 1.0 - failed, failed) for text, failed in ((wrong, 1), ("right", 0))]
+    for prompt in (
+        feedback_prompt(I, tried[:1], 4000, task), mutation_prompt(I, [tried[::-1]], 4000, task),
         crossover_prompt(I, f"State the fact found after each search. {TAGS}", ["Who?"], ["Where?"]),
-    ]
-    for prompt in prompts:
+    ):  # fmt: skip
         replies = [reply_to(prompt, seed) for seed in range(12)]
         assert sum("<ins_1>" in reply for reply in replies) >= 9 and not any("<ins_2>" in reply for reply in replies)
-    assert any("state" in read(reply_to(prompts[2], seed)) for seed in range(5))  # taken over from the other
-    long = mutation_prompt(I, [(experience("a" * 9000), experience("b" * 9000))] * 2, 1000, task)
-    assert len(long) < 6000 and long.count("<right>") == 2
+    assert any("state" in read(reply) for reply in replies)  # taken over from the other
 
 
 # ---- whole runs
@@ -424,10 +399,10 @@ def test_stopped_inside_an_evolution_and_resumed_it_is_bit_identical_and_everyth
     script, own = RUNS[name]
     flags, whole, out = [*SIZES, *own], tmp_path / "whole", tmp_path / "stopped"
     script.main([*flags, "--out", str(whole)])
-    asked = inspo.Evolution.ask
+    ask_optimizer = inspo.Evolution.ask
 
     def ask(self, *args):  # the call has been paid for, and then the run is stopped
-        found = asked(self, *args)
+        found = ask_optimizer(self, *args)
         if self.t >= 3:
             raise stop.Stopped("stopped by a test")
         return found
@@ -439,8 +414,8 @@ def test_stopped_inside_an_evolution_and_resumed_it_is_bit_identical_and_everyth
     monkeypatch.undo()
     script.main([*flags, "--out", str(out), "--resume"])
     assert metrics(out) == metrics(whole)
-    weights = [load_file(path / "policy/model.safetensors") for path in (whole, out)]
-    assert all(np.array_equal(p.numpy(), weights[1][k].numpy()) for k, p in weights[0].items())
+    weights = [(path / "policy/model.safetensors").read_bytes() for path in (whole, out)]
+    assert weights[0] == weights[1]
     keys = [row["call"]["key"] for row in read_jsonl(out / "reflections.jsonl") if "call" in row]
     assert keys and len(keys) == len(set(keys))
     for path in (out, whole):
