@@ -1,10 +1,10 @@
 """Mutation tests (`make mutants`): how many small faults do the tests notice, room by room?
 
-A mutant is a module with one small fault: a comparison flipped, `and` for `or`, + for -, * for /, a number one higher, a
-condition negated, a call dropped. A forked process imports it from memory and runs those of the room's tests that reach
-the function, but for those marked slow or ranks; programs that a test starts run without the fault. Of a room a sample
-of at most `--n` mutants is tried, always the same one of the same code. Prints the mutants that nobody noticed (some
-are no faults: they compute the same) and the score.
+A mutant is a module with one small fault: a comparison flipped, `and` for `or`, + for -, * for /, a number one higher,
+a condition negated, a call dropped. A forked process imports it from memory, so the checkout does not change, and runs
+those of the room's tests that call the function, except the ones marked slow or ranks. Programs that a test starts run
+without the fault. A room's sample of at most `--n` mutants is the same as long as its code is. Prints the mutants that
+no test noticed (some are no faults: they compute the same) and the score.
 """
 
 import argparse
@@ -19,8 +19,11 @@ from collections import defaultdict
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
+import hypothesis.core  # noqa: F401  what takes long is imported once, before the forks
 import pytest
-from transformers.models.qwen2 import modeling_qwen2  # noqa: F401  what takes long is imported once, before the forks
+from torch.distributed.checkpoint import state_dict  # noqa: F401
+from torch.nn.attention import varlen  # noqa: F401
+from transformers.models.qwen2 import modeling_qwen2  # noqa: F401
 
 ROOMS = {  # files; names of tests/test_*.py
     "inspo": (["inspo.py"], "algorithm one_step"),
@@ -45,8 +48,10 @@ ROOMS = {  # files; names of tests/test_*.py
     ),
 }
 PLUMBING = {"main", "train", "describe", "how_to_resume"}  # arguments, and lines for a reader
-MARKS = "not slow and not ranks and not fake and not real and not gpu"
-OPTIONS = ["-x", "-m", MARKS, "-p", "no:cacheprovider", "--basetemp=mutants"]
+OPTIONS = [
+    "-x", "-m", "not slow and not ranks and not fake and not real and not gpu", "--basetemp=mutants",
+    "--disable-plugin-autoload", "-p", "no:cacheprovider", "-p", "no:unraisableexception",
+]  # fmt: skip
 OTHER = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And,
@@ -55,22 +60,22 @@ OTHER = {
 
 
 def mutate(node):
-    """Returns (field, its new value), or None."""
+    """Yields (field, its new value)."""
     match node:
         case ast.Compare(ops=ops):
-            return "ops", [OTHER[type(op)]() for op in ops]
+            yield "ops", [OTHER[type(op)]() for op in ops]
         case ast.BoolOp(op=op) | ast.BinOp(op=op) | ast.AugAssign(op=op) if type(op) in OTHER:
-            return "op", OTHER[type(op)]()
+            yield "op", OTHER[type(op)]()
         case ast.If(test=test) | ast.IfExp(test=test) | ast.While(test=test) if not isinstance(test, ast.Compare):
-            return "test", ast.UnaryOp(ast.Not(), test)
+            yield "test", ast.UnaryOp(ast.Not(), test)
         case ast.UnaryOp(op=ast.Not(), operand=operand):
-            return "operand", ast.UnaryOp(ast.Not(), operand)
+            yield "operand", ast.UnaryOp(ast.Not(), operand)
         case ast.Constant(value=bool(value)):
-            return "value", not value
+            yield "value", not value
         case ast.Constant(value=int(value) | float(value)):
-            return "value", value + 1
+            yield "value", value + 1
         case ast.Expr(value=ast.Call()):
-            return "value", ast.Constant(None)
+            yield "value", ast.Constant(None)
 
 
 def find_mutants(path):
@@ -79,8 +84,7 @@ def find_mutants(path):
     for function in ast.walk(module):
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef) and function.name not in PLUMBING:
             for node in ast.walk(function):
-                if change := mutate(node):
-                    field, value = change
+                for field, value in mutate(node):
                     before, old = ast.unparse(node).partition("\n")[0], getattr(node, field)
                     setattr(node, field, value)
                     what = f"{path}:{node.lineno} {function.name}: {before}  ->  {ast.unparse(node)}".partition("\n")[0]
@@ -89,19 +93,18 @@ def find_mutants(path):
 
 
 def list_tests(paths, files):
-    """Returns the tests that call a function of `paths`, {(path, name): {test: None}}; of a fixture, the whole file."""
+    """Returns {(path, function): tests that call it}, the tests as keys; what a fixture calls, its whole file does."""
     tests, known = defaultdict(dict), {os.path.abspath(path): path for path in paths}
 
     def note(frame, event, _):
         code = frame.f_code
-        if event == "call" and code.co_filename in known:
-            test, _, phase = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")
+        if event == "call" and code.co_filename in known and "PYTEST_CURRENT_TEST" in os.environ:
+            test, _, phase = os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")
             tests[known[code.co_filename], code.co_name][test if phase == "(call)" else test.partition("::")[0]] = None
 
     sys.setprofile(note)
     threading.setprofile(note)
-    if pytest.main([*OPTIONS, *files]):
-        raise RuntimeError("the tests fail without a mutant")
+    assert pytest.main([*OPTIONS, *files]) == 0, "the tests fail without a mutant"
     return tests
 
 
@@ -109,12 +112,12 @@ def survives(tests, path, code):
     if os.fork():
         return os.wait()[1] == 0
     signal.signal(signal.SIGALRM, signal.default_int_handler)  # pytest tears down what the test has started
-    signal.setitimer(signal.ITIMER_REAL, 180, 10)
+    signal.setitimer(signal.ITIMER_REAL, 300, 10)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     SourceFileLoader.get_code = lambda loader, name, load=SourceFileLoader.get_code: (
         code if loader.path == os.path.abspath(path) else load(loader, name)
     )
-    os._exit(pytest.main([*OPTIONS, *tests]))
+    os._exit(pytest.main([*OPTIONS, *sorted(tests, key=lambda test: "::" not in test)]))  # whole files come last
 
 
 def measure(room, paths, names, n):
@@ -122,15 +125,13 @@ def measure(room, paths, names, n):
     with multiprocessing.get_context("fork").Pool(1) as pool:
         reach = pool.apply(list_tests, (paths, [f"tests/test_{name}.py" for name in names.split()]))
     mutants = [mutant for path in paths for mutant in find_mutants(path)]
-    sample = random.Random(room).sample(mutants, min(n, len(mutants)))
-    noticed = 0
-    for path, name, what, code in sample:
-        tests = [test for test in reach[path, name] if test]
-        if not tests or survives(tests, path, code):
-            print(what if tests else f"{what}  (no test)", flush=True)
-        else:
-            noticed += 1
-    print(f"| {room} | {noticed} of {len(sample)} (of {len(mutants)}) | {noticed / len(sample):.0%} |", flush=True)
+    random.Random(room).shuffle(mutants)  # so the first of a larger sample are those of a smaller one
+    sample = mutants[:n]
+    survivors = [
+        what for path, name, what, code in sample if not reach[path, name] or survives(reach[path, name], path, code)
+    ]
+    print(*survivors, sep="\n")
+    print(f"| {room} | {len(sample)} of {len(mutants)} | {1 - len(survivors) / len(sample):.0%} |", flush=True)
 
 
 def main():
