@@ -30,14 +30,14 @@ ROOMS = {  # files; names of tests/test_*.py
     "rollout": (["rollout.py"], "rollout tokens functions"),
     "grpo": (["grpo.py"], "terms grpo"),
     "population": (["population.py"], "population algorithm"),
-    "reflect": (["reflect.py"], "reflect optimizer"),
+    "reflect": (["reflect.py"], "reflect optimizer config"),
     "tasks": (
         ["tasks/__init__.py", "tasks/questions.py", "tasks/search_qa.py", "tasks/game.py"],
         "questions seam functions start rollout",
     ),
     "tools": (
         ["tasks/tools.py", "tasks/functions.py", "tasks/formats.py", "tasks/search.py"],
-        "tools functions seam rollout",
+        "tools functions seam reflect rollout",
     ),
     "engines": (["engines/torch_engine.py"], "engine rollout"),
     "checkpoint": (["training/checkpoint.py"], "directory resume"),
@@ -112,7 +112,7 @@ def survives(tests, path, code):
     if os.fork():
         return os.wait()[1] == 0
     signal.signal(signal.SIGALRM, signal.default_int_handler)  # pytest tears down what the test has started
-    signal.setitimer(signal.ITIMER_REAL, 300, 10)
+    signal.setitimer(signal.ITIMER_REAL, 180, 10)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     SourceFileLoader.get_code = lambda loader, name, load=SourceFileLoader.get_code: (
         code if loader.path == os.path.abspath(path) else load(loader, name)
