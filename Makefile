@@ -88,8 +88,8 @@ lint: setup        ## style and types: ruff, mypy
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 
-mutants: setup     ## mutation tests of the algorithm: is every small fault in it noticed?
-	$(PY) -m extras.bench.mutants $(ARGS)
+mutants: setup     ## do the tests notice small faults? (ARGS="rollout tools": of two rooms)
+	OMP_NUM_THREADS=1 $(PY) -m extras.bench.mutants $(ARGS)
 
 chaos: setup       ## runs of the world, killed, stopped or starved, and resumed (25 minutes; ARGS="--runs 5" is fewer)
 	OMP_NUM_THREADS=1 $(PY) -m extras.bench.chaos $(ARGS)

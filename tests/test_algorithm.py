@@ -652,6 +652,15 @@ def test_evaluations_and_checkpoints_keep_theirs():
     assert [t for t, _, split in policy.evaluations if split == "valid"] == [1, 2]
 
 
+def test_both_policies_are_compared_under_both_instructions():
+    policy, log, P = TablePolicy({}), Recorder(), restored("old", "new")[0]
+    policy.reset = lambda: policy.evaluations.append("reset")
+    inspo.compare(7, policy, *P.active, log)
+    assert policy.evaluations == [(7, "old", "test"), (7, "new", "test"), "reset", (7, "new", "test")]
+    settings = ["trained policy, first instruction", "trained policy, I_star", "first policy, I_star"]
+    assert [setting for setting, _ in log.of("compared")] == settings
+
+
 def test_after_T_e_the_optimizer_is_not_asked():
     _, _, log, optimizer = run({}, T=6, K_e=2, T_e=4)
     assert optimizer.whens[0] == "t0 r0" and {when.split()[0] for when in optimizer.whens[1:]} == {"t2"}

@@ -1,64 +1,146 @@
-"""Mutation tests of the algorithm (`make mutants`): how many small faults in it do the tests notice?
+"""Mutation tests (`make mutants`): how many small faults do the tests notice, room by room?
 
-mutmut plants one fault at a time in the functions below and runs the tests that reach it. Prints the score of every
-module and the survivors as diffs. Exits with 1 if less than 90 % are noticed. pyproject.toml has mutmut's settings.
+A mutant is a module with one small fault: a comparison flipped, `and` for `or`, + for -, * for /, a number one higher,
+a condition negated, a call dropped. A forked process imports it from memory, so the checkout does not change, and runs
+those of the room's tests that call the function, except the ones marked slow or ranks. Programs that a test starts run
+without the fault. A room's sample of at most `--n` mutants is the same as long as its code is. Prints the mutants that
+no test noticed (some are no faults: they compute the same) and the score.
 """
 
 import argparse
+import ast
+import multiprocessing
 import os
-import shutil
+import random
+import signal
 import sys
-from collections import Counter
+import threading
+from collections import defaultdict
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
 
-from _pytest.nodes import Node
-from mutmut.__main__ import cli, collect_source_file_mutation_data
-from mutmut.mutation.diff_apply import get_diff_for_mutant
-from mutmut.stats import status_by_exit_code
+import hypothesis.core  # noqa: F401  what takes long is imported once, before the forks
+import pytest
+from torch.distributed.checkpoint import state_dict  # noqa: F401
+from torch.nn.attention import varlen  # noqa: F401
+from transformers.models.qwen2 import modeling_qwen2  # noqa: F401
 
-GOAL = 0.9
-NAMES = {
-    "inspo": "inspo compare " + " ".join(
-        f"xǁEvolutionǁ{name}" for name in ("population", "begin", "evolve", "propose", "prompt", "ask", "verify")
+ROOMS = {  # files; names of tests/test_*.py
+    "inspo": (["inspo.py"], "algorithm one_step"),
+    "rollout": (["rollout.py"], "rollout tokens functions"),
+    "grpo": (["grpo.py"], "terms grpo"),
+    "population": (["population.py"], "population algorithm"),
+    "reflect": (["reflect.py"], "reflect optimizer config"),
+    "tasks": (
+        ["tasks/__init__.py", "tasks/questions.py", "tasks/search_qa.py", "tasks/game.py"],
+        "questions seam functions start rollout",
     ),
-    "grpo": "group_advantages xǁLearnerǁset_advantages xǁLearnerǁterms",
-    "reflect": "parse read_candidates check _mentions normalize paraphrase_prompt history_prompt "
-    "reflection_prompt format_examples shorten cut_middle",
-    "tasks": "load_task check_questions reward measure _finite rng_of draw take_subset average_by_source",
-    "tasks.questions": "normalize em f1 _token_f1 _read_question",
+    "tools": (
+        ["tasks/tools.py", "tasks/functions.py", "tasks/formats.py", "tasks/search.py"],
+        "tools functions seam reflect rollout",
+    ),
+    "engines": (["engines/torch_engine.py"], "engine rollout"),
+    "checkpoint": (["training/checkpoint.py"], "directory resume"),
+    "directory": (["journal/directory.py", "journal/checkpoints.py"], "directory algorithm resume"),
+    "retrieval": (
+        [f"retrieval/{name}.py" for name in ("bm25", "build", "corpus", "encoder", "index")] + ["retrieval_server.py"],
+        "retrieval_corpus retrieval_index retrieval_server retrieval_serving",
+    ),
 }
-FUNCTIONS = ["population.*"]
-FUNCTIONS += [
-    f"{module}.{name if name.startswith('x') else f'x_{name}'}__mutmut_*"
-    for module, names in NAMES.items()
-    for name in names.split()
-]
+PLUMBING = {"main", "train", "describe", "how_to_resume"}  # arguments, and lines for a reader
+OPTIONS = [
+    "-x", "-m", "not slow and not ranks and not fake and not real and not gpu", "--basetemp=mutants",
+    "--disable-plugin-autoload", "-p", "no:cacheprovider", "-p", "no:unraisableexception",
+]  # fmt: skip
+OTHER = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And,
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult,
+}  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--max-children", type=int, default=os.cpu_count(), help="faults that are tried at once")
-    args = parser.parse_args()
-    shutil.rmtree("mutants", ignore_errors=True)  # results of an earlier run
-    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # plugins take longer to load than most tests to run
-    Node._nodeid = property(lambda node: node.nodeid)  # mutmut 3.8.0 reads a name that pytest 9.2 dropped
-    cli(["run", *FUNCTIONS, "--max-children", str(args.max_children)], standalone_mode=False)
+def mutate(node):
+    """Yields (field, its new value)."""
+    match node:
+        case ast.Compare(ops=ops):
+            yield "ops", [OTHER[type(op)]() for op in ops]
+        case ast.BoolOp(op=op) | ast.BinOp(op=op) | ast.AugAssign(op=op) if type(op) in OTHER:
+            yield "op", OTHER[type(op)]()
+        case ast.If(test=test) | ast.IfExp(test=test) | ast.While(test=test) if not isinstance(test, ast.Compare):
+            yield "test", ast.UnaryOp(ast.Not(), test)
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            yield "operand", ast.UnaryOp(ast.Not(), operand)
+        case ast.Constant(value=bool(value)):
+            yield "value", not value
+        case ast.Constant(value=int(value) | float(value)):
+            yield "value", value + 1
+        case ast.Expr(value=ast.Call()):
+            yield "value", ast.Constant(None)
 
-    survivors = []
-    counts: dict[str, Counter[str]] = {}
-    for data, name, _ in collect_source_file_mutation_data(mutant_names=FUNCTIONS)[0]:
-        status = status_by_exit_code[data.exit_code_by_key[name]]
-        counts.setdefault(name.partition(".")[0], Counter())[status] += 1
-        if status not in ("killed", "timeout"):
-            survivors.append(f"{name}: {status}\n{get_diff_for_mutant(name, path=data.path)}")
+
+def find_mutants(path):
+    """Yields (path, name of the function, description, code of the module)."""
+    module = ast.parse(Path(path).read_text())
+    for function in ast.walk(module):
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef) and function.name not in PLUMBING:
+            for node in ast.walk(function):
+                for field, value in mutate(node):
+                    before, old = ast.unparse(node).partition("\n")[0], getattr(node, field)
+                    setattr(node, field, value)
+                    what = f"{path}:{node.lineno} {function.name}: {before}  ->  {ast.unparse(node)}".partition("\n")[0]
+                    yield path, function.name, what, compile(ast.fix_missing_locations(module), path, "exec")
+                    setattr(node, field, old)
+
+
+def list_tests(paths, files):
+    """Returns {(path, function): tests that call it}, the tests as keys; what a fixture calls, its whole file does."""
+    tests, known = defaultdict(dict), {os.path.abspath(path): path for path in paths}
+
+    def note(frame, event, _):
+        code = frame.f_code
+        if event == "call" and code.co_filename in known and "PYTEST_CURRENT_TEST" in os.environ:
+            test, _, phase = os.environ["PYTEST_CURRENT_TEST"].rpartition(" ")
+            tests[known[code.co_filename], code.co_name][test if phase == "(call)" else test.partition("::")[0]] = None
+
+    sys.setprofile(note)
+    threading.setprofile(note)
+    assert pytest.main([*OPTIONS, *files]) == 0, "the tests fail without a mutant"
+    return tests
+
+
+def survives(tests, path, code):
+    if os.fork():
+        return os.wait()[1] == 0
+    signal.signal(signal.SIGALRM, signal.default_int_handler)  # pytest tears down what the test has started
+    signal.setitimer(signal.ITIMER_REAL, 180, 10)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    SourceFileLoader.get_code = lambda loader, name, load=SourceFileLoader.get_code: (
+        code if loader.path == os.path.abspath(path) else load(loader, name)
+    )
+    os._exit(pytest.main([*OPTIONS, *sorted(tests, key=lambda test: "::" not in test)]))  # whole files come last
+
+
+def measure(room, paths, names, n):
+    """Prints the survivors of a room, and its score."""
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        reach = pool.apply(list_tests, (paths, [f"tests/test_{name}.py" for name in names.split()]))
+    mutants = [mutant for path in paths for mutant in find_mutants(path)]
+    random.Random(room).shuffle(mutants)  # so the first of a larger sample are those of a smaller one
+    sample = mutants[:n]
+    survivors = [
+        what for path, name, what, code in sample if not reach[path, name] or survives(reach[path, name], path, code)
+    ]
     print(*survivors, sep="\n")
-    counts["all"] = sum(counts.values(), Counter())
-    for module, count in counts.items():
-        print(f"{module:12}{share(count):6.1%} of {count.total():4}:", ", ".join(f"{n} {s}" for s, n in count.items()))
-    sys.exit(share(counts["all"]) < GOAL)
+    print(f"| {room} | {len(sample)} of {len(mutants)} | {1 - len(survivors) / len(sample):.0%} |", flush=True)
 
 
-def share(count: Counter[str]) -> float:
-    return (count["killed"] + count["timeout"]) / count.total()
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rooms", nargs="*", metavar="ROOM", help=" ".join(ROOMS))
+    parser.add_argument("--n", type=int, default=150, help="mutants of a room that are tried at most")
+    args = parser.parse_args()
+    for room in args.rooms or ROOMS:
+        measure(room, *ROOMS[room], args.n)
 
 
 if __name__ == "__main__":
