@@ -401,12 +401,14 @@ def test_rows_of_what_has_been_replaced_are_not_shown_as_those_of_its_successor(
     server, out = servers(searching), tmp_path / "o"
     server.about = {"status": "ok", "corpus": "12ab"}
     shutil.copytree(WORLD / "policy", tmp_path / "model")
-    (tmp_path / "q.jsonl").write_text("".join((WORLD / "test.jsonl").read_text().splitlines(keepends=True)[:2]))
+    some = load_questions(WORLD / "test.jsonl")[:2]  # without ids, so that others would have the same ones
+    write_jsonl(tmp_path / "q.jsonl", [{"question": q.text, "golden_answers": q.golds} for q in some])
     (tmp_path / "i.txt").write_text("Look up each entity. Use <search> </search> and <answer> </answer>.")
     flags = [tmp_path / "model", "--data", tmp_path / "q.jsonl", "--instruction", tmp_path / "i.txt", "--out", out]
     flags += ["--retriever", server.url, "--max_response", 40, "--max_observation", 100]
     assert not run(*flags)[1]
     rows, table = (out / "results.jsonl").read_bytes(), (out / "table.md").read_text()
+    assert [row["id"] for row in read_jsonl(out / "results.jsonl")] == ["data-1", "data-2"]
     text, fault = run(*flags)  # the same again: nothing is played
     assert not fault and table in text and "search: " not in text
     assert text.startswith(f"2 of 2 rows are from an earlier call; remove {out} to play them again\n")
