@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import faiss
 import pyarrow as pa
@@ -62,7 +63,7 @@ def test_a_file_of_the_hub_is_fetched_once(hubs, monkeypatch, at):
 
 def test_a_path_of_this_disk_is_not_asked_for(hubs, tmp_path):
     path = tmp_path / "mine.jsonl"
-    assert hub.here(str(path)) is None and hub.here("") is None
+    assert hub.here(str(path)) is None
     put(path, LINE)
     assert hub.fetch(str(path)) == hub.here(str(path)) == path and hubs.asked == []
 
@@ -78,23 +79,20 @@ def test_a_file_that_is_not_there_is_a_line(hubs, name, says):
 
 
 def test_a_hub_out_of_reach_is_asked_once(hubs, monkeypatch):
-    hubs.shutdown()
-    hubs.server_close()
-    asked, head = [], requests.head
-    monkeypatch.setattr(requests, "head", lambda *args, **kwargs: asked.append(args) or head(*args, **kwargs))
+    head = Mock(side_effect=requests.ConnectionError)
+    monkeypatch.setattr(requests, "head", head)
     for file in "ab":
         with pytest.raises(Fault, match=f"/{file}: the hub cannot be reached .*{hubs.url}: ConnectionError"):
             hub.fetch(f"hf://datasets/own/set/{file}")
-    assert len(asked) == 1
+    head.assert_called_once()
 
 
 def test_evaluate_s_benchmarks_are_fetched_once_unless_they_are_in_their_folder(hubs, tmp_path):
     put(tmp_path / "hub" / benchmarks.HUB.removeprefix("hf://") / "nq/test.jsonl", LINE)
-    for _ in range(2):
-        assert [q.source for q in benchmarks.load("nq", tmp_path / "data")] == ["nq"]
-    assert len(hubs.fetched()) == 1
     put(tmp_path / "data/popqa/test.jsonl", LINE)
-    assert [q.source for q in benchmarks.load("popqa", tmp_path / "data")] == ["popqa"] and len(hubs.fetched()) == 1
+    for name in ("nq", "nq", "popqa"):
+        assert [q.source for q in benchmarks.load(name, tmp_path / "data")] == [name]
+    assert len(hubs.fetched()) == 1
 
 
 # ---- what is searched
@@ -120,13 +118,12 @@ def test_a_server_on_the_usual_port_is_found_unless_a_flag_names_another(monkeyp
             search.choose_source(Config())
 
 
-def started(cfg):
+def start(cfg):
     """Returns the arguments with which a run starts its search server, and the seconds that it waits for it."""
-    calls = []
-    serve = lambda *argv, deadline: calls.append((argv[1:], deadline)) or "http://127.0.0.1:1"  # noqa: E731
+    serve = Mock(return_value="http://127.0.0.1:1")
     assert search.start_server(cfg, serve)[0] == "http://127.0.0.1:1"
-    [call] = calls
-    return call
+    serve.assert_called_once()
+    return serve.call_args.args[1:], serve.call_args.kwargs["deadline"]
 
 
 def test_a_run_waits_for_its_server_as_long_as_its_corpus_takes(elsewhere):
@@ -134,8 +131,10 @@ def test_a_run_waits_for_its_server_as_long_as_its_corpus_takes(elsewhere):
     corpus = elsewhere / "passages.jsonl"
     with open(corpus, "wb") as file:
         file.truncate(500_000_000)  # takes no disk
-    argv, deadline = started(Config(corpus=str(corpus)))
+    argv, deadline = start(Config(corpus=str(corpus)))
     assert argv == ("--corpus", str(corpus)) and 300 < deadline < 1800
+    with Servers(elsewhere / "log") as serve, pytest.raises(Fault, match="not ready after 0.01 s"):
+        serve("-m", "world.optimizer", "--seed", "0", deadline=0.01)
 
 
 def test_search_r1_s_corpus_is_served_with_its_index_if_both_are_there(elsewhere):
@@ -147,33 +146,22 @@ def test_search_r1_s_corpus_is_served_with_its_index_if_both_are_there(elsewhere
     cfg = search.choose_source(Config())
     assert cfg.corpus == str(wiki)
     dense = ("--index", str(index), "--encoder", "intfloat/e5-base-v2", "--device", "cpu")  # the GPUs are the policy's
-    assert started(cfg) == (("--corpus", str(wiki), *dense), 60)
+    assert start(cfg) == (("--corpus", str(wiki), *dense), 60)
     (elsewhere / "e5_HNSW64.index").touch()  # a CPU's
     assert search.find_index(str(wiki)) == str(elsewhere / "e5_HNSW64.index")
     assert search.find_index(str(WORLD / "corpus.jsonl")) == ""
-
-
-def test_a_server_may_take_longer_to_start_than_others(tmp_path):
-    with Servers(tmp_path / "log") as serve, pytest.raises(Fault, match="not ready after 0.01 s"):
-        serve("-m", "world.optimizer", "--seed", "0", deadline=0.01)
 
 
 # ---- what is missing
 
 
 def test_all_faults_are_told_at_once_each_a_single_time():
-    def fails(*lines):
-        def check():
-            raise Fault(*lines)
-
-        return check
-
+    one, *checks = (Mock(side_effect=Fault(*lines)) for lines in ("a", "ab", "b", "c"))
     together(list, dict)
+    with pytest.raises(Fault, match="^a$"):
+        together(one, list, one)
     with pytest.raises(Fault) as e:
-        together(fails("a"), list, fails("a"))
-    assert str(e.value) == "a"
-    with pytest.raises(Fault) as e:
-        together(fails("a", "b"), fails("b"), fails("c"))
+        together(one, *checks)
     assert e.value.args == ("a", "b", "c") and str(e.value).splitlines()[1:] == ["  a", "  b", "  c"]
 
 
@@ -219,13 +207,11 @@ def test_the_paper_s_command_fetches_what_it_needs_once_and_serves_what_is_there
     for name in ("train", "test"):
         rows = [{"question": row["question"], "golden_answers": list(row["golden_answers"]), "data_source": "nq"}
                 for row in read_jsonl(WORLD / f"{name}.jsonl")]  # fmt: skip
-        path = files / "datasets/PeterJinGo/nq_hotpotqa_train" / f"{name}.parquet"
-        path.parent.mkdir(parents=True, exist_ok=True)
+        put(path := files / "datasets/PeterJinGo/nq_hotpotqa_train" / f"{name}.parquet", "")
         pq.write_table(pa.Table.from_pylist(rows), path)
     for model, folder in {"own/policy": WORLD / "policy", "intfloat/e5-base-v2": get_model_path()}.items():
         (files / model).parent.mkdir()
         (files / model).symlink_to(folder)
-    data.mkdir()
     put(data / "wiki-18.jsonl", (WORLD / "corpus.jsonl").read_text())
     texts = [row["contents"] for row in read_jsonl(data / "wiki-18.jsonl")]
     vectors = Encoder(str(get_model_path()), "e5").passages(texts)

@@ -13,16 +13,16 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-import models.model
-from config import WORLD
 from engines.torch_engine import TorchEngine
 from models.model import (
+    LOGIT_SCALES,
     blocks,
     empty,
     export,
     fill,
     load_config,
     load_model,
+    load_policy,
     load_tokenizer,
     logit_scale,
     score,
@@ -46,22 +46,6 @@ def plain_attention(q, k, v, scale, window):
             weights = torch.softmax(k[kv, first : i + 1] @ q[h, i] * scale, 0)
             rows.append(weights @ v[kv, first : i + 1])
     return torch.stack(rows).view(heads, n, -1)
-
-
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
-@pytest.mark.parametrize("window", [None, 5, 30, 1000])
-def test_packed_attention_stays_within_a_sequence(kv_heads, window):
-    g = torch.Generator().manual_seed(0)
-    T = sum(LENGTHS)
-    q, k, v = (torch.randn(1, h, T, 8, generator=g, dtype=torch.float64) for h in (4, kv_heads, kv_heads))
-    got, _ = packed_attention(None, q, k, v, None, scaling=0.3, packing=Packing(LENGTHS), sliding_window=window)
-    assert got.shape == (1, T, 4, 8)
-    start = 0
-    for n in LENGTHS:
-        q1, k1, v1 = (x[0, :, start : start + n] for x in (q, k, v))
-        want = plain_attention(q1, k1, v1, 0.3, window or T)
-        torch.testing.assert_close(got[0, start : start + n].transpose(0, 1), want, atol=1e-12, rtol=0)
-        start += n
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
@@ -92,19 +76,20 @@ def unshared(packing):
     return [torch.cat([rows[parent], own]) if parent >= 0 else own for parent, own in pairs]
 
 
+@pytest.mark.parametrize("packing", [SHARED, Packing(LENGTHS)], ids=["shared", "apart"])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
-@pytest.mark.parametrize("window", [None, 5, 30])
-def test_tails_attend_to_the_prompt_that_they_share(kv_heads, window):
+@pytest.mark.parametrize("window", [None, 5, 30, 1000])
+def test_packed_tokens_attend_to_their_sequence_and_to_the_prompt_that_it_shares(kv_heads, window, packing):
     g = torch.Generator().manual_seed(0)
-    T = sum(SHARED.lengths)
+    T = sum(packing.lengths)
     x = [torch.randn(1, h, T, 8, generator=g, dtype=torch.float64, requires_grad=True) for h in (4, kv_heads, kv_heads)]
     y = [t.detach().clone().requires_grad_() for t in x]
-    got, _ = packed_attention(None, *x, None, scaling=0.3, packing=SHARED, sliding_window=window)
+    got, _ = packed_attention(None, *x, None, scaling=0.3, packing=packing, sliding_window=window)
     want = torch.empty(T, 4, 8, dtype=torch.float64)
-    for places, n in zip(unshared(SHARED), SHARED.lengths, strict=True):
+    for places, n in zip(unshared(packing), packing.lengths, strict=True):
         alone = plain_attention(*(t[0][:, places] for t in y), 0.3, window or T)
         want[places[-n:]] = alone.transpose(0, 1)[-n:]
-        assert SHARED.positions[places].tolist() == list(range(len(places)))
+        assert packing.positions[places].tolist() == list(range(len(places)))
     torch.testing.assert_close(got[0], want, atol=1e-12, rtol=0)
     weights = torch.randn(want.shape, generator=g, dtype=torch.float64)
     for out in (got[0], want):
@@ -133,66 +118,46 @@ def test_packed_attention_in_bf16_on_a_gpu(kv_heads, window, parents):
         torch.testing.assert_close(b.grad.cpu().float(), a.grad.float(), atol=0.2, rtol=0.05)
 
 
-def test_a_packed_batch_is_scored_as_its_sequences_are_alone(policy):
-    model, _ = policy
-    g = torch.Generator().manual_seed(1)
-    rows = [torch.randint(5, 600, (n,), generator=g) for n in LENGTHS]
-    ids, ends = torch.cat(rows), torch.tensor(LENGTHS).cumsum(0)
-    where = torch.tensor([i for i in range(len(ids)) if i + 1 not in ends])  # predicts the next of its sequence
-    logp, _ = score(model, ids, Packing(LENGTHS), where, ids[where + 1], 0.8)
-    want = []
-    for row in rows:
-        alone = torch.log_softmax(model(row[None], use_cache=False).logits[0].double() / 0.8, -1)
-        want.append(alone[:-1].gather(1, row[1:, None])[:, 0])
-    torch.testing.assert_close(logp.double(), torch.cat(want).detach(), atol=2e-5, rtol=0)
-
-
-def test_there_is_a_block_for_every_layer(policy):
-    model, _ = policy
+def test_there_is_a_block_for_every_layer(tiny):
+    model, _ = tiny
     assert len(blocks(model)) == model.config.num_hidden_layers
     unknown_family = torch.nn.Module()
     unknown_family._no_split_modules = None
+    unknown_family.heads = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
     unknown_family.layers = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(3))
     assert blocks(unknown_family) == list(unknown_family.layers)
-
-
-def test_an_exported_policy_is_the_policy(policy, tiny_path, tmp_path):
-    model, tokenizer = policy
-    path = tiny_path if model.config.hidden_size == 64 else WORLD / "policy"
-    export(load_config(str(path)), model, tokenizer, tmp_path / "p", torch.float32)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "p", dtype=torch.float32)
-    assert [n for n, _ in again.named_parameters()] == [n for n, _ in model.named_parameters()]
-    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
-    assert load_tokenizer(str(tmp_path / "p"))("<search>x")["input_ids"] == tokenizer("<search>x")["input_ids"]
 
 
 @pytest.mark.parametrize(
     "published, computed, written",
     [("bfloat16", "bfloat16", "bfloat16"), ("bfloat16", "float32", "float32"), ("float32", "bfloat16", "float32")],
 )
-def test_an_export_has_the_digits_of_the_model_and_of_its_training(
-    tiny, tiny_path, tmp_path, published, computed, written
+def test_an_exported_policy_is_the_policy_in_the_digits_of_the_model_and_of_its_training(
+    path, tmp_path, published, computed, written
 ):
-    config = load_config(tiny_path)
+    model, tokenizer = load_policy(path, "cpu")
+    config = load_config(path)
     config.dtype = getattr(torch, published)
     skeleton(config, torch.float32)  # as FSDP2 and export.py make one first
     skeleton(config, torch.bfloat16)
     assert config.dtype == getattr(torch, published)
-    export(config, tiny[0], tiny[1], tmp_path / "p", getattr(torch, computed))
+    export(config, model, tokenizer, tmp_path / "p", getattr(torch, computed))
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "p")  # in the dtype that config.json names
     assert {p.dtype for p in again.parameters()} == {getattr(torch, written)}
-    for p, q in zip(again.parameters(), tiny[0].parameters(), strict=True):
-        assert torch.equal(p.float(), q.to(p.dtype).float())
+    for (name, p), (other, q) in zip(again.named_parameters(), model.named_parameters(), strict=True):
+        assert name == other
+        assert torch.equal(p, q.to(p.dtype))
+    assert load_tokenizer(str(tmp_path / "p"))("<search>x")["input_ids"] == tokenizer("<search>x")["input_ids"]
 
 
-def test_an_empty_model_filled_computes_as_its_source(policy, tiny_path):
-    model, _ = policy
-    path = tiny_path if model.config.hidden_size == 64 else str(WORLD / "policy")
-    copy = fill(empty(load_config(path), torch.float32, "cpu"), load_model(path))
+def test_an_empty_model_filled_computes_as_its_source(path):
+    model = load_model(path)
+    copy = fill(empty(load_config(path), torch.float32, "cpu"), model)
     ids = torch.arange(5, 40)[None]
     assert torch.equal(copy(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
-    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    assert tied == (copy.get_output_embeddings().weight is copy.get_input_embeddings().weight)
+    for each in (model, copy):
+        tied = each.get_output_embeddings().weight is each.get_input_embeddings().weight
+        assert tied == model.config.tie_word_embeddings
 
 
 # ---- families of models: supported exactly, or refused in one line
@@ -216,6 +181,7 @@ SUPPORTED = {  # family -> settings, logit scale
     "Gemma3Text": ({"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}, 1.0),
 }
 REFUSED = {  # family -> settings, what the line says
+    "Granite": ({"logits_scaling": 8.0}, r"0\.125 times its head's output, not 1 times.*logits_scaling = 8\.0"),
     "Gemma2": ({}, "not a multiple of its head's output.*final_logit_softcapping = 30.0"),
     "NanoChat": ({}, "not a multiple of its head's output.*final_logit_softcapping = 15.0"),
     "FalconH1": (
@@ -276,17 +242,11 @@ def test_a_supported_family_is_scored_and_sampled_with_its_own_logits(family, ti
 
 
 @pytest.mark.parametrize("family", REFUSED)
-def test_an_unsupported_family_is_refused(family, tiny_path, tmp_path):
+def test_an_unsupported_family_is_refused(family, tiny_path, tmp_path, monkeypatch):
+    monkeypatch.delitem(LOGIT_SCALES, "granite")  # as if that family were not known
     settings, reason = REFUSED[family]
     line = refused(load_model, make_family(family, settings, tiny_path, tmp_path / family))
     assert re.search(reason, line), line
-
-
-def test_a_scale_missing_from_the_table_is_refused(tiny_path, tmp_path, monkeypatch):
-    path = make_family("Granite", {"logits_scaling": 8.0}, tiny_path, tmp_path / "granite")
-    monkeypatch.delitem(models.model.LOGIT_SCALES, "granite")
-    line = refused(load_model, path)
-    assert "its logits are 0.125 times its head's output, not 1 times" in line and "logits_scaling = 8.0" in line
 
 
 def test_the_probe_leaves_the_model_alone(tiny_path):
@@ -298,19 +258,13 @@ def test_the_probe_leaves_the_model_alone(tiny_path):
 # ---- what cannot be trained is refused in one line
 
 
-@pytest.fixture
-def changed(tiny_path, tmp_path):
-    """A copy of the tiny policy with another text in one of its files; None removes the file."""
-
-    def make(name, text):
-        path = shutil.copytree(tiny_path, tmp_path / "changed")
-        if text is None:
-            (path / name).unlink()
-        else:
-            (path / name).write_text(text)
-        return str(path)
-
-    return make
+def changed(tiny_path, tmp_path, template):
+    """A copy of the tiny policy with another chat template, or with none."""
+    path = shutil.copytree(tiny_path, tmp_path / "changed")
+    (path / "chat_template.jinja").unlink()
+    if template:
+        (path / "chat_template.jinja").write_text(template)
+    return str(path)
 
 
 def refused(function, path, *args):
@@ -322,19 +276,17 @@ def refused(function, path, *args):
     return line
 
 
-def test_a_path_that_holds_no_model(tmp_path):
-    assert "no causal LM" in refused(load_config, str(tmp_path))
-    assert "no tokenizer" in refused(load_tokenizer, str(tmp_path))
-    assert "no causal LM" in refused(load_model, str(tmp_path))
-
-
-def test_a_tokenizer_without_a_chat_template(changed):
-    assert "no chat template" in refused(load_tokenizer, changed("chat_template.jinja", None))
+@pytest.mark.parametrize(
+    "load, what", [(load_config, "causal LM"), (load_model, "causal LM"), (load_tokenizer, "tokenizer")]
+)
+def test_a_path_that_holds_no_model(tmp_path, load, what):
+    assert f"no {what}" in refused(load, str(tmp_path))
 
 
 @pytest.mark.parametrize(
     "template, reason",
     [
+        (None, "no chat template"),
         ("{{ raise_exception('Only system\nprompts!') }}", "its chat template fails (TemplateError: Only system)"),
         ("{{ messages[0]['text'].strip() }}", "its chat template fails (UndefinedError: "),
         ("{% for m in messages if m['role'] == 'system' %}{{ m['content'] }}{% endfor %}", "drops or changes 'Which"),
@@ -346,8 +298,8 @@ def test_a_tokenizer_without_a_chat_template(changed):
         ("{{ messages[0]['content'][-30000:] }}", "drops or changes"),
     ],
 )
-def test_a_chat_template_that_cannot_ask_a_question(changed, template, reason):
-    assert reason in refused(load_tokenizer, changed("chat_template.jinja", template))
+def test_a_chat_template_that_cannot_ask_a_question(tiny_path, tmp_path, template, reason):
+    assert reason in refused(load_tokenizer, changed(tiny_path, tmp_path, template))
 
 
 LLAMA_3_2 = """\
@@ -355,32 +307,24 @@ LLAMA_3_2 = """\
 {{- "Today Date: " + date_string + "\n" + messages[0]["content"] | trim }}"""
 
 
-def test_a_chat_template_s_clock_stands_still(changed, monkeypatch):
-    class Clock:
-        year = 2025
-
-        @classmethod
-        def now(cls):
-            return datetime(cls.year, 1, 2)
-
-    monkeypatch.setattr(transformers.utils.chat_template_utils, "datetime", Clock)
-    tokenizer, message = load_tokenizer(changed("chat_template.jinja", LLAMA_3_2)), {"role": "user", "content": " a "}
-    shown = []
-    for Clock.year in (2025, 2026):
-        shown.append(in_template(tokenizer, [message]))
-        assert f"02 Jan {Clock.year}" in tokenizer.apply_chat_template([message], tokenize=False)  # the danger is real
-    assert shown == ["Today Date: 26 Jul 2024\na"] * 2
+def test_a_chat_template_s_clock_stands_still(tiny_path, tmp_path, monkeypatch):
+    tokenizer = load_tokenizer(changed(tiny_path, tmp_path, LLAMA_3_2))
+    message = {"role": "user", "content": " a "}
+    for year in (2025, 2026):
+        clock = SimpleNamespace(now=lambda year=year: datetime(year, 1, 2))
+        monkeypatch.setattr(transformers.utils.chat_template_utils, "datetime", clock)
+        assert in_template(tokenizer, [message]) == "Today Date: 26 Jul 2024\na"
+        assert f"02 Jan {year}" in tokenizer.apply_chat_template([message], tokenize=False)  # the danger is real
 
 
-def test_a_chat_template_that_fails_on_some_message_is_named_with_it(changed):
+def test_a_chat_template_that_fails_on_some_message_is_named_with_it(tiny_path, tmp_path):
     odd = "{% if 'ß' in messages[0]['content'] %}{{ messages[0]['x']['y'] }}{% endif %}{{ messages[0]['content'] }}"
-    tokenizer = load_tokenizer(changed("chat_template.jinja", odd))
-    message = {"role": "user", "content": "Question: who wrote Fuß?\n"}
-    told = "fails .UndefinedError.* ends 'Question: who wrote Fuß"
-    assert re.search(told, refused(in_template, tokenizer, [message]))
-    assert in_template(tokenizer, [message | {"content": "Who?"}]) == "Who?"
-    system = {"role": "system", "content": "Be brief."}
-    assert "'Who?' of the user's" in refused(in_template, tokenizer, [system, message | {"content": "Who?"}])
+    tokenizer = load_tokenizer(changed(tiny_path, tmp_path, odd))
+    message, system = {"role": "user", "content": "Who?"}, {"role": "system", "content": "Be brief."}
+    assert in_template(tokenizer, [message]) == "Who?"
+    assert "'Who?' of the user's" in refused(in_template, tokenizer, [system, message])
+    line = refused(in_template, tokenizer, [message | {"content": "Question: who wrote Fuß?\n"}])
+    assert re.search("fails .UndefinedError.* ends 'Question: who wrote Fuß", line)
 
 
 def test_a_tokenizer_that_cannot_write_the_stop_strings(tmp_path):
