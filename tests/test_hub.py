@@ -118,7 +118,7 @@ def test_a_server_on_the_usual_port_is_found_unless_a_flag_names_another(monkeyp
             search.choose_source(Config())
 
 
-def start(cfg):
+def started_with(cfg):
     """Returns the arguments with which a run starts its search server, and the seconds that it waits for it."""
     serve = Mock(return_value="http://127.0.0.1:1")
     assert search.start_server(cfg, serve)[0] == "http://127.0.0.1:1"
@@ -131,7 +131,7 @@ def test_a_run_waits_for_its_server_as_long_as_its_corpus_takes(elsewhere):
     corpus = elsewhere / "passages.jsonl"
     with open(corpus, "wb") as file:
         file.truncate(500_000_000)  # takes no disk
-    argv, deadline = start(Config(corpus=str(corpus)))
+    argv, deadline = started_with(Config(corpus=str(corpus)))
     assert argv == ("--corpus", str(corpus)) and 300 < deadline < 1800
     with Servers(elsewhere / "log") as serve, pytest.raises(Fault, match="not ready after 0.01 s"):
         serve("-m", "world.optimizer", "--seed", "0", deadline=0.01)
@@ -146,7 +146,7 @@ def test_search_r1_s_corpus_is_served_with_its_index_if_both_are_there(elsewhere
     cfg = search.choose_source(Config())
     assert cfg.corpus == str(wiki)
     dense = ("--index", str(index), "--encoder", "intfloat/e5-base-v2", "--device", "cpu")  # the GPUs are the policy's
-    assert start(cfg) == (("--corpus", str(wiki), *dense), 60)
+    assert started_with(cfg) == (("--corpus", str(wiki), *dense), 60)
     (elsewhere / "e5_HNSW64.index").touch()  # a CPU's
     assert search.find_index(str(wiki)) == str(elsewhere / "e5_HNSW64.index")
     assert search.find_index(str(WORLD / "corpus.jsonl")) == ""

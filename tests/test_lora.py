@@ -7,6 +7,7 @@ import pickle
 import threading
 from dataclasses import asdict, replace
 from types import SimpleNamespace
+from unittest.mock import ANY, Mock, call
 
 import numpy as np
 import pytest
@@ -176,42 +177,26 @@ def policy_of(path, **knobs):
     return make_policy(cfg, Ranks("cpu", 1), load_task(cfg))
 
 
-class Drowsy:
-    """An engine of its own memory: it loads weights, and notes when it sleeps."""
-
-    lockstep, unproven = True, 0
-
-    def __init__(self, fault=None):
-        self.seen, self.fault = [], fault
-
-    def sleep(self):
-        self.seen.append("sleep")
-        if self.fault:
-            raise self.fault
-
-    def load(self, weights):
-        self.seen.append("load" if sum(1 for _ in weights) else "nothing")
-
-
 @pytest.mark.parametrize("fault", [None, RuntimeError("the engine died")])
 def test_an_engine_sleeps_while_a_checkpoint_is_written_or_loaded_and_a_dead_one_costs_none(
     tiny_path, tmp_path, monkeypatch, fault
 ):
     """A state dict takes the room of its weights and cache on a card; it gets them again before the next rollout."""
-    policy, engine = policy_of(tiny_path), Drowsy(fault)
+    policy, engine = policy_of(tiny_path), Mock()
     policy.engine, policy.shared, policy.synced = engine, False, False
+    engine.sleep.side_effect = fault
     policy.sync()
     policy.save(tmp_path / "one")()
-    assert engine.seen == ["load", "sleep"] and (tmp_path / "one/.metadata").is_file()
+    assert engine.mock_calls == [call.load(ANY), call.sleep()] and (tmp_path / "one/.metadata").is_file()
     policy.save(tmp_path / "two")()  # it sleeps already
     policy.sync()
     policy.sync()
-    assert engine.seen == ["load", "sleep", "load"] and (tmp_path / "two/.metadata").is_file()
-    engine.fault = None
-    state_dict = policy.learner.state_dict
-    monkeypatch.setattr(policy.learner, "state_dict", lambda: engine.seen.append("state") or state_dict())
+    assert engine.mock_calls[2:] == [call.load(ANY)] and (tmp_path / "two/.metadata").is_file()
+    engine.sleep.side_effect = None
+    engine.state_dict.side_effect = policy.learner.state_dict
+    monkeypatch.setattr(policy.learner, "state_dict", engine.state_dict)
     policy.load(tmp_path / "one", 1)
-    assert engine.seen[3:] == ["sleep", "state"] and not policy.synced
+    assert engine.mock_calls[3:] == [call.sleep(), call.state_dict()] and not policy.synced
 
 
 @pytest.mark.parametrize("rank", [0, RANK])
