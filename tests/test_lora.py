@@ -15,11 +15,13 @@ import torch
 from test_grpo import batch_of, eq2, scaled, settings_of
 from test_inspo import SMALL, finish, metrics, start, weights_of
 from test_ranks import CFG, LIMIT, together, torchrun
+from tiny_model import STOP
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 import export
 from config import WORLD, Config
+from engines.torch_engine import TorchEngine
 from grpo import Learner, minibatches
 from inspo import make_policy
 from models import lora
@@ -76,6 +78,8 @@ def test_the_stream_is_base_plus_scale_b_a_under_the_plain_names_in_their_order(
     model = trained(policy[0])
     base, found = dict(policy[0].named_parameters()), dict(weights(model))
     adapters = lora.layers(model)
+    engine = TorchEngine(copy.deepcopy(policy[0]), policy[1], STOP)
+    engine.load(weights(model))
     assert list(found) == list(base)
     assert list(adapters) == [name for name in base if name.endswith("_proj.weight")]  # q, k, v, o, gate, up, down
     for name, W in base.items():
@@ -85,6 +89,7 @@ def test_the_stream_is_base_plus_scale_b_a_under_the_plain_names_in_their_order(
             assert A.shape == (RANK, W.shape[1]) and B.shape == (W.shape[0], RANK)
             want = want + ALPHA / RANK * B @ A
         assert not found[name].requires_grad
+        assert torch.equal(engine.model.get_parameter(name), found[name])
         torch.testing.assert_close(found[name].double(), want, atol=1e-6, rtol=0)
 
 
