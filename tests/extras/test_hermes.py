@@ -2,6 +2,7 @@
 
 import copy
 import gzip
+import itertools
 import json
 import re
 
@@ -398,10 +399,10 @@ def test_the_paper_s_instruction_is_said_without_tags():
 # ---- doors
 
 
-def revise(messages):
+def revise(messages, calls=itertools.count(1)):  # noqa: B008
     """Answers as an optimizer that keeps what it should in its first revision, and loses a tool in its second."""
     parent = re.search(r"<ins_0>(.*?)</ins_0>", messages[-1]["content"], re.S)[1].strip()
-    good = parent.replace("Searches", f"Searches, {len(parent)} times,", 1)
+    good = parent.replace("Searches", f"Searches, {next(calls)} times,", 1)
     return f"<ins_1>{good}</ins_1>\n<ins_2>Do as you like. {parent.partition('<tool_')[0]}</ins_2>"
 
 
@@ -419,7 +420,7 @@ def test_a_run_evolves_descriptions_and_its_doors_know_the_format(tmp_path, monk
     born = [I["text"] for event in read_jsonl(run / "population.jsonl") for I in event["P"]]
     task = load_task(Config(format="hermes_tools", tools="search,calculator"))
     assert len(set(born)) >= 2 and not any(task.format.unfit(text, "", task) for text in born)
-    assert any(text.count(" times,") > 1 for text in born)  # a revision of the second call
+    assert any("Searches, 2 times, " in text for text in born)  # a revision of the second call
     refused = [why["reason"] for row in read_jsonl(run / "reflections.jsonl") for why in row.get("rejected", [])]
     assert refused and all("describes no tool in sections" in why for why in refused)
     with gzip.open(run / "trajectories" / "step-000001.jsonl.gz", "rt") as file:
