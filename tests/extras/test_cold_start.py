@@ -16,10 +16,10 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 import torch.nn.functional as F
+from chat_server import ChatServer
 from found_search import Found
 from hermes_like import small
 from scripted import Says
-from tasks_servers import ChatServer
 from test_inspo import ENV, finish, metrics, popen, wait_for_step
 
 from config import PRESETS, Config

@@ -7,10 +7,10 @@ import json
 import re
 
 import pytest
+from chat_server import ChatServer
 from found_search import Found
 from hermes_like import chat_model, small, template
 from scripted import Says
-from tasks_servers import ChatServer
 from tiny_model import FIXTURE
 
 import ask

@@ -15,8 +15,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from chat_server import ChatServer
 from scripted import Says
-from tasks_servers import ChatServer, make_player
+from tasks_servers import make_player
 from test_inspo import metrics as untimed
 
 import evaluate
