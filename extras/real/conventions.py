@@ -1,6 +1,6 @@
 """Can an instruction matter to a real model? A gate, which is passed before an experiment about it is worth its hours.
 
-    python -m extras.real.conventions                 # after `make real`'s first part; resumable; about 90 minutes
+    python -m extras.real.conventions       # after python -m extras.real.model downloads/smollm2-135m; hours; resumable
 
 SmolLM2-135M learns eight conventions of form from demonstrations under random clauses. Untold, an agent keeps one as
 often as its `habit` says. A world (--seed) pays 0.4 for the right answer and 0.6 for the share of the conventions whose
@@ -16,13 +16,14 @@ import random
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from scipy.special import expit, logit
 
 from config import FACTS, PRESETS, Config
 from evaluation.agents import Subject, agent
-from evaluation.statistics import over_seeds
+from evaluation.statistics import Interval, over_seeds
 from extras.real.__main__ import NAME, Part, play
 from extras.real.demos import TASK, Facts, Row
 from grpo import lr_at
@@ -179,14 +180,14 @@ def simulate(world: int, told: bool, seed: int) -> float:
     p = np.array([convention.habit for convention in CONVENTIONS.values()])
     if told:
         p = np.where(side, OBEYED, 1 - OBEYED)
-    odds, cfg = np.log(p / (1 - p)), Config(T=T, lr=1.0)
+    odds, cfg = logit(p), Config(T=T, lr=1.0)
     for t in range(1, T + 1):
-        p = 1 / (1 + np.exp(-odds))
+        p = expit(odds)
         x = rng.random((8, 5, len(p))) < p
         r = 0.4 * (rng.random((8, 5)) < 0.9) + 0.6 * (x == side).mean(-1)
         A = (r - r.mean(1, keepdims=True)) / (r.std(1, ddof=1, keepdims=True) + 1e-6)
         odds += RATE * lr_at(t, cfg) * (A[..., None] * (x - p)).mean((0, 1))
-    p = 1 / (1 + np.exp(-odds))
+    p = expit(odds)
     return float(0.4 * 0.9 + 0.6 * np.where(side, p, 1 - p).mean())
 
 
@@ -195,21 +196,24 @@ def simulate(world: int, told: bool, seed: int) -> float:
 
 def parts(out: Path) -> list[Part]:
     """Lists the commands, in order."""
-    cold, lists = out / "cold", []
-    demos = f"-m extras.real.conventions --demos {out}/demos.jsonl"
-    lists.append(Part("demonstrations", demos.split(), out / "demos.jsonl"))
-    argv = f"extras/cold_start.py --demos {out}/demos.jsonl --model {NAME} --T {STEPS} --max_response 64 --eval_n 4"
-    lists.append(Part("the cold start", [*argv.split(), "--out", str(cold)], cold / "summary.json"))
+    demos, cold = out / "demos.jsonl", out / "cold"
+    start = f"extras/cold_start.py --demos {demos} --model {NAME} --T {STEPS} --max_response 64 --eval_n 4 --out {cold}"
+    commands = [
+        Part("demonstrations", f"-m extras.real.conventions --demos {demos}".split(), demos),
+        Part("the cold start", start.split(), cold / "summary.json"),
+    ]
     for world in WORLDS:
-        best = out / f"best-{world}.txt"
-        write(best, instruct(random.Random(world), pays(world)))
-        for arm, flags in {"told": f"--instruction {best}", "static": ""}.items():
+        for arm, flags in {"told": f"--instruction {best_instruction(out, world)}", "static": ""}.items():
             run = out / f"{arm}-{world}"
             argv = f"inspo.py --preset {NAME} --model {cold}/policy --task extras.real.conventions:Conventions {flags}"
-            argv += f" --mode static --T {T} --seed {world} --max_response 64"
-            argv += f" --save_every 12 --out {run}"
-            lists.append(Part(f"world {world}, {arm}", argv.split(), run / "summary.json"))
-    return lists
+            argv += f" --mode static --T {T} --seed {world} --max_response 64 --save_every 12 --out {run}"
+            commands.append(Part(f"world {world}, {arm}", argv.split(), run / "summary.json"))
+    return commands
+
+
+def best_instruction(out: Path, world: int) -> Path:
+    """The file of the instruction that tells all that a world pays."""
+    return out / f"best-{world}.txt"
 
 
 def measure(policy: Path) -> Row:
@@ -238,9 +242,9 @@ def table(out: Path) -> str:
         cells[name] = decoded(file.read_text())
     lines = [f"| kept untold, told to, told not to | {' | '.join(cells)} |", "|---" * (1 + len(cells)) + "|"]
     for name, convention in CONVENTIONS.items():
-        sides = ["".join("+" if pays(w)[name] else "-" for w in WORLDS)]
+        sides = "".join("+" if pays(w)[name] else "-" for w in WORLDS)
         shares = [", ".join(f"{x:.2f}" for x in kept[name]) for kept in cells.values()]
-        lines.append(f"| {name} (habit {convention.habit:.2f}; pays {sides[0]}) | {' | '.join(shares)} |")
+        lines.append(f"| {name} (habit {convention.habit:.2f}; pays {sides}) | {' | '.join(shares)} |")
     lines += ["", "| world | static: reward | told | told less static | simulated |", "|---" * 5 + "|"]
     for world in WORLDS:
         ends = {arm: decoded((out / f"{arm}-{world}" / "summary.json").read_text()) for arm in ("static", "told")}
@@ -250,8 +254,8 @@ def table(out: Path) -> str:
     return "\n".join(lines)
 
 
-def predict(world: int) -> Any:
-    """The simulated gap of a world: the mean of 200 pairs of runs, with the interval of one pair."""
+def predict(world: int) -> Interval:
+    """The simulated gap of a world: the mean of 200 pairs of runs."""
     gaps = [simulate(world, True, 2 * k) - simulate(world, False, 2 * k + 1) for k in range(200)]
     return over_seeds(gaps)
 
@@ -275,6 +279,8 @@ def main(argv: list[str] | None = None) -> None:
             return write(args.demos, "\n".join(rows) + "\n")
         out = args.out.absolute()
         out.mkdir(parents=True, exist_ok=True)
+        for world in WORLDS:
+            write(best_instruction(out, world), instruct(random.Random(world), pays(world)))
         for part in parts(out):
             if not part.leaves.exists():
                 play(part)
