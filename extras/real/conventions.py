@@ -6,7 +6,8 @@ SmolLM2-135M learns eight conventions of form from demonstrations under random c
 often as its `habit` says. A world (--seed) pays 0.4 for the right answer and 0.6 for the share of the conventions whose
 paying side was shown; which side pays is drawn. Nothing in a question says so: training has to find it, an instruction
 can tell it. The gate: a told clause is obeyed at least 0.8, and after 36 steps the static arm under the world's best
-instruction is ahead of the one that is told nothing by at least 0.15.
+instruction is ahead of the one that is told nothing by at least 0.15 in both worlds; after a world that
+fails no further one is run.
 """
 
 import argparse
@@ -82,6 +83,7 @@ ONE_HOP = "1hop"  # the end of its questions' source: one search finds the answe
 DEMOS, STEPS, T = 2048, 128, 36
 ASKED = 24  # questions of a measurement
 WORLDS = (0, 1)  # pilots
+LEAST = 0.15  # by which told has to be ahead of static, in every world
 
 # ---- demonstrations
 
@@ -194,21 +196,25 @@ def simulate(world: int, told: bool, seed: int) -> float:
 # ---- the gate
 
 
-def parts(out: Path) -> list[Part]:
-    """Lists the commands, in order."""
+def cold_parts(out: Path) -> list[Part]:
+    """Lists the commands that make the policy with which both arms of every world start."""
     demos, cold = out / "demos.jsonl", out / "cold"
     start = f"extras/cold_start.py --demos {demos} --model {NAME} --T {STEPS} --max_response 64 --eval_n 4 --out {cold}"
-    commands = [
+    return [
         Part("demonstrations", f"-m extras.real.conventions --demos {demos}".split(), demos),
         Part("the cold start", start.split(), cold / "summary.json"),
     ]
-    for world in WORLDS:
-        for arm, flags in {"told": f"--instruction {best_instruction(out, world)}", "static": ""}.items():
-            run = out / f"{arm}-{world}"
-            argv = f"inspo.py --preset {NAME} --model {cold}/policy --task extras.real.conventions:Conventions {flags}"
-            argv += f" --mode static --T {T} --seed {world} --max_response 64 --save_every 12 --out {run}"
-            commands.append(Part(f"world {world}, {arm}", argv.split(), run / "summary.json"))
-    return commands
+
+
+def world_parts(out: Path, world: int) -> list[Part]:
+    """Lists the commands of a world's two arms."""
+    parts = []
+    for arm, flags in {"told": f"--instruction {best_instruction(out, world)}", "static": ""}.items():
+        run = out / f"{arm}-{world}"
+        argv = f"inspo.py --preset {NAME} --model {out}/cold/policy --task extras.real.conventions:Conventions {flags}"
+        argv += f" --mode static --T {T} --seed {world} --max_response 64 --save_every 12 --out {run}"
+        parts.append(Part(f"world {world}, {arm}", argv.split(), run / "summary.json"))
+    return parts
 
 
 def best_instruction(out: Path, world: int) -> Path:
@@ -232,26 +238,36 @@ def measure(policy: Path) -> Row:
         return {name: [untold[name], *(shares({name: side})[name] for side in (True, False))] for name in CONVENTIONS}
 
 
-def table(out: Path) -> str:
+def table(out: Path, worlds: Sequence[int]) -> str:
     """Writes what the gate asks: obedience, the worth of a clause, and the arms, measured and simulated."""
     cells = {}
-    for name in ["cold", *(f"static-{world}" for world in WORLDS)]:
+    for name in ["cold", *(f"static-{world}" for world in worlds)]:
         file = out / f"{name}.json"
         if not file.exists():
             write(file, json.dumps(measure(out / name / "policy")))
         cells[name] = decoded(file.read_text())
     lines = [f"| kept untold, told to, told not to | {' | '.join(cells)} |", "|---" * (1 + len(cells)) + "|"]
     for name, convention in CONVENTIONS.items():
-        sides = "".join("+" if pays(w)[name] else "-" for w in WORLDS)
+        sides = "".join("+" if pays(w)[name] else "-" for w in worlds)
         shares = [", ".join(f"{x:.2f}" for x in kept[name]) for kept in cells.values()]
         lines.append(f"| {name} (habit {convention.habit:.2f}; pays {sides}) | {' | '.join(shares)} |")
     lines += ["", "| world | static: reward | told | told less static | simulated |", "|---" * 5 + "|"]
-    for world in WORLDS:
-        ends = {arm: decoded((out / f"{arm}-{world}" / "summary.json").read_text()) for arm in ("static", "told")}
-        static, told = (f"{end['start']['reward']:.2f} to {end['end']['reward']:.2f}" for end in ends.values())
-        gap = ends["told"]["end"]["reward"] - ends["static"]["end"]["reward"]
-        lines.append(f"| {world} | {static} | {told} | {gap:+.2f} | {predict(world):.2f} |")
+    for world in worlds:
+        static, told = ends(out, world)
+        rewards = " | ".join(f"{end['start']['reward']:.2f} to {end['end']['reward']:.2f}" for end in (static, told))
+        lines.append(f"| {world} | {rewards} | {gap(out, world):+.2f} | {predict(world):.2f} |")
     return "\n".join(lines)
+
+
+def ends(out: Path, world: int) -> list[Row]:
+    """Reads what the arms of a world ended with: static, told."""
+    return [decoded((out / f"{arm}-{world}" / "summary.json").read_text()) for arm in ("static", "told")]
+
+
+def gap(out: Path, world: int) -> float:
+    """Told less static, in reward after T steps."""
+    static, told = ends(out, world)
+    return told["end"]["reward"] - static["end"]["reward"]
 
 
 def predict(world: int) -> Interval:
@@ -281,10 +297,18 @@ def main(argv: list[str] | None = None) -> None:
         out.mkdir(parents=True, exist_ok=True)
         for world in WORLDS:
             write(best_instruction(out, world), instruct(random.Random(world), pays(world)))
-        for part in parts(out):
-            if not part.leaves.exists():
-                play(part)
-        print(f"\n{table(out)}")
+        play_missing(cold_parts(out))
+        for k, world in enumerate(WORLDS):
+            play_missing(world_parts(out, world))
+            print(f"\n{table(out, WORLDS[: k + 1])}")
+            if gap(out, world) < LEAST:
+                return print(f"world {world}: told less static is below {LEAST}: not passed, no further world is run")
+
+
+def play_missing(parts: Sequence[Part]) -> None:
+    for part in parts:
+        if not part.leaves.exists():
+            play(part)
 
 
 if __name__ == "__main__":
