@@ -80,7 +80,8 @@ CONVENTIONS = {
 OBEYED = 0.97  # probability that a demonstration follows its clause
 FRAME = (FACTS / "instruction.txt").read_text().strip()
 ONE_HOP = "1hop"  # the end of its questions' source: one search finds the answer
-DEMOS, STEPS, T = 2048, 128, 36
+DEMOS, STEPS, T = 1024, 60, 36
+BATCH = 4  # questions of a step, with G = 5 rollouts of each
 ASKED = 24  # questions of a measurement
 WORLDS = (0, 1)  # pilots
 LEAST = 0.15  # by which told has to be ahead of static, in every world
@@ -185,8 +186,8 @@ def simulate(world: int, told: bool, seed: int) -> float:
     odds, cfg = logit(p), Config(T=T, lr=1.0)
     for t in range(1, T + 1):
         p = expit(odds)
-        x = rng.random((8, 5, len(p))) < p
-        r = 0.4 * (rng.random((8, 5)) < 0.9) + 0.6 * (x == side).mean(-1)
+        x = rng.random((BATCH, 5, len(p))) < p
+        r = 0.4 * (rng.random((BATCH, 5)) < 0.9) + 0.6 * (x == side).mean(-1)
         A = (r - r.mean(1, keepdims=True)) / (r.std(1, ddof=1, keepdims=True) + 1e-6)
         odds += RATE * lr_at(t, cfg) * (A[..., None] * (x - p)).mean((0, 1))
     p = expit(odds)
@@ -212,7 +213,8 @@ def world_parts(out: Path, world: int) -> list[Part]:
     for arm, flags in {"told": f"--instruction {best_instruction(out, world)}", "static": ""}.items():
         run = out / f"{arm}-{world}"
         argv = f"inspo.py --preset {NAME} --model {out}/cold/policy --task extras.real.conventions:Conventions {flags}"
-        argv += f" --mode static --T {T} --seed {world} --max_response 64 --save_every 12 --out {run}"
+        argv += f" --mode static --T {T} --batch {BATCH} --mini {BATCH} --seed {world} --max_response 64"
+        argv += f" --save_every 12 --out {run}"
         parts.append(Part(f"world {world}, {arm}", argv.split(), run / "summary.json"))
     return parts
 
