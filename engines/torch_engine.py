@@ -41,16 +41,16 @@ class RowCache:
     def get_seq_length(self, *args: Any) -> int:
         return 0  # the model gets positions and mask explicitly
 
-    def grow(self, capacity: int) -> None:
-        """Pads every row to at least `capacity` columns."""
-        for i, (keys, values) in self.layers.items():
-            room = (0, 0, 0, max(0, capacity - keys.shape[2]))
-            self.layers[i] = F.pad(keys, room), F.pad(values, room)
+    def select(self, rows: torch.Tensor, columns: int, capacity: int = 0) -> "RowCache":
+        """Returns a copy of the first `columns` of these rows, with room for `capacity`; a row may be named twice."""
 
-    def select(self, rows: torch.Tensor) -> "RowCache":
-        """Returns a copy of these rows; a row may be named several times."""
+        def copy(x: torch.Tensor) -> torch.Tensor:
+            copied = x.new_zeros(len(rows), x.shape[1], max(capacity, x.shape[2]), x.shape[3])
+            torch.index_select(x[:, :, :columns], 0, rows, out=copied[:, :, :columns])
+            return copied
+
         other = RowCache()
-        other.layers = {i: (k[rows], v[rows]) for i, (k, v) in self.layers.items()}
+        other.layers = {i: (copy(keys), copy(values)) for i, (keys, values) in self.layers.items()}
         return other
 
     def write(self, rows: torch.Tensor, other: "RowCache", columns: slice) -> None:
@@ -153,7 +153,7 @@ class TorchEngine:
             if 2 * len(unfinished) <= len(active):
                 keep = torch.tensor(unfinished, device=self.device)
                 self._write_back(cache, slice(first_column, int(lengths.max())))
-                cache = cache.select(keep)
+                cache = cache.select(keep, int(lengths.max()))
                 active, lengths, sampled = [active[b] for b in unfinished], lengths[keep], sampled[keep]
                 self._rows = [self._rows[b] for b in unfinished]
             h = self._forward(cache, sampled[:, None], lengths[:, None])[:, 0]
@@ -169,19 +169,17 @@ class TorchEngine:
     def _prefill(self, contexts: dict[int, list[int]], room: int) -> torch.Tensor:
         """Caches the uncached part of every context; returns the last hidden state of each row, (B, H)."""
         keys = list(contexts)
-        capacity = max(map(len, contexts.values())) + room
         if not self.cache.layers:  # a new batch: compute equal prompts (those of a group) once
             prompts = list(dict.fromkeys(map(tuple, contexts.values())))
             copies = torch.tensor([prompts.index(tuple(ids)) for ids in contexts.values()], device=self.device)
             h = self._extend([0] * len(prompts), list(map(list, prompts)))[copies]
-            self.cache = self.cache.select(copies)
+            self.cache = self.cache.select(copies, width := max(map(len, prompts)), width + room)
         else:
             rows = torch.tensor([self.keys.index(key) for key in keys], device=self.device)
-            self.cache = self.cache.select(rows)
-            self.cache.grow(capacity)
             starts = [self.cached[key] for key in keys]
-            h = self._extend(starts, [contexts[key][n:] for key, n in zip(keys, starts, strict=True)])
-        self.cache.grow(capacity)
+            new = [contexts[key][n:] for key, n in zip(keys, starts, strict=True)]
+            self.cache = self.cache.select(rows, max(starts), max(starts) + max(map(len, new)) + room)
+            h = self._extend(starts, new)
         self.keys, self._rows = keys, list(range(len(keys)))
         return h
 
@@ -191,8 +189,6 @@ class TorchEngine:
         # Later tokens overwrite the padding in the cache.
         ids = torch.tensor([row + [row[-1]] * (width - len(row)) for row in new], device=self.device)
         positions = torch.tensor(starts, device=self.device)[:, None] + torch.arange(width, device=self.device)
-        if self.cache.layers:
-            self.cache.grow(int(positions.max()) + 1)
         h = self._forward(self.cache, ids, positions)
         ends = torch.tensor([len(row) - 1 for row in new], device=self.device)
         return h[torch.arange(len(new), device=self.device), ends]
