@@ -64,8 +64,8 @@ def test_output_that_can_be_written_is_as_ever(tmp_path):
 
 
 def test_a_run_is_complete_though_nobody_reads_it_any_more(tmp_path):
-    flags = [*SMALL, "--T", 2, "--out", tmp_path / "run"]
+    flags = [*SMALL, "--T", 1, "--mode", "static", "--out", tmp_path / "run"]
     done = shell('"$@" | head -1', "inspo.py", *flags)
-    assert done.returncode == 0 and done.stdout.startswith("inspo: world")
+    assert done.returncode == 0 and done.stdout.startswith("static: world")
     assert done.stderr == "standard output cannot be written (Broken pipe): continuing without it\n"
     assert all((tmp_path / "run" / name).exists() for name in ("summary.json", "I_star.txt", "policy", "report.html"))

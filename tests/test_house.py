@@ -107,7 +107,8 @@ def run(copy: Path, *argv: str, seconds: float = 600) -> str:
 
 
 def test_a_run_needs_no_guest_and_no_page(without_the_wings):
-    out = run(without_the_wings, "inspo.py", "--T", "2", "--eval_n", "6", "--out", "runs/alone")
+    flags = "--T 2 --batch 4 --mini 4 --G 2 --K_p 1 --K_e 1 --T_e 2 --D_B 4 --rounds 1 --eval_n 4 --out runs/alone"
+    out = run(without_the_wings, "inspo.py", *flags.split())
     assert "I_star" in out and not (without_the_wings / "runs" / "alone" / "report.html").exists()
     assert "no page: No module named 'page' (python report.py runs/alone writes it)" in out
 
@@ -143,6 +144,7 @@ def test_that_waits(server):
 """
 
 
+@pytest.mark.slow
 def test_a_suite_that_is_killed_ends_the_servers_that_it_started(tmp_path):
     (tmp_path / "test_killed.py").write_text(KILLED)
     command = [sys.executable, "-m", "pytest", "-s", "-p", "conftest", "-c", os.devnull, str(tmp_path)]

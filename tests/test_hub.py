@@ -16,6 +16,7 @@ from hub_server import COMMIT, hub_of
 from huggingface_hub import constants
 from json_server import json_servers
 
+import inspo
 from config import HERE, PRESETS, SEARCH_R1, WORLD, Config
 from evaluation import benchmarks
 from plumbing import hub
@@ -176,13 +177,16 @@ def run(cwd, argv, **env):
 
 
 @pytest.mark.parametrize("preset", [name for name in PRESETS if name.startswith("qwen")])
-def test_a_preset_says_all_that_is_missing(tmp_path, preset):
+def test_a_preset_says_all_that_is_missing(tmp_path, monkeypatch, capsys, preset):
     """Data, something to search, an optimizer, a GPU: there is no hub here, no search server, no key, no card."""
     if not search.probe(search.DEFAULT, 3):
         pytest.skip("a search server runs on this machine")
-    code, out, err = run(tmp_path, [HERE / "inspo.py", "--model", preset], HF_HUB_OFFLINE="1")
-    assert code == 1 and out == "" and not (tmp_path / "runs").exists()
-    data, test, searched, optimizer, card = err.splitlines()[1:]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    with pytest.raises(SystemExit) as stop:
+        inspo.main(["--model", preset])
+    assert capsys.readouterr().out == "" and not (tmp_path / "runs").exists()
+    data, test, searched, optimizer, card = stop.value.code.splitlines()[1:]
     assert f"--train {SEARCH_R1}/train.parquet: " in data and f"--test {SEARCH_R1}/test.parquet: " in test
     assert "--corpus" in searched and "--retriever" in searched and "OPENAI_API_KEY" in optimizer
     assert "--model" in card and "CUDA" in card

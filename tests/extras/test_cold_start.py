@@ -301,6 +301,7 @@ def test_a_run_learns_what_it_is_shown_but_not_what_is_held_out_and_says_before_
     assert 6 <= len(shown) <= 18 and shown <= {tau.response for tau in encoded.values()}
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_bit_for_bit(run, demos, tmp_path):
     out = tmp_path / "again"
     process = cold(demos, out)

@@ -50,6 +50,7 @@ def test_a_run_counts_its_rollouts():
     assert 24 * 2 <= more - rollouts <= 24 * 7 and evolve(0, 0.0, [0.5] * 10, 1, verify=0)[1] == rollouts
 
 
+@pytest.mark.slow
 def test_all_15_cells_of_the_campaign_are_predicted():
     cells = {(arm, d): published(arm, d) for arm in ARMS for d in DRIFTS if published(arm, d)}
     assert len(cells) == 15 and {len(rewards) for rewards in cells.values()} == {12}

@@ -345,6 +345,7 @@ def test_an_impossible_flag_is_one_line(kind, flags, says):
     assert validate(kind(**PRESETS["world"] | flags)).startswith(says)
 
 
+@pytest.mark.slow
 def test_a_script_runs_in_any_directory_and_listens_to_ctrl_c_from_the_start(tmp_path):
     scripts = [ROOT / "extras" / f"{name}.py" for name in ("objectives", "selection", "espl", "fst")]
     wrong = [start(script, "--objective", "ppo", cwd=tmp_path) for script in scripts]

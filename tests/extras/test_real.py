@@ -111,6 +111,7 @@ def test_without_an_index_the_fault_names_both_ways_to_get_the_model(tmp_path, m
     assert "\n" not in str(e.value)
 
 
+@pytest.mark.slow
 def test_a_process_that_is_told_to_end_cleans_up(tmp_path):
     """SIGTERM in the middle, as a scheduler sends it."""
     code = (

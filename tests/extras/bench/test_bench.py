@@ -9,9 +9,9 @@ import pytest
 from extras.bench import step, trl
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_step_with_searches_is_measured_of_any_policy(monkeypatch, capsys, tiny_path, dtype):
-    given = ["--repeat", "1", "--model", tiny_path, "--preset", "world", "--dtype", dtype]
+@pytest.mark.slow
+def test_a_step_with_searches_is_measured_of_any_policy(monkeypatch, capsys, tiny_path):
+    given = ["--repeat", "1", "--model", tiny_path, "--preset", "world", "--dtype", "bfloat16"]
     given += "--batch 2 --mini 2 --G 2 --max_response 8".split()
     monkeypatch.setattr(sys, "argv", ["step.py", *given])
     step.main()
