@@ -548,6 +548,7 @@ def test_a_run_stores_what_its_page_shows(whole):
     held_out = [name for name in names if name.startswith("test-")]
     assert len(held_out) == len(json.loads((out / "summary.json").read_text())["held_out"])
     row = read_jsonl(out / "metrics.jsonl")[5]
+    assert row["time/sampled_per_s"] > 0 and row["time/trained_per_s"] > 0 and row["time/peak_gb"] > 0.05
     assert sum(row["n"].values()) == 4 and set(row["n"]) <= set(row["w"])
     sources = [name for name in row if name.startswith("em/")]
     assert sources and min(row[name] for name in sources) <= row["em"] <= max(row[name] for name in sources)

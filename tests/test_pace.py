@@ -2,9 +2,6 @@
 
 from types import SimpleNamespace
 
-from test_inspo import run_here
-
-from plumbing.files import read_jsonl
 from tasks import Question, Trajectory
 from training.policy import Policy
 
@@ -26,11 +23,3 @@ def test_a_second_s_tokens_by_hand():
     assert found["time/trained_per_s"] == (10 + 4 + 3 + 6 + 3 + 20 + 5 + 3) / 0.5
     assert (found["time/rollout"], found["time/update"], found["search/faults"]) == (3.0, 0.5, 7)
     assert 0.05 < found["time/peak_gb"] < 1000  # of this process, with torch in it
-
-
-def test_a_run_has_its_pace(tmp_path):
-    flags = "--mode static --T 2 --batch 2 --mini 2 --G 2 --eval_n 2".split()
-    code, _, stderr = run_here(*flags, "--out", tmp_path / "run")
-    assert code == 0, stderr
-    for row in read_jsonl(tmp_path / "run/metrics.jsonl")[1:]:
-        assert row["time/sampled_per_s"] > 0 and row["time/trained_per_s"] > 0 and row["time/peak_gb"] > 0.05

@@ -106,6 +106,7 @@ def test_on_the_gpu(setting, dtype, N, H, V):
         assert error(one["dX"], want["dX"]) < bound and error(one["dW"], want["dW"]) < bound
 
 
+@pytest.mark.slow
 def test_the_benchmark_runs_where_there_is_nothing_but_the_kernels(tmp_path):
     """A copied folder, with the peers that are installed; the last line is JSON, and errors are small."""
     shutil.copytree(ROOT / "kernels", tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__"))

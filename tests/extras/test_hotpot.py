@@ -69,6 +69,7 @@ def test_what_was_there_stays_until_all_is_written(tmp_path):
     assert (tmp_path / "out" / "train.jsonl").read_text() == "old"
 
 
+@pytest.mark.slow
 def test_the_command_fetches_the_hub_s_files_once(tmp_path):
     folder = tmp_path / "hub/datasets/hotpotqa/hotpot_qa/distractor"
     parts = {"train-00000-of-00002": TRAIN[:1], "train-00001-of-00002": TRAIN[1:], "validation-00000-of-00001": TEST}

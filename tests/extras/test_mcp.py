@@ -88,6 +88,7 @@ def test_calls_run_side_by_side_and_errors_are_replies_that_restart_nothing(by, 
     assert sum(tool.faults for tool in found.values()) == 1  # the call that took too long
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_server_that_dies_or_freezes_is_replaced_and_the_call_repeated(number, monkeypatch):
     monkeypatch.setattr(mcp, "PROBE", 0.5)
@@ -100,6 +101,7 @@ def test_a_server_that_dies_or_freezes_is_replaced_and_the_call_repeated(number,
     assert sum(tool.faults for tool in found.values()) == 1
 
 
+@pytest.mark.slow
 def test_a_server_that_ends_during_a_call_is_started_again_once(tmp_path):
     found = tools(COMMAND)
     assert answered(found["end"], str(tmp_path / "here")) == "still here"
@@ -107,6 +109,7 @@ def test_a_server_that_ends_during_a_call_is_started_again_once(tmp_path):
     assert answered(found["add"], '{"a": 1}') == "2"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_server_that_stays_away_or_frozen_stops_the_run_and_is_named(number, http, monkeypatch):
     url, start = http
@@ -122,6 +125,7 @@ def test_a_server_that_stays_away_or_frozen_stops_the_run_and_is_named(number, h
     assert len(naps) == RETRIES
 
 
+@pytest.mark.slow
 def test_a_server_by_http_that_is_away_for_a_while_is_waited_for(http, monkeypatch):
     url, start = http
     process, waits = start(), []
@@ -189,6 +193,7 @@ def test_a_server_that_is_none_or_lies_is_one_line(target, says):
 HALVES = {f"d{k}": {"allOf": [{"$ref": f"#/$defs/d{k + 1}"}] * 2} for k in range(31)} | {"d31": {"type": "integer"}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "target, argument, begins",
     [
@@ -210,6 +215,7 @@ def test_whatever_schema_and_arguments_are_a_call_is_answered_soon(target, argum
     assert add.usage()
 
 
+@pytest.mark.slow
 def test_a_broken_server_writes_nothing_on_the_screen(tmp_path):
     code = f"""
 import sys
