@@ -66,7 +66,7 @@ test: lint         ## everything that can be tested without a GPU in minutes
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow and not ranks and not real and not fake" -n 2 --dist loadfile $(ARGS)
 
 test-slow: setup   ## whole runs: the default learns, servers die, forks; the warm start from nothing
-	OMP_NUM_THREADS=1 $(PY) -m pytest -m slow -n 2 $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m slow -n 2 --dist loadfile $(ARGS)
 
 test-ranks: setup  ## several processes: FSDP2 over gloo with 2, 3 and 4; whole runs killed and resumed
 	$(PY) -m pytest -m ranks $(ARGS)
