@@ -91,6 +91,7 @@ def test_a_server_that_we_start_does_not_see_our_keys(tmp_path, monkeypatch):
     for name in secrets:
         monkeypatch.setenv(name, "s3cr3t-of-mine")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    monkeypatch.setenv("OMP_NUM_THREADS", "16")
     search = [str(HERE / "retrieval_server.py"), "--corpus", str(WORLD / "corpus.jsonl")]
     for argv in (["-m", "world.optimizer"], search):
         with Child(argv, tmp_path / "log") as child:
@@ -100,6 +101,7 @@ def test_a_server_that_we_start_does_not_see_our_keys(tmp_path, monkeypatch):
             )  # fmt: skip
         assert "s3cr3t-of-mine" not in seen.values()
         assert seen["PATH"] == os.environ["PATH"] and seen["CUDA_VISIBLE_DEVICES"] == "7"
+        assert seen["OMP_NUM_THREADS"] == "1"  # the cores are the trainer's
 
 
 # ---- passwords and keys in addresses
