@@ -1,7 +1,10 @@
 """A run's directory: what is written is whole or not there; what was damaged is noticed; one process writes."""
 
+import contextlib
 import dataclasses
 import errno
+import gzip
+import itertools
 import json
 import os
 import pickle
@@ -46,14 +49,25 @@ def save(run: RunDirectory, t: int, **state) -> Path:
     return run.checkpoints()[-1]
 
 
-@pytest.fixture
-def run(tmp_path):
-    """A run with checkpoints of the steps 3, 6 and 9."""
-    run = RunDirectory.open(Config(out=str(tmp_path / "r"), keep=3), "x")
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """The directory of a run with checkpoints of the steps 3, 6 and 9."""
+    run = RunDirectory.open(Config(out=str(tmp_path_factory.mktemp("made") / "r"), keep=3), "x")
     for t in range(10):
         run.append("metrics", {"t": t})
     for t in (3, 6, 9):
         save(run, t)
+    run.close()
+    return run.path
+
+
+def reopen(path: Path) -> RunDirectory:
+    return RunDirectory.open(dataclasses.replace(read_config(path), out=str(path), resume=True), "x")
+
+
+@pytest.fixture
+def run(made, tmp_path):
+    run = reopen(shutil.copytree(made, tmp_path / "r"))
     yield run
     run.close()
 
@@ -69,41 +83,31 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-9])
 
 
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-def overwrite(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2 : len(content) // 2 + 256] = os.urandom(256)
-    path.write_bytes(content)
-
-
 def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 3] ^= 4
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("name", ["state.pt", "__0_0.distcp", ".metadata", "digests.json"])
-@pytest.mark.parametrize("harm", [cut, empty, overwrite, flip, Path.unlink])
+def empty_directory(path: Path) -> None:
+    shutil.rmtree(path.parent)
+    path.parent.mkdir()
+
+
+NAMES, HARMS = ("state.pt", "__0_0.distcp", ".metadata", "digests.json"), (cut, flip, Path.unlink)
+
+
+@pytest.mark.parametrize("name, harm", [*itertools.product(NAMES, HARMS), ("digests.json", empty_directory)])
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(run, name, harm):
     harm(run.checkpoints()[-1] / name)
     t, notes = rewind(run)
     assert t == 6 and len(notes) == 1 and notes[0].startswith("note: checkpoint step-000009 is damaged (")
     assert name in notes[0] or name == "digests.json"  # a digest that was flipped accuses its file
+    assert "digests.json is missing" in notes[0] or harm not in (Path.unlink, empty_directory) or name != "digests.json"
     assert [row["t"] for row in run.rows("metrics")] == list(range(7))
     assert [path.name for path in run.checkpoints()] == ["step-000003", "step-000006"]  # 9 can be written again
     save(run, 9)
     assert rewind(run)[0] == 9
-
-
-def test_an_empty_checkpoint_is_damaged(run):
-    nine = run.checkpoints()[-1]
-    nine.rename(nine.with_name(f"_{nine.name}"))
-    nine.mkdir()
-    t, notes = rewind(run)
-    assert t == 6 and "digests.json is missing" in notes[0]
 
 
 def test_if_all_checkpoints_are_damaged_nothing_is_touched(run):
@@ -125,13 +129,7 @@ def test_a_foreign_directory_is_no_checkpoint_and_pushes_none_out(run):
     assert rewind(run)[0] == 10 and all((run.path / "checkpoints" / name).is_dir() for name in foreign)
 
 
-def test_what_was_unfinished_comes_before_the_whole_step(run):
-    save(run, 10, phase="evolve")
-    save(run, 10)
-    assert [path.name for path in run.checkpoints()][-2:] == ["step-000010-unfinished", "step-000010"]
-
-
-def test_rows_of_an_unfinished_step_are_written_again(run):
+def test_an_unfinished_step_comes_before_the_whole_one_and_its_rows_are_written_again(run):
     for name in ("metrics", "population", "reflections"):
         (run.path / f"{name}.jsonl").write_text("".join(json.dumps({"t": t}) + "\n" for t in range(12)))
     run.append("reflections", {"t": 10, "call": {}})
@@ -139,6 +137,8 @@ def test_rows_of_an_unfinished_step_are_written_again(run):
     rewind(run)
     last = {name: run.rows(name)[-1] for name in ("metrics", "population", "reflections")}
     assert last == {"metrics": {"t": 9}, "population": {"t": 10}, "reflections": {"t": 10, "call": {}}}
+    save(run, 10)
+    assert [path.name for path in run.checkpoints()][-2:] == ["step-000010-unfinished", "step-000010"]
 
 
 def test_a_log_that_cannot_be_read_is_named(run):
@@ -212,14 +212,9 @@ def test_a_config_of_another_version_is_one_line_that_names_a_knob(run, changed,
         assert "\n" not in str(e.value) and "damaged" not in str(e.value)
 
 
-def another_run(path: Path) -> RunDirectory:
-    run = RunDirectory.open(Config(out=str(path)), "x")
-    run.close()
-    return run
-
-
 def test_a_checkpoint_of_another_run_is_refused(run, tmp_path):
-    other = another_run(tmp_path / "other")
+    other = RunDirectory.open(Config(out=str(tmp_path / "other")), "x")
+    other.close()
     shutil.copytree(run.checkpoints()[-1], other.path / "checkpoints" / "step-000009")
     with pytest.raises(Fault, match=f"step-000009 is of the run {run.id}, not of {other.id}") as e:
         rewind(other)
@@ -247,7 +242,7 @@ def test_of_a_link_to_a_directory_the_link_alone_is_removed(run, tmp_path):
     flip(run.checkpoints()[-1] / "state.pt")
     assert rewind(run)[0] == 9 and not (run.path / "policy").is_symlink()
     run.close()
-    RunDirectory.open(dataclasses.replace(read_config(run.path), out=str(run.path), resume=True), "x").close()
+    reopen(run.path).close()
     assert sorted(path.name for path in elsewhere.iterdir()) == ["step-000003", "step-000006"]
     assert len(list((elsewhere / "step-000003").iterdir())) == 4
 
@@ -306,30 +301,26 @@ def test_a_pickle_in_a_checkpoint_runs_nothing(run, tmp_path, place, caplog):
     assert not [row for row in shown if row.levelname in ("WARNING", "ERROR")]  # torch's
 
 
-def test_what_was_saved_is_loaded_to_the_bit(run):
-    state = tensors(0.0)
-    checkpoint.load(state, run.checkpoints()[-1], alone=True)
-    assert torch.equal(state["model"]["w"], torch.full((64, 64), 9.0))
-    assert torch.equal(state["optimizer"]["m"], torch.full((64, 64), 9.0))
-    assert (state["optimizer"]["lr"], state["optimizer"]["betas"]) == (9.0, (0.9, 0.999))
-
-
 # ---- the disk
-
-
-def mounted(path: Path, size: str) -> bool:
-    path.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path], capture_output=True)
-    return made.returncode == 0
 
 
 @pytest.fixture
 def small_disk(tmp_path):
     """A real file system of 256 KiB."""
-    if not mounted(tmp_path / "disk", "256k"):
+    (path := tmp_path / "disk").mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", path], capture_output=True)
+    if mounted.returncode:
         pytest.skip("mounting a tmpfs takes root")
-    yield tmp_path / "disk"
-    subprocess.run(["umount", "-l", tmp_path / "disk"], check=True)
+    yield path
+    subprocess.run(["umount", "-l", path], check=True)
+
+
+def test_every_trajectory_is_a_line(run):
+    run.write_trajectories("step-000001", [{"x": 1}, {"x": "a\nb"}])
+    run.write_trajectories("step-000002", [])
+    (path,) = (run.path / "trajectories").iterdir()
+    with gzip.open(path, "rt") as f:
+        assert [json.loads(line) for line in f] == [{"x": 1}, {"x": "a\nb"}]
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(small_disk):
@@ -372,28 +363,40 @@ def test_a_checkpoint_is_there_once_it_is_whole_and_holds_what_was_there_when_it
     assert rewind(run)[0] == 15 and [step_of(path) for path in run.checkpoints()] == [9, 12, 15]
 
 
-def test_a_process_killed_while_it_writes_leaves_the_checkpoint_before(run):
-    cfg = dataclasses.replace(read_config(run.path), out=str(run.path), resume=True)
-    run.close()
+@contextlib.contextmanager
+def forked(play):
+    """Calls play(ready) in another process, which is killed in the end; goes on once that has called ready()."""
     reading, writing = os.pipe()
     other = os.fork()
     if not other:
-        run = RunDirectory.open(cfg, "x")
-
-        def hang():
-            (run.path / "checkpoints/.step-000012.tmp/__0_0.distcp").write_text("half")
-            os.write(writing, b"x")
-            signal.pause()
-
-        run.checkpoint(12, of(12.0, hang), STATE)
+        _held = play(lambda: os.write(writing, b"x"))  # with its lock
         signal.pause()
     try:
         assert os.read(reading, 1)
+        yield
     finally:
         os.kill(other, signal.SIGKILL)
         os.waitpid(other, 0)
+
+
+def test_a_process_killed_while_it_writes_leaves_the_checkpoint_before(run):
+    run.close()
+
+    def play(ready):
+        other = reopen(run.path)
+
+        def hang():
+            (other.path / "checkpoints/.step-000012.tmp/__0_0.distcp").write_text("half")
+            ready()
+            signal.pause()
+
+        other.checkpoint(12, of(12.0, hang), STATE)
+        return other
+
+    with forked(play):
+        pass
     assert list(run.path.rglob("*.tmp"))
-    run = RunDirectory.open(cfg, "x")
+    run = reopen(run.path)
     assert not list(run.path.rglob("*.tmp")) and rewind(run) == (9, [])
     run.close()
 
@@ -431,13 +434,6 @@ def test_a_directory_that_save_leaves_half_done_is_removed(run):
     assert not list(run.path.rglob("*.tmp")) and len(run.checkpoints()) == 3
 
 
-def test_what_a_killed_process_left_is_cleared_when_the_run_is_reopened(run):
-    (run.path / "checkpoints" / ".step-000012.tmp").mkdir()
-    run.close()
-    RunDirectory.open(dataclasses.replace(read_config(run.path), out=str(run.path), resume=True), "x").close()
-    assert not list(run.path.rglob("*.tmp"))
-
-
 # ---- two at once
 
 
@@ -452,22 +448,17 @@ def test_runs_of_the_same_second_have_directories_of_their_own(tmp_path, monkeyp
         run.close()
 
 
-def test_a_run_in_use_cannot_be_resumed_until_its_process_is_gone(tmp_path):
-    cfg = Config(out=str(tmp_path / "r"))
-    reading, writing = os.pipe()
-    other = os.fork()
-    if not other:
-        run = RunDirectory.open(cfg, "x")
-        os.write(writing, str(run.path).encode())
-        signal.pause()
-    try:
-        assert os.read(reading, 1000)
-        with pytest.raises(Fault, match="another process writes to .*r: wait until it ends"):
-            RunDirectory.open(dataclasses.replace(cfg, resume=True), "x")
-    finally:
-        os.kill(other, signal.SIGKILL)
-        os.waitpid(other, 0)
-    RunDirectory.open(dataclasses.replace(cfg, resume=True), "x").close()
+def test_a_run_in_use_cannot_be_resumed_until_its_process_is_gone(run):
+    run.close()
+
+    def play(ready):
+        other = reopen(run.path)
+        ready()
+        return other
+
+    with forked(play), pytest.raises(Fault, match="another process writes to .*r: wait until it ends"):
+        reopen(run.path)
+    reopen(run.path).close()
 
 
 # ---- from another directory

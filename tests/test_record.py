@@ -12,9 +12,8 @@ from config import HERE, Config
 from journal.directory import RunDirectory
 from journal.log import Log
 from journal.record import BLOCK, BLOCKS, describe, describe_model, differences, digest, digest_file
-from journal.summary import line
 from plumbing.faults import Fault
-from population import Candidate, Population
+from population import Candidate
 from tasks import Question, load_task
 
 FILES = HERE / "world" / "files"
@@ -101,12 +100,10 @@ def test_a_large_file_is_sampled_and_says_so(tmp_path):
 
 
 def test_another_process_has_the_same_digest_of_sets_and_objects():
-    code = "from journal.record import digest; print(digest([{'a', 'b', 'c', 'd'}, object(), {(1, 2): 3}]))"
-    command, printed = [sys.executable, "-c", code], []
-    for seed in ("1", "2"):
-        env = os.environ | {"PYTHONHASHSEED": seed}
-        printed.append(subprocess.run(command, cwd=HERE, env=env, capture_output=True, text=True).stdout)
-    assert printed[0] == printed[1] != "" and digest([1]) != digest([2])
+    code = "from journal.record import digest; print(digest([set('abcdefghijklmn'), object(), {(1, 2): 3}]))"
+    env = os.environ | {"PYTHONHASHSEED": "1"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=HERE, env=env, capture_output=True, text=True)
+    assert done.stdout == digest([set("nmlkjihgfedcba"), object(), {(1, 2): 3}]) + "\n" and digest([1]) != digest([2])
 
 
 def test_a_model_is_its_files_or_its_name_without_the_password(tmp_path, monkeypatch):
@@ -160,16 +157,3 @@ def said(method, *args):
 def test_a_line_says_when_all_rewards_are_alike_and_nothing_was_verified(r, r_parent, line):
     verified = [Candidate("I", 0, r, r_parent)]
     assert said("verified", 15, 0, [], verified, verified) == ([line] if line else [])
-
-
-def test_an_instruction_that_no_question_drew_is_pruned_for_that():
-    P = Population(0.2, 5)
-    drawn, other = P.join("a", None, 0), P.join("b", None, 0, verified=0.5)
-    drawn.rewards = [0.0]
-    assert said("pruned", 5, P, [drawn, other]) == ["|P| 4 -> 2: pruned #0 (w 0.00), #1 (no question drew it)"]
-
-
-def test_many_tools_are_one_column():
-    row, tools = {"reward": 0.5, "a": 1.0, "b": 2.0, "c": 0.25, "d": 0.25}, ["a", "b", "c", "d"]
-    assert line(row, tools[:3]) == "reward 0.50  a 1.00  b 2.00  c 0.25"
-    assert line(row, tools) == "reward 0.50  tool calls 3.50"

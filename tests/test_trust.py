@@ -1,5 +1,6 @@
 """A run directory from somebody else starts nothing: no command, no module, no connection."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -13,12 +14,12 @@ from plumbing.faults import Fault
 from plumbing.trust import check_origin, is_ours, remember
 
 ROOT = Path(__file__).parent.parent
-PROGRAMS = {  # name -> its command line for a run; every program that reads a config.json to play or to train
-    "inspo": ["inspo.py", "--resume", "--out", "RUN"],
-    "ask": ["ask.py", "a question?", "--run", "RUN"],
-    "evaluate": ["evaluate.py", "RUN", "--n", "1"],
-    "table1": ["extras/table1.py", "RUN", "--n", "1"],
-    "collect": ["extras/collect.py", "RUN", "--out", "demos.jsonl"],
+PROGRAMS = {  # module -> its command line for a run; every program that reads a config.json to play or to train
+    "inspo": ["--resume", "--out", "RUN"],
+    "ask": ["a question?", "--run", "RUN"],
+    "evaluate": ["RUN", "--n", "1"],
+    "extras.table1": ["RUN", "--n", "1"],
+    "extras.collect": ["RUN", "--out", "demos.jsonl"],
 }
 HOSTILE = {  # knob -> a value that would leave a trace, in a run directory that lies in the working directory
     "task": "helper:Task",
@@ -48,12 +49,15 @@ def change(run, **knobs):
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_what_a_stranger_s_config_names_is_refused(stranger, tmp_path, program):
+def test_what_a_stranger_s_config_names_is_refused(stranger, tmp_path, monkeypatch, capsys, program):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     change(stranger, **HOSTILE)
-    script, *flags = (x.replace("RUN", str(stranger)) for x in PROGRAMS[program])
-    done = subprocess.run([sys.executable, ROOT / script, *flags], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode != 0 and len(done.stderr.splitlines()) == 1, done.stderr
-    assert all(f"--{knob}" in done.stderr and value in done.stderr for knob, value in HOSTILE.items())
+    with pytest.raises(SystemExit) as end:
+        importlib.import_module(program).main([flag.replace("RUN", str(stranger)) for flag in PROGRAMS[program]])
+    message = capsys.readouterr().err.strip() or str(end.value)
+    assert end.value.code and "\n" not in message
+    assert all(f"--{knob}" in message and value in message for knob, value in HOSTILE.items())
     assert not (tmp_path / "ran").exists()
 
 
