@@ -24,7 +24,7 @@ from tasks import load_task
 from training.policy import choose_dither_seed
 from training.ranks import Ranks
 
-SMALL = "--mode static --dtype bfloat16 --T 3 --batch 4 --mini 4 --G 2 --eval_n 2 --save_every 1 --keep 9 --seed 6"
+SMALL = "--mode static --dtype bfloat16 --T 2 --batch 2 --mini 2 --G 2 --eval_n 2 --save_every 1 --keep 9 --seed 6"
 
 
 def steps(run) -> list[dict]:
@@ -45,12 +45,12 @@ def run(flags, tmp_path_factory):
 
 def test_engine_and_trainer_agree_within_bfloat16(run):
     gaps = [row["logp_gap"] for row in steps(run)[1:]]
-    assert len(gaps) == 3 and all(1e-6 < gap < 5e-3 for gap in gaps)  # float32 has 2e-7, one rounded logit 1e-2
+    assert len(gaps) == 2 and all(1e-6 < gap < 5e-3 for gap in gaps)  # float32 has 2e-7, one rounded logit 1e-2
 
 
 @pytest.mark.parametrize("flags", [""], indirect=True)
 def test_small_updates_are_kept_in_float32(run, tmp_path):
-    dcp_to_torch_save(run / "checkpoints" / "step-000003", tmp_path / "state.pt")
+    dcp_to_torch_save(run / "checkpoints" / "step-000002", tmp_path / "state.pt")
     last = torch.load(tmp_path / "state.pt", weights_only=True)["model"]
     first = load_file(parse([]).model + "/model.safetensors")
     assert {w.dtype for w in last.values()} == {torch.float32}
@@ -110,7 +110,9 @@ def test_of_a_small_step_all_arrives_on_average():
     assert arrived(dither(on_the_grid(512, 512), 3)) == pytest.approx(1, abs=0.1)
 
 
-@pytest.mark.parametrize("rank, lr, batch", [(0, 5e-6, 6), (32, 1e-4, 24)])
+@pytest.mark.parametrize(
+    "path, rank, lr, batch", [("world", 0, 5e-6, 6), ("tiny", 0, 5e-6, 6), ("tiny", 32, 1e-4, 24)], indirect=["path"]
+)
 def test_an_update_in_bfloat16_moves_the_policy_as_one_in_float32_does(path, tmp_path, rank, lr, batch):
     """From a policy that is published in bfloat16, at a learning rate below the spacing of its weights."""
     model, tokenizer = load_policy(path, "cpu")
@@ -138,10 +140,9 @@ def test_an_update_in_bfloat16_moves_the_policy_as_one_in_float32_does(path, tmp
 
 def test_a_run_in_bfloat16_resumes_to_the_bit(run, flags, tmp_path):
     out = shutil.copytree(run, tmp_path / "run")
-    for name in ("step-000002", "step-000003"):
-        shutil.rmtree(out / "checkpoints" / name)
-    for name in ("summary.json", "policy"):
-        shutil.rmtree(out / name) if (out / name).is_dir() else (out / name).unlink()
+    for name in ("checkpoints/step-000002", "policy"):
+        shutil.rmtree(out / name)
+    (out / "summary.json").unlink()
     inspo.main([*flags, "--out", str(out), "--resume"])
     assert steps(out) == steps(run)
     name = "policy/model.safetensors"

@@ -1,6 +1,7 @@
 """The estimated memory of a run against numbers by hand, against autograd, and against two real processes."""
 
 import copy
+import functools
 import inspect
 import json
 import os
@@ -38,6 +39,7 @@ def of(fitted, column="update"):
     return {part.name: getattr(part, column) for part in fitted.parts}
 
 
+@functools.cache
 def estimated(cfg=CFG7, engine="vllm", gpus=8, gpu_mem=80, **knobs):
     """Returns the estimate for one of the two presets."""
     return estimate(replace(cfg, **knobs), B3 if cfg is CFG3 else B7, engine, gpus, gpu_mem)
@@ -296,9 +298,10 @@ LENGTHS = [200, 312]
 T = sum(LENGTHS)
 
 
-@pytest.mark.parametrize("kind", [Qwen2Config, LlamaConfig, Qwen3Config])
-@pytest.mark.parametrize("recompute", [0, 1])
-@pytest.mark.parametrize("rank", [0, 16])
+@pytest.mark.parametrize("kind, recompute, rank", [  # every pair of two of them
+    (Qwen2Config, 0, 0), (Qwen2Config, 1, 16), (LlamaConfig, 0, 16), (LlamaConfig, 1, 0), (Qwen3Config, 0, 16),
+    (Qwen3Config, 1, 0),
+])  # fmt: skip
 def test_activations_equal_autograd_s(kind, recompute, rank):
     config = kind(**SMALL)
     model = lora.add(empty(config, torch.bfloat16, "cpu").train(), rank, 32).bfloat16()

@@ -42,17 +42,13 @@ NAME = "model.layers.1.mlp.up_proj.weight"
 @pytest.mark.parametrize("edit, what", [
     (lambda w: w.pop(NAME), f"missing: {NAME}"),
     (lambda w: w.update(extra=torch.zeros(3)), "unexpected: extra"),
+    (lambda w: w.update({NAME: torch.zeros(5, 64)}), "up_proj"),
     (lambda w: w[NAME][2, 3].fill_(float("nan")), f"not finite: {NAME}"),
     (lambda w: w["model.norm.weight"].fill_(3e38), "its logits are not finite, since its weights are too large"),
 ])  # fmt: skip
 def test_weights_that_are_not_the_model_s_are_refused_by_name(damaged, edit, what):
     with pytest.raises(Fault, match=what):
         load_model(damaged(edit))
-
-
-def test_weights_of_another_shape_are_refused(damaged):
-    with pytest.raises(Fault, match="up_proj"):
-        load_model(damaged(lambda w: w.update({NAME: torch.zeros(5, 64)})))
 
 
 # ---- an optimizer that has not stepped
@@ -74,15 +70,14 @@ def test_saving_before_the_first_step_leaves_the_optimizer_unstepped(tiny):
 # ---- instructions
 
 
-@pytest.mark.parametrize("text", ["\ufeffSearch first.", "Sea\u00adrch\u200b first.", "Search\u2060 first.\x85\x0c"])
-def test_invisible_characters_of_an_instruction_are_taken_out(tmp_path, text):
-    (tmp_path / "i.txt").write_text(text, "utf-8")
-    assert read_instruction("instruction", str(tmp_path / "i.txt")) == "Search first."
-
-
-def test_line_ends_of_all_kinds_are_line_ends(tmp_path):
-    (tmp_path / "i.txt").write_bytes("One.\r\nTwo.\u2028Three.\x85Four.".encode())
-    assert read_instruction("instruction", str(tmp_path / "i.txt")) == "One.\nTwo.\nThree.\nFour."
+@pytest.mark.parametrize("text, clean", [
+    ("\ufeffSearch first.", "Search first."), ("Sea\u00adrch\u200b first.", "Search first."),
+    ("Search\u2060 first.\x85\x0c", "Search first."),
+    ("One.\r\nTwo.\u2028Three.\x85Four.", "One.\nTwo.\nThree.\nFour."),
+])  # fmt: skip
+def test_invisible_characters_are_taken_out_and_line_ends_of_all_kinds_are_line_ends(tmp_path, text, clean):
+    (tmp_path / "i.txt").write_bytes(text.encode())
+    assert read_instruction("instruction", str(tmp_path / "i.txt")) == clean
 
 
 def test_control_characters_of_an_instruction_are_refused_at_the_start(tmp_path):
