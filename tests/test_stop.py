@@ -227,7 +227,7 @@ def test_a_signal_in_any_phase_is_resumed_to_the_bit(whole, tmp_path, phase):
 
 HURRIED = """
 import contextlib, io, os, sys
-import inspo
+import engines, inspo
 for flags in (["--help"], ["--tracker", "wandb"], ["--out", "/nowhere", "--resume"], ["--out", sys.argv[1]]):
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
         inspo.main(flags)
