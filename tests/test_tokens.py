@@ -57,7 +57,7 @@ def test_a_watched_trajectory_has_what_the_update_saw_of_its_tokens(model):
 
 
 @pytest.mark.parametrize(
-    "name, text", [("world", "<think> the director of sydney </think> <answer> paris </answer>"), ("tiny", "Jørn 🙂🙂 x")]
+    "name, text", [("world", "<think> the director </think> <answer> paris </answer>"), ("tiny", "Jørn 🙂🙂 x")]
 )
 def test_the_texts_of_tokens_add_up_to_the_text(name, text, request):
     tokenizer = request.getfixturevalue(name)[1]
