@@ -42,13 +42,11 @@ def fault(path) -> str:
         ("The  Eiffel\tTower!", "eiffel tower"),
         ("an apple, a pear & the plum", "apple pear plum"),
         ("Theatre of Athens", "theatre of athens"),  # an article only as a whole word
-        ("Stratford-upon-Avon", "stratforduponavon"),  # punctuation goes, no space comes
         ("U.S.A.", "usa"),
         ("A.", ""),  # punctuation before articles
         ("t.h.e end", "end"),
         ("JØRN Utzon", "jørn utzon"),
         ("1914–1918", "1914–1918"),  # an en dash is no ASCII punctuation
-        ("", ""),
     ],
 )
 def test_normalize(text, want):
@@ -60,11 +58,9 @@ def test_normalize(text, want):
     [
         ("the Volga.", ("Volga",), 1.0),
         ("Volga", ("Danube", "The Volga"), 1.0),  # any gold
-        ("Volga River", ("Volga",), 0.0),
         ("brasília", ("Brasília",), 1.0),
         ("Brasilia", ("Brasília",), 0.0),  # accents count
         (" 日本 ", ("日本",), 1.0),
-        ("", ("Volga",), 0.0),
         ("  ", ("A",), 0.0),  # "A" normalizes to nothing too; saying nothing is still wrong
         ("a", ("A",), 1.0),
         (None, ("Volga",), 0.0),
@@ -84,9 +80,7 @@ def test_em(prediction, golds, want):
         ("Duke of Wellington", ("Arthur Wellesley Duke of Wellington",), 0.75),  # 3/3, 3/5
         ("Paris Paris", ("Paris France",), 0.5),  # a token matches once
         ("red fox", ("blue whale", "red wolf", "red fox cub"), 0.8),  # the best gold
-        ("Thames", ("Seine",), 0.0),
         ("the", ("Seine",), 0.0),
-        ("", ("Seine",), 0.0),
         (None, ("Seine",), 0.0),
         ("Seine", (), 0.0),
     ],
@@ -171,9 +165,7 @@ DEEP = '{"question": "Who?", "golden_answers": ' + '{"target":' * 700 + '"X"' + 
         (ROW | {"question": None}, "no question; fill `question`, or `prompt`"),
         (ROW | {"question": " \n"}, "no question; fill"),
         (search_r1([{"role": "system", "content": "Question: who?"}], "x"), "no question; fill"),
-        (search_r1("Question: ", "x"), "no question; fill"),
         (ROW | {"golden_answers": None}, "no gold answer; fill `golden_answers` or"),
-        (ROW | {"golden_answers": []}, "no gold answer; fill"),
         (ROW | {"golden_answers": " "}, "no gold answer; fill"),
         (ROW | {"golden_answers": ["x", 1990]}, "gold answers ['x', 1990] are neither a text nor a list"),
         (ROW | {"golden_answers": 5}, "gold answers 5 are neither a text nor a list of texts"),
@@ -201,36 +193,32 @@ def test_a_faulty_file_is_named(tmp_path):
     assert fault(write(tmp_path / "empty.jsonl", "", " ")).startswith(": no question in it; give")
 
 
-UNREADABLE = {
-    "text": pa.array([b"ok", b"x\xff\xfe"]).view(pa.string()),
-    "time": pa.array([0, 2**62], pa.timestamp("us")),
-    "date": pa.array([1, 2**30], pa.date32()),
-    "duration": pa.array([1, 2**62], pa.duration("s")),
-}
-
-
-@pytest.mark.parametrize("kind", UNREADABLE)
-def test_a_parquet_s_value_that_cannot_be_read_is_a_fault(tmp_path, kind):
-    table = {"id": ["a", "b"], "question": ["Who?", "Who?"], "golden_answers": [["X"], ["X"]]}
+@pytest.mark.parametrize("kind", ["text", "date"])
+def test_a_parquet_s_value_that_python_cannot_hold_is_a_fault(tmp_path, kind):
+    if kind == "text":
+        value = pa.array([b"x\xff\xfe"]).view(pa.string())
+    else:
+        value = pa.array([2**30], pa.date32())
+    table = {"id": ["a"], "question": ["Who?"], "golden_answers": [["X"]]}
     for name in table:
-        pq.write_table(pa.table(table | {name: UNREADABLE[kind]}), tmp_path / "q.parquet")
+        pq.write_table(pa.table(table | {name: value}), tmp_path / "q.parquet")
         assert fault(tmp_path / "q.parquet").startswith(": not a readable parquet file (")
 
 
 def test_what_is_hardly_meant_is_noted_with_its_count(tmp_path, capsys):
+    same, other = ([{"role": "user", "content": f"Answer. Question: {text}?\n"}] for text in ("Who", "Why"))
     rows = [
         ROW | {"id": "a", "golden_answers": ["The", "x"]},
         ROW | {"id": "b", "golden_answers": ["?!"]},
         ROW | {"id": "c", "golden_answers": "['x', 'y']"},
-        ROW | {"id": "d", "golden_answers": ["[x]", "yes!"]},
-        ROW | {"id": "e", "question": "Who?", "prompt": [{"role": "user", "content": "Answer. Question: Why?"}]},
-        ROW | {"id": "f", "question": "Who?", "prompt": [{"role": "user", "content": "Answer. Question: Who?\n"}]},
-        ROW | {"id": "g", "question": "Who", "prompt": None},
+        ROW | {"id": "d", "prompt": other},
+        ROW | {"id": "e", "prompt": same},
+        ROW | {"id": "f", "golden_answers": ["[x]", "yes!"], "question": "Who", "prompt": None},
     ]
-    assert len(load_questions(write(tmp_path / "q.jsonl", *rows))) == 7
+    assert len(load_questions(write(tmp_path / "q.jsonl", *rows))) == 6
     notes = capsys.readouterr().out.splitlines()
     assert [int(re.search(r"q\.jsonl: (\d+) ", note)[1]) for note in notes] == [2, 1, 1]
-    load_questions(write(tmp_path / "q.jsonl", *rows[3:4]))
+    load_questions(write(tmp_path / "q.jsonl", *rows[4:]))
     assert capsys.readouterr().out == ""
 
 
@@ -267,22 +255,11 @@ def test_validation_questions_are_those_of_valid(monkeypatch):
 def test_without_valid_a_tenth_of_the_training_questions_at_most_500_are_set_aside(monkeypatch):
     everyone = [f"q{k}" for k in range(40)]
     train, chosen, test = split(monkeypatch)
-    assert len(chosen) == 4 and test == ["held out"]
+    assert len(chosen) == 4
+    assert test == ["held out"]
     assert train == [q for q in everyone if q not in chosen]  # in their order, and none is trained on
     assert chosen == [q for q in everyone if q in chosen]
     assert split(monkeypatch)[1] == chosen  # a resumed run sets the same ones aside
     assert any(split(monkeypatch, seed=seed)[1] != chosen for seed in (1, 2))
     for n, sizes in ((9, [9, 0, 1]), (6000, [5500, 500, 1])):
         assert [len(part) for part in split(monkeypatch, n)] == sizes
-
-
-# --- the fixture
-
-
-def test_the_answers_of_the_fixture_s_questions_are_in_its_passages():
-    passages = [json.loads(line)["contents"] for line in (FIXTURE / "corpus.jsonl").open(encoding="utf-8")]
-    both = load_questions(FIXTURE / "train.jsonl") + load_questions(FIXTURE / "test.jsonl")
-    assert (len(passages), len(both)) == (64, 36) and len({q.id for q in both}) == len({q.text for q in both}) == 36
-    for q in both:
-        assert all(any(gold in text for text in passages) for gold in q.golds), q
-        assert not any(normalize(gold) in normalize(q.text) for gold in q.golds), q

@@ -97,7 +97,6 @@ def test_a_task_s_module_may_lie_in_the_working_directory(tmp_path, monkeypatch)
     "name, says",
     [
         ("my_game", "give it as module:name"),
-        ("my_game:", "give it as module:name"),
         (":Game", "give it as module:name"),
         (".my_game:Game", "give it as module:name"),
         ("my_game:Game:x", "Game:x is no class in my_game"),
@@ -268,7 +267,6 @@ def test_a_failure_is_what_the_task_says_of_a_rewarded_trajectory():
     "rewards, says",
     [
         ([1.0, 0.0], "its reward returned 2 for 3 trajectories; return a number for each"),
-        ([0.0] * 4, "its reward returned 4 for 3"),
         ([0.0, math.nan, 0.0], "its reward of question 1 is nan; return a finite number"),
         ([0.0, 0.0, -math.inf], "its reward of question 2 is -inf; return"),
         ([None, 0.0, 0.0], "its reward of question 0 is None; return"),
@@ -296,12 +294,9 @@ def test_metrics_are_floats_under_the_names_that_the_task_gives():
     "rows, says",
     [
         ([{"wins": 1.0}, {"wins": 0.0, "moves": 3.0}], "question 1 are {'wins': 0.0, 'moves': 3.0}, the first {'wins'"),
-        ([{"wins": 1.0, "moves": 1.0}, {"wins": 0.0}], "question 1 are {'wins': 0.0}, the first {'wins': 1.0, 'moves'"),
         ([{"a": 1.0, "b": 1.0}, {"b": 1.0, "a": 1.0}], "question 1 are {'b': 1.0, 'a': 1.0}, the first {'a'"),
         ([{"wins": 1.0}, {}], "question 1 are {}, the first {'wins': 1.0}; return finite numbers of the same names"),
-        ([None, None], "question 0 are None, the first None; return finite numbers"),
         ([{"wins": 1.0}, {"wins": math.nan}], "question 1 are {'wins': nan}, the first"),
-        ([{"wins": 1.0}, {"wins": None}], "question 1 are {'wins': None}, the first"),
         ([{"wins": "yes"}, {"wins": "no"}], "question 0 are {'wins': 'yes'}, the first"),
         ([{"loss": 1.0}, {"loss": 0.0}], "question 0: loss is measured of every run; give it another name"),
         ([{"calculations": 1.0}, {"calculations": 0.0}], "question 0: calculations is measured of every run; give"),

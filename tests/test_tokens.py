@@ -74,11 +74,14 @@ def test_the_data_of_tokens_say_how_many_there_were(tiny):
     n = sum(tau.mask)
     tau.tokens = {"logp": [-0.123456] * (n - 1) + [math.nan], "ratio": [1.0, -1e-9, 123456.0] + [math.inf] * (n - 3)}
     whole = token_data(tau, tokenizer, 1000)
-    assert whole["n"] == n == len(whole["text"]) == sum(whole["turns"]) and whole["logp"][-1] is None
+    assert whole["n"] == n == len(whole["text"]) == sum(whole["turns"])
+    assert whole["logp"][-1] is None
     assert whole["engine"] == [short(x) for x, m in zip(tau.logps, tau.mask, strict=True) if m]
     cut = token_data(tau, tokenizer, 3)
     assert cut["n"] == n and all(len(cut[name]) == 3 for name in ("text", "engine", "logp", "ratio"))
-    assert cut["logp"] == [-0.1235] * 3 and cut["ratio"] == [1, 0, 123500] and cut["turns"] == whole["turns"]
+    assert cut["logp"] == [-0.1235] * 3
+    assert cut["ratio"] == [1, 0, 123500]
+    assert cut["turns"] == whole["turns"]
     json.dumps(whole, allow_nan=False)
 
 

@@ -129,15 +129,12 @@ def test_tools_may_share_the_tag_of_their_results():
         ("<search> who </search>", "who"),
         ("<think>x</think><search>two\nlines</search>\n\n", "two\nlines"),  # a token may hold more than the tag's end
         ("<search>a <search>b</search>", "b"),  # the innermost
-        ("<search>a</search></search>", "a"),
         ("<search> <b> 1 < 2 & </b> </search>", "<b> 1 < 2 & </b>"),
         ("<answer>x <search>q</search>", "q"),
         ("<search></search>", ""),
         ("<search>cut off", None),
-        ("no opening tag</search>", None),
         ("</search><search>", None),
         ("<Search>q</Search>", None),
-        ("<search >q</search >", None),
         ("<answer>x</answer>", None),
         ("<calculate>1</calculate>", None),  # no tool of this run
         ("", None),
@@ -187,7 +184,6 @@ def test_a_call_is_an_opening_tag_and_its_closing_tag_with_no_opening_tag_betwee
         ("<answer></answer>", ""),
         ("</answer>a<answer>", None),
         ("<answer>a", None),
-        ("a", None),
         ("", None),
     ],
 )
@@ -202,18 +198,15 @@ def test_last_answer(response, want):
     "expression, result",
     [
         ("3 * (4 + 5)", "27"),
-        (" 7 / 2 ", "3.5"),
         ("0.1 + 0.2", "0.3"),
         ("1 / 3", "0.333333333333"),
         ("-2 ** 2", "-4"),
-        ("17 % 5", "2"),
         ("7 // 2", "3"),
         ("1 +\n2", "3"),
         ("1\n2", "not a calculation (SyntaxError)"),
         ("1 / 0", "not a calculation (ZeroDivisionError)"),
         ("(-8) ** 0.5", "not a calculation (TypeError)"),  # complex
         ("", "not a calculation (ValueError)"),
-        ("3 +", "not a calculation (SyntaxError)"),
         ("two plus two", "not a calculation (ValueError)"),
         ("__import__('os')", "not a calculation (ValueError)"),
         ("9 ** 9 ** 9 ** 9", "not a calculation (NumberTooHigh)"),
