@@ -8,6 +8,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 
 import pytest
 import torch
+from json_server import json_servers
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: its kernels run on the CPU
@@ -37,6 +38,13 @@ def state(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield
+
+
+@pytest.fixture
+def serve():
+    """Starts HTTP servers with a script each (json_server.py); they stop with the test."""
+    with json_servers() as start:
+        yield start
 
 
 @pytest.fixture(scope="session")

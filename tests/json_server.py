@@ -18,6 +18,7 @@ class JsonServer(ThreadingHTTPServer):
     def __init__(self, *script, port=0):
         super().__init__(("127.0.0.1", port), Handler)
         self.script, self.requests, self.closing = list(script), [], threading.Event()
+        self.clients = set()  # a connection each
         self.url = f"http://127.0.0.1:{self.server_port}"
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
@@ -35,6 +36,7 @@ class Handler(BaseHTTPRequestHandler):
         self.body = body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         script = self.server.script
         self.server.requests.append((self.path, dict(self.headers), body))
+        self.server.clients.add(self.client_address)
         entry = script.pop(0) if len(script) > 1 else script[0]
         if callable(entry):
             return entry(self)
@@ -42,6 +44,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
+        self.send_header("Content-Length", str(len(text.encode())))
         self.end_headers()
         self.wfile.write(text.encode())
 
@@ -68,6 +71,19 @@ def break_off(handler):
 def too_slow(handler):
     """Never answers."""
     handler.server.closing.wait(5)
+
+
+def passages(find):
+    """Returns an answer to POST /retrieve: the passages `find(query)` for every query."""
+
+    def answer(handler):
+        queries = json.loads(handler.body)["queries"]
+        result = [[{"document": {"contents": text}, "score": 1.0} for text in find(query)] for query in queries]
+        handler.send_response(200)
+        handler.end_headers()
+        handler.wfile.write(json.dumps({"result": result}).encode())
+
+    return answer
 
 
 def trickle(text, seconds=0.02):

@@ -10,21 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from json_server import break_off, hang_up, json_servers, too_slow, trickle
+from json_server import break_off, hang_up, too_slow, trickle
 
 from plumbing import client as module
-from plumbing.client import Client, RequestFailed
+from plumbing.client import Client, RequestFailed, back_off
 from plumbing.faults import Outage
 
 OK = {"value": 1}
 BUSY = (503, {}, "busy")
-
-
-@pytest.fixture
-def serve():
-    """Start servers with a script each; they stop with the test."""
-    with json_servers() as start:
-        yield start
 
 
 @pytest.fixture(autouse=True)
@@ -51,33 +44,24 @@ def free_port():
 # ---- requests
 
 
-def test_a_post_sends_json_and_returns_what_its_reader_makes_of_the_answer(serve):
-    server = serve(OK)
-    assert client(server.url + "/", key="k").ask("/path", {"é": [1]}, value) == 1
-    ((path, headers, body),) = server.requests
-    assert path == "/path" and json.loads(body) == {"é": [1]}
+def test_a_request_sends_json_or_nothing_and_returns_what_its_reader_makes_of_the_answer(serve):
+    server = serve(OK, OK, OK, (200, {}, "Success: 'x' added"))
+    asker = client(server.url + "/", key="k")
+    assert [asker.ask("/path", body, value) for body in ({"é": [1]}, {}, None)] == [1, 1, 1]
+    assert asker.ask("/load?a=b", {}, str) == "Success: 'x' added"  # no JSON
+    assert [path for path, _, _ in server.requests] == ["/path"] * 3 + ["/load?a=b"]
+    (_, headers, body), (_, _, empty), (_, _, none), _ = server.requests
     assert headers["Content-Type"] == "application/json" and headers["Authorization"] == "Bearer k"
-
-
-def test_an_answer_that_is_no_json_can_be_read_as_text(serve):
-    assert client(serve((200, {}, "Success: 'x' added")).url).ask("/load", {}, str) == "Success: 'x' added"
-
-
-def test_an_empty_body_is_sent_as_one_and_a_get_has_none(serve):
-    server = serve(OK)
-    asker = client(server.url)
-    asker.ask("/path", {}, value)
-    assert asker.ask("/path?a=b", None, value) == 1
-    assert [(path, body) for path, _, body in server.requests] == [("/path", b"{}"), ("/path?a=b", b"")]
+    assert (json.loads(body), empty, none) == ({"é": [1]}, b"{}", b"")
 
 
 def test_threads_may_share_a_client(serve, waits):
-    server = serve(hang_up, BUSY, *[OK] * 64)
+    server = serve(hang_up, BUSY, *[OK] * 32)
     asker = client(server.url)
-    with ThreadPoolExecutor(32) as pool:
-        assert list(pool.map(lambda k: asker.ask("/path", {"k": k}, value), range(64))) == [1] * 64
-    assert len(server.requests) == 66 and len(waits) == asker.faults == 2
-    assert {json.loads(body)["k"] for _, _, body in server.requests} == set(range(64))
+    with ThreadPoolExecutor(16) as pool:
+        assert list(pool.map(lambda k: asker.ask("/path", {"k": k}, value), range(32))) == [1] * 32
+    assert len(server.requests) == 34 and len(waits) == asker.faults == 2
+    assert {json.loads(body)["k"] for _, _, body in server.requests} == set(range(32))
 
 
 # ---- which faults are transient
@@ -115,7 +99,7 @@ def test_a_server_that_comes_back_is_reached(serve, monkeypatch):
     assert client(f"http://127.0.0.1:{port}").ask("/path", {}, value) == 1
 
 
-@pytest.mark.parametrize("status", [400, 401, 403, 404, 409, 413, 422, 428, 430, 499])
+@pytest.mark.parametrize("status", [400, 401, 404, 428, 430, 499])
 def test_other_statuses_are_final(serve, waits, status):
     server, other = serve((status, {"Retry-After": "1"}, "no\nsuch key")), serve(OK)
     asker = client(server.url, other.url)
@@ -134,10 +118,17 @@ def test_an_invalid_url_is_final(waits, url):
     assert not failed.value.transient and not waits
 
 
-@pytest.mark.parametrize("text", ["", "<html>", "[]", "null", '"value"', "{}", '{"value"', '{"other": 1}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "<html>", "[]", '"value"', "{}", '{"value"', '{"other": 1}',
+        "[" * 200_000, '{"value": NaN}', '{"value": -Infinity}', '{"value": ' + "9" * 5000 + "}",
+    ],
+)  # fmt: skip
 def test_a_malformed_body_is_never_read_and_may_be_better_the_next_time(serve, waits, text):
-    with pytest.raises(RequestFailed, match=r"/path: malformed answer \(\w+Error: .*\)$"):
+    with pytest.raises(RequestFailed, match=r"/path: malformed answer \(\w+Error: .*\)$") as failed:
         client(serve((200, {}, text)).url, retries=0).ask("/path", {}, value)
+    assert len(str(failed.value)) < 400
     server = serve((200, {}, text), OK)
     assert client(server.url).ask("/path", {}, value) == 1
     assert len(server.requests) == 2 and len(waits) == 1
@@ -213,15 +204,6 @@ def test_an_answer_without_end_is_refused(serve, monkeypatch):
             client(serve(pour).url).ask("/path", {}, value)
 
 
-@pytest.mark.parametrize(
-    "text", ["[" * 200_000, '{"value": NaN}', '{"value": -Infinity}', '{"value": ' + "9" * 5000 + "}"]
-)
-def test_what_the_reader_of_json_cannot_take_is_malformed(serve, text):
-    with pytest.raises(RequestFailed, match=r"malformed answer \(ValueError: ") as failed:
-        client(serve((200, {}, text)).url, retries=0).ask("/path", {}, value)
-    assert len(str(failed.value)) < 400
-
-
 def test_half_characters_are_replaced_wherever_they_stand(serve):
     server = serve((200, {}, r'{"value": ["a\ud800", {"\uDFFF": "\ud83d\ude00"}]}'))
     assert client(server.url).ask("/path", {}, value) == ["a\ufffd", {"\ufffd": "\U0001f600"}]
@@ -258,16 +240,14 @@ def test_a_key_that_no_header_can_hold_is_not_shown(serve):
 
 
 def test_the_wait_doubles_varies_by_half_and_has_an_upper_bound(serve, waits):
-    server = serve(BUSY)
-    for _ in range(32):  # of 8, all that are 32 to 96 s were cut to a minute once in a hundred times
-        with pytest.raises(RequestFailed):
-            client(server.url, retries=8).ask("/path", {}, value)
-    assert len(waits) == 32 * 8
+    with pytest.raises(RequestFailed):
+        client(serve(BUSY).url, retries=8).ask("/path", {}, value)
+    assert len(waits) == 8
     for k in range(8):
-        waited = waits[k::8]
-        assert all(min(60, 2**k * 0.5) <= wait <= min(60, 2**k * 1.5) for wait in waited)
-        assert max(waited) - min(waited) > 0.05 * min(waited) or k == 7  # 64 to 192 s: a minute
-    assert max(waits) == 60
+        others = [back_off(k + 1) for _ in range(32)]  # of 8 all may be cut to a minute
+        assert all(min(60, 2**k * 0.5) <= wait <= min(60, 2**k * 1.5) for wait in [waits[k], *others])
+        assert max(others) - min(others) > 0.05 * min(others) or k == 7  # 64 to 192 s: a minute
+        assert max(others) == 60 or k < 6
 
 
 @pytest.mark.parametrize("asked, wait", [("17", 17), (" 3 ", 3), ("3600", 60), ("9" * 400, 60)])
@@ -294,7 +274,7 @@ def test_a_retry_after_of_nothing_or_nonsense_waits_as_usual(serve, waits, asked
     assert 0.5 <= wait <= 1.5
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.text() | st.from_regex(r"Wed, \d{1,5} (Oct|Xyz) [0-9]{1,12} \d\d:\d\d:\d\d (GMT|[+-]\d{1,9})"))
 def test_no_retry_after_breaks_the_client(text):
     assert module._retry_after(text) >= 0

@@ -3,9 +3,6 @@
 import inspect
 import itertools
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +13,6 @@ from engines.torch_engine import TorchEngine
 from engines.vllm_engine import VllmEngine
 from engines.vllm_server import VllmServer
 
-ROOT = Path(__file__).parent.parent
 INSTRUCTION = "Think in <think> </think>, search with <search> </search>, answer in <answer> </answer>."
 QUESTIONS = [
     "What is the mayor of the city Pais Kranford?",
@@ -31,6 +27,11 @@ KEYS = [0, 1, 2, 1, 3, 4, 2, 2, 3, 3, 4, 0]  # the question of each row: some co
 @pytest.fixture
 def engine(policy):
     return TorchEngine(*policy, STOP)
+
+
+@pytest.fixture
+def small(tiny):
+    return TorchEngine(*tiny, STOP)
 
 
 def prompt_ids(tokenizer, question):
@@ -82,7 +83,7 @@ def spelled(tokenizer, text):
 # ---- the cache
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_cached_turns_equal_a_plain_forward_pass(policy, engine, temperature, monkeypatch):
     model, tokenizer = policy
     coin = random.Random(1)
@@ -134,21 +135,27 @@ def two_turns(engine, tokenizer, seed):
     return first, list(engine.generate(again, 8, 1.0))
 
 
-def test_a_seed_gives_the_same_bits_and_another_seed_other_samples(policy, engine):
-    a = two_turns(engine, policy[1], seed=7)
+def test_a_seed_gives_the_same_bits_and_another_seed_other_samples(tiny, small):
+    tokenizer = tiny[1]
+    a = two_turns(small, tokenizer, seed=7)
     torch.randn(3)  # torch's global generator plays no part
-    assert two_turns(engine, policy[1], seed=7) == a
-    assert two_turns(TorchEngine(*policy, STOP), policy[1], seed=7) == a
-    other = two_turns(engine, policy[1], seed=8)
+    assert two_turns(small, tokenizer, seed=7) == a
+    assert two_turns(TorchEngine(*tiny, STOP), tokenizer, seed=7) == a
+    other = two_turns(small, tokenizer, seed=8)
     assert [ids for _, ids, _ in other[0]] != [ids for _, ids, _ in a[0]]
 
 
-def test_rows_of_one_prompt_are_sampled_independently(policy, engine):
-    rows = list(engine.generate(contexts_of(policy[1], [0] * 8), 12, 1.0))
-    assert len({tuple(ids) for _, ids, _ in rows}) > 4
+def test_rows_of_one_prompt_are_sampled_independently_and_temperature_0_needs_no_seed(tiny, small):
+    contexts = contexts_of(tiny[1], [0] * 8)
+    assert len({tuple(ids) for _, ids, _ in small.generate(contexts, 12, 1.0)}) > 4
+    greedy = []
+    for seed in (1, 2):
+        small.begin(seed)
+        greedy.append(list(small.generate(contexts, 8, 0.0)))
+    assert greedy[0] == greedy[1] and len({tuple(ids) for _, ids, _ in greedy[0]}) == 1
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
 def test_tokens_are_drawn_from_the_softmax_at_the_temperature(world, temperature):
     model, tokenizer = world
     context = prompt_ids(tokenizer, "Who?") + tokenizer("<think></think><search>director of")["input_ids"]
@@ -163,35 +170,27 @@ def test_tokens_are_drawn_from_the_softmax_at_the_temperature(world, temperature
     assert ((share - p).abs() < 4.5 * (p * (1 - p) / n).sqrt())[likely].all()
 
 
-def test_temperature_0_needs_no_seed(policy, engine):
-    engine.begin(1)
-    a = list(engine.generate(contexts_of(policy[1]), 8, 0.0))
-    engine.begin(2)
-    assert list(engine.generate(contexts_of(policy[1]), 8, 0.0)) == a
-
-
 # ---- the end of a turn
 
 
-@pytest.mark.parametrize("tag", STOP)
-def test_a_stop_string_ends_the_turn_and_stays_in_it(policy, engine, tag, monkeypatch):
+@pytest.mark.parametrize("end", [*STOP, ""], ids=[*STOP, "EOS"])
+def test_a_stop_string_or_eos_ends_the_turn_and_stays_in_it(policy, engine, end, monkeypatch):
     tokenizer = policy[1]
-    ids = spelled(tokenizer, "what is ") + tokenizer(tag)["input_ids"]
+    ids = spelled(tokenizer, "what is ") + tokenizer(end or tokenizer.eos_token)["input_ids"]
     play(engine, ids + spelled(tokenizer, " and more"), monkeypatch)
     [(row, got, logps)] = engine.generate({3: tokenizer("Who?")["input_ids"]}, 100, 0.0)
     assert (row, got, len(logps)) == (3, ids, len(ids))
-    assert tokenizer.decode(got).endswith(tag)
+    assert got[-1] == tokenizer.eos_token_id if not end else tokenizer.decode(got).endswith(end)
 
 
-def test_a_stop_string_is_found_however_its_tokens_are_cut(tiny, monkeypatch):
-    model, tokenizer = tiny
-    engine = TorchEngine(model, tokenizer, STOP)
+def test_a_stop_string_is_found_however_its_tokens_are_cut(tiny, small, monkeypatch):
+    tokenizer = tiny[1]
     cuts = [["</", "search", ">"], ["<", "/s", "ear", "ch", ">"], list("</search>")]
     for pieces in cuts:
         ids = [i for piece in ["a > b <search> c ", *pieces] for i in tokenizer(piece)["input_ids"]]
-        play(engine, ids + ids, monkeypatch)
-        engine.begin(0)
-        [(_, got, _)] = engine.generate({0: [5, 6, 7]}, 200, 0.0)
+        play(small, ids + ids, monkeypatch)
+        small.begin(0)
+        [(_, got, _)] = small.generate({0: [5, 6, 7]}, 200, 0.0)
         assert got == ids
 
 
@@ -213,52 +212,44 @@ def test_a_turn_ends_with_the_first_token_that_completes_any_stop_string(tiny):
     assert inside > 10  # a token often contains more than the end of the stop string
 
 
-def test_eos_ends_the_turn_and_is_kept(policy, engine, monkeypatch):
-    tokenizer = policy[1]
-    ids = spelled(tokenizer, "is it") + [tokenizer.eos_token_id]
-    play(engine, ids + ids, monkeypatch)
-    [(_, got, logps)] = engine.generate({0: tokenizer("Who?")["input_ids"]}, 100, 0.0)
-    assert got == ids and len(logps) == len(ids)
-
-
-def test_a_turn_has_at_most_max_new_tokens(policy, engine, monkeypatch):
-    tokenizer = policy[1]
+def test_a_turn_has_at_most_max_new_tokens(tiny, small, monkeypatch):
+    tokenizer = tiny[1]
     for limit in (1, 7):
-        engine.begin(0)
-        play(engine, itertools.repeat(tokenizer("film")["input_ids"][0]), monkeypatch)
-        turns = list(engine.generate(contexts_of(tokenizer), limit, 0.0))
+        small.begin(0)
+        play(small, itertools.repeat(tokenizer("film")["input_ids"][0]), monkeypatch)
+        turns = list(small.generate(contexts_of(tokenizer), limit, 0.0))
         assert [len(ids) for _, ids, _ in turns] == [limit] * len(KEYS)
 
 
-def test_only_the_turn_itself_is_searched_for_stop_strings(tiny, monkeypatch):
-    model, tokenizer = tiny
-    engine = TorchEngine(model, tokenizer, STOP)
+def test_only_the_turn_itself_is_searched_for_stop_strings(tiny, small, monkeypatch):
+    tokenizer = tiny[1]
     told = spelled(tokenizer, "<search> who </search>")
     for seen in (len(told), len(told) - 4):  # the whole tag before the turn, or all but `rch>`
-        engine.begin(0)
-        play(engine, told[seen:] + spelled(tokenizer, " > and more"), monkeypatch)
-        [(_, ids, _)] = engine.generate({0: told[:seen]}, 9, 0.0)
+        small.begin(0)
+        play(small, told[seen:] + spelled(tokenizer, " > and more"), monkeypatch)
+        [(_, ids, _)] = small.generate({0: told[:seen]}, 9, 0.0)
         assert len(ids) == 9
 
 
 # ---- the protocol
 
 
-def test_the_model_is_left_in_the_mode_it_was_in(policy, engine):
-    model = policy[0]
+def test_the_model_is_left_in_the_mode_it_was_in(tiny, small):
+    model, tokenizer = tiny
     for training in (True, False):
         model.train(training)
-        engine.begin(0)
-        for _ in engine.generate(contexts_of(policy[1]), 3, 1.0):
+        small.begin(0)
+        for _ in small.generate(contexts_of(tokenizer), 3, 1.0):
             assert not model.training  # no dropout while it generates
         assert model.training == training
-
-
-def test_no_rows_no_turns(engine):
-    assert list(engine.generate({}, 5, 1.0)) == []
+    assert list(small.generate({}, 5, 1.0)) == []
 
 
 METHODS = {name: member for name, member in vars(Engine).items() if inspect.isfunction(member) and name[0] != "_"}
+
+
+def parameters(function):
+    return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
 
 
 @pytest.mark.parametrize("engine", [TorchEngine, VllmEngine, VllmServer])
@@ -267,20 +258,3 @@ def test_an_engine_implements_the_protocol(engine):
     for name, method in METHODS.items():
         assert parameters(getattr(engine, name)) == parameters(method), name
     assert isinstance(engine.lockstep, bool)
-
-
-def test_the_fake_engine_of_test_rollout_can_stand_in_for_one():
-    from test_rollout import Script
-
-    for name in ("begin", "generate"):  # all that `rollout` calls
-        assert parameters(getattr(Script, name)) == parameters(METHODS[name]), name
-
-
-def parameters(function):
-    return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
-
-
-def test_the_protocol_needs_no_torch():
-    done = subprocess.run([sys.executable, "-c", "import engines, sys; print('torch' in sys.modules)"], cwd=ROOT,
-                          capture_output=True, text=True, check=True)  # fmt: skip
-    assert done.stdout == "False\n"

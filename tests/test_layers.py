@@ -22,15 +22,16 @@ from training.fit import activations
 triton = pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 pytest.importorskip("liger_kernel")
 
-LENGTHS = [4, 1, 3]  # few: the interpreter takes milliseconds a token and layer
+LENGTHS = [3, 1, 2]  # few: the interpreter takes milliseconds a token and layer
 ALL = {"RMSNorm", "SwiGLU", "rotary embedding"}
 NAMES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama", "mistral": "Mistral", "granite": "Granite",
          "gemma3_text": "Gemma3Text"}  # fmt: skip
 SETTINGS = {
     "mistral": {"sliding_window": 2},
     "granite": {"residual_multiplier": 0.7, "attention_multiplier": 0.2, "embedding_multiplier": 3.0},
-    "gemma3_text": {"sliding_window": 2, "layer_types": ["sliding_attention", "full_attention"]},
-}
+    "gemma3_text": {"sliding_window": 2, "num_hidden_layers": 2,
+                    "layer_types": ["sliding_attention", "full_attention"]},
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +74,8 @@ def error(a, b):
 
 def family(name, tiny_path, path):
     """A policy of this family whose norms' weights are not all alike."""
-    model = load_model(make_family(NAMES[name], SETTINGS.get(name, {}), tiny_path, path))
+    settings = {"num_hidden_layers": 1} | SETTINGS.get(name, {})
+    model = load_model(make_family(NAMES[name], settings, tiny_path, path))
     g = torch.Generator().manual_seed(2)
     for key, p in model.named_parameters():
         if "norm" in key:
@@ -81,7 +83,7 @@ def family(name, tiny_path, path):
     return model.train()
 
 
-@pytest.mark.parametrize("name, recompute", [("qwen2", 1), *((name, 0) for name in FAMILIES)])
+@pytest.mark.parametrize("name, recompute", [(name, name == "qwen2") for name in FAMILIES])
 def test_fused_layers_compute_as_transformers_in_float64(name, recompute, tiny_path, tmp_path):
     """As close to float64 as transformers' own layers in float32, with or without recomputed activations."""
     model = family(name, tiny_path, tmp_path / name)
@@ -100,9 +102,10 @@ def test_fused_layers_compute_as_transformers_in_float64(name, recompute, tiny_p
 @pytest.mark.parametrize("recompute", [0, 1])
 def test_the_estimate_counts_what_liger_keeps(name, recompute):
     """Bytes that are alive after the forward pass, and at most until the end of the backward pass."""
-    T, H, I = 24, SHAPES["hidden_size"], 256
+    T, H, I = 4, SHAPES["hidden_size"], 128
     heads = SHAPES["num_attention_heads"]  # as many of keys: on a GPU float32 has no fewer
-    config = getattr(transformers, f"{name}Config")(**SHAPES | dict(intermediate_size=I, num_key_value_heads=heads))
+    sizes = dict(intermediate_size=I, num_key_value_heads=heads, vocab_size=8)  # the gradient of few words is small
+    config = getattr(transformers, f"{name}Config")(**SHAPES | sizes)
     model = empty(config, torch.float32, "cpu").train()
     fuse(model)
     for p in model.parameters():

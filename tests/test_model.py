@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from config import WORLD
 from engines.torch_engine import TorchEngine
 from models.model import (
     LOGIT_SCALES,
@@ -129,12 +130,17 @@ def test_there_is_a_block_for_every_layer(tiny):
 
 
 @pytest.mark.parametrize(
-    "published, computed, written",
-    [("bfloat16", "bfloat16", "bfloat16"), ("bfloat16", "float32", "float32"), ("float32", "bfloat16", "float32")],
+    "tied, published, computed, written",
+    [
+        (True, "bfloat16", "bfloat16", "bfloat16"),
+        (True, "float32", "bfloat16", "float32"),
+        (False, "bfloat16", "float32", "float32"),
+    ],
 )
 def test_an_exported_policy_is_the_policy_in_the_digits_of_the_model_and_of_its_training(
-    path, tmp_path, published, computed, written
+    tiny_path, tmp_path, tied, published, computed, written
 ):
+    path = str(WORLD / "policy") if tied else tiny_path
     model, tokenizer = load_policy(path, "cpu")
     config = load_config(path)
     config.dtype = getattr(torch, published)
@@ -223,22 +229,20 @@ def test_a_supported_family_is_scored_and_sampled_with_its_own_logits(family, ti
     rows = [torch.randint(5, 600, (n,), generator=torch.Generator().manual_seed(n)) for n in LENGTHS]
     where = torch.tensor([i for i in range(sum(LENGTHS)) if i + 1 not in torch.tensor(LENGTHS).cumsum(0)])
     ids = torch.cat(rows)
-    for temperature in (1.0, 0.7):
-        want = torch.cat([own_logps(own, row, temperature).gather(1, row[1:, None])[:, 0] for row in rows])
-        logp, _ = score(model, ids, Packing(LENGTHS), where, ids[where + 1], temperature)
-        torch.testing.assert_close(logp.double(), want, atol=1e-4, rtol=0)
-        assert want.std() > 0.2 * scale  # not all alike
+    want = torch.cat([own_logps(own, row, 0.7).gather(1, row[1:, None])[:, 0] for row in rows])
+    logp, _ = score(model, ids, Packing(LENGTHS), where, ids[where + 1], 0.7)
+    torch.testing.assert_close(logp.double(), want, atol=1e-4, rtol=0)
+    assert want.std() > 0.2 * scale  # not all alike
 
-        weights = dict(adv=torch.ones(len(where)), w=torch.ones(len(where)))
-        _, extras = score(model, ids, Packing(LENGTHS), where, ids[where + 1], temperature, **weights)
-        torch.testing.assert_close(extras["logp"].double(), want, atol=1e-4, rtol=0)
+    weights = dict(adv=torch.ones(len(where)), w=torch.ones(len(where)))
+    _, extras = score(model, ids, Packing(LENGTHS), where, ids[where + 1], 0.7, **weights)
+    torch.testing.assert_close(extras["logp"].double(), want, atol=1e-4, rtol=0)
 
-        engine = TorchEngine(model, tokenizer, STOP)
-        context = rows[2].tolist()
-        for _, sampled, logps in engine.generate(dict.fromkeys(range(4), context), 8, temperature):
-            turn = own_logps(own, torch.tensor(context + sampled), temperature)[len(context) - 1 :]
-            want = turn.gather(1, torch.tensor(sampled)[:, None])[:, 0]
-            torch.testing.assert_close(torch.tensor(logps).double(), want, atol=1e-4, rtol=0)
+    engine, context = TorchEngine(model, tokenizer, STOP), rows[2].tolist()
+    for _, sampled, logps in engine.generate(dict.fromkeys(range(4), context), 8, 0.7):
+        turn = own_logps(own, torch.tensor(context + sampled), 0.7)[len(context) - 1 :]
+        want = turn.gather(1, torch.tensor(sampled)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(logps).double(), want, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("family", REFUSED)

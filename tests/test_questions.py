@@ -4,13 +4,14 @@ import json
 import re
 from pathlib import Path
 
-import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from config import Config
 from plumbing.faults import Fault
-from tasks import Question, Trajectory, measure, reward
-from tasks.questions import _read_question, em, f1, load_questions, normalize
+from tasks import Question, Trajectory, measure, reward, search_qa
+from tasks.questions import em, f1, load_questions, normalize
 from tasks.search_qa import SearchQA
 
 FIXTURE = Path(__file__).parent / "fixture"
@@ -41,13 +42,11 @@ def fault(path) -> str:
         ("The  Eiffel\tTower!", "eiffel tower"),
         ("an apple, a pear & the plum", "apple pear plum"),
         ("Theatre of Athens", "theatre of athens"),  # an article only as a whole word
-        ("Stratford-upon-Avon", "stratforduponavon"),  # punctuation goes, no space comes
         ("U.S.A.", "usa"),
         ("A.", ""),  # punctuation before articles
         ("t.h.e end", "end"),
         ("JØRN Utzon", "jørn utzon"),
         ("1914–1918", "1914–1918"),  # an en dash is no ASCII punctuation
-        ("", ""),
     ],
 )
 def test_normalize(text, want):
@@ -59,11 +58,9 @@ def test_normalize(text, want):
     [
         ("the Volga.", ("Volga",), 1.0),
         ("Volga", ("Danube", "The Volga"), 1.0),  # any gold
-        ("Volga River", ("Volga",), 0.0),
         ("brasília", ("Brasília",), 1.0),
         ("Brasilia", ("Brasília",), 0.0),  # accents count
         (" 日本 ", ("日本",), 1.0),
-        ("", ("Volga",), 0.0),
         ("  ", ("A",), 0.0),  # "A" normalizes to nothing too; saying nothing is still wrong
         ("a", ("A",), 1.0),
         (None, ("Volga",), 0.0),
@@ -83,9 +80,7 @@ def test_em(prediction, golds, want):
         ("Duke of Wellington", ("Arthur Wellesley Duke of Wellington",), 0.75),  # 3/3, 3/5
         ("Paris Paris", ("Paris France",), 0.5),  # a token matches once
         ("red fox", ("blue whale", "red wolf", "red fox cub"), 0.8),  # the best gold
-        ("Thames", ("Seine",), 0.0),
         ("the", ("Seine",), 0.0),
-        ("", ("Seine",), 0.0),
         (None, ("Seine",), 0.0),
         ("Seine", (), 0.0),
     ],
@@ -147,23 +142,11 @@ def test_rows_of_search_r1(tmp_path):
     ]
 
 
-def test_metadata_is_not_read(tmp_path):
+def test_parquet_reads_as_jsonl_does_and_its_metadata_are_not_read(tmp_path):
     """HotpotQA's passages are there: here they could not even be read."""
-    pa = pytest.importorskip("pyarrow")
-    import pyarrow.parquet as pq
-
-    table = pa.Table.from_pylist([{"question": "Who?", "golden_answers": ["X"]}])
-    context = pa.array([b"\xff"]).view(pa.string())
-    pq.write_table(table.append_column("metadata", context), tmp_path / "q.parquet")
-    assert load_questions(tmp_path / "q.parquet")[0].golds == ("X",)
-
-
-def test_parquet_reads_as_jsonl_does(tmp_path):
-    pa = pytest.importorskip("pyarrow")
-    import pyarrow.parquet as pq
-
     rows = [json.loads(line) for line in (FIXTURE / "train.jsonl").open(encoding="utf-8")]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "q.parquet")
+    context = pa.array([b"\xff"] * len(rows)).view(pa.string())
+    pq.write_table(pa.Table.from_pylist(rows).append_column("metadata", context), tmp_path / "q.parquet")
     assert load_questions(tmp_path / "q.parquet") == load_questions(FIXTURE / "train.jsonl")
 
     rows = [search_r1([{"role": "user", "content": f"Question: {i}"}], ["x", "y"]) for i in range(3)]
@@ -171,10 +154,7 @@ def test_parquet_reads_as_jsonl_does(tmp_path):
     assert load_questions(tmp_path / "r.parquet")[2] == Question("nq-3", "2?", ("x", "y"), "nq")
 
 
-def test_numpy_arrays_as_pandas_hands_them_over():
-    prompt = np.array([{"role": "user", "content": "Question: who"}])
-    row = search_r1(prompt, np.array(["x", "y"], dtype=object))
-    assert _read_question(row, 1) == Question("nq-1", "who?", ("x", "y"), "nq")
+DEEP = '{"question": "Who?", "golden_answers": ' + '{"target":' * 700 + '"X"' + "}" * 701
 
 
 @pytest.mark.parametrize(
@@ -185,12 +165,12 @@ def test_numpy_arrays_as_pandas_hands_them_over():
         (ROW | {"question": None}, "no question; fill `question`, or `prompt`"),
         (ROW | {"question": " \n"}, "no question; fill"),
         (search_r1([{"role": "system", "content": "Question: who?"}], "x"), "no question; fill"),
-        (search_r1("Question: ", "x"), "no question; fill"),
         (ROW | {"golden_answers": None}, "no gold answer; fill `golden_answers` or"),
-        (ROW | {"golden_answers": []}, "no gold answer; fill"),
         (ROW | {"golden_answers": " "}, "no gold answer; fill"),
         (ROW | {"golden_answers": ["x", 1990]}, "gold answers ['x', 1990] are neither a text nor a list"),
         (ROW | {"golden_answers": 5}, "gold answers 5 are neither a text nor a list of texts"),
+        (ROW | {"golden_answers": {"target": [["X"]]}}, "gold answers {'target': [['X']]} are neither"),
+        (DEEP, "gold answers {'target': {"),
         (search_r1("Question: who?", []), "no gold answer; fill"),
     ],
 )
@@ -213,44 +193,32 @@ def test_a_faulty_file_is_named(tmp_path):
     assert fault(write(tmp_path / "empty.jsonl", "", " ")).startswith(": no question in it; give")
 
 
-def columns_that_python_cannot_hold():
-    import pyarrow as pa
-
-    text = pa.array([b"ok", b"x\xff\xfe"], pa.binary())
-    return {
-        "string": pa.Array.from_buffers(pa.string(), 2, text.buffers()),
-        "timestamp[us]": pa.array([0, 2**62], pa.timestamp("us")),
-        "date32[day]": pa.array([1, 2**30], pa.date32()),
-        "duration[s]": pa.array([1, 2**62], pa.duration("s")),
-    }
-
-
-@pytest.mark.parametrize("kind", ["string", "timestamp[us]", "date32[day]", "duration[s]"])
-def test_a_parquet_s_value_that_cannot_be_read_is_a_fault(tmp_path, kind):
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    bad = columns_that_python_cannot_hold()[kind]
-    table = {"id": ["a", "b"], "question": ["Who?", "Who?"], "golden_answers": [["X"], ["X"]]}
-    for name in ("id", "question", "golden_answers"):
-        pq.write_table(pa.table(table | {name: bad}), tmp_path / "q.parquet")
+@pytest.mark.parametrize("kind", ["text", "date"])
+def test_a_parquet_s_value_that_python_cannot_hold_is_a_fault(tmp_path, kind):
+    if kind == "text":
+        value = pa.array([b"x\xff\xfe"]).view(pa.string())
+    else:
+        value = pa.array([2**30], pa.date32())
+    table = {"id": ["a"], "question": ["Who?"], "golden_answers": [["X"]]}
+    for name in table:
+        pq.write_table(pa.table(table | {name: value}), tmp_path / "q.parquet")
         assert fault(tmp_path / "q.parquet").startswith(": not a readable parquet file (")
 
 
 def test_what_is_hardly_meant_is_noted_with_its_count(tmp_path, capsys):
+    same, other = ([{"role": "user", "content": f"Answer. Question: {text}?\n"}] for text in ("Who", "Why"))
     rows = [
         ROW | {"id": "a", "golden_answers": ["The", "x"]},
         ROW | {"id": "b", "golden_answers": ["?!"]},
         ROW | {"id": "c", "golden_answers": "['x', 'y']"},
-        ROW | {"id": "d", "golden_answers": ["[x]", "yes!"]},
-        ROW | {"id": "e", "question": "Who?", "prompt": [{"role": "user", "content": "Answer. Question: Why?"}]},
-        ROW | {"id": "f", "question": "Who?", "prompt": [{"role": "user", "content": "Answer. Question: Who?\n"}]},
-        ROW | {"id": "g", "question": "Who", "prompt": None},
+        ROW | {"id": "d", "prompt": other},
+        ROW | {"id": "e", "prompt": same},
+        ROW | {"id": "f", "golden_answers": ["[x]", "yes!"], "question": "Who", "prompt": None},
     ]
-    assert len(load_questions(write(tmp_path / "q.jsonl", *rows))) == 7
+    assert len(load_questions(write(tmp_path / "q.jsonl", *rows))) == 6
     notes = capsys.readouterr().out.splitlines()
     assert [int(re.search(r"q\.jsonl: (\d+) ", note)[1]) for note in notes] == [2, 1, 1]
-    load_questions(write(tmp_path / "q.jsonl", *rows[3:4]))
+    load_questions(write(tmp_path / "q.jsonl", *rows[4:]))
     assert capsys.readouterr().out == ""
 
 
@@ -259,17 +227,7 @@ def test_half_a_character_is_replaced(tmp_path):
     assert (q.text, q.golds) == ("Who\ufffd?", ("\ufffdX",))
 
 
-def test_gold_answers_inside_each_other_are_named(tmp_path):
-    deep = '{"target":' * 700 + '"X"' + "}" * 700
-    for golds in ('{"target": [["X"]]}', '{"value": {"a": 1}, "aliases": ["X"]}', deep):
-        path = write(tmp_path / "q.jsonl", f'{{"question": "Who?", "golden_answers": {golds}}}')
-        assert "are neither a text nor a list of texts" in fault(path)
-
-
 def test_a_faulty_parquet_is_named(tmp_path):
-    pa = pytest.importorskip("pyarrow")
-    import pyarrow.parquet as pq
-
     assert fault(write(tmp_path / "text.parquet", ROW)).startswith(": not a readable parquet file (")
     table = pa.table({"question": ["Who?", "Why?"], "golden_answers": [["x"], []]})
     pq.write_table(table, tmp_path / "q.parquet")
@@ -281,41 +239,27 @@ def test_a_faulty_parquet_is_named(tmp_path):
 # --- what a run trains on, chooses its checkpoint by, and reports on
 
 
-def split(tmp_path, n=40, **knobs):
-    train = write(tmp_path / "train.jsonl", *[ROW | {"id": f"q{k}"} for k in range(n)])
-    test = write(tmp_path / "test.jsonl", ROW | {"id": "held out"})
-    task = SearchQA(Config(train=str(train), test=str(test), **knobs))
-    return [[q.id for q in task.questions(name)] for name in ("train", "valid", "test")]
+def split(monkeypatch, n=40, **knobs):
+    """Returns the ids of the questions of train, valid and test."""
+    ids = {"train": [f"q{k}" for k in range(n)], "valid": ["v1", "v0"], "test": ["held out"]}
+    files = {name: [Question(id, "Who?") for id in ids[name]] for name in ids}
+    monkeypatch.setattr(search_qa, "load_questions", files.get)
+    task = SearchQA(Config(train="train", test="test", **knobs))
+    return [[q.id for q in task.questions(name)] for name in ids]
 
 
-def test_validation_questions_are_those_of_valid(tmp_path):
-    valid = write(tmp_path / "valid.jsonl", ROW | {"id": "v1"}, ROW | {"id": "v0"})
-    train, chosen, test = split(tmp_path, valid=str(valid))
-    assert chosen == ["v1", "v0"] and train == [f"q{k}" for k in range(40)] and test == ["held out"]
+def test_validation_questions_are_those_of_valid(monkeypatch):
+    assert split(monkeypatch, valid="valid") == [[f"q{k}" for k in range(40)], ["v1", "v0"], ["held out"]]
 
 
-def test_without_valid_some_training_questions_are_set_aside(tmp_path):
+def test_without_valid_a_tenth_of_the_training_questions_at_most_500_are_set_aside(monkeypatch):
     everyone = [f"q{k}" for k in range(40)]
-    train, chosen, test = split(tmp_path)
-    assert len(chosen) == 4 and test == ["held out"]
+    train, chosen, test = split(monkeypatch)
+    assert len(chosen) == 4
+    assert test == ["held out"]
     assert train == [q for q in everyone if q not in chosen]  # in their order, and none is trained on
     assert chosen == [q for q in everyone if q in chosen]
-    assert split(tmp_path)[1] == chosen  # a resumed run sets the same ones aside
-    assert any(split(tmp_path, seed=seed)[1] != chosen for seed in (1, 2))
-
-
-def test_a_tenth_is_set_aside_and_at_most_500(tmp_path):
-    assert [len(part) for part in split(tmp_path, n=9)] == [9, 0, 1]
-    assert [len(part) for part in split(tmp_path, n=6000)] == [5500, 500, 1]
-
-
-# --- the fixture
-
-
-def test_the_answers_of_the_fixture_s_questions_are_in_its_passages():
-    passages = [json.loads(line)["contents"] for line in (FIXTURE / "corpus.jsonl").open(encoding="utf-8")]
-    both = load_questions(FIXTURE / "train.jsonl") + load_questions(FIXTURE / "test.jsonl")
-    assert (len(passages), len(both)) == (64, 36) and len({q.id for q in both}) == len({q.text for q in both}) == 36
-    for q in both:
-        assert all(any(gold in text for text in passages) for gold in q.golds), q
-        assert not any(normalize(gold) in normalize(q.text) for gold in q.golds), q
+    assert split(monkeypatch)[1] == chosen  # a resumed run sets the same ones aside
+    assert any(split(monkeypatch, seed=seed)[1] != chosen for seed in (1, 2))
+    for n, sizes in ((9, [9, 0, 1]), (6000, [5500, 500, 1])):
+        assert [len(part) for part in split(monkeypatch, n)] == sizes

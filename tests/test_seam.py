@@ -43,14 +43,8 @@ class Half(Task):
     def questions(self, split):
         return []
 
-class Neither(Task):
-    tools = ()
-
 class Toolless(Task):
     questions = reward = Game.reward
-
-class OneTool(Game):
-    tools = Calculator()
 
 class Twice(Game):
     tools = (Calculator(), Calculator())
@@ -86,9 +80,9 @@ def game(tmp_path, monkeypatch):
 
 
 def test_a_task_is_a_class_of_any_module(game):
-    cfg = Config(task="my_game:Game")
+    cfg = Config(task="my_game:Toolless")
     task = load_task(cfg)
-    assert isinstance(task, Task) and type(task).__name__ == "Game" and task.cfg is cfg
+    assert isinstance(task, Task) and type(task).__name__ == "Toolless" and task.cfg is cfg and list(task.tools) == []
     assert type(load_task(Config())) is SearchQA
 
 
@@ -103,7 +97,6 @@ def test_a_task_s_module_may_lie_in_the_working_directory(tmp_path, monkeypatch)
     "name, says",
     [
         ("my_game", "give it as module:name"),
-        ("my_game:", "give it as module:name"),
         (":Game", "give it as module:name"),
         (".my_game:Game", "give it as module:name"),
         ("my_game:Game:x", "Game:x is no class in my_game"),
@@ -117,18 +110,6 @@ def test_a_task_s_module_may_lie_in_the_working_directory(tmp_path, monkeypatch)
 )
 def test_what_is_no_task_is_refused_by_name(game, name, says):
     assert refused(load_task, Config(task=name)).startswith(f"--task {name}: {says}")
-
-
-@pytest.mark.parametrize(
-    "name, says", [("Half", "reward"), ("Neither", "questions.*reward"), ("OneTool", "'Calculator' object")]
-)
-def test_python_says_what_a_task_lacks(game, name, says):
-    with pytest.raises(TypeError, match=says):
-        load_task(Config(task=f"my_game:{name}"))
-
-
-def test_a_task_that_names_no_tools_has_none(game):
-    assert list(load_task(Config(task="my_game:Toolless")).tools) == []
 
 
 @pytest.mark.parametrize(
@@ -211,10 +192,7 @@ def test_a_function_scores_in_place_of_the_task(grades, function, rewards, faile
     reward(task, played)
     assert [tau.reward for tau in played] == rewards and [tau.failed for tau in played] == failed
     assert load_task(Config(task="my_game:Game")).reward(played) == [0.0] * 3
-
-
-def test_a_function_is_all_the_reward_that_a_task_needs(grades):
-    assert load_task(Config(task="my_game:Half", reward="my_grades:array")).reward(taus(2)) == [0.0, 1.0]
+    load_task(Config(task="my_game:Half", reward=f"my_grades:{function}"))  # all the reward that a task needs
 
 
 @pytest.mark.parametrize(
@@ -289,7 +267,6 @@ def test_a_failure_is_what_the_task_says_of_a_rewarded_trajectory():
     "rewards, says",
     [
         ([1.0, 0.0], "its reward returned 2 for 3 trajectories; return a number for each"),
-        ([0.0] * 4, "its reward returned 4 for 3"),
         ([0.0, math.nan, 0.0], "its reward of question 1 is nan; return a finite number"),
         ([0.0, 0.0, -math.inf], "its reward of question 2 is -inf; return"),
         ([None, 0.0, 0.0], "its reward of question 0 is None; return"),
@@ -301,12 +278,6 @@ def test_a_failure_is_what_the_task_says_of_a_rewarded_trajectory():
 )
 def test_what_is_no_reward_for_each_is_refused_by_name(rewards, says):
     assert refused(reward, Returning(rewards), taus()).startswith(f"--task mine:Returning: {says}")
-
-
-@pytest.mark.parametrize("rewards", [None, 0.5, (r for r in [0.0] * 3)])
-def test_python_refuses_rewards_that_are_no_list(rewards):
-    with pytest.raises(TypeError, match="has no len"):
-        reward(Returning(rewards), taus())
 
 
 def test_metrics_are_floats_under_the_names_that_the_task_gives():
@@ -323,12 +294,9 @@ def test_metrics_are_floats_under_the_names_that_the_task_gives():
     "rows, says",
     [
         ([{"wins": 1.0}, {"wins": 0.0, "moves": 3.0}], "question 1 are {'wins': 0.0, 'moves': 3.0}, the first {'wins'"),
-        ([{"wins": 1.0, "moves": 1.0}, {"wins": 0.0}], "question 1 are {'wins': 0.0}, the first {'wins': 1.0, 'moves'"),
         ([{"a": 1.0, "b": 1.0}, {"b": 1.0, "a": 1.0}], "question 1 are {'b': 1.0, 'a': 1.0}, the first {'a'"),
         ([{"wins": 1.0}, {}], "question 1 are {}, the first {'wins': 1.0}; return finite numbers of the same names"),
-        ([None, None], "question 0 are None, the first None; return finite numbers"),
         ([{"wins": 1.0}, {"wins": math.nan}], "question 1 are {'wins': nan}, the first"),
-        ([{"wins": 1.0}, {"wins": None}], "question 1 are {'wins': None}, the first"),
         ([{"wins": "yes"}, {"wins": "no"}], "question 0 are {'wins': 'yes'}, the first"),
         ([{"loss": 1.0}, {"loss": 0.0}], "question 0: loss is measured of every run; give it another name"),
         ([{"calculations": 1.0}, {"calculations": 0.0}], "question 0: calculations is measured of every run; give"),
@@ -357,21 +325,9 @@ def batches(n: int, batch: int, steps: int, seed: int = 0) -> list[list[str]]:
     return [[q.id for q in draw(D, batch, seed, t)] for t in range(1, steps + 1)]
 
 
-def test_every_epoch_shows_every_question_once_in_another_order():
-    flat = [q for part in batches(7, 3, 14) for q in part]  # 42 questions: 6 epochs of 7, no multiple of 3
-    epochs = [flat[k : k + 7] for k in range(0, 42, 7)]
-    assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs) and len(set(epochs[0])) == 7
-    assert len({tuple(epoch) for epoch in epochs}) > 4
-
-
-def test_a_batch_may_be_larger_than_the_data():
-    (first,) = batches(3, 8, 1)
-    assert len(first) == 8 and all(2 <= first.count(q) <= 3 for q in "012")
-
-
 @pytest.mark.parametrize("n, batch", [(7, 3), (6, 3), (4, 9), (1, 1)])
 def test_the_order_of_the_questions_stays_the_same_from_one_version_to_the_next(n, batch):
-    """A run that is resumed by another version would otherwise see some questions twice and others never."""
+    """Each epoch has an order of its own. A run that another version resumes sees no question twice and misses none."""
     orders = [np.random.default_rng([5, epoch, zlib.crc32(b"epoch")]).permutation(n) for epoch in range(60)]
     flat = [str(k) for order in orders for k in order]
     assert batches(n, batch, 6, seed=5) == [flat[t * batch : (t + 1) * batch] for t in range(6)]
@@ -396,9 +352,5 @@ def test_a_subset_is_the_same_every_time_and_has_every_source_in_its_share(n):
     assert n == 99 or take_subset(questions, n, seed=1) != found
     order = np.random.default_rng([0, 0, zlib.crc32(b"subset")]).permutation(70)  # the same in every version
     assert n > 70 or take_subset(questions[:70], n) == [questions[k] for k in sorted(order[:n])]
-
-
-@pytest.mark.parametrize("n", [0, 100, 1000])
-def test_a_subset_of_all_is_all(n):
-    questions = [Question(str(k), "Who?") for k in range(100)]
-    assert take_subset(questions, n) == questions
+    for most in (0, 100, 1000):
+        assert take_subset(questions, most) == questions

@@ -1,6 +1,7 @@
 """A signal ends a run in one line, resumably, whatever it is doing; nothing is saved half done."""
 
 import contextlib
+import itertools
 import os
 import pty
 import signal
@@ -154,20 +155,16 @@ def test_a_request_inside_a_del_is_granted_at_the_next_place(listening):
 # ---- in every phase of a step, by the parts of a run themselves
 
 
-class Phase:
-    """Sends this process a signal in the n-th call of a method of Policy or of the optimizer."""
+def signal_in(monkeypatch, owner, name: str, n: int, when, number: int) -> None:
+    """Sends this process a signal in the n-th of those calls of a method of Policy or of the optimizer."""
+    inner, calls = getattr(owner, name), itertools.count(1)
 
-    def __init__(self, monkeypatch, owner, name: str, n: int, when=lambda *a, **k: True, number=signal.SIGTERM):
-        inner, self.calls = getattr(owner, name), 0
+    def method(*args, **kwargs):
+        if when(*args, **kwargs) and next(calls) == n:
+            os.kill(os.getpid(), number)
+        return inner(*args, **kwargs)
 
-        def method(*args, **kwargs):
-            if when(*args, **kwargs):
-                self.calls += 1
-                if self.calls == n:
-                    os.kill(os.getpid(), number)
-            return inner(*args, **kwargs)
-
-        monkeypatch.setattr(owner, name, method)
+    monkeypatch.setattr(owner, name, method)
 
 
 SHORT = [*SMALL, "--T", "4", "--T_e", "4", "--save_every", "4", "--eval_every", "2"]
@@ -185,33 +182,24 @@ def whole(tmp_path_factory):
     return out
 
 
-CASES = {  # where the signal comes -> which, and the checkpoint that the run leaves
-    "rollout": (signal.SIGINT, "step-000002"),
-    "update": (signal.SIGTERM, "step-000003-unfinished"),  # the update is finished; the evolution of step 3 waits
-    "verify": (signal.SIGHUP, "step-000003-unfinished"),
-    "evaluate": (signal.SIGINT, "step-000002-unfinished"),
-    "optimizer": (signal.SIGTERM, "step-000003-unfinished"),
-    "save": (signal.SIGHUP, "step-000004"),
+ANY = lambda *args, **kwargs: True  # noqa: E731
+CASES = {  # phase -> the call in which a signal comes, which, and the checkpoint that the run leaves
+    "rollout": (Policy, "rollout", 1, purposes("3 rollout"), signal.SIGINT, "step-000002"),
+    # The update is finished; the evolution of step 3 waits.
+    "update": (Policy, "update", 3, ANY, signal.SIGTERM, "step-000003-unfinished"),
+    "verify": (Policy, "rollout", 1, purposes("3 verify 0", "3 verify 1"), signal.SIGHUP, "step-000003-unfinished"),
+    "evaluate": (Policy, "rollout", 1, purposes("2 evaluate"), signal.SIGINT, "step-000002-unfinished"),
+    "optimizer": (reflect.Optimizer, "ask", 2, ANY, signal.SIGTERM, "step-000003-unfinished"),
+    "save": (Policy, "save", 1, lambda policy, path: "000004" in path.name, signal.SIGHUP, "step-000004"),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", CASES)
 def test_a_signal_in_any_phase_is_resumed_to_the_bit(whole, tmp_path, phase):
-    out, (number, saved) = tmp_path / "r", CASES[phase]
+    out, (*call, number, saved) = tmp_path / "r", CASES[phase]
     with pytest.MonkeyPatch.context() as patch:
-        if phase == "rollout":
-            Phase(patch, Policy, "rollout", 1, purposes("3 rollout"), number)
-        elif phase == "verify":
-            Phase(patch, Policy, "rollout", 1, purposes("3 verify 0", "3 verify 1"), number)
-        elif phase == "evaluate":
-            Phase(patch, Policy, "rollout", 1, purposes("2 evaluate"), number)
-        elif phase == "update":
-            Phase(patch, Policy, "update", 3, number=number)
-        elif phase == "optimizer":
-            Phase(patch, reflect.Optimizer, "ask", 2, number=number)
-        else:
-            Phase(patch, Policy, "save", 1, lambda policy, path: "000004" in path.name, number)
+        signal_in(patch, *call, number)
         said, _, stderr = run_here("--out", out, *SHORT)
     lines = str(said).strip().splitlines()
     assert lines[0] == f"stopped by {number.name}" and len(lines) == 2 and "--resume" in lines[1], (said, stderr)
@@ -227,7 +215,7 @@ def test_a_signal_in_any_phase_is_resumed_to_the_bit(whole, tmp_path, phase):
 
 HURRIED = """
 import contextlib, io, os, sys
-import inspo
+import engines, inspo
 for flags in (["--help"], ["--tracker", "wandb"], ["--out", "/nowhere", "--resume"], ["--out", sys.argv[1]]):
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
         inspo.main(flags)

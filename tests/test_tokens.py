@@ -56,46 +56,38 @@ def test_a_watched_trajectory_has_what_the_update_saw_of_its_tokens(model):
     assert not any(tau.tokens for tau in taus if not tau.watched)
 
 
-def texts(tokenizer, text):
-    """The texts that the page shows of a text's tokens, after a prompt."""
-    prompt, ids = (tokenizer(x, add_special_tokens=False)["input_ids"] for x in ("Who? ", text))
-    tau = Trajectory(0, Question("q", "Who?"), 0, [*prompt, *ids], len(prompt), [0] * len(prompt) + [1] * len(ids))
-    tau.logps = [0.0] * len(tau.ids)
-    return token_data(tau, tokenizer, 1000)["text"]
-
-
-@pytest.mark.parametrize("name", ["world", "tiny"])
-def test_the_texts_of_tokens_add_up_to_the_text(name, request):
+@pytest.mark.parametrize(
+    "name, text", [("world", "<think> the director </think> <answer> paris </answer>"), ("tiny", "Jørn 🙂🙂 x")]
+)
+def test_the_texts_of_tokens_add_up_to_the_text(name, text, request):
     tokenizer = request.getfixturevalue(name)[1]
-    text = "<think> the director of sydney </think> <answer> paris </answer>"
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    got = texts(tokenizer, text)
-    assert len(got) == len(ids) and "".join(got).strip() == tokenizer.decode(ids).strip()
-
-
-def test_tokens_that_share_a_character_are_one_text(tiny):
-    got = texts(tiny[1], "Jørn 東 🙂🙂 x")
-    assert "".join(got) == "Jørn 東 🙂🙂 x" and got.count("🙂") == 2 and "" in got
+    prompt, ids = (tokenizer(x, add_special_tokens=False)["input_ids"] for x in ("Who? ", text))
+    mask = [0] * len(prompt) + [1] * len(ids)
+    tau = Trajectory(0, Question("q", "Who?"), 0, [*prompt, *ids], len(prompt), mask, logps=[0.0] * len(mask))
+    texts = token_data(tau, tokenizer, 1000)["text"]
+    assert len(texts) == len(ids) and "".join(texts).strip() == tokenizer.decode(ids).strip()
+    assert name == "world" or texts.count("🙂") == 2 and "" in texts  # of several tokens each
 
 
 def test_the_data_of_tokens_say_how_many_there_were(tiny):
     tokenizer, tau = tiny[1], batch_of(1)[0]
     n = sum(tau.mask)
-    tau.tokens = {"logp": [-0.123456] * (n - 1) + [math.nan], "ratio": [1.0] * n}
+    tau.tokens = {"logp": [-0.123456] * (n - 1) + [math.nan], "ratio": [1.0, -1e-9, 123456.0] + [math.inf] * (n - 3)}
     whole = token_data(tau, tokenizer, 1000)
-    assert whole["n"] == n == len(whole["text"]) == sum(whole["turns"]) and whole["logp"][-1] is None
+    assert whole["n"] == n == len(whole["text"]) == sum(whole["turns"])
+    assert whole["logp"][-1] is None
     assert whole["engine"] == [short(x) for x, m in zip(tau.logps, tau.mask, strict=True) if m]
     cut = token_data(tau, tokenizer, 3)
     assert cut["n"] == n and all(len(cut[name]) == 3 for name in ("text", "engine", "logp", "ratio"))
-    assert cut["logp"] == [-0.1235] * 3 and cut["turns"] == whole["turns"]
+    assert cut["logp"] == [-0.1235] * 3
+    assert cut["ratio"] == [1, 0, 123500]
+    assert cut["turns"] == whole["turns"]
     json.dumps(whole, allow_nan=False)
 
 
 def test_a_mask_is_shown_a_line_for_each_run_of_tokens(tiny):
-    tokenizer = tiny[1]
-    parts = [(0, "Who? "), (1, "a\nb"), (0, " x" * 200), (1, "c")]
-    tau = Trajectory(0, Question("q", "Who?"), 0, [], 1)
-    for sampled, text in parts:
+    tokenizer, tau = tiny[1], Trajectory(0, Question("q", "Who?"), 0, [], 1)
+    for sampled, text in [(0, "Who? "), (1, "a\nb"), (0, " x" * 200), (1, "c")]:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         tau.ids, tau.mask = tau.ids + ids, tau.mask + [sampled] * len(ids)
     first, act, read, last = show_mask(tau, tokenizer, width=20).split("\n")
@@ -103,10 +95,6 @@ def test_a_mask_is_shown_a_line_for_each_run_of_tokens(tiny):
     assert read == "     x x x x x [...]  x x x x x"
     tau.mask = [k % 2 for k in range(len(tau.ids))]
     assert len(show_mask(tau, tokenizer).split("\n")) == 20 < len(tau.ids)
-
-
-def test_numbers_are_short():
-    assert [short(x) for x in (1.0, 0.123456, -1e-9, math.inf, 123456.0)] == [1, 0.1235, 0, None, 123500]
 
 
 @pytest.mark.parametrize("n, k, places", [(10, 0, []), (10, 3, [0, 3, 6]), (3, 10, [0, 1, 2]), (7, 7, list(range(7)))])

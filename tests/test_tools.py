@@ -4,11 +4,11 @@ import json
 import re
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from json_server import Handler, passages, too_slow
 
 from config import Config
 from plumbing.faults import Fault, Outage, ToolDown
@@ -84,6 +84,11 @@ def test_a_tool_of_ones_own_is_five_words_and_a_function():
     assert tool.submit("Atlantis").result() == ["not a look at the clock (KeyError)"]
 
 
+def make_tool(**changed):
+    words = dict(zip(WORDS, ("dial", "a call", "number", "calls", "tone"), strict=True))
+    return type("Dial", (Function,), words | changed | {"run": lambda self, number: number})
+
+
 @pytest.mark.parametrize(
     "changed, says",
     [
@@ -97,35 +102,21 @@ def test_a_tool_of_ones_own_is_five_words_and_a_function():
     ],
 )  # fmt: skip
 def test_a_tool_with_a_word_that_is_blank_or_another_s_is_one_line(changed, says):
-    class Dial(Function):
-        def run(self, number):
-            return number
-
-    words = dict(zip(WORDS, ("dial", "a call", "number", "calls", "tone"), strict=True))
-    for word, said in (words | changed).items():
-        setattr(Dial, word, said)
     with pytest.raises(Fault, match=re.escape(says)) as refused:
-        check_words("--task x", [Calculator(), Dial()], ["loss"])
+        check_words("--task x", [Calculator(), make_tool(**changed)()], ["loss"])
     assert "\n" not in str(refused.value) and "; " in str(refused.value)
 
 
 @pytest.mark.parametrize("word", WORDS)
 def test_a_tool_without_a_word_does_not_come_as_far_as_a_rollout(word):
-    words = dict(zip(WORDS, ("dial", "a call", "number", "calls", "tone"), strict=True))
-    Dial = type("Dial", (Function,), words | {"run": lambda self, number: number})
+    Dial = make_tool()
     delattr(Dial, word)
     with pytest.raises(AttributeError, match=f"'Dial' object has no attribute '{word}'"):
         check_words("--task x", [Dial()])
 
 
 def test_tools_may_share_the_tag_of_their_results():
-    class Dial(Function):
-        tag, noun, argument, plural, result_tag = "dial", "a call", "number", "calls", "result"
-
-        def run(self, number):
-            return number
-
-    for tools in ([Calculator(), Dial()], [SEARCH, Calculator()], []):
+    for tools in ([CALCULATOR, make_tool(result_tag="result")()], [SEARCH, CALCULATOR], []):
         check_words("--task x", tools)
 
 
@@ -138,15 +129,12 @@ def test_tools_may_share_the_tag_of_their_results():
         ("<search> who </search>", "who"),
         ("<think>x</think><search>two\nlines</search>\n\n", "two\nlines"),  # a token may hold more than the tag's end
         ("<search>a <search>b</search>", "b"),  # the innermost
-        ("<search>a</search></search>", "a"),
         ("<search> <b> 1 < 2 & </b> </search>", "<b> 1 < 2 & </b>"),
         ("<answer>x <search>q</search>", "q"),
         ("<search></search>", ""),
         ("<search>cut off", None),
-        ("no opening tag</search>", None),
         ("</search><search>", None),
         ("<Search>q</Search>", None),
-        ("<search >q</search >", None),
         ("<answer>x</answer>", None),
         ("<calculate>1</calculate>", None),  # no tool of this run
         ("", None),
@@ -156,14 +144,20 @@ def test_the_query_of_a_search(text, query):
     assert find_call(text, [SEARCH]) == (None if query is None else (SEARCH, query))
 
 
-@pytest.mark.parametrize("text", ["<search>" * 50_000, "<search>" + "x" * 500_000, "<search>a</calculate>" * 20_000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<search>" * 50_000, "<search>" + "x" * 500_000, "<search>a</calculate>" * 20_000,
+        "<answer>" * 50_000 + "x", "<answer>" + "x" * 500_000,
+    ],
+)  # fmt: skip
 def test_a_degenerate_turn_is_read_in_linear_time(text):
     start = time.perf_counter()
-    assert find_call(text, [SEARCH, CALCULATOR]) is None
+    assert find_call(text, [SEARCH, CALCULATOR]) is None and find_answer(text) is None
     assert time.perf_counter() - start < 2
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(st.sampled_from(["<search>", "</search>", "<calculate>", "</calculate>", "a", " ", "\n"])).map("".join))
 def test_a_call_is_an_opening_tag_and_its_closing_tag_with_no_opening_tag_between(text):
     calls = []
@@ -190,17 +184,11 @@ def test_a_call_is_an_opening_tag_and_its_closing_tag_with_no_opening_tag_betwee
         ("<answer></answer>", ""),
         ("</answer>a<answer>", None),
         ("<answer>a", None),
-        ("a", None),
         ("", None),
     ],
 )
 def test_last_answer(response, want):
     assert find_answer(response) == want
-
-
-def test_last_answer_is_linear_in_a_degenerate_response():
-    assert find_answer("<answer>" * 50_000 + "x") is None
-    assert find_answer("<answer>" + "x" * 500_000) is None
 
 
 # ---- the calculator
@@ -210,18 +198,15 @@ def test_last_answer_is_linear_in_a_degenerate_response():
     "expression, result",
     [
         ("3 * (4 + 5)", "27"),
-        (" 7 / 2 ", "3.5"),
         ("0.1 + 0.2", "0.3"),
         ("1 / 3", "0.333333333333"),
         ("-2 ** 2", "-4"),
-        ("17 % 5", "2"),
         ("7 // 2", "3"),
         ("1 +\n2", "3"),
         ("1\n2", "not a calculation (SyntaxError)"),
         ("1 / 0", "not a calculation (ZeroDivisionError)"),
         ("(-8) ** 0.5", "not a calculation (TypeError)"),  # complex
         ("", "not a calculation (ValueError)"),
-        ("3 +", "not a calculation (SyntaxError)"),
         ("two plus two", "not a calculation (ValueError)"),
         ("__import__('os')", "not a calculation (ValueError)"),
         ("9 ** 9 ** 9 ** 9", "not a calculation (NumberTooHigh)"),
@@ -249,70 +234,12 @@ def test_passages_are_shown_with_number_title_and_text():
     assert SEARCH.show([]) == ""
 
 
-class Retriever(ThreadingHTTPServer):
-    """POST /retrieve as in Search-R1; its first answers are the given faults, one a request.
-
-    A fault is a status, a body, "drop" (the connection closes without an answer) or "hang" (no answer for a while).
-    Every query finds itself. While `gate` is clear a request waits.
-    """
-
-    daemon_threads = True
-
-    def __init__(self, *faults):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.faults, self.batches, self.gate = list(faults), [], threading.Event()
-        self.gate.set()
-        self.connections = 0
-        self.url = f"http://127.0.0.1:{self.server_port}"
-        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
-
-    def handle_error(self, *_):
-        pass  # a client that has given up waiting
+ECHO = passages(lambda query: [f'"{query}"\nText.'])  # every query finds itself
 
 
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"  # connections are kept
-
-    def setup(self):
-        super().setup()
-        self.server.connections += 1
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        fault = self.server.faults.pop(0) if self.server.faults else None
-        self.server.batches.append(body["queries"])
-        self.server.body = body
-        assert self.server.gate.wait(5)
-        if fault == "drop":
-            self.close_connection = True
-            return
-        if fault == "hang":
-            time.sleep(0.8)
-        status = fault if isinstance(fault, int) else 200
-        hits = [[{"document": {"id": "0", "contents": f'"{q}"\nText.'}, "score": 1.0}] for q in body["queries"]]
-        answer = fault.encode() if isinstance(fault, str) and fault != "hang" else json.dumps({"result": hits}).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(answer)))
-        self.end_headers()
-        self.wfile.write(answer)
-
-    def log_message(self, *_):
-        pass
-
-
-@pytest.fixture
-def retriever():
-    """Start servers; they stop with the test."""
-    started = []
-
-    def start(*faults):
-        started.append(Retriever(*faults))
-        return started[-1]
-
-    yield start
-    for one in started:
-        one.shutdown()
-        one.server_close()
+def batches(server):
+    """Returns the queries of each request."""
+    return [json.loads(body)["queries"] for _, _, body in server.requests]
 
 
 @pytest.fixture(autouse=True)
@@ -323,103 +250,88 @@ def naps(monkeypatch):
     return naps
 
 
-def wait_until(condition):
-    end = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
+def test_a_query_brings_as_many_passages_as_were_asked_for(serve):
+    server = serve(ECHO, passages(lambda query: ["a", "b", "c"]), {"result": [[]]})
+    search = Search(server.url + "/", topk=2)
+    assert [search.submit("who").result(10) for _ in range(3)] == [['"who"\nText.'], ["a", "b"], []]
+    path, _, body = server.requests[0]
+    assert path == "/retrieve" and json.loads(body) == {"queries": ["who"], "topk": 2, "return_scores": True}
 
 
-def test_a_query_brings_its_passages(retriever):
-    server = retriever()
-    assert Search(server.url + "/", topk=5).submit("who").result(10) == ['"who"\nText.']
-    assert server.body == {"queries": ["who"], "topk": 5, "return_scores": True}
+def test_queries_that_wait_leave_together_in_bounded_batches_and_a_duplicate_among_them_is_sent_once(serve):
+    began, gate = threading.Event(), threading.Event()
 
+    def first(handler):
+        began.set()
+        assert gate.wait(5)
+        ECHO(handler)
 
-def test_a_query_without_a_passage_has_an_empty_result(retriever):
-    assert Search(retriever('{"result": [[]]}').url, topk=3).submit("who").result(10) == []
-
-
-def test_queries_that_wait_leave_together_and_a_duplicate_among_them_is_sent_once(retriever):
-    server = retriever()
-    server.gate.clear()
+    server = serve(first, ECHO)
     search = Search(server.url, topk=3)
-    first = search.submit("a")
-    wait_until(lambda: server.batches)
-    futures = [(query, search.submit(query)) for query in "bcdcb"]
-    server.gate.set()
-    assert first.result(10) == ['"a"\nText.']
-    assert [future.result(10) for _, future in futures] == [[f'"{query}"\nText.'] for query, _ in futures]
-    assert server.batches == [["a"], ["b", "c", "d"]]
+    queries = ["a", *"bcdcb", *(f"q{k}" for k in range(300))]
+    futures = [search.submit("a")]
+    assert began.wait(5)
+    futures += [search.submit(query) for query in queries[1:]]
+    gate.set()
+    assert [future.result(10) for future in futures] == [[f'"{query}"\nText.'] for query in queries]
     search.submit("a").result(10)  # it keeps no answers
-    assert server.batches[2:] == [["a"]]
+    assert [(batch[:4], len(batch)) for batch in batches(server)] == [
+        (["a"], 1), (["b", "c", "d", "q0"], 254), (["q251", "q252", "q253", "q254"], 49), (["a"], 1)
+    ]  # fmt: skip
 
 
-def test_a_batch_is_bounded(retriever):
-    server = retriever()
-    server.gate.clear()
-    search = Search(server.url, topk=3)
-    futures = [search.submit("first")]
-    wait_until(lambda: server.batches)
-    futures += [search.submit(f"q{k}") for k in range(600)]
-    server.gate.set()
-    assert [future.result(10)[0] for future in futures[1:]] == [f'"q{k}"\nText.' for k in range(600)]
-    assert [len(batch) for batch in server.batches] == [1, 256, 256, 88]
-
-
-@pytest.mark.parametrize("fault", [503, "drop", "hang"])
-def test_a_transient_fault_is_repeated_and_counted(retriever, naps, fault):
-    server = retriever(fault, fault)
-    search = Search(server.url, topk=3, timeout=0.4 if fault == "hang" else 10)
+def test_a_transient_fault_is_repeated_and_counted(serve, naps):
+    server = serve((503, {}, "busy"), too_slow, ECHO)
+    search = Search(server.url, topk=3, timeout=0.2)
     assert search.submit("who").result(10) == ['"who"\nText.']
-    assert server.batches == [["who"]] * 3 and search.faults == len(naps) == 2
+    assert batches(server) == [["who"]] * 3 and search.faults == len(naps) == 2
 
 
-def test_a_fault_that_stays_is_named_and_later_queries_are_sent_all_the_same(retriever, naps):
-    server = retriever(*[500] * 3)
+def test_a_fault_that_stays_is_named_and_later_queries_are_sent_all_the_same(serve, naps):
+    server = serve(*[(500, {}, "")] * 3, ECHO)
     search = Search(server.url, topk=3, retries=2)
     with pytest.raises(ToolDown, match=f"{server.url}/retrieve: HTTP 500.*, 3 times"):
         search.submit("who").result(10)
-    assert search.submit("who").result(10) and len(server.batches) == 4
+    assert search.submit("who").result(10) and len(server.requests) == 4
     with pytest.raises(ToolDown, match="ConnectionError, 7 times"):  # by default
         Search("http://127.0.0.1:9", topk=3).submit("who").result(10)
-    assert [0.5 * 2**k <= nap <= 1.5 * 2**k for k, nap in enumerate(naps[2:])] == [True] * 6
+    assert len(naps) == 2 + 6
 
 
-def test_several_servers_are_asked_in_turn_and_the_one_in_use_is_named_first(retriever, naps):
-    broken, well = retriever(500), retriever()
+def test_several_servers_are_asked_in_turn_and_the_one_in_use_is_named_first(serve, naps):
+    broken, well = serve((500, {}, "")), serve(ECHO)
     search = Search(f"{broken.url}/, {well.url}", topk=3)
     assert search.submit("who").result(10) == search.submit("who").result(10) == ['"who"\nText.']
-    assert (len(broken.batches), len(well.batches), search.faults, naps) == (1, 2, 1, [])
+    assert (len(broken.requests), len(well.requests), search.faults, naps) == (1, 2, 1, [])
     assert search.urls == [well.url, broken.url]
 
 
-def test_a_connection_is_kept(retriever):
-    server = retriever()
+def test_a_connection_is_kept(serve, monkeypatch):
+    monkeypatch.setattr(Handler, "protocol_version", "HTTP/1.1")
+    server = serve({"result": [[]]})
     search = Search(server.url, topk=3)
     for k in range(5):
         search.submit(str(k)).result(10)
-    assert len(server.batches) == 5 and server.connections == 1
+    assert len(server.requests) == 5 and len(server.clients) == 1
 
 
 @pytest.mark.parametrize(
     "body",
     [
-        "no json", "[]", "null", "{}", '{"result": null}', '{"result": []}', '{"result": [[], []]}', '{"result": [3]}',
+        "no json", "[]", "{}", '{"result": null}', '{"result": []}', '{"result": [[], []]}', '{"result": [3]}',
         '{"result": [["text"]]}', '{"result": [[{"id": "0", "contents": "x"}]]}', '{"result": [[{"document": {}}]]}',
         '{"result": [[{"document": {"contents": null}}]]}',
         '{"result": [[{"document": {"contents": "x"}}, {"document": {"contents": 1}}]]}',
+        '{"result": [[{"document": {"contents": ["x"]}}]]}',
     ],
 )  # fmt: skip
-def test_a_malformed_answer_is_search_down(retriever, body):
-    server = retriever(body)
+def test_a_malformed_answer_is_search_down(serve, body):
     with pytest.raises(ToolDown, match="malformed answer"):
-        Search(server.url, topk=3, retries=0).submit("who").result(10)
-    assert len(server.batches) == 1
+        Search(serve((200, {}, body)).url, topk=3, retries=0).submit("who").result(10)
 
 
-def test_before_a_retry_the_server_is_revived_and_its_new_url_used(retriever):
-    new = retriever()
+def test_before_a_retry_the_server_is_revived_and_its_new_url_used(serve):
+    new = serve(ECHO)
     urls = ["", new.url + "/"]  # the first attempt to revive it changes nothing
     search = Search("", topk=3)
     search.connect("http://127.0.0.1:9", revive=lambda: urls.pop(0))

@@ -37,7 +37,7 @@ ROOMS = {  # files; names of tests/test_*.py
     ),
     "tools": (
         ["tasks/tools.py", "tasks/functions.py", "tasks/formats.py", "tasks/search.py"],
-        "tools functions seam reflect rollout",
+        "tools functions seam reflect rollout start",
     ),
     "engines": (["engines/torch_engine.py"], "engine rollout"),
     "checkpoint": (["training/checkpoint.py"], "directory resume"),
