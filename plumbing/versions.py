@@ -1,6 +1,7 @@
 """Which code ran: the commit of this checkout, and the versions of what it stands on."""
 
 import contextlib
+import functools
 import platform
 import subprocess
 import zlib
@@ -10,6 +11,7 @@ from pathlib import Path
 PACKAGES = ("torch", "transformers", "triton", "vllm", "liger-kernel", "peft")
 
 
+@functools.cache  # the code that this process runs, whatever is edited meanwhile
 def commit() -> str:
     """Returns the commit, with "+" and a digest of how tracked files differ from it; "" outside a git checkout."""
     git = ["git", "-C", str(Path(__file__).parent)]

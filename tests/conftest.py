@@ -1,6 +1,5 @@
 """Shared by all tests: no downloads, two threads, and two policies, the world's and a tiny one with a BPE tokenizer."""
 
-import functools
 import os
 import signal
 
@@ -13,11 +12,9 @@ from json_server import json_servers
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: its kernels run on the CPU
 
-import plumbing.versions
 from config import WORLD
 from models.model import load_policy
 
-plumbing.versions.commit = functools.cache(plumbing.versions.commit)  # a tenth of a second a run
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))  # one in each of two parallel workers
 # A script's background job ignores Ctrl-C, with nohup a hang-up, too, and so would the programs that the tests signal.
 signal.signal(signal.SIGINT, signal.default_int_handler)
