@@ -283,7 +283,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         model=str(SMOLLM) if SMOLLM.is_dir() else SMOLLM_HUB, train=str(FACTS / "train.jsonl"),
         valid=str(FACTS / "valid.jsonl"), test=str(FACTS / "test.jsonl"), corpus=str(FACTS / "corpus.jsonl"), topk=1,
         instruction=str(FACTS / "instruction.txt"), optimizer_model="scripted", T=16, batch=8, mini=8,
-        micro_tokens=4096, lr=2e-5, max_turns=3, max_response=48, max_observation=112, max_prompt=1024, N_P=4, K_p=4,
+        micro_tokens=1024, lr=2e-5, max_turns=3, max_response=48, max_observation=112, max_prompt=1024, N_P=4, K_p=4,
         K_e=4, T_e=12, D_B=16, rounds=1, buffer=320, max_instruction=200, eval_every=0, eval_n=100, save_every=4,
         recompute=0, vllm_memory=0.2,
     ),
