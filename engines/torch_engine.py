@@ -173,7 +173,8 @@ class TorchEngine:
             prompts = list(dict.fromkeys(map(tuple, contexts.values())))
             copies = torch.tensor([prompts.index(tuple(ids)) for ids in contexts.values()], device=self.device)
             h = self._extend([0] * len(prompts), list(map(list, prompts)))[copies]
-            self.cache = self.cache.select(copies, width := max(map(len, prompts)), width + room)
+            width = max(map(len, prompts))
+            self.cache = self.cache.select(copies, width, width + room)
         else:
             rows = torch.tensor([self.keys.index(key) for key in keys], device=self.device)
             starts = [self.cached[key] for key in keys]

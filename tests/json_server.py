@@ -9,7 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 class JsonServer(ThreadingHTTPServer):
     """Answers every request with the next entry of its `script`, the last one again and again; keeps the requests.
 
-    An entry is a dict (sent as JSON with status 200), (status, headers, text), or a function of the handler.
+    An entry is a dict (sent as JSON with status 200), (status, headers, text), or a function of the handler, which
+    returns one of these or None if it has answered itself.
     """
 
     daemon_threads = True
@@ -39,7 +40,9 @@ class Handler(BaseHTTPRequestHandler):
         self.server.clients.add(self.client_address)
         entry = script.pop(0) if len(script) > 1 else script[0]
         if callable(entry):
-            return entry(self)
+            entry = entry(self)
+        if entry is None:
+            return
         status, headers, text = (200, {}, json.dumps(entry)) if isinstance(entry, dict) else entry
         self.send_response(status)
         for name, value in headers.items():
@@ -78,10 +81,7 @@ def passages(find):
 
     def answer(handler):
         queries = json.loads(handler.body)["queries"]
-        result = [[{"document": {"contents": text}, "score": 1.0} for text in find(query)] for query in queries]
-        handler.send_response(200)
-        handler.end_headers()
-        handler.wfile.write(json.dumps({"result": result}).encode())
+        return {"result": [[{"document": {"contents": text}, "score": 1.0} for text in find(q)] for q in queries]}
 
     return answer
 

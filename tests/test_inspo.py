@@ -147,7 +147,7 @@ def test_a_run_leaves_what_it_promises(whole):
     assert summary["versions"]["torch"] == torch.__version__
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     if not head.returncode:  # a git checkout
-        commit = summary["versions"]["inspo"].rstrip("+")
+        commit = summary["versions"]["inspo"].partition("+")[0]
         assert len(commit) >= 7 and head.stdout.startswith(commit)
     ledger = summary["ledger"]
     assert ledger["training_rollouts"] == 10 * 2 * 2

@@ -264,7 +264,7 @@ def test_queries_that_wait_leave_together_in_bounded_batches_and_a_duplicate_amo
     def first(handler):
         began.set()
         assert gate.wait(5)
-        ECHO(handler)
+        return ECHO(handler)
 
     server = serve(first, ECHO)
     search = Search(server.url, topk=3)

@@ -12,6 +12,7 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -71,6 +72,13 @@ def parts(out: Path, hub: bool, optimizer: str, seed: int) -> list[Part]:
     names |= {"n": PRESETS[NAME]["eval_n"], "demos": DEMOS, "steps": STEPS}
     argv = {what: [word.format(**names) for word in command.split()] for what, command, _ in PARTS}
     return [Part(what, [*filter(None, argv[what])], Path(leaves.format(**names))) for what, _, leaves in PARTS]
+
+
+def play_missing(parts: Sequence[Part]) -> None:
+    """Plays the parts that have not left anything yet, in order."""
+    for part in parts:
+        if not part.leaves.exists():
+            play(part)
 
 
 def play(part: Part) -> None:
@@ -134,9 +142,7 @@ def main(argv: list[str] | None = None) -> None:
         note.write_text(json.dumps(setting))
         minutes = "20 to 30 minutes on two cores with AVX-512"
         print(f"SmolLM2-135M-Instruct on real facts, into {args.out}: {minutes}", flush=True)
-        for part in parts(out, args.hub, args.optimizer_model, args.seed):
-            if not part.leaves.exists():
-                play(part)
+        play_missing(parts(out, args.hub, args.optimizer_model, args.seed))
         result = table(out)
         (out / "real.md").write_text(result + "\n")
         print(f"\n{result}\n\nthe run's page is {args.out}/inspo/report.html; python ask.py {args.out}/inspo asks it")

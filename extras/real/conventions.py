@@ -6,8 +6,8 @@ SmolLM2-135M learns eight conventions of form from demonstrations under random c
 often as its `habit` says. A world (--seed) pays 0.4 for the right answer and 0.6 for the share of the conventions whose
 paying side was shown; which side pays is drawn. Nothing in a question says so: training has to find it, an instruction
 can tell it. The gate: a told clause is obeyed at least 0.8, and after 36 steps the static arm under the world's best
-instruction is ahead of the one that is told nothing by at least 0.15 in both worlds; after a world that
-fails no further one is run.
+instruction is ahead of the one that is told nothing by at least 0.15 in both worlds; after one that fails no
+further world is run.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from scipy.special import expit, logit
 from config import FACTS, PRESETS, Config
 from evaluation.agents import Subject, agent
 from evaluation.statistics import Interval, over_seeds
-from extras.real.__main__ import NAME, Part, play
+from extras.real.__main__ import NAME, Part, play_missing
 from extras.real.demos import TASK, Facts, Row
 from grpo import lr_at
 from plumbing import stop
@@ -305,12 +305,6 @@ def main(argv: list[str] | None = None) -> None:
             print(f"\n{table(out, WORLDS[: k + 1])}")
             if gap(out, world) < LEAST:
                 return print(f"world {world}: told less static is below {LEAST}: not passed, no further world is run")
-
-
-def play_missing(parts: Sequence[Part]) -> None:
-    for part in parts:
-        if not part.leaves.exists():
-            play(part)
 
 
 if __name__ == "__main__":
