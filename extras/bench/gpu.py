@@ -3,7 +3,7 @@ reported runs in docs/gpus.md, JSON last.
 
 `--only card`, `--only run` and `--only engine` take at most nine minutes each:
 
-card    kernels  the tests that need a GPU: the Triton kernel in every setting, packed attention in bf16
+card    kernels  the tests that need a GPU: the Triton kernel in every setting, packed attention in bf16, fused layers
         update   an update of a random model of Qwen2.5-3B's shape: tokens/s, MFU, memory: extras/bench/update.py
         head     the GRPO head and Liger's, where that is installed: kernels/bench.py
         wide     the same at the shape of TRL's pull request 7244: 8,192 tokens, 4,096 wide, 151,936 words
@@ -114,8 +114,9 @@ class Part:
 
 
 TESTS = "-m pytest --tb=short -p no:cacheprovider tests/test_triton.py tests/test_kernels.py tests/test_model.py"
+TESTS += " tests/test_layers.py"
 # On a GPU every setting with the small vocabulary, two with Qwen's; test_kernels' half that runs the Triton kernel.
-ON_GPU = "(on_the_gpu and (37-64-1187 or beta-dtype1 or cispo-dtype1)) or on_a_gpu or triton- or triton]"
+ON_GPU = "(on_the_gpu and (37-64-1187 or beta-dtype1 or cispo-dtype1)) or on_a_gpu or triton- or triton] or fused_layers"
 WORLD, TOY = "-m extras.bench.resume", "--device cpu --steps 3 --kill_at 2"
 HEAD = "-m kernels.bench --seconds 0.5"
 STAGES = {
@@ -126,7 +127,7 @@ STAGES = {
 PARTS = [
     Part(
         "kernels", 120, "torch transformers triton pytest", f"{TESTS} -k '({ON_GPU}) and not fsdp2'",
-        "-k 'equals_rows_torch or (test_settings and beta) or packed_attention'", read_tests,
+        "-k 'equals_rows_torch or (test_settings and beta) or packed_attention or fused_layers'", read_tests,
     ),
     Part(
         "update", 130, "torch transformers triton numpy psutil requests simpleeval", "-m extras.bench.update",
