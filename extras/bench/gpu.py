@@ -160,9 +160,12 @@ def missing(needs: str) -> str:
     return " ".join(f"'{pins.get(name, name)}'" for name in absent)
 
 
+WARNING = r"(\[rank\d+\]:)?\[W\d{4} "  # how torch's C++ warns, also after the line that says why a run stopped
+
+
 def error_line(log: str) -> str:
     """Returns the line of a failed part's log that says most: its last exception, else its last line."""
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    lines = [line.strip() for line in log.splitlines() if line.strip() and not re.match(WARNING, line)]
     errors = [line for line in lines if re.match(r"(\[rank\d+\]: )?([\w.]+\.)?\w*(Error|Exception|Fault)\b", line)]
     if lines and re.search(r"\d+ (failed|error)", lines[-1]):  # pytest's last line
         errors = [lines[-1]]
