@@ -4,21 +4,27 @@
 
 Single turns of at most 48 tokens without a tool, the work that both can do, with the learning rate 0. Ours is a run
 (extras/bench/step.py), TRL's follows it, so nothing else should want the machine. TRL stops at tokens: where </answer>
-is not one, as it is in the world, its turns may be longer; the tokens of both are printed.
+is not one, as it is in the world, its turns may be longer; the tokens of both are printed. With --agent both train on
+rollouts that search, which our loop plays for TRL, too (its `rollout_func`): only their updates differ.
 """
 
+import contextlib
 import itertools
 import json
 import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from config import Config, parse
 from extras.bench.harness import BEST, parser_of, timed
 from extras.bench.step import measure
-from tasks import draw, load_task
+from plumbing.servers import Servers
+from rollout import Job, rollout
+from tasks import Task, draw, load_task
 from tasks.formats import encode
 from tasks.questions import em
 from tasks.tools import find_answer
@@ -31,7 +37,27 @@ def exact_match(completions: list, golds: list, **_: object) -> list[float]:
     return [float(em(find_answer(text), gold)) for text, gold in zip(texts, golds, strict=True)]
 
 
-def train_with_trl(cfg: Config, steps: int) -> list[dict[str, float]]:
+def player(cfg: Config, task: Task) -> Callable[[list, Any], dict[str, list]]:
+    """Returns TRL's `rollout_func`: trajectories of the first policy, whose observations are masked."""
+    from engines.torch_engine import TorchEngine
+    from models.model import load_policy
+
+    ends, asked = task.format.stop(task), {str(task.prompt(BEST, q)): q for q in task.questions("train")}
+    model, tokenizer = load_policy(cfg.model, "cpu", ends)
+    engine = TorchEngine(model, tokenizer, ends)
+
+    def play(prompts: list, trainer: Any) -> dict[str, list]:
+        jobs = [Job(0, BEST, asked[str(prompt)], k // cfg.G) for k, prompt in enumerate(prompts)]
+        taus = rollout(engine, tokenizer, task, jobs, cfg, temperature=1.0, seed=trainer.state.global_step)
+        rows = [(tau.ids[: tau.prompt_tokens], *(x[tau.prompt_tokens :] for x in (tau.ids, tau.logps, tau.mask)))
+                for tau in taus]  # fmt: skip
+        return dict(zip(("prompt_ids", "completion_ids", "logprobs", "env_mask"), map(list, zip(*rows, strict=True)),
+                        strict=True))  # fmt: skip
+
+    return play
+
+
+def train_with_trl(cfg: Config, steps: int, agent: bool, serve: Servers) -> list[dict[str, float]]:
     """Returns seconds and tokens of each step of TRL's, on the questions that our run draws."""
     import torch
     from datasets import Dataset
@@ -64,12 +90,16 @@ def train_with_trl(cfg: Config, steps: int) -> list[dict[str, float]]:
             max_completion_length=cfg.max_response, learning_rate=0.0, optim="adamw_torch_fused", beta=cfg.beta,
             epsilon=cfg.eps, loss_type="grpo", scale_rewards="group", shuffle_dataset=False,
         )  # fmt: skip
-        trainer = GRPOTrainer(model, exact_match, args=args, train_dataset=data, processing_class=tokenizer)
+        if agent:
+            task.start(serve)
+        trainer = GRPOTrainer(model, exact_match, args=args, train_dataset=data, processing_class=tokenizer,
+                              rollout_func=player(cfg, task) if agent else None)  # fmt: skip
         clock, generate = Clock(), trainer._generate
 
         def observe(prompts: Any) -> Any:
             result, seconds = timed(lambda: generate(prompts))
-            clock.row = {"rollout_s": seconds, "response_tokens": sum(map(len, result[1])) / n}
+            sampled = map(sum, result[2]) if agent else map(len, result[1])
+            clock.row = {"rollout_s": seconds, "response_tokens": sum(sampled) / n}
             return result
 
         trainer._generate = observe
@@ -81,10 +111,14 @@ def train_with_trl(cfg: Config, steps: int) -> list[dict[str, float]]:
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--repeat", type=int, default=4, help="steps after the first, which warms up")
+    parser.add_argument("--agent", action="store_true", help="rollouts of several turns")
     args, flags = parser.parse_known_args()
-    flags = ["--tools", "none", "--max_response", "48", *flags]
+    flags = [*([] if args.agent else ["--tools", "none", "--max_response", "48"]), *flags]
     ours = measure(args.repeat, flags)
-    rows = train_with_trl(parse(flags), args.repeat + 1)[1:]
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        serve = stack.enter_context(Servers(Path(folder, "servers.log")))
+        rows = train_with_trl(parse(flags), args.repeat + 1, args.agent, serve)[1:]
     theirs = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
     result: dict[str, Any] = {}
     for name, x in theirs.items():
