@@ -43,7 +43,7 @@ PARTS = (  # what, its command, what it leaves
     (
         "the cold start",
         "extras/cold_start.py --demos {out}/demos.jsonl --model {name} --T {steps} --eval_n 24 --seed {seed} "
-        "--out {out}/cold", "{out}/cold/summary.json",
+        "--micro_tokens 512 --out {out}/cold", "{out}/cold/summary.json",
     ),
     (
         "INSPO",
