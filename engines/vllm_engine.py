@@ -143,7 +143,10 @@ class VllmEngine:
 def settings(path: str, *, max_len: int, dtype: str, memory: float, seed: int) -> dict[str, Any]:
     """Returns vLLM's arguments for an engine in this process; call it before vllm is imported (it sets environment)."""
     cuda = torch.cuda.is_available()
-    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind")
+    # FlashInfer's sampler, which needs a compiler on the machine, takes no rows that have a seed and want log-probs.
+    os.environ.update(
+        VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_USE_FLASHINFER_SAMPLER="0"
+    )
     os.environ["VLLM_DISTRIBUTED_USE_SPLIT_GROUP"] = "0"  # the trainer's process group is not bound to a device
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     warnings.filterwarnings("ignore", "`torch.distributed.reduce_op` is deprecated")  # vLLM's own
