@@ -63,6 +63,7 @@ def test_output_that_can_be_written_is_as_ever(tmp_path):
     assert done.stdout == "line 0\nline 1\nline 2\nthe last line\n"
 
 
+@pytest.mark.slow
 def test_a_run_is_complete_though_nobody_reads_it_any_more(tmp_path):
     flags = [*SMALL, "--T", 1, "--mode", "static", "--out", tmp_path / "run"]
     done = shell('"$@" | head -1', "inspo.py", *flags)

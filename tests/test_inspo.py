@@ -334,6 +334,7 @@ def test_our_own_retriever_is_restarted_when_it_dies(whole, tmp_path):
     assert mine == theirs  # and nothing was scored without its results
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_leaves_no_process(tmp_path):
     out = tmp_path / "r"
     process = start("--out", out, *SMALL, "--T", "500")

@@ -286,6 +286,7 @@ def reference(path, taus):
     return float(torch.cat(logps).mean())
 
 
+@pytest.mark.slow
 def test_a_run_learns_what_it_is_shown_but_not_what_is_held_out_and_says_before_and_after(run, demos, task, world):
     (out, said), rows = run, read_jsonl(demos)
     about = json.loads((out / "demonstrations.json").read_text())

@@ -244,6 +244,7 @@ def result(run: Path) -> dict:
     return summary | {"rows": [population, untimed(run)], "weights": weights, "played": played}
 
 
+@pytest.mark.slow
 def test_a_judge_grades_what_is_trained_verified_and_evaluated(undisturbed):
     run, stdout, asked = undisturbed
     check_run(run, stdout, ["judged", "em"], ["searches"])
@@ -259,6 +260,7 @@ def test_a_judge_grades_what_is_trained_verified_and_evaluated(undisturbed):
     assert max(requests.values()) == 1 < len(requests)  # equal pairs are asked once, in the whole run
 
 
+@pytest.mark.slow
 def test_a_judge_with_429_500_timeouts_and_malformed_verdicts_changes_nothing(
     tmp_path, undisturbed, judged, judging, monkeypatch
 ):
@@ -274,6 +276,7 @@ def test_a_judge_with_429_500_timeouts_and_malformed_verdicts_changes_nothing(
 @pytest.mark.parametrize(
     "share", [pytest.param(x, marks=[] if x == 0.5 else pytest.mark.slow) for x in (0, 0.5, 0.97)]
 )
+@pytest.mark.slow
 def test_a_run_whose_judge_is_down_stops_names_it_and_resumes_to_the_same_bits(
     tmp_path, undisturbed, judged, judging, monkeypatch, share
 ):
