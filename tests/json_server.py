@@ -99,6 +99,30 @@ def trickle(text, seconds=0.02):
     return answer
 
 
+class ChatServer(JsonServer):
+    """Speaks chat completions, as an optimizer or judge; stops after a with block.
+
+    `answer(messages)` returns a reply, or (status, text) of an answer that is none; `asked` keeps all messages.
+    """
+
+    def __init__(self, answer):
+        self.answer, self.asked = answer, []
+        super().__init__(self.complete)
+        self.url += "/v1"
+
+    def complete(self, handler):
+        if handler.command == "GET":
+            return {"data": [{"id": "any"}]}
+        self.asked.append(json.loads(handler.body)["messages"])
+        answer = self.answer(self.asked[-1])
+        if isinstance(answer, tuple):
+            return answer[0], {}, answer[1]
+        return {"choices": [{"message": {"role": "assistant", "content": answer}, "finish_reason": "stop"}]}
+
+    def __exit__(self, *_):
+        self.stop()
+
+
 @contextlib.contextmanager
 def json_servers():
     """Yields a function that starts servers; they stop at the end."""

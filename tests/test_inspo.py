@@ -11,14 +11,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from json_server import ChatServer
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -297,8 +296,8 @@ def test_a_hostile_optimizer_s_words_stay_words(tmp_path, monkeypatch):
 
     flags = [*SMALL, "--T", "4", "--optimizer_model", "m", "--optimizer_retries", "0", "--out", tmp_path / "r"]
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret-1\n")
-    with chat(reply=reply) as url:
-        monkeypatch.setenv("OPENAI_BASE_URL", url)
+    with chat(reply=reply) as server:
+        monkeypatch.setenv("OPENAI_BASE_URL", server.url)
         code, stdout, stderr = run_here(*flags)
         assert code == 0, (code, stderr)
         assert "1 evolution left the population as it was" in stdout and "\x1b" not in stdout
@@ -314,7 +313,7 @@ def test_a_hostile_optimizer_s_words_stay_words(tmp_path, monkeypatch):
         for old in (tmp_path / "r" / "checkpoints").iterdir():
             shutil.rmtree(old)
         code, _, stderr = run_here(*flags, "--resume")  # the stored reply is replayed
-        assert code == 0 and len([call for call in Chat.seen if "Improve" in str(call["body"])]) == 1, (code, stderr)
+        assert code == 0 and sum("Improve" in str(messages) for messages in server.asked) == 1, (code, stderr)
 
 
 @pytest.mark.slow
@@ -348,42 +347,26 @@ def test_ctrl_c_saves_and_leaves_no_process(tmp_path):
         assert not Path(f"/proc/{pid}").exists()
 
 
-class Chat(BaseHTTPRequestHandler):
-    """A real endpoint, not ours: answers App. E's prompts with the parent and one sentence more."""
-
-    seen: list[dict] = []
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        Chat.seen.append({"path": self.path, "auth": self.headers["Authorization"], "body": body})
-        self.server.before_reply(len(Chat.seen))
-        prompt = body["messages"][0]["content"]
-        parent = re.search(r"<ins_0>(.*?)</ins_0>", prompt, re.S).group(1).strip()
-        n = int(re.search(r"to <ins_(\d+)>", prompt).group(1))
-        blocks = [f"<ins_{k}>{parent} Hint {len(Chat.seen)}.{k}: search twice.</ins_{k}>" for k in range(1, n + 1)]
-        content = "Reasons.\n" + "\n".join(blocks)
-        if self.server.reply:
-            content = self.server.reply(len(Chat.seen), self.headers["Authorization"])
-        reply = {"choices": [{"message": {"role": "assistant", "content": content}}]}
-        data = json.dumps(reply).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_):
-        pass
-
-
 @contextlib.contextmanager
 def chat(before_reply=lambda n: None, reply=None):
-    """The URL of a `Chat` server; `before_reply(n)` is called before its n-th reply, `reply(n, key)` writes another."""
-    Chat.seen.clear()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Chat)
-    server.before_reply, server.reply, server.handle_error = before_reply, reply, lambda *_: None
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/v1"
-    server.shutdown()
+    """A real endpoint, not ours, that answers App. E's prompts with the parent and one sentence more.
+
+    `before_reply(n)` is called before its n-th reply, `reply(n, authorization)` writes another.
+    """
+
+    def answer(messages):
+        n = len(server.requests)
+        before_reply(n)
+        if reply:
+            return reply(n, server.requests[-1][1]["Authorization"])
+        prompt = messages[0]["content"]
+        parent = re.search(r"<ins_0>(.*?)</ins_0>", prompt, re.S).group(1).strip()
+        most = int(re.search(r"to <ins_(\d+)>", prompt).group(1))
+        blocks = [f"<ins_{k}>{parent} Hint {n}.{k}: search twice.</ins_{k}>" for k in range(1, most + 1)]
+        return "Reasons.\n" + "\n".join(blocks)
+
+    with ChatServer(answer) as server:
+        yield server
 
 
 def test_own_data_own_model_and_any_chat_endpoint_through_the_same_command(tmp_path, monkeypatch):
@@ -398,8 +381,8 @@ def test_own_data_own_model_and_any_chat_endpoint_through_the_same_command(tmp_p
     flags += "--max_observation 120 --failures 2 --rounds 1 --eval_n 2 --device cpu --save_every 1".split()
     flags += ["--tools", "search,calculator"]
     monkeypatch.setenv("OPENAI_API_KEY", "k")
-    with chat() as url:
-        monkeypatch.setenv("OPENAI_BASE_URL", url)
+    with chat() as server:
+        monkeypatch.setenv("OPENAI_BASE_URL", server.url)
         code, _, stderr = run_here(*flags)
     assert code == 0, (code, stderr)
     rows = read_jsonl(tmp_path / "r" / "metrics.jsonl")
@@ -407,10 +390,11 @@ def test_own_data_own_model_and_any_chat_endpoint_through_the_same_command(tmp_p
     assert "test/searches" in rows[0] and "test/calculations" in rows[0]
     turns = [turn for tau in trajectories(tmp_path / "r", 1) for turn in tau["response"].split("That was neither ")[1:]]
     assert turns and all(text.startswith("a search nor a calculation nor an answer.") for text in turns)
-    assert {call["path"] for call in Chat.seen} == {"/v1/chat/completions"} and Chat.seen[0]["auth"] == "Bearer k"
-    assert len(Chat.seen) == 2 and Chat.seen[0]["body"]["model"] == "some-model"  # P_0, and the evolution at t = 1
-    assert "Answer the given question." in Chat.seen[0]["body"]["messages"][0]["content"]  # Search-R1's (App. F)
-    assert "<information>" in Chat.seen[1]["body"]["messages"][0]["content"]
+    (path, headers, body), _ = server.requests  # P_0, and the evolution at t = 1
+    assert path == "/v1/chat/completions" and headers["Authorization"] == "Bearer k"
+    assert json.loads(body)["model"] == "some-model"
+    assert "Answer the given question." in server.asked[0][0]["content"]  # Search-R1's (App. F)
+    assert "<information>" in server.asked[1][0]["content"]
     family = {I["id"]: I for e in read_jsonl(tmp_path / "r" / "population.jsonl") for I in e["P"]}
     assert any("Hint 2." in I["text"] and I["verified"] is not None for I in family.values())
 
@@ -563,8 +547,8 @@ def test_a_search_server_that_dies_during_an_evolution_ends_the_run_resumably(tm
     """The optimizer's endpoint stops the search server, so the verification of its candidates cannot be played."""
     server = [str(ROOT / "retrieval_server.py"), "--corpus", str(ROOT / "world/files/corpus.jsonl")]
     flags = [*SMALL, "--search_retries", 0, "--optimizer_model", "m", "--out", tmp_path / "r"]
-    with Child(server, tmp_path / "log") as child, chat(before_reply=lambda n: child.stop() if n == 2 else None) as url:
-        monkeypatch.setenv("OPENAI_BASE_URL", url)
+    with Child(server, tmp_path / "log") as child, chat(lambda n: child.stop() if n == 2 else None) as chatting:
+        monkeypatch.setenv("OPENAI_BASE_URL", chatting.url)
         said, _, _ = run_here(*flags, "--retriever", child.url)
         first, last = said.strip().splitlines()
         assert "does not answer" in first and "--resume" in last
@@ -573,7 +557,7 @@ def test_a_search_server_that_dies_during_an_evolution_ends_the_run_resumably(tm
         code, _, stderr = run_here(*flags, "--retriever", "", "--resume")
         assert code == 0, (code, stderr)
         whole_calls = [row["call"]["key"] for row in read_jsonl(tmp_path / "r" / "reflections.jsonl") if "call" in row]
-        assert len(whole_calls) == len(set(whole_calls)) == len(Chat.seen)
+        assert len(whole_calls) == len(set(whole_calls)) == len(chatting.requests)
         assert sum(key.startswith("t3 r0") for key in whole_calls) == 1  # not asked again
     assert [row["t"] for row in metrics(tmp_path / "r")] == list(range(11))
 

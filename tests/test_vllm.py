@@ -11,9 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +19,7 @@ import pytest
 import requests
 import torch
 import urllib3
+from json_server import json_servers
 from test_engine import contexts_of, plain_logprobs
 from test_lora import trained
 from test_model import make_family, own_logps
@@ -532,21 +531,10 @@ def test_the_real_client_wants_nccl(server, tiny, tiny_path):
     "answers, says", [({"version": "0.31.2"}, "is vLLM 0.31.2"), (None, "/version: HTTP 404: nothing")]
 )
 def test_a_server_that_is_something_else(tiny, tiny_path, answers, says):
-    class Other(BaseHTTPRequestHandler):
-        def do_GET(self):
-            body = json.dumps(answers).encode() if answers else b"nothing here"
-            self.send_response(200 if answers else 404)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_):
-            pass
-
-    other = HTTPServer(("127.0.0.1", 0), Other)
-    threading.Thread(target=other.serve_forever, daemon=True).start()
-    with pytest.raises(Fault, match=says):
-        VllmServer(f"http://127.0.0.1:{other.server_port}", tiny[1], STOP, model=tiny_path, max_len=MAX_LEN)
-    other.shutdown()
+    with json_servers() as start:
+        other = start(answers or (404, {}, "nothing here"))
+        with pytest.raises(Fault, match=says):
+            VllmServer(other.url, tiny[1], STOP, model=tiny_path, max_len=MAX_LEN)
 
 
 def test_two_ranks_send_the_sharded_policy_to_the_servers(server, urls, tiny_path):

@@ -16,9 +16,9 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 import torch.nn.functional as F
-from chat_server import ChatServer
 from found_search import Found
 from hermes_like import small
+from json_server import ChatServer
 from scripted import Says
 from test_inspo import ENV, finish, metrics, popen, wait_for_step
 

@@ -7,9 +7,9 @@ import json
 import re
 
 import pytest
-from chat_server import ChatServer
 from found_search import Found
 from hermes_like import chat_model, small, template
+from json_server import ChatServer
 from scripted import Says
 from tiny_model import FIXTURE
 

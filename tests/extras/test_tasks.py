@@ -15,7 +15,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from chat_server import ChatServer
+from json_server import ChatServer
 from scripted import Says
 from tasks_servers import make_player
 from test_inspo import metrics as untimed
