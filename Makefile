@@ -69,7 +69,7 @@ test-slow: setup   ## whole runs: the default learns, servers die, forks; the wa
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m slow -n 2 --dist loadfile $(ARGS)
 
 test-ranks: setup  ## several processes: FSDP2 over gloo with 2, 3 and 4; whole runs killed and resumed
-	$(PY) -m pytest -m ranks $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m ranks -n 2 --dist loadfile $(ARGS)
 
 fake-gpu: setup    ## whole presets on fake CUDA tensors: devices, dtypes, memory, waiting
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests/test_fake_gpu.py -n 2 $(ARGS)
