@@ -119,7 +119,7 @@ class Log(contextlib.AbstractContextManager["Log"]):
         self.ledger.tool_calls += sum(tau.served(tool.tag) for tau in taus for tool in self.task.tools)
         if t == 1:
             longest = max(taus, key=lambda tau: len(tau.turns))
-            self.note(f"step   1  the update trains on what follows a |:\n{show_mask(longest, self.tokenizer)}")
+            self.note(f"step   1  tokens after a | are trained on:\n{show_mask(longest, self.tokenizer)}")
         # Only rewards take time besides rollouts and update: a judge may take more than both.
         self.updated(t, taus, step_metrics(taus, P, self.cfg.G, self.task) | update | {"time/reward": seconds})
 
@@ -307,6 +307,7 @@ class Log(contextlib.AbstractContextManager["Log"]):
             print(f"WARNING  until the end, {warning}")
         if evolves(cfg) and not evolved:
             vain = f"{many(cost.evolutions, 'evolution')} left the population as it was"
+            vain = vain if cost.evolutions else "no evolution took place"
             print(f"{vain}: this is no result of --mode {cfg.mode} (evolved: false in summary.json).")
         try:
             page = importlib.import_module("report").write([run.path], run.path / "report.html")

@@ -121,7 +121,8 @@ def ending(summary: Row, path: Path) -> str:
     lines += ["  ".join([f"{name:33}", *(f"{row[k]:9.{n}f}" for k, n in digits.items())]) for name, row in rows.items()]
     lines += ["(by source in summary.json)", "", summary["conclusion"]]
     cost = summary["ledger"]
-    lines += ["", f"I_star ({' -> '.join(f'#{j}' for j in summary['generations'])}):", summary["I_star"], ""]
+    line = " -> ".join(f"#{j}" for j in summary["generations"])
+    lines += ["", f"best instruction, I_star ({line}):", summary["I_star"], ""]
     if cost["optimizer_calls"]:
         lines += [
             f"cost: {many(cost['optimizer_calls'], 'optimizer call')} ({cost['optimizer_tokens']:,} tokens, "

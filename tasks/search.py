@@ -177,6 +177,6 @@ def try_search(search: Search, questions: Sequence[Question]) -> str:
     )
     return (
         f"{n} questions took {seconds:.2f} s, 1,000 searches would take {1000 * seconds / n:,.1f} s;"
-        f" a gold answer was in the passages of {hits}"
+        f" a gold answer was in the passages of {hits} of them"
         + (": nearly none; check that index, corpus and questions belong together" if hits < n / 20 else "")
     )

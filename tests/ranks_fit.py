@@ -73,7 +73,7 @@ def measure(config, source) -> dict[str, int]:
     measured = {}
 
     def before_step(*_) -> None:
-        measured["gradients (float32 shares)"] = local_bytes(p.grad for p in model.parameters())
+        measured["gradients (float32 shards)"] = local_bytes(p.grad for p in model.parameters())
 
     learner.optimizer.register_step_pre_hook(before_step)
     learner.update(1, [taus])
@@ -83,9 +83,9 @@ def measure(config, source) -> dict[str, int]:
     with Live([*model.parameters(), *moments, *shares]) as live:
         learner.update(2, [taus])
     return measured | {
-        "policy (float32 shares)": local_bytes(model.parameters()),
-        "moments of AdamW (float32 shares)": local_bytes(moments),
-        "reference (bfloat16 shares)": local_bytes(shares),
+        "policy (float32 shards)": local_bytes(model.parameters()),
+        "moments of AdamW (float32 shards)": local_bytes(moments),
+        "reference (bfloat16 shards)": local_bytes(shares),
         "most": live.most,
     }
 

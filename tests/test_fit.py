@@ -54,10 +54,10 @@ def test_the_model_s_state_is_16_bytes_a_parameter_and_2_of_the_reference(cfg, P
     fitted = estimated(cfg, gpus=gpus)  # no padding: all first dimensions are multiples of 8
     update, rollout = of(fitted), of(fitted, "rollout")
     for name, bytes in {"policy": 4, "moments of AdamW": 8, "gradients": 4}.items():
-        assert update[f"{name} (float32 shares)"] == bytes * P / gpus
-    assert update["reference (bfloat16 shares)"] == rollout["reference (bfloat16 shares)"] == 2 * P / gpus
-    assert rollout["policy (float32 shares)"] == 4 * P / gpus
-    assert rollout["gradients (float32 shares)"] == 0
+        assert update[f"{name} (float32 shards)"] == bytes * P / gpus
+    assert update["reference (bfloat16 shards)"] == rollout["reference (bfloat16 shards)"] == 2 * P / gpus
+    assert rollout["policy (float32 shards)"] == 4 * P / gpus
+    assert rollout["gradients (float32 shards)"] == 0
     assert fitted.title == f"{P / 1e6:,.0f}M parameters on {gpus} x 80 GB"
 
 
@@ -89,10 +89,10 @@ def test_the_state_with_lora_by_hand():
     A = 28 * per_block
     fitted = estimated(lora_rank=r)
     update, rollout = of(fitted), of(fitted, "rollout")
-    assert update["policy (frozen, bfloat16 shares)"] == rollout["policy (frozen, bfloat16 shares)"] == 2 * P7 / gpus
-    assert update["adapters (float32 shares)"] == rollout["adapters (float32 shares)"] == 4 * A / gpus
-    assert update["moments of AdamW (float32 shares)"] == 8 * A / gpus
-    assert update["gradients (float32 shares)"] == 4 * A / gpus and rollout["gradients (float32 shares)"] == 0
+    assert update["policy (frozen, bfloat16 shards)"] == rollout["policy (frozen, bfloat16 shards)"] == 2 * P7 / gpus
+    assert update["adapters (float32 shards)"] == rollout["adapters (float32 shards)"] == 4 * A / gpus
+    assert update["moments of AdamW (float32 shards)"] == 8 * A / gpus
+    assert update["gradients (float32 shards)"] == 4 * A / gpus and rollout["gradients (float32 shards)"] == 0
     assert not any(name.startswith(("reference", "policy (float32")) for name in update)
     block, root = block_and_root(H, I, kv, 152064, 2)
     gathered = update["policy (embedding, head and two blocks, gathered in bfloat16)"]
@@ -211,7 +211,7 @@ def test_the_paper_s_setting_fits_8_gpus_of_80_gb_with_the_share_that_its_preset
     """vLLM refuses to start unless its whole share is free beside policy and reference; moments come later."""
     fitted = estimated(cfg)
     text, there = fitted.table(), of(fitted, "rollout")
-    there = there["policy (float32 shares)"] + there["reference (bfloat16 shares)"]
+    there = there["policy (float32 shards)"] + there["reference (bfloat16 shards)"]
     assert there + cfg.vllm_memory * 80e9 < fitted.usable and fitted.fault() == ""
     assert f"{fitted.update / 1e9:10.1f}{fitted.rollout / 1e9:10.1f}" in text
     assert f"\n{rows} of them run at once" in text
@@ -258,7 +258,7 @@ def test_activations_are_kept_where_they_fit():
 @pytest.mark.parametrize(
     "change, where, words",
     [
-        ({}, ("vllm", 1, 24), ["largest: moments of AdamW (float32 shares) 60.9", "more GPUs", "--offload_reference"]),
+        ({}, ("vllm", 1, 24), ["largest: moments of AdamW (float32 shards) 60.9", "more GPUs", "--offload_reference"]),
         ({"recompute": 0}, (), ["largest: activations kept of 32,768 tokens 152.6", "--recompute 1"]),
         ({"micro_tokens": 131072}, (), ["largest: activations and their gradients in one", "--micro_tokens"]),
         ({"vllm_memory": 0.9}, (), ["largest: vLLM (KV cache) 53.8", "--vllm_memory"]),
@@ -388,7 +388,7 @@ def test_two_real_ranks_use_the_estimated_memory(tmp_path):
     cfg = replace(CFG7, micro_tokens=256, max_prompt=50, max_response=50, max_observation=50, vllm="http://a:8000")
     fitted = estimate(cfg, config, "vllm", 2, 80)
     whole = sum(p.numel() for p in skeleton(config).parameters())
-    assert whole / 2 < of(fitted)["policy (float32 shares)"] / 4 < whole / 2 * 1.01  # FSDP2 pads 301 rows to 302
+    assert whole / 2 < of(fitted)["policy (float32 shards)"] / 4 < whole / 2 * 1.01  # FSDP2 pads 301 rows to 302
     for rank in (0, 1):
         measured = json.loads((tmp_path / f"{rank}.json").read_text())
         most = measured.pop("most")

@@ -18,4 +18,4 @@ def check_device(cfg: Config) -> None:
     from training.fit import shapes
 
     if not cfg.device and device_of(cfg) == "cpu" and shapes(cfg.model).get_text_config().hidden_size >= WIDE:
-        raise Fault(f"--model {cfg.model}: {without_cuda()}; fix that, or take hours with --device cpu")
+        raise Fault(f"--model {cfg.model}: {without_cuda()}; fix that, or take weeks with --device cpu")

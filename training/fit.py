@@ -140,14 +140,14 @@ def of_state(cfg: Config, model: Any, gpus: int) -> list[Part]:
     size = getattr(torch, cfg.dtype).itemsize
     more, trained = "more GPUs", "adapters" if cfg.lora_rank else "policy"
     parts = [
-        Part(f"policy (frozen, {cfg.dtype} shares)", size * frozen, size * frozen, more),
-        Part(f"{trained} (float32 shares)", 4 * share, 4 * share, more),
-        Part("moments of AdamW (float32 shares)", 8 * share, 8 * share, more if cfg.lora_rank else "--lora_rank 32"),
-        Part("gradients (float32 shares)", 4 * share, 0, more),
+        Part(f"policy (frozen, {cfg.dtype} shards)", size * frozen, size * frozen, more),
+        Part(f"{trained} (float32 shards)", 4 * share, 4 * share, more),
+        Part("moments of AdamW (float32 shards)", 8 * share, 8 * share, more if cfg.lora_rank else "--lora_rank 32"),
+        Part("gradients (float32 shards)", 4 * share, 0, more),
     ]
     if cfg.beta and not cfg.lora_rank:
         reference = 0 if cfg.offload_reference else size * share
-        parts.append(Part(f"reference ({cfg.dtype} shares)", reference, reference, "--offload_reference"))
+        parts.append(Part(f"reference ({cfg.dtype} shards)", reference, reference, "--offload_reference"))
     return parts
 
 
