@@ -113,11 +113,12 @@ class Part:
     cards: int = 1
 
 
-TESTS = "-m pytest --tb=short -p no:cacheprovider tests/test_triton.py tests/test_kernels.py tests/test_model.py"
-TESTS += " tests/test_layers.py"
+FILES = " ".join(f"tests/test_{room}.py" for room in ("triton", "kernels", "model", "layers"))
+TESTS = f"-m pytest --tb=short -p no:cacheprovider {FILES}"
 # On a GPU every setting with the small vocabulary, two with Qwen's; test_kernels' half that runs the Triton kernel.
-ON_GPU = "(on_the_gpu and (37-64-1187 or beta-dtype1 or cispo-dtype1)) or on_a_gpu or triton- or triton]"
-ON_GPU += " or fused_layers"
+ON_GPU = (
+    "(on_the_gpu and (37-64-1187 or beta-dtype1 or cispo-dtype1)) or on_a_gpu or triton- or triton] or fused_layers"
+)
 WORLD, TOY = "-m extras.bench.resume", "--device cpu --steps 3 --kill_at 2"
 HEAD = "-m kernels.bench --seconds 0.5"
 STAGES = {

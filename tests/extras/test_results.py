@@ -1,7 +1,6 @@
 """docs/results/README.md and the README say what the rows say; where the rows are from."""
 
 import json
-import re
 import subprocess
 
 import numpy as np
