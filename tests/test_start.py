@@ -44,7 +44,7 @@ def test_searches_are_timed_and_gold_answers_counted(serve):
     url = serve(passages(lambda query: [texts.get(int(query.split()[-1][:-1]), "A\nnothing")])).url
     line = try_search(Search(url, 3), QUESTIONS)
     seconds, thousand = map(float, re.search(r"5 questions took (.*) s, 1,000 searches .* take (.*) s;", line).groups())
-    assert thousand == pytest.approx(200 * seconds, abs=1.1) and line.endswith("in the passages of 2")
+    assert thousand == pytest.approx(200 * seconds, abs=1.1) and line.endswith("in the passages of 2 of them")
 
 
 class Usage:
@@ -84,7 +84,7 @@ def test_a_server_whose_passages_hold_nearly_no_gold_answer_is_suspicious(serve)
     url = serve(passages(lambda query: ["A\nPerson 1" if "number 1?" in query else "A\nx"])).url
     assert "nearly none" not in try_search(Search(url, 3), QUESTIONS)  # a fifth
     line = try_search(Search(serve(passages(lambda query: ["A\nx"])).url, 3), QUESTIONS * 5)
-    assert "in the passages of 0: nearly none" in line
+    assert "in the passages of 0 of them: nearly none" in line
 
 
 def test_a_refused_topk_is_named(serve):
