@@ -395,5 +395,5 @@ def test_two_real_ranks_use_the_estimated_memory(tmp_path):
         assert len(measured) == 4
         for name, bytes in measured.items():
             assert bytes == pytest.approx(of(fitted)[name], rel=0.01), (rank, name)
-        there = sum(measured[name] for name in measured if "shares" in name and "gradients" not in name)
+        there = sum(measured[name] for name in measured if "shards" in name and "gradients" not in name)
         assert 1 < fitted.update / (there + most) < 1.15, rank  # not all parts peak at the same time
