@@ -306,8 +306,9 @@ class Log(contextlib.AbstractContextManager["Log"]):
         for _, _, warning in self.silence.lasting():
             print(f"WARNING  until the end, {warning}")
         if evolves(cfg) and not evolved:
-            vain = f"{many(cost.evolutions, 'evolution')} left the population as it was"
-            vain = vain if cost.evolutions else "no evolution took place"
+            vain = "no evolution took place"
+            if cost.evolutions:
+                vain = f"{many(cost.evolutions, 'evolution')} left the population as it was"
             print(f"{vain}: this is no result of --mode {cfg.mode} (evolved: false in summary.json).")
         try:
             page = importlib.import_module("report").write([run.path], run.path / "report.html")

@@ -390,8 +390,8 @@ def test_own_data_own_model_and_any_chat_endpoint_through_the_same_command(tmp_p
     assert "test/searches" in rows[0] and "test/calculations" in rows[0]
     turns = [turn for tau in trajectories(tmp_path / "r", 1) for turn in tau["response"].split("That was neither ")[1:]]
     assert turns and all(text.startswith("a search nor a calculation nor an answer.") for text in turns)
-    (path, headers, body), _ = server.requests  # P_0, and the evolution at t = 1
-    assert path == "/v1/chat/completions" and headers["Authorization"] == "Bearer k"
+    (path, headers, body), second = server.requests  # P_0, and the evolution at t = 1
+    assert path == second[0] == "/v1/chat/completions" and headers["Authorization"] == "Bearer k"
     assert json.loads(body)["model"] == "some-model"
     assert "Answer the given question." in server.asked[0][0]["content"]  # Search-R1's (App. F)
     assert "<information>" in server.asked[1][0]["content"]
@@ -547,8 +547,8 @@ def test_a_search_server_that_dies_during_an_evolution_ends_the_run_resumably(tm
     """The optimizer's endpoint stops the search server, so the verification of its candidates cannot be played."""
     server = [str(ROOT / "retrieval_server.py"), "--corpus", str(ROOT / "world/files/corpus.jsonl")]
     flags = [*SMALL, "--search_retries", 0, "--optimizer_model", "m", "--out", tmp_path / "r"]
-    with Child(server, tmp_path / "log") as child, chat(lambda n: child.stop() if n == 2 else None) as chatting:
-        monkeypatch.setenv("OPENAI_BASE_URL", chatting.url)
+    with Child(server, tmp_path / "log") as child, chat(lambda n: child.stop() if n == 2 else None) as endpoint:
+        monkeypatch.setenv("OPENAI_BASE_URL", endpoint.url)
         said, _, _ = run_here(*flags, "--retriever", child.url)
         first, last = said.strip().splitlines()
         assert "does not answer" in first and "--resume" in last
@@ -557,7 +557,7 @@ def test_a_search_server_that_dies_during_an_evolution_ends_the_run_resumably(tm
         code, _, stderr = run_here(*flags, "--retriever", "", "--resume")
         assert code == 0, (code, stderr)
         whole_calls = [row["call"]["key"] for row in read_jsonl(tmp_path / "r" / "reflections.jsonl") if "call" in row]
-        assert len(whole_calls) == len(set(whole_calls)) == len(chatting.requests)
+        assert len(whole_calls) == len(set(whole_calls)) == len(endpoint.requests)
         assert sum(key.startswith("t3 r0") for key in whole_calls) == 1  # not asked again
     assert [row["t"] for row in metrics(tmp_path / "r")] == list(range(11))
 

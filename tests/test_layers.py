@@ -66,8 +66,8 @@ def logps_and_gradients(model):
     where = torch.tensor([i for i in range(len(ids)) if i + 1 not in torch.tensor(LENGTHS).cumsum(0)])
     g = torch.Generator().manual_seed(1)
     weights = dict(adv=torch.randn(len(where), generator=g), w=torch.rand(len(where), generator=g))
-    ids, where, *values = (x.to(DEVICE) for x in (ids, where, *weights.values()))
-    weights = dict(zip(weights, values, strict=True))
+    ids, where = ids.to(DEVICE), where.to(DEVICE)
+    weights = {name: x.to(DEVICE) for name, x in weights.items()}
     loss, extras = score(model, ids, Packing(LENGTHS, device=DEVICE), where, ids[where + 1], 0.9, **weights)
     loss.backward()
     return extras["logp"], {name: p.grad for name, p in model.named_parameters()}

@@ -8,7 +8,6 @@ is not one, as it is in the world, its turns may be longer; the tokens of both a
 rollouts that search, which our loop plays for TRL, too (its `rollout_func`): only their updates differ.
 """
 
-import contextlib
 import itertools
 import json
 import os
@@ -37,11 +36,12 @@ def exact_match(completions: list, golds: list, **_: object) -> list[float]:
     return [float(em(find_answer(text), gold)) for text, gold in zip(texts, golds, strict=True)]
 
 
-def player(cfg: Config, task: Task) -> Callable[[list, Any], dict[str, list]]:
+def make_player(cfg: Config, task: Task, serve: Servers) -> Callable[[list, Any], dict[str, list]]:
     """Returns TRL's `rollout_func`: trajectories of the first policy, whose observations are masked."""
     from engines.torch_engine import TorchEngine
     from models.model import load_policy
 
+    task.start(serve)
     ends, asked = task.format.stop(task), {str(task.prompt(BEST, q)): q for q in task.questions("train")}
     model, tokenizer = load_policy(cfg.model, "cpu", ends)
     engine = TorchEngine(model, tokenizer, ends)
@@ -49,15 +49,17 @@ def player(cfg: Config, task: Task) -> Callable[[list, Any], dict[str, list]]:
     def play(prompts: list, trainer: Any) -> dict[str, list]:
         jobs = [Job(0, BEST, asked[str(prompt)], k // cfg.G) for k, prompt in enumerate(prompts)]
         taus = rollout(engine, tokenizer, task, jobs, cfg, temperature=1.0, seed=trainer.state.global_step)
-        rows = [(tau.ids[: tau.prompt_tokens], *(x[tau.prompt_tokens :] for x in (tau.ids, tau.logps, tau.mask)))
-                for tau in taus]  # fmt: skip
-        return dict(zip(("prompt_ids", "completion_ids", "logprobs", "env_mask"), map(list, zip(*rows, strict=True)),
-                        strict=True))  # fmt: skip
+        return {
+            "prompt_ids": [tau.ids[: tau.prompt_tokens] for tau in taus],
+            "completion_ids": [tau.ids[tau.prompt_tokens :] for tau in taus],
+            "logprobs": [tau.logps[tau.prompt_tokens :] for tau in taus],
+            "env_mask": [tau.mask[tau.prompt_tokens :] for tau in taus],
+        }
 
     return play
 
 
-def train_with_trl(cfg: Config, steps: int, agent: bool, serve: Servers) -> list[dict[str, float]]:
+def train_with_trl(cfg: Config, steps: int, agent: bool) -> list[dict[str, float]]:
     """Returns seconds and tokens of each step of TRL's, on the questions that our run draws."""
     import torch
     from datasets import Dataset
@@ -81,7 +83,7 @@ def train_with_trl(cfg: Config, steps: int, agent: bool, serve: Servers) -> list
         def on_step_end(self, *_: Any, **__: Any) -> None:
             rows.append(self.row | {"update_s": time.perf_counter() - self.start - self.row["rollout_s"]})
 
-    with tempfile.TemporaryDirectory() as out:
+    with tempfile.TemporaryDirectory() as out, Servers(Path(out, "servers.log")) as serve:
         micro = max(k for k in range(cfg.G, ROWS + 1, cfg.G) if n % k == 0)
         args = GRPOConfig(
             output_dir=out, use_cpu=True, bf16=cfg.dtype == "bfloat16", gradient_checkpointing=False, report_to="none",
@@ -90,10 +92,8 @@ def train_with_trl(cfg: Config, steps: int, agent: bool, serve: Servers) -> list
             max_completion_length=cfg.max_response, learning_rate=0.0, optim="adamw_torch_fused", beta=cfg.beta,
             epsilon=cfg.eps, loss_type="grpo", scale_rewards="group", shuffle_dataset=False,
         )  # fmt: skip
-        if agent:
-            task.start(serve)
         trainer = GRPOTrainer(model, exact_match, args=args, train_dataset=data, processing_class=tokenizer,
-                              rollout_func=player(cfg, task) if agent else None)  # fmt: skip
+                              rollout_func=make_player(cfg, task, serve) if agent else None)  # fmt: skip
         clock, generate = Clock(), trainer._generate
 
         def observe(prompts: Any) -> Any:
@@ -115,10 +115,7 @@ def main() -> None:
     args, flags = parser.parse_known_args()
     flags = [*([] if args.agent else ["--tools", "none", "--max_response", "48"]), *flags]
     ours = measure(args.repeat, flags)
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
-        serve = stack.enter_context(Servers(Path(folder, "servers.log")))
-        rows = train_with_trl(parse(flags), args.repeat + 1, args.agent, serve)[1:]
+    rows = train_with_trl(parse(flags), args.repeat + 1, args.agent)[1:]
     theirs = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
     result: dict[str, Any] = {}
     for name, x in theirs.items():

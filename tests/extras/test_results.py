@@ -105,14 +105,18 @@ def test_what_the_page_says_of_wordings_objectives_and_rules():
 
 def test_the_world_s_page_and_the_results_have_what_the_rows_of_the_gate_give():
     text = (HERE / "world" / "README.md").read_text()
-    for n in (12, 48):
+    rates = {}
+    for n in (12, 24, 48, 96):
         sides = {True: [], False: []}
         for row in rows("gate"):
             if abs(gained := row["reward"][1] - row["reward"][0]) >= 0.03:
                 sides[gained > 0].append(row["joins"][str(n)])
-        worse, lost = (f"{100 * x:.0f} %" for x in (np.mean(sides[False]), 1 - np.mean(sides[True])))
-        assert f"{worse} and {lost}" in PAGE
-    assert f"{worse} of worse revisions join and {lost} of better ones" in " ".join(text.split())  # 48, the default
+        rates[n] = [f"{100 * x:.0f}" for x in (np.mean(sides[False]), 1 - np.mean(sides[True]))]
+        assert n not in (12, 48) or " % and ".join(rates[n]) in PAGE
+    assert "{} % of worse revisions join and {} % of better ones".format(*rates[48]) in " ".join(text.split())
+    log = " ".join((HERE / "LOG.md").read_text().split())
+    worse, lost = (", ".join(side) for side in zip(*rates.values(), strict=True))
+    assert f"{worse} % of worse revisions join and {lost} % of better ones are rejected" in log
 
 
 def test_the_published_averages_are_the_means_of_their_rows():

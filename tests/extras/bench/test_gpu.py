@@ -65,6 +65,7 @@ def test_what_is_missing_is_named_with_its_pin():
         ("Traceback\n[rank0]: ValueError: x\n[W] destroy_process_group\n", "[rank0]: ValueError: x"),
         ("a\ntorch.OutOfMemoryError: CUDA out of memory\n\n", "torch.OutOfMemoryError: CUDA out of memory"),
         ("E   ValueError: x\nValueError: y\n2 failed, 3 passed in 1s\n", "2 failed, 3 passed in 1s"),
+        ("step 1\nthe search server does not answer\n", "the search server does not answer"),
         ("no search server\n[rank0]:[W1126 17:03:59.996 x.cpp:1] Warning: not destroyed\n", "no search server"),
         ("", "it printed nothing"),
     ],
