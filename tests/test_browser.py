@@ -12,7 +12,7 @@ from page import html
 
 pytest.importorskip("selenium", reason="selenium is not installed: make setup")
 from selenium import webdriver  # noqa: E402
-from selenium.common.exceptions import NoSuchElementException, StaleElementReferenceException  # noqa: E402
+from selenium.common.exceptions import WebDriverException  # noqa: E402
 from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.common.keys import Keys  # noqa: E402
 from selenium.webdriver.support.ui import Select, WebDriverWait  # noqa: E402
@@ -94,8 +94,8 @@ def count(browser, selector):
 
 
 def until(browser, condition, seconds=10):
-    gone = (NoSuchElementException, StaleElementReferenceException)  # a page that reloads meanwhile
-    return WebDriverWait(browser, seconds, poll_frequency=0.05, ignored_exceptions=gone).until(condition)
+    # Any of the driver's errors: a page that reloads between finding and reading is reported in several ways.
+    return WebDriverWait(browser, seconds, poll_frequency=0.05, ignored_exceptions=[WebDriverException]).until(condition)
 
 
 def choose(browser, name, value):
