@@ -95,7 +95,8 @@ def count(browser, selector):
 
 def until(browser, condition, seconds=10):
     # Any of the driver's errors: a page that reloads between finding and reading is reported in several ways.
-    return WebDriverWait(browser, seconds, poll_frequency=0.05, ignored_exceptions=[WebDriverException]).until(condition)
+    ignored = [WebDriverException]
+    return WebDriverWait(browser, seconds, poll_frequency=0.05, ignored_exceptions=ignored).until(condition)
 
 
 def choose(browser, name, value):
