@@ -15,7 +15,7 @@ from plumbing import stop
 from plumbing.faults import Fault, one_line
 from plumbing.outside import clean, printable
 from plumbing.status import status
-from plumbing.threads import use_idle_cores
+from plumbing.threads import choose_threads, use_threads
 from tasks import Question, Task, Trajectory, load_task, measure, reward
 from tasks.search_qa import SearchQA
 
@@ -99,7 +99,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.temperature < 0 or args.seed < 0:
         parser.error("--temperature and --seed must not be negative")
     with one_line("ask.py"), stop.listening(), stop.may_stop():
-        use_idle_cores()
+        use_threads(choose_threads())
         ask(args)
 
 

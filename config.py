@@ -19,7 +19,7 @@ from plumbing.flags import Parser, add_flags
 from plumbing.flags import knob as knob  # programs with knobs of their own take it from here
 from plumbing.flags import out_of_range as out_of_range
 from plumbing.outside import decoded
-from plumbing.threads import choose_spin, choose_threads
+from plumbing.threads import choose_threads, use_threads
 from plumbing.trust import check_origin
 
 HERE = Path(__file__).parent
@@ -333,7 +333,7 @@ def parse(argv: list[str] | None = None, kind: type[C] = Config, **changes: Any)
         parser.error(fault)
     if not cfg.resume:
         cfg = dataclasses.replace(cfg, threads=choose_threads(cfg.threads))
-    choose_spin(cfg.threads)  # torch is not imported yet
+    use_threads(cfg.threads)
     return cfg
 
 

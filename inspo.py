@@ -247,7 +247,8 @@ def train(
 
         if cfg.dry_run:
             return print_memory(cfg)
-        torch.set_num_threads(cfg.threads)
+        if torch.get_num_threads() != cfg.threads:  # it was imported before the run was configured
+            torch.set_num_threads(cfg.threads)
         device = device_of(cfg)
         ranks = Ranks(device, cfg.patience, dtype_of(cfg, device) if leads else "")
         cfg = replace(cfg, dtype=ranks.dtype)  # a resumed run and an export take the run's, on any machine

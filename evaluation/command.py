@@ -21,7 +21,7 @@ from evaluation.agents import METHODS, PLAYED, SERVED, Method
 from evaluation.benchmarks import SIZES
 from plumbing import stop
 from plumbing.faults import one_line
-from plumbing.threads import use_idle_cores
+from plumbing.threads import choose_threads, use_threads
 
 
 def main(
@@ -63,7 +63,7 @@ def main(
 
             print(compare(args.compare))
         else:
-            use_idle_cores()
+            use_threads(choose_threads())
             from evaluation.measure import evaluate
 
             evaluate(args, methods)

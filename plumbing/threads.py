@@ -24,17 +24,13 @@ def choose_threads(most: int = 0) -> int:
     return min(idle, most or idle)
 
 
-def choose_spin(threads: int) -> None:
-    """Sets how long libgomp's threads spin while they wait for each other. Call it before torch is imported.
+def use_threads(threads: int) -> None:
+    """Makes torch compute with so many threads. Call it before torch is imported.
 
-    On idle cores a long wait makes two threads a third faster; where other programs want the cores it costs them and
-    this one dearly.
+    Not by `torch.set_num_threads`: that lets MKL start a team within each of torch's threads, so that attention on two
+    is slower than on one. On idle cores a long wait for each other makes two threads a third faster; where other
+    programs want the cores it costs them and this one dearly.
     """
+    os.environ["OMP_NUM_THREADS"] = str(threads)
     if threads > 1:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000" if count_idle_cores() >= threads else "1000")
-
-
-def use_idle_cores() -> None:
-    """Both choices, for a program that is not a run and imports torch later."""
-    os.environ["OMP_NUM_THREADS"] = str(threads := choose_threads())
-    choose_spin(threads)

@@ -19,7 +19,8 @@ def fresh(monkeypatch):
     """As a program starts: nothing measured, nothing set."""
     monkeypatch.setattr(threads, "count_idle_cores", functools.cache(threads.count_idle_cores.__wrapped__))
     for name in ("OMP_NUM_THREADS", "GOMP_SPINCOUNT"):
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "0")  # so that what the test leaves there goes
+        monkeypatch.delenv(name)
 
 
 def cores(monkeypatch, *busy):
@@ -51,9 +52,11 @@ def test_a_resumed_run_keeps_its_number(monkeypatch, tmp_path):
     cfg = parse([])
     (tmp_path / "config.json").write_text(json.dumps(asdict(cfg) | ABOUT))
     threads.count_idle_cores.cache_clear()
+    monkeypatch.delenv("OMP_NUM_THREADS")
     cores(monkeypatch, 99, 99)
     assert (cfg.threads, parse([]).threads) == (2, 1)
     assert parse(["--out", str(tmp_path), "--resume"]).threads == 2
+    assert os.environ["OMP_NUM_THREADS"] == "2"  # for torch, which is imported later
 
 
 def test_torch_computes_with_the_number_that_the_run_has(monkeypatch, tmp_path):

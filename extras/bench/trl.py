@@ -10,7 +10,6 @@ rollouts that search, which our loop plays for TRL, too (its `rollout_func`): on
 
 import itertools
 import json
-import os
 import statistics
 import tempfile
 import time
@@ -66,7 +65,6 @@ def train_with_trl(cfg: Config, steps: int, agent: bool) -> list[dict[str, float
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", cfg.threads or 1)))
     task, n, rows = load_task(cfg), cfg.batch * cfg.G, []
     tokenizer = AutoTokenizer.from_pretrained(cfg.model)
     model = AutoModelForCausalLM.from_pretrained(cfg.model, dtype=torch.float32)
