@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from config import Config, parse
 from plumbing import stop
 from plumbing.faults import Fault, OptimizerDown, one_line, together
+from plumbing.hub import check_model
 from plumbing.servers import Servers
 from plumbing.status import status
 from population import Candidate, Experience, Instruction, Population, ReplayBuffer
@@ -233,7 +234,8 @@ def train(
         if leads := os.environ.get("RANK", "0") == "0" and not cfg.dry_run:
             status("reading the questions")
             together(
-                lambda: check_questions(task), task.check, lambda: find_endpoint(cfg), lambda: check_preset_device(cfg)
+                lambda: check_questions(task), task.check, lambda: check_model(cfg.model), lambda: find_endpoint(cfg),
+                lambda: check_preset_device(cfg),
             )  # fmt: skip
         status("importing torch")
         import torch

