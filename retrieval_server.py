@@ -93,6 +93,7 @@ class Batcher:
                 for key, future in batch:
                     self._answers.pop(key, None)
                     future.set_exception(e)
+                    future.exception()  # asyncio logs one that nobody has looked at: a request may be gone
 
 
 def make_app(corpus: Corpus, index, topk: int, max_batch: int = 256, cache: int = 4096) -> FastAPI:

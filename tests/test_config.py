@@ -197,7 +197,7 @@ def test_help_and_bad_input_do_not_wait_for_torch_and_leave_nothing(tmp_path, ar
     program = f"""import runpy, sys
 sys.argv[0] = 'inspo.py'
 try: runpy.run_path({str(HERE / "inspo.py")!r}, run_name='__main__')
-finally: assert not {{'torch', 'transformers', 'vllm', 'tiktoken', 'tqdm'}} & set(sys.modules)"""
+finally: assert not {{'torch', 'transformers', 'vllm', 'tiktoken'}} & set(sys.modules)"""
     command = [sys.executable, "-c", program, *(str(WORLD / "train.jsonl") if flag == "T" else flag for flag in argv)]
     env = os.environ | {"PYTHONPATH": str(HERE)}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
