@@ -185,11 +185,11 @@ def test_help_groups_the_flags_by_their_concerns(capsys):
         (["--help"], 0, "--tau_s"),
         (["--G", "1"], 2, "--G 1"),
         (["--train", "nosuch.jsonl"], 1, "--train nosuch.jsonl: no such"),
-        (["--preset", "world", "--model", "x", "--train", "nosuch.jsonl", "--valid", ""], 1, "--train nosuch.jsonl"),
+        (["--preset", "world", "--model", ".", "--train", "nosuch.jsonl", "--valid", ""], 1, "--train nosuch.jsonl"),
         (["--test", "."], 1, "--test ."),
         (["--valid", "no.parquet"], 1, "--valid no.parquet"),
         (["--corpus", "nosuch.jsonl"], 1, "--corpus nosuch.jsonl: no such file"),
-        (["--model", "x", "--mode", "static", "--test", "T", "--corpus", "T"], 1, "--train is missing"),
+        (["--model", ".", "--mode", "static", "--test", "T", "--corpus", "T"], 1, "--train is missing"),
         (["--task", "nowhere:Task"], 1, "--task nowhere:Task: nowhere cannot be imported"),
     ],
 )
@@ -197,7 +197,7 @@ def test_help_and_bad_input_do_not_wait_for_torch_and_leave_nothing(tmp_path, ar
     program = f"""import runpy, sys
 sys.argv[0] = 'inspo.py'
 try: runpy.run_path({str(HERE / "inspo.py")!r}, run_name='__main__')
-finally: assert not {{'torch', 'transformers', 'vllm', 'tiktoken'}} & set(sys.modules)"""
+finally: assert not {{'torch', 'transformers', 'vllm', 'tiktoken', 'tqdm'}} & set(sys.modules)"""
     command = [sys.executable, "-c", program, *(str(WORLD / "train.jsonl") if flag == "T" else flag for flag in argv)]
     env = os.environ | {"PYTHONPATH": str(HERE)}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)

@@ -131,7 +131,7 @@ def test_under_torchrun_the_list_of_what_is_missing_comes_last_and_has_the_gpu(t
     *_, last = done.stderr.split("traceback : ")
     for missing in ("--model", "--train", "--test", "search", "optimizer"):
         assert missing in last, last
-    assert "CUDA" in last and last.startswith("5 things")
+    assert "CUDA" in last and last.startswith("6 things")
 
 
 def test_why_there_is_no_cuda_device(monkeypatch):
