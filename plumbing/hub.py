@@ -12,7 +12,6 @@ from pathlib import Path
 from plumbing.faults import Fault
 
 NAMED = re.compile(r"hf://datasets/(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w.-]+))?/(?P<file>.+)")
-
 MODEL = re.compile(r"\w[\w.-]*(/[\w.-]+)?")  # anything else is a path
 
 
