@@ -275,7 +275,7 @@ def with_digests(path: Path) -> None:
     (path / checkpoint.DIGESTS).write_text(json.dumps(digests))
 
 
-@pytest.mark.parametrize("place", [".metadata", "inside .metadata", "state.pt", "a value"])
+@pytest.mark.parametrize("place", [".metadata", "inside .metadata", "state.pt", "a value", "torch itself"])
 def test_a_pickle_in_a_checkpoint_runs_nothing(run, tmp_path, place, caplog):
     path, touched = run.checkpoints()[-1], tmp_path / "touched"
     bomb = Bomb(touched)
@@ -285,6 +285,8 @@ def test_a_pickle_in_a_checkpoint_runs_nothing(run, tmp_path, place, caplog):
         metadata = pickle.loads((path / ".metadata").read_bytes())
         metadata.planner_data["x"] = bomb
         (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    elif place == "torch itself":  # torch.save(1, touched)
+        (path / ".metadata").write_bytes(b"ctorch\nsave\n(I1\nV%b\ntR." % bytes(touched))
     elif place == "state.pt":
         torch.save(STATE | {"t": 9, "x": bomb}, path / "state.pt")
     else:

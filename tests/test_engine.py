@@ -123,6 +123,16 @@ def test_equal_prompts_are_computed_once_and_a_known_context_never_again(policy,
     assert shapes[0] == (2, 1 + len(new))  # the last sampled token had not been read yet
 
 
+@pytest.mark.parametrize("forget", [lambda engine: engine.load(iter(())), TorchEngine.sleep])
+def test_new_weights_and_sleep_forget_all_rows(policy, engine, forget, monkeypatch):
+    shapes, contexts = shapes_of_forwards(policy[0], monkeypatch), contexts_of(policy[1])
+    for _ in range(2):
+        shapes.clear()
+        list(engine.generate(contexts, 2, 1.0))
+        assert shapes[0] == (len(set(KEYS)), max(map(len, contexts.values())))
+        forget(engine)
+
+
 # ---- randomness
 
 

@@ -401,6 +401,15 @@ def test_a_step_that_is_not_finite_is_skipped(model, reference, how, bad):
         assert all(torch.equal(x, moments[k][name]) for name, x in state.items())
 
 
+def test_saving_before_the_first_update_changes_nothing(model):
+    """torch makes AdamW's state for it by a step, which must not count."""
+    saved, other = (learner_of(model, beta=0.0) for _ in range(2))
+    saved.state_dict()
+    for learner in (saved, other):
+        learner.update(1, [batch_of(2)])
+    assert torch.equal(flat(saved.model), flat(other.model))
+
+
 def strict(constant):
     raise AssertionError(f"{constant} is no JSON")
 
