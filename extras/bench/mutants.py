@@ -28,7 +28,7 @@ from transformers.models.qwen2 import modeling_qwen2  # noqa: F401
 ROOMS = {  # files; names of tests/test_*.py
     "inspo": (["inspo.py"], "algorithm one_step"),
     "rollout": (["rollout.py"], "rollout tokens functions"),
-    "grpo": (["grpo.py"], "terms grpo"),
+    "grpo": (["grpo.py"], "terms grpo tokens"),
     "population": (["population.py"], "population algorithm"),
     "reflect": (["reflect.py"], "reflect optimizer config"),
     "tasks": (
