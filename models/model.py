@@ -21,6 +21,7 @@ from models import lora
 from models.packing import Packing, packed_attention
 from plumbing.chat import in_template
 from plumbing.faults import Fault
+from plumbing.hub import ELSEWHERE
 
 LOGIT_SCALES = {  # how a family's config.json names the constant in its logits, and the power in which it enters
     "cohere": ("logit_scale", 1),
@@ -358,7 +359,8 @@ def _unloadable(path: str, what: str, e: Exception) -> Fault:
     if "trust_remote_code" in str(e):
         remedy = "it needs code of its own (auto_map), which is never run; choose a model that transformers knows"
         return Fault(f"--model {path}: {remedy}")
-    return Fault(f"--model {path}: no {what} can be loaded from it ({_first_line(e)}); check the path or id")
+    remedy = ELSEWHERE.get(path, "check the path or id")
+    return Fault(f"--model {path}: no {what} can be loaded from it ({_first_line(e)}); {remedy}")
 
 
 def _first_line(e: Exception) -> str:

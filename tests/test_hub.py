@@ -17,8 +17,9 @@ from huggingface_hub import constants
 from json_server import json_servers
 
 import inspo
-from config import HERE, PRESETS, SEARCH_R1, WORLD, Config
+from config import HERE, PRESETS, SEARCH_R1, SMOLLM_HUB, WORLD, Config
 from evaluation import benchmarks
+from models.model import load_config
 from plumbing import hub
 from plumbing.faults import Fault, together
 from plumbing.files import read_jsonl
@@ -164,6 +165,12 @@ def test_all_faults_are_told_at_once_each_a_single_time():
     with pytest.raises(Fault) as e:
         together(one, *checks)
     assert e.value.args == ("a", "b", "c") and str(e.value).splitlines()[1:] == ["  a", "  b", "  c"]
+
+
+@pytest.mark.parametrize("look", [hub.check_model, load_config])
+def test_a_model_that_the_hub_is_not_needed_for_says_where_it_is(look):
+    with pytest.raises(Fault, match="extras.real.model downloads/smollm2-135m"):
+        look(SMOLLM_HUB)
 
 
 def run(cwd, argv, **env):

@@ -3,6 +3,7 @@
 Where a test has to hold a search up, to see what queues behind it, the index is a gate; everything else is real.
 """
 
+import gc
 import json
 import os
 import signal
@@ -163,7 +164,7 @@ def test_a_long_query_is_truncated_not_refused(gate, corpus):
 # --- limits and faults ---
 
 
-def test_a_failed_search_is_a_500_and_the_next_one_succeeds(gate, corpus):
+def test_a_failed_search_is_a_500_and_the_next_one_succeeds(gate, corpus, caplog):
     with serving(gate, corpus) as url:
         gate.fault = MemoryError("no room for the batch")
         answer = ask(url, "1")
@@ -172,6 +173,8 @@ def test_a_failed_search_is_a_500_and_the_next_one_succeeds(gate, corpus):
         assert ask(url, "2", "3", "4").status_code == 500
         gate.fault = None
         assert ids(ask(url, "1")) == [["p1", "p2", "p3"]]  # the failure was not cached
+    gc.collect()
+    assert not [row for row in caplog.records if row.name == "asyncio"]  # it logs exceptions that nobody has read
 
 
 def test_an_unreadable_row_fails_its_request_and_not_the_next_one(gate, tmp_path):
