@@ -399,14 +399,18 @@ def test_new_turns_begin_while_servers_work(server, tiny):
     contexts = contexts_of(tiny[1])
     server.begin(0)
     longest = MAX_LEN - len(contexts[0])
-    ended = list(server.generate({0: contexts[0]}, longest, 0.0))
-    ended += server.generate({key: contexts[key] for key in contexts if key}, 1, 0.0)
-    while len(ended) < len(contexts):
-        ended += server.generate({}, 1, 0.0)
-    order = [key for key, _, _ in ended]
-    before = order[: order.index(0)]
-    assert sorted(order) == sorted(contexts) and len(ended[order.index(0)].ids) == longest
-    assert any(key % len(server.urls) == 0 for key in before)  # begun later, at the same server
+
+    def ended_before_the_longest():
+        ended = list(server.generate({0: contexts[0]}, longest, 0.0))
+        ended += server.generate({key: contexts[key] for key in contexts if key}, 1, 0.0)
+        while len(ended) < len(contexts):
+            ended += server.generate({}, 1, 0.0)
+        order = [key for key, _, _ in ended]
+        assert sorted(order) == sorted(contexts) and len(ended[order.index(0)].ids) == longest
+        return order[: order.index(0)]
+
+    # Begun later, at the same server. On a busy machine one longest turn may end before the others arrive.
+    assert any(key % len(server.urls) == 0 for _ in range(5) for key in ended_before_the_longest())
 
 
 def test_both_servers_get_new_weights(server, tiny):
