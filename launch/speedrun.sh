@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From a blank Linux machine with an NVIDIA GPU to the page of a run. The same command again goes on where it stopped.
+# From a blank Linux machine with an NVIDIA GPU to the page of a run. The same command again continues where it stopped.
 #
 #     export OPENAI_API_KEY=...; launch/speedrun.sh     # Qwen2.5-0.5B on HotpotQA, on all GPUs (docs/real.md)
 #     launch/speedrun.sh world 1 --T 20                 # PRESET PROCESSES FLAGS...: the world, without a GPU
