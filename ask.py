@@ -34,7 +34,7 @@ def newest_run() -> str:
 
 def question_of(task: Task, text: str, held_out: list[Question]) -> Question:
     """The held-out question of this id or text, or a new one. Fault if the task's questions are more than text."""
-    text = clean(text.strip())  # the shell's bytes may be no text
+    text = clean(text.strip())  # the shell's bytes may not be text
     question = text if text.endswith("?") or not isinstance(task, SearchQA) else text + "?"
     if matches := [q for q in held_out if text == q.id or question == q.text]:
         return matches[0]
@@ -45,7 +45,7 @@ def question_of(task: Task, text: str, held_out: list[Question]) -> Question:
 
 
 def read_questions() -> Iterator[str]:
-    print("\nA question a line, an empty line ends.")
+    print("\nOne question per line; an empty line ends.")
     with contextlib.suppress(EOFError):  # Ctrl-D, or the end of a file
         yield from iter(lambda: input("\n> ").strip(), "")
     print()

@@ -62,11 +62,11 @@ class TaskKnobs:
     test: str = knob("", "held-out questions, used only in reports")
     corpus: str = knob("", "passages, .jsonl: the run serves them with BM25 (unless --retriever is given)")
     retriever: str = knob(
-        "", "URL of a search server, several with commas, for fail-over; empty, without --corpus: that on port 8000"
+        "", "URL of a search server, or several with commas; empty, without --corpus: the one on port 8000"
     )
     tools: str = knob(
         "search",
-        "what the agent can call, with commas: search, calculator, module:function, mcp:URL-or-command; none: no tools",
+        "the agent's tools, comma-separated: search, calculator, module:function, mcp:URL-or-command; none: no tools",
     )
     format: str = knob(
         "tags", "how calls are written: tags, the paper's; hermes: JSON, in the model's chat template; hermes_tools:"
@@ -74,7 +74,7 @@ class TaskKnobs:
     )  # fmt: skip
     topk: int = knob(3, "passages a search returns", least=1)
     search_retries: int = knob(
-        6, "times a search is repeated, with growing pauses, before the run stops resumably", least=0, more=True
+        6, "times a search is repeated, at growing intervals, before the run stops (resumable)", least=0, more=True
     )
 
     def check(self) -> str:
@@ -91,8 +91,8 @@ class RolloutKnobs:
         1.0, "sampling temperature of the policy (top_p is 1: the whole distribution)", above=0
     )
     max_turns: int = knob(4, "turns that may call a tool; one turn to answer follows", least=1)
-    max_response: int = knob(500, "tokens a turn of the policy", least=1)
-    max_observation: int = knob(500, "tokens an observation; a longer one is cut inside its tag", least=32)
+    max_response: int = knob(500, "tokens per turn of the policy", least=1)
+    max_observation: int = knob(500, "tokens per observation; a longer one is cut inside its tag", least=32)
     max_prompt: int = knob(4096, "tokens of context with which a turn may start; more end the trajectory", least=1)
 
 
@@ -101,9 +101,9 @@ class GRPOKnobs(RolloutKnobs):
     """GRPO (Eq. 2 and 3, §2.2)"""
 
     T: int = knob(300, "T: training steps", least=1)
-    batch: int = knob(512, "questions a step", least=1)
-    mini: int = knob(256, "questions an optimizer update", least=1)
-    G: int = knob(5, "G: trajectories a question, the group of Eq. 3", least=2)
+    batch: int = knob(512, "questions per step", least=1)
+    mini: int = knob(256, "questions per optimizer update", least=1)
+    G: int = knob(5, "G: trajectories per question, the group of Eq. 3", least=2)
     lr: float = knob(5e-7, "peak learning rate of AdamW; cosine. 0 freezes the policy; adapters get more", least=0)
     eps: float = knob(0.2, "epsilon of Eq. 2: the clip", above=0)
     beta: float = knob(0.001, "beta of Eq. 2: weight of the KL to the first policy; 0: no reference model", least=0)
@@ -114,7 +114,7 @@ class GRPOKnobs(RolloutKnobs):
         of=(0, 1), more=True,
     )  # fmt: skip
     micro_tokens: int = knob(
-        32768, "tokens a forward pass of a rank; affects only speed and memory", least=1, more=True
+        32768, "tokens per forward pass on a rank; affects only speed and memory", least=1, more=True
     )
     warmup: float = knob(0.1, "share of T in which lr rises", least=0, below=1, more=True)
     max_grad_norm: float = knob(1.0, "gradients are clipped to this norm", above=0, more=True)
@@ -166,7 +166,7 @@ class ReflectionKnobs:
         16000, "tokens of failures in a reflection prompt; longer ones are cut", least=1, more=True
     )
     max_optimizer_tokens: int = knob(
-        0, "tokens to and from the optimizer after which it is not asked; 0: no limit", least=0
+        0, "tokens to and from the optimizer after which it is not called; 0: no limit", least=0
     )
     optimizer_retries: int = knob(
         4, "times a call to the optimizer is repeated before the evolution is given up", least=0, more=True
@@ -175,11 +175,11 @@ class ReflectionKnobs:
 
 @dataclass(frozen=True)
 class EngineKnobs:
-    """where it runs (torchrun: a rank a GPU)"""
+    """where it runs (torchrun: one rank per GPU)"""
 
     device: str = knob("", "cpu or cuda; empty: cuda if there is one", of=("", "cpu", "cuda"), more=True)
     dtype: str = knob(
-        "", "in which the policy is computed; weights and sums stay float32. Empty: bfloat16 where it is faster",
+        "", "precision of the policy's computation; weights and sums stay float32. Empty: bfloat16 where it is faster",
         of=("", "float32", "bfloat16"), more=True,
     )  # fmt: skip
     threads: int = knob(
@@ -206,7 +206,7 @@ class EngineKnobs:
     offload_reference: bool = knob(False, "keep the reference model in CPU memory", more=True)
     patience: float = knob(30.0, "minutes that a rank waits for the others before the job ends", above=0, more=True)
     dry_run: str = knob(
-        "", "8xh100, or as many h200, a100, rtx4090: print the memory that a run needs of each of them, and stop"
+        "", "8xh100, or as many h200, a100, rtx4090: print the memory that a run needs on each of them, and stop"
     )
 
     def check(self) -> str:
@@ -263,8 +263,8 @@ class Config(KeepKnobs, EngineKnobs, ReflectionKnobs, PopulationKnobs, GRPOKnobs
 ABOUT: dict[str, Any] = {"program": "inspo.py", "commit": "unknown", "id": "", "content": {}}
 C = TypeVar("C", bound=Config)
 
-# Search-R1's questions, of the Hugging Face hub: 169,615 of NQ and HotpotQA to train on, and the 51,713 of the paper's
-# seven benchmarks, of which an evaluation asks a sample.
+# Search-R1's questions, from the Hugging Face hub: 169,615 of NQ and HotpotQA to train on, and the 51,713 of the
+# paper's seven benchmarks, of which an evaluation asks a sample.
 SEARCH_R1 = "hf://datasets/PeterJinGo/nq_hotpotqa_train@b7d80abfee334a7a91cb377544f09180d58b34f6"
 NQ_HOTPOTQA: dict[str, Any] = dict(
     train=f"{SEARCH_R1}/train.parquet", test=f"{SEARCH_R1}/test.parquet", eval_n=2000
@@ -304,9 +304,9 @@ def preset_of(model: str) -> str:
 
 
 def parse(argv: list[str] | None = None, kind: type[C] = Config, **changes: Any) -> C:  # type: ignore[assignment]
-    """Returns the `kind` of Config that the flags say; a fault is one line and exit code 2, before anything is loaded.
+    """Returns the `kind` of Config that the flags make; a fault is one line and exit code 2, before anything is loaded.
 
-    `changes`: what a program changes of every preset; a flag wins.
+    `changes`: what a program changes in every preset; flags override it.
     """
     parser = _parser(kind, changes)
     flags = {k: v for k, v in vars(parser.parse_args(argv)).items() if v is not None}
@@ -345,9 +345,9 @@ def _parser(kind: type[Config], changes: dict[str, Any], everything: bool = Fals
         "INSPO: train a search agent while its instruction evolves (arXiv 2512.01945).\n"
         "Without flags: the embedded world. [default; the paper's, where the world's differs]"
     )
-    parser.add_argument("--help_all", action="store_true", default=None, help="the flags that few runs need, too")
+    parser.add_argument("--help_all", action="store_true", default=None, help="also show the flags that few runs need")
     parser.add_argument(
-        "--preset", choices=PRESETS, help="the preset whose other flags a --model of another name or folder takes"
+        "--preset", choices=PRESETS, help="the preset whose other settings apply to a --model of another name or folder"
     )
     add_flags(parser, kind, PRESETS["world"] | changes, HERE, everything)
     return parser
@@ -361,8 +361,8 @@ def program_of(kind: type[Config]) -> str:
 def read_config(run: Path, kind: type[C] = Config, resume: bool = False) -> C:  # type: ignore[assignment]
     """Returns the Config of the run in a directory; raises Fault.
 
-    Whoever reads another program's run as a plain Config leaves out the knobs that only that program knows; to `resume`
-    it takes the program that started it.
+    Reading another program's run as a plain Config leaves out the knobs that only that program knows; to `resume` it
+    takes the program that started it.
     """
     path = run / "config.json"
     if not path.is_file():
@@ -407,5 +407,5 @@ def evolves(cfg: Config) -> bool:
 
 
 def scripted(cfg: RunKnobs) -> bool:
-    """Returns whether the run starts an optimizer of the world's instead of calling OPENAI_BASE_URL."""
+    """Returns whether the run starts the world's own optimizer instead of calling OPENAI_BASE_URL."""
     return cfg.optimizer_model in ("scripted", "guessing")

@@ -67,7 +67,7 @@ class Learner:
     A model that `models.model.shard` has cut over the ranks is trained by all ranks together: each calls `update`
     with the same trajectories and computes its share of the micro-batches. The result equals that of one process.
 
-    A subclass trains towards something else with its own `set_advantages`, `terms` or `surrogate`.
+    A subclass trains towards another objective with its own `set_advantages`, `terms` or `surrogate`.
     """
 
     surrogate: Callable[..., torch.Tensor] | None = None  # S of another Eq. 2, in torch: see kernels/head.py
@@ -76,7 +76,7 @@ class Learner:
     def __init__(self, model: Any, reference: Any, cfg: GRPOKnobs, max_gap: float = math.inf):
         """`max_gap`: mean nat a token by which engine and trainer may differ."""
         self.model, self.cfg, self.max_gap = model, cfg, max_gap
-        self.memory: dict[str, Any] = {}  # what rank 0 remembers from step to step, a subclass too: plain data
+        self.memory: dict[str, Any] = {}  # what rank 0 remembers from step to step, in subclasses too: plain data
         first = next(model.parameters())
         self.device, self.sharded = first.device, isinstance(first, DTensor)
         self.rank: int = dist.get_rank() if self.sharded else 0
@@ -90,7 +90,7 @@ class Learner:
         )  # fmt: skip
 
     def set_advantages(self, taus: Sequence[Trajectory]) -> None:
-        """Sets A-hat of a step's trajectories from their rewards, on rank 0. Whoever is alone in a group has 0."""
+        """Sets A-hat of a step's trajectories from their rewards, on rank 0. One that is alone in its group has 0."""
         groups: dict[int, list[Trajectory]] = {}
         for tau in taus:
             groups.setdefault(tau.group, []).append(tau)
@@ -151,7 +151,8 @@ class Learner:
                 dist.all_reduce(seen)
             sums = dict(zip(total, [*seen.tolist(), sum(sum(tau.mask) for tau in part)], strict=True))
             gap = sums["gap"] / max(1, sums["tokens"])
-            if k == 0 and math.isfinite(sums["loss"]) and not gap <= self.max_gap:  # or NaN; else the trainer is wrong
+            # `not <=` holds for NaN, too; a loss that is not finite is the trainer's own fault.
+            if k == 0 and math.isfinite(sums["loss"]) and not gap <= self.max_gap:
                 self.optimizer.zero_grad(set_to_none=True)
                 raise EngineFault(f"log-probs of engine and trainer differ by {gap:.3f} nat a token")
             if (norm := self.step(sums["loss"])) is None:

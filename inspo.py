@@ -51,7 +51,7 @@ def inspo(
 ) -> tuple[Policy, Instruction]:  # Alg.1 L1
     """Trains `policy` on a task while its instructions, P, evolve; returns it with the best instruction."""
     D, P, B = evolution.D, evolution.P, evolution.B
-    first, stopped = checkpoints.restore()  # step 1; or the step to resume, and in which phase of it it was stopped
+    first, stopped = checkpoints.restore()  # step 1; or the step to resume, and the phase in which it was stopped
     if not P.family:
         evolution.begin()  # Alg.1 L2
     if not log.held_out:
@@ -78,7 +78,7 @@ def inspo(
             evolution.evolve(t, policy)
 
         stopped = ""
-        evaluated = cfg.eval_every > 0 and t % cfg.eval_every == 0 and t < cfg.T  # the last policy's is `compare`'s
+        evaluated = cfg.eval_every > 0 and t % cfg.eval_every == 0 and t < cfg.T  # `compare` evaluates the last one
         for split in ("valid", "test") if evaluated else ():
             log.evaluated(split, policy.evaluate(t, P.best(), split))
         log.end_step(t, P)
@@ -90,7 +90,7 @@ def inspo(
 class Evolution:
     """How instructions evolve: the population P, the replay buffer B, and the LLM-based optimizer that revises.
 
-    Another way is a subclass with an `evolve` of its own.
+    For another way, subclass it and override `evolve`.
     """
 
     def __init__(self, cfg: Config, task: Task, optimizer: Optimizer | None, P: Population, log: Log):
@@ -98,7 +98,7 @@ class Evolution:
         self.optimizer: Any = optimizer  # None: nothing evolves
         self.B, self.D = ReplayBuffer(cfg.buffer), {q.id: q for q in task.questions("train")}
         self.t = self.round = 0  # the evolution under way; 0: of the first population
-        self.used: set[str] = set()  # the texts in it, normalized: none is proposed again
+        self.used: set[str] = set()  # the texts used in it, normalized: none is proposed again
 
     def begin(self) -> None:
         """Fills P with P_0: the first instruction, up to N_P - 1 paraphrases of it from one call to the optimizer.
@@ -194,7 +194,7 @@ class Evolution:
 
 
 def compare(T: int, policy: Policy, I_0: Instruction, I_star: Instruction, log: Log) -> None:
-    """Evaluates both policies under both instructions, but for the first pair, which a run begins with."""
+    """Evaluates both policies under both instructions, except the first pair, with which a run begins."""
     log.compared("trained policy, first instruction", policy.evaluate(T, I_0, "test"))
     if I_star.text != I_0.text:
         log.compared("trained policy, I_star", policy.evaluate(T, I_star, "test"))
@@ -208,7 +208,7 @@ def population_of(cfg: Config) -> Population:
 
 
 def make_policy(cfg: Config, ranks: Ranks, task: Task, learner: type[Learner] | None = None) -> Policy:
-    """Makes pi_theta, on all ranks together: FSDP cuts what is trained over them, and vLLM samples, or plain torch."""
+    """Makes pi_theta, on all ranks together: FSDP shards what is trained, and vLLM or plain torch samples."""
     from grpo import Learner
     from training.policy import Policy, fsdp, plain_torch, vllm, whole
 

@@ -91,7 +91,7 @@ class Population:
         return [c for c in verified if c.r >= c.r_parent][:room]  # CHOICE-12
 
     def succeed(self, parents: Sequence[Instruction], new: Sequence[Candidate], t: int) -> list[Instruction]:
-        """Replaces P by the parents, with weight 0, and the new ones; returns those. Without any P and W stay."""
+        """Replaces P by the parents, with weight 0, and the new ones; returns the latter. If none, P and W stay."""
         if not new:  # CHOICE-26
             return []
         self._drop([I for I in self.active if I not in parents], t)
@@ -167,7 +167,7 @@ class ReplayBuffer:
         self.items: list[Experience] = []
 
     def add(self, t: int, taus: Iterable[Trajectory], shown: Callable[[Trajectory], str]) -> None:
-        """Adds the trajectories of step t, as `shown` puts them into words; the oldest leave."""
+        """Adds the trajectories of step t, in the words of `shown`; the oldest leave."""
         for tau in taus:
             q = tau.question
             assert tau.instruction is not None

@@ -27,7 +27,7 @@ THOUGHTS = re.compile("<(/?)(think|thinking|reasoning)>")
 QUESTION = re.compile(r"^\W*question\s*:", re.I | re.M)
 CONTROL = re.compile(r"<[|｜][^<>]{1,64}[|｜]>|</?s>|<(?:bos|eos|pad|unk|(?:start|end)_of_turn)>|\[/?INST\]")
 RESULT = re.compile(r"<information>(.*?)</information>", re.S)
-WORD = re.compile("[\u3040-\u9fff\uac00-\ud7af]|[^\\W\u3040-\u9fff\uac00-\ud7af]+")  # Chinese has no blanks: each sign
+WORD = re.compile("[\u3040-\u9fff\uac00-\ud7af]|[^\\W\u3040-\u9fff\uac00-\ud7af]+")  # Chinese has no spaces: each sign
 
 # App. E, word for word; {n} stands for its N. (The paraphrase prompt has "6" there, which is N_P - 1.)
 PARAPHRASE = """<ins_0> {instruction} </ins_0>
@@ -149,7 +149,7 @@ def parse(reply: str) -> list[str]:
     """Returns the texts of a reply's complete `<ins_k>...</ins_k>` blocks, k >= 1, in their order.
 
     What a reasoning model thinks before it answers holds drafts, which do not count. Thoughts end at a closing tag
-    outside of blocks; templates that write the opening one themselves leave a reply that has only this end.
+    outside of blocks; templates that write the opening tag themselves leave a reply with only the closing one.
     """
     outside, start = BLOCK.sub(lambda block: " " * len(block[0]), reply), 0
     mark = THOUGHTS.search(outside)
@@ -186,8 +186,8 @@ def check(
 ) -> str:
     """Returns why a candidate cannot join, or ""; `used` holds the normalized texts of the instructions in use.
 
-    What it must keep of its parent, so that the policy can act, `unfit` knows. Everything else is its own to say: other
-    tags, another example of an answer, other words.
+    `unfit` knows what it must keep of its parent so that the policy can act. Everything else may change: other tags,
+    another example of an answer, other words.
     """
     words, text = normalize(candidate), candidate.replace("\r\n", "\n")
     if not words:
@@ -213,7 +213,7 @@ def check(
 
 
 def _mentions(text: str, answer: str) -> bool:
-    """Returns whether a text has an answer's words in a row; "a", "yes" and "two" are words of any prompt."""
+    """Returns whether a text has an answer's words in a row; short ones ("a", "yes", "two") are in any prompt."""
     words = normalize(answer)
     return len(words) > (3 if words.isascii() else 2) and f" {words} " in f" {normalize(text)} "
 
@@ -241,8 +241,8 @@ class Optimizer:
     """Client of an OpenAI-compatible chat endpoint; plumbing/client.py says what it retries.
 
     `url` is the base, as in OPENAI_BASE_URL. `paid` maps keys to the calls that an earlier process of this run has
-    logged (`read_paid_calls`): they are not paid for again. After `max_tokens`, theirs too, no more are made; 0: no
-    limit.
+    logged (`read_paid_calls`): they are not paid for again. After `max_tokens`, including theirs, no more are made;
+    0: no limit.
     """
 
     def __init__(
@@ -265,7 +265,7 @@ class Optimizer:
         try:
             with may_stop():
                 reply, cut, usage = self._client.ask("/chat/completions", body, _read_completion)
-        except Outage as e:  # also of its revival
+        except Outage as e:  # also from `revive`
             raise OptimizerDown(str(e)) from e
         call = Call(
             key=key,
@@ -309,7 +309,7 @@ def read_paid_calls(rows: Iterable[Any]) -> dict[str, Call]:
 
 
 def find_endpoint(cfg: Config) -> tuple[str, str]:
-    """Returns URL and key of the optimizer: OPENAI_BASE_URL's, else OpenAI's; "" if the run calls none of them.
+    """Returns URL and key of the optimizer: OPENAI_BASE_URL's, else OpenAI's; both "" if the run calls neither.
 
     Raises Fault if none can be called.
     """

@@ -1,8 +1,8 @@
-"""The page of a run, or of several beside each other: one HTML file that opens from disk, or is served while they run.
+"""The page of a run, or of several side by side: one HTML file that opens from disk, or is served while they run.
 
     python report.py runs/<name>                     # writes runs/<name>/report.html
     python report.py runs/<name> --serve             # keeps the page fresh on 127.0.0.1 while the run goes on
-    python report.py runs/a runs/b --out both.html   # curves over each other; seeds of one setting in a band
+    python report.py runs/a runs/b --out both.html   # curves overlaid; seeds of one setting in a band
 
 The directory page/ has its parts: what is read, what is concluded, and the HTML, style and scripts as files.
 """
@@ -19,7 +19,7 @@ from plumbing.servers import listen, serve
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser("report.py", description="Writes one HTML page that explains runs.")
     parser.add_argument("runs", nargs="+", type=Path, help="directories of runs, finished or not")
-    parser.add_argument("--out", type=Path, help="the page [report.html in the run; of several runs, here]")
+    parser.add_argument("--out", type=Path, help="the page [report.html in the run; for several runs, in this folder]")
     parser.add_argument("--serve", action="store_true", help="serve the page on 127.0.0.1 and follow the runs")
     parser.add_argument("--port", type=int, default=8080, help="port of --serve [8080]; 0: any free one")
     parser.add_argument("--trajectories", type=int, default=LIMIT, help=f"trajectories of training in it [{LIMIT}]")

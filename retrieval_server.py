@@ -1,6 +1,6 @@
 """A search server over a passage file, with Search-R1's wire format: BM25, or a dense encoder under FAISS.
 
-    python retrieval_server.py --corpus corpus.jsonl                            BM25, built at the start
+    python retrieval_server.py --corpus corpus.jsonl                            BM25, built at startup
     python retrieval_server.py --corpus wiki.jsonl --index wiki-e5              an index of `python -m retrieval.build`
     python retrieval_server.py --corpus wiki-18.jsonl --index e5_Flat.index --encoder intfloat/e5-base-v2
 
@@ -51,7 +51,7 @@ class Batcher:
     """Queries of concurrent requests -> batches for one searching thread -> answers.
 
     A batch leaves when the thread is free and `max_batch` queries wait, or MAX_WAIT after the first of them. Answers,
-    also those that are still awaited, stay in an LRU cache of `cache` queries, which are not searched again.
+    including those still awaited, stay in an LRU cache of `cache` queries, which are not searched again.
     `answer(keys)` runs in the thread, everything else on the event loop.
     """
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def spread(n: int, k: int) -> list[int]:
-    """Returns at most k of the places 0..n-1, evenly spaced: a sample that needs no dice."""
+    """Returns at most k of the places 0..n-1, evenly spaced: always the same sample."""
     return [j * n // k for j in range(k)] if k < n else list(range(n))
 
 
@@ -96,7 +96,7 @@ def rollout(
     """Returns a trajectory for each job, in their order; `temperature` 0 is greedy.
 
     `progress` is told, after every one, how many have ended.
-    Raises ToolDown when a tool stays away: a trajectory without its results is never scored.
+    Raises ToolDown when a tool stays unavailable: a trajectory without its results is never scored.
     """
     taus: list[Trajectory] = []
     for first in range(0, len(jobs), engine.max_rows):

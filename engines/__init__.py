@@ -29,7 +29,7 @@ class Engine(Protocol):
     unproven: int  # weights of the last `load` that could not be compared with those the engine computes with
 
     def begin(self, seed: int) -> None:
-        """Forgets all rows, also unfinished ones, and seeds the samples that follow."""
+        """Forgets all rows, even unfinished ones, and seeds the samples that follow."""
 
     def generate(self, contexts: dict[int, list[int]], max_new: int, temperature: float) -> Iterator[FinishedTurn]:
         """Starts a turn for every row in `contexts` (key -> its whole context) and yields turns as they finish.

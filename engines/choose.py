@@ -31,7 +31,7 @@ def without_cuda() -> str:
 
 
 def explain_too_old(device: str) -> str:
-    """Says why a GPU cannot compute in bfloat16; "" if it can. (torch's is_bf16_supported is true of emulation.)"""
+    """Says why a GPU cannot compute in bfloat16; "" if it can. (torch's is_bf16_supported also counts emulation.)"""
     major, minor = torch.cuda.get_device_capability() if device == "cuda" else (8, 0)
     return f"this GPU's compute capability is {major}.{minor}, 8.0 is needed" if major < 8 else ""
 
@@ -39,8 +39,8 @@ def explain_too_old(device: str) -> str:
 def dtype_of(cfg: Config, device: str) -> str:
     """Returns "bfloat16" or "float32", in which blocks are computed.
 
-    GPUs compute in bfloat16 unless they are too old for it. Of CPUs those with AMX multiply bfloat16 several times as
-    fast as float32, AMD's with AVX512-BF16 twice as fast; Intel's with AVX512-BF16 alone are slower at it (LOG.md,
+    GPUs compute in bfloat16 unless they are too old for it. CPUs with AMX multiply bfloat16 several times as fast as
+    float32, AMD's with AVX512-BF16 twice as fast; Intel's with AVX512-BF16 alone are slower at it (LOG.md,
     2026-11-23 and 2026-11-24).
     """
     if cfg.dtype == "bfloat16" and (why := explain_too_old(device)):

@@ -38,10 +38,10 @@ def vllm_version() -> str:
 
 def check_vllm() -> None:
     """Raises Fault where vLLM is missing or has another version than this file was written for."""
-    found = vllm_version()
-    if not found.startswith(f"{VERSION}."):
+    installed = vllm_version()
+    if not installed.startswith(f"{VERSION}."):
         raise Fault(
-            f"--engine vllm needs vLLM {VERSION}, found {found or 'none'}: pip install vllm=={VERSION}.0"
+            f"--engine vllm needs vLLM {VERSION}, found {installed or 'none'}: pip install vllm=={VERSION}.0"
             f" (without a GPU: make .venv-vllm/done), or use --engine torch"
         )
 
@@ -216,10 +216,10 @@ class Proof:
         """Yields the weights on their way to the engine and remembers what `check` will compare."""
         for name, tensor in named:
             if tensor.ndim == 2:
-                known = [tensor[:, probed(tensor.shape[1])].T, tensor[probed(tensor.shape[0])]]
+                parts = [tensor[:, probed(tensor.shape[1])].T, tensor[probed(tensor.shape[0])]]
             else:
-                known = [tensor.clone()]
-            self.sent[name] = [part.to(self.dtype).float() for part in known]
+                parts = [tensor.clone()]
+            self.sent[name] = [part.to(self.dtype).float() for part in parts]
             yield name, tensor
 
     @torch.inference_mode()

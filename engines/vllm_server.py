@@ -1,7 +1,7 @@
 """Generation by one or more `vllm serve`, on this machine or others.
 
 Turns go to vLLM's endpoint for token ids; weights reach the servers over NCCL, with vLLM's weight transfer. Their
-layers are out of reach; what can be seen of a load is that a server then answers otherwise.
+layers are out of reach; all that can be seen of a load is that a server's answers change.
 """
 
 import socket
@@ -71,9 +71,9 @@ class VllmServer:
             f"""--weight-transfer-config '{{"backend": "{self.backend}"}}'"""
         )
         try:
-            found = self.request(url, "/version")["version"]
-            if not found.startswith(f"{VERSION}."):
-                raise Outage(f"{url} is vLLM {found}, this is written for {VERSION}")
+            version = self.request(url, "/version")["version"]
+            if not version.startswith(f"{VERSION}."):
+                raise Outage(f"{url} is vLLM {version}, this is written for {VERSION}")
             config: dict[str, Any] = self.request(url, "/server_info?config_format=json")["vllm_config"]
             longest, mode = config["model_config"]["max_model_len"], config["model_config"]["logprobs_mode"]
             backend = (config["weight_transfer_config"] or {}).get("backend")
@@ -194,7 +194,7 @@ class VllmServer:
         """Raises StaleWeights if a server answers as it did with weights that were clearly others than these."""
         answers = self.probe()
         same = [url for url, now, then in zip(self.urls, answers, self.answers, strict=True) if now == then]
-        first = not self.known  # it may have read from its own files what it is sent
+        first = not self.known  # its own files may hold the same weights
         if same and not first and sent.distance(self.known) > SHOWS:
             place = without_secrets(same[0])
             raise StaleWeights(f"{place} answers as before, after load {self.loads}: it has not taken the weights")

@@ -32,7 +32,7 @@ FAMILIES = {  # config.model_type -> Family; the tests compare each with transfo
 
 
 def fuse(model: Any) -> str:
-    """Replaces the layers of `model` that Liger computes alike; returns which, or why none, for the start-up text."""
+    """Replaces the layers of `model` that Liger can compute; returns which, or why none, for the start-up text."""
     try:
         from liger_kernel.ops.rms_norm import LigerRMSNormFunction
         from liger_kernel.ops.rope import LigerRopeFunction
@@ -66,21 +66,21 @@ def replace_layers(model: Any, RMSNorm: Any, SiLUMul: Any, Rope: Any) -> str:
     def rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
         return Rope.apply(q, k, cos, sin)  # in place: q and k are a projection's output, or a norm's
 
-    found = {}
+    replaced = {}
     for module in model.modules():
         kind = type(module).__name__.removeprefix(family.prefix)
         if kind == "RMSNorm":
-            found["RMSNorm"] = module.forward = MethodType(norm, module)
+            replaced["RMSNorm"] = module.forward = MethodType(norm, module)
         elif kind == "MLP" and getattr(config, "hidden_act", "") in ("silu", "swish"):
-            found["SwiGLU"] = module.forward = MethodType(mlp, module)
+            replaced["SwiGLU"] = module.forward = MethodType(mlp, module)
         elif kind == "Attention":
             forward = _with_global(type(module).forward, "apply_rotary_pos_emb", rotary)
-            found["rotary embedding"] = module.forward = MethodType(forward, module)
-    return f"{', '.join(found)} (Liger)"
+            replaced["rotary embedding"] = module.forward = MethodType(forward, module)
+    return f"{', '.join(replaced)} (Liger)"
 
 
 def _with_global(function: Any, name: str, value: Any) -> FunctionType:
-    """Returns a copy of a function that finds `value` where its module has another `name`."""
+    """Returns a copy of a function in which the global `name` is `value`."""
     copy = FunctionType(
         function.__code__, function.__globals__ | {name: value}, function.__name__, function.__defaults__,
         function.__closure__,

@@ -76,8 +76,8 @@ def merge(W: torch.Tensor, A: torch.Tensor, B: torch.Tensor, scale: float, dithe
 def add(model: Any, rank: int, alpha: int, seed: int = 0, dithers: int = 1) -> Any:
     """Freezes a model and puts float32 adapters on every linear layer but the head, in place; returns it.
 
-    A is random and B zero, so that the model computes what it did before. Rank 0 adds none. Unless it `dithers`, a
-    merged weight is rounded.
+    A is random and B zero, so that the model computes what it did before. With `rank` 0 it adds none. Unless it
+    `dithers`, a merged weight is rounded.
     """
     if not rank:
         return model

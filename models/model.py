@@ -43,7 +43,7 @@ def load_tokenizer(path: str, stop: tuple[str, ...] = ()) -> Any:
     _silence_transformers()
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except Exception as e:  # of a damaged directory anything
+    except Exception as e:  # a damaged directory can raise anything
         raise _unloadable(path, "tokenizer", e) from e
     if not tokenizer.chat_template:
         raise Fault(f"--model {path}: its tokenizer has no chat template; add one to tokenizer_config.json")
@@ -63,7 +63,7 @@ def load_config(path: str) -> Any:
 
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except Exception as e:  # of a damaged directory anything
+    except Exception as e:  # a damaged directory can raise anything
         raise _unloadable(path, "causal LM", e) from e
 
 
@@ -78,7 +78,7 @@ def load_model(path: str) -> Any:
             path, dtype=torch.float32, attn_implementation="packed", output_loading_info=True,
             ignore_mismatched_sizes=True, trust_remote_code=False,
         )  # fmt: skip
-    except Exception as e:  # of a damaged directory anything
+    except Exception as e:  # a damaged directory can raise anything
         raise _unloadable(path, "causal LM", e) from e
     # transformers fills what is missing with random numbers.
     wrong = {what: loaded[f"{what}_keys"] for what in ("missing", "unexpected", "mismatched")}
@@ -149,13 +149,13 @@ def _unsupported(model: Any) -> str:
     finally:
         model.set_attn_implementation("packed")
         hook.remove()
-    for h, found in zip(hidden, logits, strict=True):
+    for h, output in zip(hidden, logits, strict=True):
         wanted = head(h)
         if not wanted.isfinite().all():
             return "its logits are not finite, since its weights are too large"
-        if found.shape != wanted.shape:
-            return f"it has {found.shape[-1]} logits, but its head has {wanted.shape[-1]} rows"
-        for z, x in zip(found.chunk(2), wanted.chunk(2), strict=True):  # as they are, magnified
+        if output.shape != wanted.shape:
+            return f"it has {output.shape[-1]} logits, but its head has {wanted.shape[-1]} rows"
+        for z, x in zip(output.chunk(2), wanted.chunk(2), strict=True):  # as they are, magnified
             if not _close(z, scale * x):
                 factor = ((z * x).sum() / (x * x).sum()).item()
                 multiple = f"{factor:.4g} times its head's output, not {scale:.4g} times"
@@ -179,8 +179,8 @@ def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _logit_settings(config: Any) -> str:
     """Returns the settings of a config that sound like an explanation, as " (name = value, ...)"."""
     settings = config.get_text_config().to_dict().items()
-    found = [f"{k} = {v}" for k, v in settings if v and re.search("logits?_(scal|soft|mup)|soft_?cap|lm_head_mul", k)]
-    return f" ({', '.join(found)})" if found else ""
+    likely = [f"{k} = {v}" for k, v in settings if v and re.search("logits?_(scal|soft|mup)|soft_?cap|lm_head_mul", k)]
+    return f" ({', '.join(likely)})" if likely else ""
 
 
 def skeleton(config: Any, dtype: torch.dtype = torch.float32) -> Any:
@@ -207,9 +207,9 @@ def empty(config: Any, dtype: torch.dtype, device: str) -> Any:
 def blocks(model: Any) -> list[torch.nn.Module]:
     """Returns the decoder layers: the units of FSDP's gathering and of activation checkpointing."""
     names = set(model._no_split_modules or ())
-    found = [m for m in model.modules() if type(m).__name__ in names]
-    if found:
-        return found
+    layers = [m for m in model.modules() if type(m).__name__ in names]
+    if layers:
+        return layers
     lists: list[Any] = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
     longest: Any = max(lists, key=len)
     return list(longest)
@@ -242,13 +242,13 @@ def shard(
 
 
 def dither(W: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Returns a float32 tensor with entries that bfloat16 holds exactly moved, evenly over all that rounds to them.
+    """Returns a float32 tensor; entries that bfloat16 holds exactly are moved, evenly over all that rounds to them.
 
     A published model lies on bfloat16's grid, whose spacing is a hundred times a step of AdamW or more. Computed in
     bfloat16 it would not move until its steps have added up to half of that. Dithered, it is the same policy to the
-    bit, and each step takes its share of the weights to the next value: on average, all of it is in what is computed.
-    A model that was published in float32 needs none. Of one in float16, whose grid is eight times finer, that eighth is
-    moved which bfloat16 holds, too.
+    bit, and each step takes its share of the weights to the next value: on average, all of it takes effect.
+    A model that was published in float32 needs none. In one published in float16, whose grid is eight times finer,
+    only the eighth that bfloat16 also holds is moved.
     """
     dithered = W.clone()
     for part in dithered.view(-1).split(PART):

@@ -1,4 +1,4 @@
-"""Sequences packed into one row, without padding; what several of them begin with stands in the row once.
+"""Sequences packed into one row, without padding; a beginning that several share is in the row once.
 
 The row is cut into pieces. A piece begins a sequence, or goes on from an earlier piece, its parent: then its tokens
 follow the parent's in position and attend to them. So the trajectories of a group are pieces with one parent, their

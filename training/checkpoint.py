@@ -81,11 +81,11 @@ def load_state(path: Path) -> dict[str, Any]:
 
 def digest(path: Path) -> str:
     """Returns a file's CRC-32, in hexadecimal digits: it notices damage, and costs a fifth of a cryptographic hash."""
-    found = 0
+    crc = 0
     with open(path, "rb") as f:
         while block := f.read(1 << 22):
-            found = zlib.crc32(block, found)
-    return f"{found:08x}"
+            crc = zlib.crc32(block, crc)
+    return f"{crc:08x}"
 
 
 def damage(path: Path, rank: int = 0, size: int = 1) -> list[str]:
@@ -97,14 +97,14 @@ def damage(path: Path, rank: int = 0, size: int = 1) -> list[str]:
             raise ValueError
     except (OSError, ValueError, TypeError):
         return [f"{DIGESTS} is missing or damaged"]
-    found = []
+    faults = []
     for name in names[rank::size]:
         try:
             if digest(path / name) != digests[name]:
-                found.append(f"{name} is damaged")
+                faults.append(f"{name} is damaged")
         except OSError as e:
-            found.append(f"{name} cannot be read: {e.strerror}")
-    return found
+            faults.append(f"{name} cannot be read: {e.strerror}")
+    return faults
 
 
 class _Unpickler(pickle.Unpickler):
@@ -131,7 +131,7 @@ class _Reader(FileSystemReader):
 
 
 class _Planner(DefaultLoadPlanner):
-    """Reads what is no tensor, such as a learning rate, with torch's restricted unpickler."""
+    """Reads what is not a tensor, such as a learning rate, with torch's restricted unpickler."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         plain = io.BytesIO()

@@ -22,7 +22,7 @@ from training.ranks import Ranks
 
 
 def print_memory(cfg: Config) -> None:
-    """Prints the memory that a run needs of the GPUs of --dry_run; Fault if they have too little."""
+    """Prints the memory that a run needs on the GPUs of --dry_run; Fault if they have too little."""
     gpus, _, card = cfg.dry_run.partition("x")
     config, engine = shapes(cfg.model), "torch" if cfg.engine == "torch" else "vllm"
     cfg, fit = with_room(cfg, config, engine, int(gpus), CARDS[card])

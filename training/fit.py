@@ -164,7 +164,7 @@ def of_update(cfg: Config, model: Any, gpus: int) -> tuple[str, list[Part]]:
     V, H = model.get_output_embeddings().weight.shape
     d_block = max(sum(p.numel() for p in block.parameters() if p.requires_grad) for block in blocks(model))
     d_root, d_head = (0, 0) if cfg.lora_rank else (root, V * H)
-    kept, again = activations(model.to(getattr(torch, cfg.dtype)), tokens, cfg.recompute, cfg.fused_layers)
+    kept, in_block = activations(model.to(getattr(torch, cfg.dtype)), tokens, cfg.recompute, cfg.fused_layers)
 
     # Candidates for the peak, with the bytes of: gathered weights, gradients being reduced, activations, activations of
     # one block, the head. bfloat16 has 2 bytes, float32 4. FSDP2 reduces in float32; it has one block prefetched and
@@ -178,17 +178,17 @@ def of_update(cfg: Config, model: Any, gpus: int) -> tuple[str, list[Part]]:
             size * (root + block), 0, kept, 0, (4 + size) * d_head + (size + 4) * tokens * H,
         ),
         "the backward pass of a block": (
-            size * (root + 2 * block), size * d_head + (size + 4 + 4 / gpus) * d_block, kept, again, 0,
+            size * (root + 2 * block), size * d_head + (size + 4 + 4 / gpus) * d_block, kept, in_block, 0,
         ),
         "the end, when the gradients of embedding and head are reduced": (0, (size + 4 + 4 / gpus) * d_root, 0, 0, 0),
     }  # fmt: skip
     peak = max(moments, key=lambda name: sum(moments[name]))
-    gathered, reduced, kept, again, head = moments[peak]
+    gathered, reduced, kept, in_block, head = moments[peak]
     return peak, [
         Part(f"policy (embedding, head and two blocks, gathered in {cfg.dtype})", gathered, 0),
         Part("gradients being reduced", reduced, 0),
         Part(f"activations kept of {tokens:,} tokens", kept, 0, fewer if cfg.recompute else "--recompute 1"),
-        Part("activations and their gradients in one block", again, 0, fewer),
+        Part("activations and their gradients in one block", in_block, 0, fewer),
         Part("the head's logits and gradients", head, 0),
     ]
 

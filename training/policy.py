@@ -74,7 +74,7 @@ def on_all_ranks(
             except Exception:
                 if self.ranks.size == 1 or method.__name__ != "rollout" or not self.synced:
                     raise
-                answer = RuntimeError(traceback.format_exc())  # of a task or a tool: after it, too
+                answer = RuntimeError(traceback.format_exc())  # of a task or a tool: the ranks can go on, too
             answers = self.ranks.gather(answer)  # [] on the other ranks
             self.in_step, self.seconds[method.__name__] = True, time.perf_counter() - began
             for answer in answers:
@@ -134,7 +134,7 @@ def fsdp(first: Any, cfg: Config, ranks: Ranks) -> tuple[Any, Any]:
 
 
 def whole(first: Any, cfg: Config, ranks: Ranks) -> tuple[Any, Any]:
-    """Returns the same for one process without shares."""
+    """Returns the policy and a copy of it as pi_ref, for one process without shares."""
     return first, copy.deepcopy(first)
 
 
@@ -153,7 +153,7 @@ def vllm(policy: Policy, first: Any) -> Engine:
 def plain_torch(policy: Policy, first: Any) -> Engine:
     """Returns an engine that samples from the model in training, or from a whole copy of it on every rank.
 
-    The model is cut where FSDP trains it, and with LoRA it would merge its weights for every token.
+    FSDP cuts the model that it trains, and a model with LoRA would merge its weights for every token.
     """
     cfg, ranks, model = policy.cfg, policy.ranks, policy.learner.model
     if ranks.grouped or cfg.lora_rank:
@@ -251,8 +251,8 @@ class Policy:
     def pace(self, taus: Sequence[Trajectory]) -> dict[str, float]:
         """Returns columns about the speed of the step that was taken with these trajectories.
 
-        Tokens are those that all ranks sampled a second of the rollouts, and those that they trained on (prompts and
-        observations too) a second of the update; GB (1e9 bytes) are the most that rank 0 has taken so far, of its GPU
+        Tokens are those that all ranks sampled per second of the rollouts, and those that they trained on (prompts and
+        observations too) per second of the update; GB (1e9 bytes) are the most that rank 0 has taken so far, of its GPU
         or, without one, of its process. Columns of time/ are what a resumed run does not repeat.
         """
         rollout, update = self.seconds["rollout"], self.seconds["update"]

@@ -22,8 +22,8 @@ from plumbing.outside import printable
 from plumbing.stop import Stopped
 
 WEEK = datetime.timedelta(weeks=1)
-# Micro-batches of many sizes would leave holes; vLLM turns it off around its own memory. CUDA reads it when it is first
-# used, as for a GPU's capability.
+# Without it, micro-batches of many sizes leave holes in memory; vLLM turns it off around its own memory. CUDA reads it
+# when it is first used, as for a GPU's capability.
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
@@ -33,8 +33,8 @@ class Ranks:
     def __init__(self, device: str, patience: float, dtype: str = "float32"):
         """`patience`: minutes after which a collective gives up, so that no rank waits for ever.
 
-        In a `dtype` below float32 FSDP keeps the weights in float32 and gathers blocks in it, for one process, too.
-        Rank 0's holds for all: processors of several kinds would choose differently.
+        With a `dtype` below float32 FSDP keeps the weights in float32 and gathers blocks in `dtype`, even for one
+        process. Rank 0's holds for all: processors of several kinds would choose differently.
         """
         self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.device, self.dtype = device, dtype
@@ -67,7 +67,7 @@ class Ranks:
         return box[0]
 
     def gather(self, answer: Any, group: Any = None) -> list[Any]:
-        """Returns the answers of all ranks on rank 0, [] elsewhere; a thread of its own needs a `group` of its own."""
+        """Returns the answers of all ranks on rank 0, [] elsewhere; another thread needs a `group` of its own."""
         if self.size == 1:
             return [answer]
         answers = [None] * self.size if self.rank == 0 else None
@@ -94,7 +94,7 @@ class Ranks:
             if isinstance(e, Fault) or (isinstance(e, Stopped) and not self.rank):
                 tell_torchrun(text := printable(str(e)))
                 print(text, file=sys.stderr)
-            elif not (self.rank and stop.requested()):  # torchrun ends the others by a signal: their faults are no news
+            elif not (self.rank and stop.requested()):  # torchrun ends the others by a signal: their faults say nothing
                 traceback.print_exc()
             sys.stdout.flush()
             sys.stderr.flush()
