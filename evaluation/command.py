@@ -8,7 +8,7 @@
 WHAT is a run, a checkpoint that export.py wrote, a Hugging Face directory or id, a preset, or the URL of an
 OpenAI-compatible chat endpoint (OPENAI_API_KEY). Greedy unless --temperature says otherwise. --out gets summary.json,
 table.md and results.jsonl, a line a question; the same command again continues where it was stopped, unless questions,
-gold answers, instruction, weights, passages, or the code of task, reward and tools are others by then (a model behind a
+gold answers, instruction, weights, passages, or the code of task, reward and tools have changed since (a model behind a
 URL is known by its name). Benchmarks that --data_dir lacks come from the Hugging Face hub.
 """
 
@@ -37,7 +37,7 @@ def main(
     parser.add_argument("--method", choices=methods, help="how it plays; default: as it was trained, or search_r1")
     parser.add_argument(
         "--data", nargs="+", default=["test"],
-        help=f"test (the task's own held-out questions), valid, train; of search QA: world, {', '.join(SIZES)}, files",
+        help=f"test (the task's own held-out questions), valid, train; search QA: world, {', '.join(SIZES)}, files",
     )  # fmt: skip
     parser.add_argument("--data_dir", default="data", help="folder of the benchmarks' files")
     parser.add_argument("--n", type=int, default=0, help="questions of a set, a fixed sample by --seed; 0: all")
@@ -48,7 +48,7 @@ def main(
     )
     parser.add_argument("--served_model", default="", help="model of a URL; default: the only one that it serves")
     parser.add_argument("--out", help="directory to write; default: runs/evaluation/NAME-METHOD")
-    parser.add_argument("--compare", nargs="+", metavar="DIR", help="evaluations; seeds of one arm with commas")
+    parser.add_argument("--compare", nargs="+", metavar="DIR", help="evaluations; seeds of one arm joined by commas")
     knobs = {f.name: f for f in dataclasses.fields(Config)}
     for name in (*PLAYED, *SERVED):
         parser.add_argument(f"--{name}", type=knobs[name].type, help=knobs[name].metadata["doc"].replace("%", "%%"))

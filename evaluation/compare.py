@@ -69,7 +69,7 @@ def read(path: Path) -> Evaluation:
 
 
 def check_comparable(one: Evaluation, other: Evaluation) -> list[str]:
-    """Names what differs; Fault unless both measure one thing on the same questions with the same gold answers."""
+    """Names what differs; Fault unless both measure the same thing on the same questions with the same gold answers."""
     paths = f"{one.path} and {other.path}"
     measured = [f"{x.metric} of {x.setting['task']}" for x in (one, other)]
     if measured[0] != measured[1]:

@@ -64,7 +64,7 @@ def evaluate(args: argparse.Namespace, methods: Mapping[str, Method]) -> Row:
         if rows:
             total = sum(map(len, questions.values()))
             earlier = f"{len(rows)} of {total} rows are from an earlier call"
-            if since != setting["commit"]:  # code that it does not use may have changed: for whoever reads this to say
+            if since != setting["commit"]:  # code that it does not use may have changed: the reader decides
                 earlier += f" (commit {since}, not {setting['commit']})"
             setting["commit"] = since
             print(f"{earlier}; remove {out} to play them again", flush=True)
@@ -116,7 +116,7 @@ def read_earlier(files: RunDirectory, setting: Row) -> tuple[list[Row], list[str
 
 
 def cut_chunks(rows: list[Row], questions: Mapping[str, list[Question]]) -> list[Chunk]:
-    """Cuts `rows` behind the last chunk that is whole; returns the chunks left to play."""
+    """Cuts `rows` after the last chunk that is whole; returns the chunks left to play."""
     chunks, end = list[Chunk](), 0
     for title, some in questions.items():
         for number, first in enumerate(range(0, len(some), CHUNK)):
@@ -136,7 +136,7 @@ def play(
 ) -> list[str]:  # fmt: skip
     """Plays chunks and adds their rows to `rows` and results.jsonl; returns the names of the metrics.
 
-    Raises Fault, which says how to continue, where it is stopped.
+    Where it is stopped, raises a Fault that says how to continue.
     """
     total = len(rows) + sum(len(some) for _, _, some in chunks)
     seconds = 0.1 if sys.stderr.isatty() else 30

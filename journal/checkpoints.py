@@ -21,10 +21,10 @@ class Checkpoints:
 
         (1, "") for a run that begins; (t, "evolve") or (t, "evaluate") for one that was stopped inside step t.
         """
-        found = self.run.rewind(self.policy.damage, self.log.note)
-        if not found:
+        resumed = self.run.rewind(self.policy.damage, self.log.note)
+        if not resumed:
             return 1, ""
-        path, state = found
+        path, state = resumed
         self.P.load_state_dict(state["population"])
         self.B.load_state_dict(state["buffer"])
         self.policy.learner.memory = state["memory"]
@@ -43,7 +43,7 @@ class Checkpoints:
     def rescued(self) -> Iterator[None]:
         """Saves what a run has done if it is stopped inside, or fails: all but rollouts and evaluations under way.
 
-        Nothing is saved after an update that failed, nor once the ranks have lost each other.
+        Nothing is saved after an update that failed, nor once the ranks have lost contact.
         """
         log = self.log
         try:

@@ -53,7 +53,7 @@ class RunDirectory:
     def opened(cls, cfg: Config, task: Task) -> Iterator[RunDirectory]:
         """Yields the directory of a run; what ends a run that can be resumed becomes a Fault that says how.
 
-        An error in somebody's code stays what it is, for its traceback, after a line that says how.
+        An error in a user's code is raised as it is, for its traceback, after a line that says how.
         """
         run = cls.open(cfg, preset_of(cfg.model), describe_run(task))
         try:
@@ -199,17 +199,17 @@ class RunDirectory:
                 remove(old)
 
     def settle(self) -> None:
-        """Waits until the checkpoint that is being written is there; raises the DiskFault that kept it from that."""
+        """Waits until the checkpoint that is being written is there; raises the DiskFault that prevented it."""
         if self._saving:
             saving, self._saving = self._saving, None
             saving.result()
 
     def checkpoints(self) -> list[Path]:
         """Returns the complete checkpoints, oldest first; directories with other names do not count."""
-        found = (self.path / "checkpoints").glob("step-*")
+        paths = (self.path / "checkpoints").glob("step-*")
         pattern = r"step-\d{6,}(-unfinished)?"
-        names = [path for path in found if re.fullmatch(pattern, path.name) and path.is_dir()]
-        return sorted(names, key=lambda path: (step_of(path), not path.name.endswith("-unfinished")))
+        complete = [path for path in paths if re.fullmatch(pattern, path.name) and path.is_dir()]
+        return sorted(complete, key=lambda path: (step_of(path), not path.name.endswith("-unfinished")))
 
     def best(self) -> Path | None:
         """Returns the checkpoint with the best mean of the task's first metric on the validation questions, if any."""
@@ -223,7 +223,7 @@ class RunDirectory:
         """Returns the state in a checkpoint; raises Fault if it cannot be read, or if it is another run's."""
         state = checkpoint.load_state(path)
         if state["run"] != self.id:
-            raise Fault(f"{path} is of the run {state['run']}, not of {self.id}, as {self.path} is: move it away")
+            raise Fault(f"{path} is of the run {state['run']}, not of {self.id}, the one in {self.path}: move it away")
         return state
 
     def rewind(
@@ -231,18 +231,18 @@ class RunDirectory:
     ) -> tuple[Path, dict[str, Any]] | None:
         """Returns (checkpoint, its state) to resume from and drops log lines after it; None if there is none.
 
-        `damage` returns what is wrong with a checkpoint. One that is damaged is renamed, which `note` is told; Fault
+        `damage` returns what is wrong with a checkpoint. One that is damaged is renamed, and `note` is told so; Fault
         if all are. Calls to the optimizer stay in reflections.jsonl: they have been paid for.
         """
         bad: dict[Path, str] = {}
-        found: tuple[Path, dict[str, Any]] | None = None
+        usable: tuple[Path, dict[str, Any]] | None = None
         for path in reversed(self.checkpoints()):
             if wrong := damage(path.absolute()):
                 bad[path] = wrong[0]
             else:
-                found = path, self.load_state(path)
+                usable = path, self.load_state(path)
                 break
-        if bad and not found:
+        if bad and not usable:
             reasons = "; ".join(f"{path.name}: {reason}" for path, reason in bad.items())
             raise Fault(
                 f"no checkpoint of {self.path} is whole ({reasons}): remove {self.path / 'checkpoints'} to start over"
@@ -254,16 +254,16 @@ class RunDirectory:
                 remove(aside)
                 path.rename(aside)
             note(f"note: checkpoint {path.name} is damaged ({reason}) and is now called {aside.name}")
-        state: dict[str, Any] = found[1] if found else {"t": -1, "phase": ""}  # without one step 0 is written again
+        state: dict[str, Any] = usable[1] if usable else {"t": -1, "phase": ""}  # without one step 0 is written again
         t, phase = state["t"], state["phase"]  # inside a step its row is still to come, and what its evolution logs
         last = {"metrics": t - bool(phase), "population": t, "reflections": t - (phase == "evolve")}
         for name in last:
             kept = [row for row in self.rows(name) if row["t"] <= last[name] or "call" in row]
             self.write(f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
-        return found
+        return usable
 
     def how_to_resume(self) -> str:
-        """Returns the flags, once a checkpoint that is being written is there."""
+        """Returns the flags that resume the run, after waiting for a checkpoint that is being written."""
         with contextlib.suppress(Exception):  # the fault that ends the run comes first
             self.settle()
         saved = self.checkpoints()
@@ -272,7 +272,7 @@ class RunDirectory:
 
 
 def remove(path: Path) -> None:
-    """Removes a directory, if there is one; of a link the link alone, for what it leads to is not the run's."""
+    """Removes a directory, if there is one; of a link only the link, since what it points to is not the run's."""
     with writing(path):
         if path.is_symlink():
             path.unlink()
@@ -286,7 +286,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def _unused(name: str) -> Path:
-    """Creates and returns the directory `name`, or `name`-2, -3, ... where others were faster."""
+    """Creates and returns the directory `name`, or `name`-2, -3, ... if that is taken."""
     for k in itertools.count(1):
         path = Path(name if k == 1 else f"{name}-{k}")
         with contextlib.suppress(FileExistsError):

@@ -1,4 +1,4 @@
-"""What a run prints and writes down. `Log` is told what happens: it keeps books and does nothing else."""
+"""What a run prints and writes down. `Log` is told what happens, and only records it."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Log(contextlib.AbstractContextManager["Log"]):
         self.note("\n".join(filter(None, lines)))
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a resumed run has to know; inside a step, as it was when the phase began that is repeated."""
+        """Returns what a resumed run has to know; inside a step, as it was when the phase to repeat began."""
         state = {"ledger": asdict(self.ledger), "row": self.row} if self.phase != "evolve" else self.before
         return state | {"held_out": self.held_out, "spread": self.spread, "metrics": self.metrics}
 
@@ -101,7 +101,7 @@ class Log(contextlib.AbstractContextManager["Log"]):
         return float(self.spent + time.perf_counter() - self.began)
 
     def spend(self, *columns: str) -> None:
-        """Adds the seconds since the last time to these columns of the step."""
+        """Adds the seconds since the last call to these columns of the step."""
         now = time.perf_counter()
         for name in columns:
             self.row[f"time/{name}"] = self.row.get(f"time/{name}", 0.0) + now - self.clock
@@ -270,7 +270,7 @@ class Log(contextlib.AbstractContextManager["Log"]):
         self.joined(t, P, joined, text)
 
     def joined(self, t: int, P: Population, joined: Sequence[Instruction], text: str) -> None:
-        """Shows an evolution in a line, and below it who joined."""
+        """Shows an evolution in a line, and below it the instructions that joined."""
         self.ledger.evolutions += 1
         self.ledger.evolutions_in_vain += not joined
         for I in joined:

@@ -106,12 +106,12 @@ def digest_file(path: Path) -> str:
     """Returns a digest of a file: of all of it, or of its size and BLOCKS blocks spread over it, and says so."""
     size = path.stat().st_size
     stride = max(BLOCK, size // BLOCKS)
-    found = hashlib.sha256(str(size).encode())
+    sha = hashlib.sha256(str(size).encode())
     with open(path, "rb") as file:
         for place in (*range(0, size, stride), max(0, size - BLOCK)):
             file.seek(place)
-            found.update(file.read(BLOCK))
-    return found.hexdigest()[:16] + (f" (a sample of {size:,} bytes)" if stride > BLOCK else "")
+            sha.update(file.read(BLOCK))
+    return sha.hexdigest()[:16] + (f" (a sample of {size:,} bytes)" if stride > BLOCK else "")
 
 
 def differences(one: Row, other: Row, aside: Iterable[str] = ()) -> dict[str, str]:

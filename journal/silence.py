@@ -23,22 +23,22 @@ LIMITS = {sign: 3 if sign == NO_CANDIDATE else PATIENCE for sign in REMEDIES}  #
 
 
 def signs(row: Mapping[str, Any]) -> dict[str, bool]:
-    """Returns which of these a step of metrics.jsonl shows; one of which it says nothing is left out."""
-    found = {sign: False for sign in REMEDIES if sign != NO_CANDIDATE}
+    """Returns which signs a row of metrics.jsonl shows; those that it says nothing about are left out."""
+    present = {sign: False for sign in REMEDIES if sign != NO_CANDIDATE}
     empty = [x for name, x in row.items() if name.endswith("/empty")]
-    if row.get("valid_actions") == 0:  # nobody answers then, and all groups are alike: the cause is named alone
-        found[NO_ACTION] = True
+    if row.get("valid_actions") == 0:  # then no answer, and groups all alike: only the cause is named
+        present[NO_ACTION] = True
     elif row.get("answered") == 0:
-        found[NO_ANSWER] = True
+        present[NO_ANSWER] = True
     elif empty and min(empty) == 1:
-        found[EMPTY] = True
+        present[EMPTY] = True
     elif row.get("zero_variance_groups") == 1:
-        found[ALL_ALIKE] = True
-    return found | ({NO_CANDIDATE: not row["candidates"]} if "candidates" in row else {})
+        present[ALL_ALIKE] = True
+    return present | ({NO_CANDIDATE: not row["candidates"]} if "candidates" in row else {})
 
 
 class Silence:
-    """Counts for how many steps each sign has been there without a break."""
+    """Counts for how many steps in a row each sign has been there."""
 
     def __init__(self) -> None:
         self.since: Counter[str] = Counter()
@@ -55,4 +55,4 @@ class Silence:
         for sign, n in self.since.items():
             if n >= LIMITS[sign]:
                 unit = "evolutions" if sign == NO_CANDIDATE else "steps"
-                yield sign, n, f"in {n} {unit} without a break {sign}: {REMEDIES[sign]}"
+                yield sign, n, f"for {n} {unit} in a row {sign}: {REMEDIES[sign]}"

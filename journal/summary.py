@@ -62,7 +62,7 @@ def line(row: Row, tools: Sequence[str]) -> str:
 
 
 def count_calls(row: Row, tools: Sequence[str]) -> dict[str, float]:
-    """Returns the calls of each tool, or their sum where there are more than three: a line has no room for thirteen."""
+    """Returns the calls of each tool, or their sum where there are more than three, for which a line has no room."""
     if len(tools) > 3:
         return {"tool calls": sum(row[tool] for tool in tools)}
     return {tool: row[tool] for tool in tools}

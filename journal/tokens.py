@@ -13,7 +13,7 @@ from tasks import Trajectory
 def token_data(tau: Trajectory, tokenizer: Any, limit: int = 2000) -> dict[str, Any]:
     """Returns the columns of a watched trajectory's first `limit` action tokens, and how many there are in all.
 
-    turns: action tokens of each turn; text: of each token, where several make a character that of the last one; engine:
+    turns: action tokens of each turn; text: of each token (a character that several make is with the last one); engine:
     its log-prob as sampled; the others as in `grpo.note_tokens`, to four digits.
     """
     stream = DecodeStream(skip_special_tokens=False)

@@ -140,7 +140,7 @@ def check():
         try:
             pairs = list(zip(run(), wanted[n], strict=False))
             errors[name] = max((((x - y).norm() / y.norm()).item() for x, y in pairs), default=math.nan)
-        except Exception as e:  # of a peer anything
+        except Exception as e:  # a peer can raise anything
             print(f"{name}: {type(e).__name__}: {e}", file=sys.stderr)
             errors[name] = math.nan
     return errors
@@ -178,7 +178,7 @@ def main() -> None:
                 flops = 2 * n * (N - int(N * masked / 100)) * H * V
                 row |= {"ms": ms, "ratio": ms / first.setdefault(n, ms), "tflops": flops / ms / 1e9, "peak_gb": gb}
                 cells = "{ms:16.2f} {ratio:7.2f} {tflops:8.3g} {peak_gb:7.2f} {error:8.1e}".format(**row)
-            except Exception as e:  # of a peer anything
+            except Exception as e:  # a peer can raise anything
                 row["note"] = cells = "not installed" if isinstance(e, ImportError) else type(e).__name__
             rows.append(row)
             print(f"{name:32} {cells:>16}", flush=True)

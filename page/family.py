@@ -1,4 +1,4 @@
-"""The family tree of a run's instructions: who was born when, of whom, why it left, and who was refused."""
+"""The family tree of a run's instructions: when each was born, of which parent, why it left, and what was refused."""
 
 import re
 from typing import Any
@@ -14,7 +14,7 @@ def family(run: Run) -> Row:
     """Collects "instructions" and "refused" for the tree, the optimizer's "calls" by "step.round", and "candidates".
 
     An instruction's `history` has [t, w, p, n] of every step in which it was in P: weight, probability, trajectories.
-    `candidates` names what was verified, by "step.round.k" for the k-th that a reply was left with: an instruction's
+    `candidates` names what was verified, by "step.round.k" for the k-th accepted from a reply: an instruction's
     id, or "r" and the place of one that was refused.
     """
     instructions, refused, calls, texts = _instructions(run), list[Row](), dict[str, Row](), dict[str, list[str]]()

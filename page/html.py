@@ -30,8 +30,8 @@ LIMIT = 1000  # trajectories of training
 def build(paths: Sequence[Path], *, limit: int = LIMIT, live: str = "") -> str:
     """Makes the page of these runs as HTML; Fault if one of the paths holds no run, or what no run writes.
 
-    limit: trajectories of training, divided among the runs; live: what a server says of the files' state, after which
-    the page asks.
+    limit: trajectories of training, divided among the runs; live: the server's stamp of their
+    files; the page reloads when it changes.
     """
     runs, described, pages = [read_run(path) for path in paths], list[Row](), dict[str, str]()
     try:

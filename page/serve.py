@@ -25,7 +25,7 @@ def app(paths: Sequence[Path], limit: int) -> Any:
 
     pages, build_once = FastAPI(openapi_url=None), lru_cache(1)(lambda now: build(paths, limit=limit, live=now))
     build_once(stamp(paths))
-    # A name that points here is no reason to answer: another site's script may have asked for it.
+    # A host name that resolves to this machine is no reason to answer: another site's script may have asked for it.
     pages.add_middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])
 
     @pages.get("/")

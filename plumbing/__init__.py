@@ -1,3 +1,3 @@
-"""What every program of the project needs; whichever imports a part of it first has a Ctrl-C in one line."""
+"""What every program of the project needs; importing any part of it makes a Ctrl-C end in one line."""
 
 from plumbing import stop  # noqa: F401

@@ -39,8 +39,8 @@ def template_of(tokenizer: Tokenizer) -> str:
 
 
 def in_template(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], **options: Any) -> str:
-    """Returns a conversation as `rendered`. Raises Fault also where a message does not come out whole, but for blanks
-    at its ends."""
+    """Returns a conversation as `rendered`. Raises Fault also where a message does not come out whole, except for
+    blanks at its ends."""
     text = rendered(tokenizer, messages, **options)
     for message in messages:
         content = message["content"].strip()

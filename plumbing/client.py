@@ -58,7 +58,7 @@ class Client:
     def ask(self, path: str, body: Any, read: Callable[[Any], T], retries: int | None = None) -> T:
         """Returns `read(answer)` of a POST of `body`, or of a GET where it is None; `retries` replaces the client's.
 
-        A LookupError, TypeError or ValueError of `read` makes the answer malformed. `str` reads one that is no JSON.
+        A LookupError, TypeError or ValueError of `read` makes the answer malformed. `str` reads one that is not JSON.
         Raises RequestFailed.
         """
         rounds, attempts = 1 + (self.retries if retries is None else retries), 0
@@ -130,7 +130,7 @@ def back_off(round: int) -> float:
 
 
 def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")
 
 
 def _retry_after(value: str) -> float:

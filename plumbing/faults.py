@@ -59,7 +59,7 @@ class OptimizerDown(Outage):
 
 
 class Outlived(io.FileIO):
-    """Standard output that its program outlives: once it cannot be written, one line on standard error, then nothing.
+    """Standard output that its program may lose: once it cannot be written, one line on standard error, then nothing.
 
     The reader of a long run may end before it (`| head`, a killed `| tee log`), or the disk of its log may be full.
     """
@@ -84,9 +84,9 @@ def tell_torchrun(text: str) -> None:
 
 @contextlib.contextmanager
 def one_line(program: str = "") -> Iterator[None]:
-    """Exit with code 1 and the fault's line on standard error, after `program: ` where one is named.
+    """Exits with code 1 and the fault's line on standard error, after `program: ` where one is named.
 
-    What is inside goes on when its standard output ends first.
+    The block goes on if standard output closes first.
     """
     before = sys.stdout = sys.stdout or open(os.devnull, "w")  # None: closed (>&-)
     if isinstance(before, io.TextIOWrapper) and before is sys.__stdout__:

@@ -1,4 +1,4 @@
-"""The Hugging Face hub: is it within reach, and files of its data sets, by the names of its own file system.
+"""The Hugging Face hub: whether it can be reached, and files of its data sets, named as in its own file system.
 
     hf://datasets/OWNER/NAME/PATH              or, at one revision, hf://datasets/OWNER/NAME@REVISION/PATH
 
@@ -40,7 +40,7 @@ def here(path: str) -> Path | None:
 def fetch(path: str) -> Path:
     """Returns the file of a path or a hub's name, which is fetched once; raises Fault where it cannot be.
 
-    What was fetched stays, and is not asked for again: not even if the hub has another version by then.
+    A fetched file stays and is not asked for again, even if the hub has another version by then.
     """
     if not (name := parse_name(path)):
         return Path(path)

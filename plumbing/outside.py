@@ -24,7 +24,7 @@ JOINERS = "\u200c\u200d"  # invisible, but Persian, Hindi and emoji are written 
 
 
 def decoded(text: str | bytes, **options: Any) -> Any:
-    """Returns what a JSON text says. Raises ValueError if it is none, also where Python gives up on its nesting."""
+    """Returns what a JSON text says. Raises ValueError if it is not JSON, also where Python gives up on its nesting."""
     try:
         return json.loads(text, **options)
     except RecursionError:

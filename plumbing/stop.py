@@ -3,7 +3,7 @@
 plumbing/__init__.py imports this module: a program of ours does so before anything slow. Until it enters `listening`
 it has nothing to lose, and a request ends it at once, without an exception: one that is raised while a C extension is
 imported may abort the process. From there on a request waits for the next `may_stop`, and inside that it raises Stopped
-at once, so that no update and no file is left half done. (What is raised inside a `__del__` or a callback Python drops:
+at once, so that no update and no file is left half done. (Python drops what is raised inside a `__del__` or a callback:
 such a request waits for the next `may_stop`, too.)
 """
 

@@ -25,7 +25,7 @@ def choose_threads(most: int = 0) -> int:
 
 
 def use_threads(threads: int) -> None:
-    """Makes torch compute with so many threads. Call it before torch is imported.
+    """Makes torch compute with this many threads. Call it before torch is imported.
 
     Not by `torch.set_num_threads`: that lets MKL start a team within each of torch's threads, so that attention on two
     is slower than on one. On idle cores a long wait for each other makes two threads a third faster; where other

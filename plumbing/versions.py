@@ -1,4 +1,4 @@
-"""Which code ran: the commit of this checkout, and the versions of what it stands on."""
+"""Which code ran: the commit of this checkout, and the versions of what it depends on."""
 
 import contextlib
 import functools
@@ -24,8 +24,8 @@ def commit() -> str:
 
 def versions() -> dict[str, str]:
     """Returns the commit, Python's version and those of the packages that are installed."""
-    found = {"inspo": commit(), "python": platform.python_version()}
+    installed = {"inspo": commit(), "python": platform.python_version()}
     for name in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            installed[name] = version(name)
+    return installed

@@ -41,7 +41,7 @@ class Encoder:
             dtype = torch.float16 if self.device.startswith("cuda") else torch.float32
             loaded = AutoModel.from_pretrained(model, dtype=dtype, trust_remote_code=False)
             self._model = loaded.to(self.device).eval()
-        except Exception as e:  # of a damaged directory anything
+        except Exception as e:  # a damaged directory can raise anything
             reason = str(e).strip().partition("\n")[0].rstrip(".") or type(e).__name__
             if "trust_remote_code" in str(e):
                 reason = "it needs code of its own (auto_map), which is never run"

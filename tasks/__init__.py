@@ -222,7 +222,7 @@ def load_task(cfg: Config) -> Task:
     kind = load(where, cfg.task, "class")
     if not issubclass(kind, Task):
         if not hasattr(kind, "reset"):
-            raise Fault(f"{where}: it extends neither tasks.Task nor has a reset(), as TRL's environments have")
+            raise Fault(f"{where}: it neither extends tasks.Task nor has a reset(), as TRL's environments do")
         kind = load(where, PLUGS["environment"], "function")(kind)
     if cfg.reward:
         kind = replace_reward(kind, cfg.reward)
@@ -249,7 +249,7 @@ def load(where: str, spec: str, kind: str) -> Any:
     except ImportError as e:
         raise Fault(f"{where}: {module} cannot be imported ({e}); run in the directory that it is in") from None
     if not callable(target) or isinstance(target, type) != (kind == "class"):
-        raise Fault(f"{where}: {name} is no {kind} in {module}")
+        raise Fault(f"{where}: {name} is not a {kind} in {module}")
     return target
 
 
@@ -266,7 +266,7 @@ def replace_reward(kind: type[Task], spec: str) -> type[Task]:
 
 
 def wait_for(result: Any) -> Any:
-    """Returns the result of a function of somebody's, `async` or not."""
+    """Returns the result of a user's function, `async` or not."""
     return asyncio.run(result) if inspect.iscoroutine(result) else result
 
 
@@ -346,7 +346,7 @@ def measure(task: Task, taus: Sequence[Trajectory]) -> list[dict[str, float]]:
         if not row or list(row) != list(rows[0]) or not all(map(_finite, row.values())):
             raise Fault(f"{where} are {row}, the first {rows[0]}; return finite numbers of the same names for all")
         if not taken.isdisjoint(row):
-            raise Fault(f"{where}: {min(taken & row.keys())} is measured of every run; give it another name")
+            raise Fault(f"{where}: {min(taken & row.keys())} is measured in every run; give it another name")
     return [{name: float(x) for name, x in row.items()} for row in rows]
 
 
@@ -363,7 +363,7 @@ def rng_of(seed: int, t: int, purpose: str) -> np.random.Generator:
 
 
 def draw(D: Mapping[Any, T], n: int, seed: int, t: int) -> list[T]:
-    """Returns the `n` questions of step t: epochs over D, each in an order of its own."""
+    """Returns the `n` questions of step t: epochs over D, each in its own order."""
     questions, out = list(D.values()), list[T]()
     first = (t - 1) * n
     for epoch in range(first // len(questions), (first + n - 1) // len(questions) + 1):

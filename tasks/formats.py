@@ -132,7 +132,7 @@ class Tags:
     def prompt(self, instruction: str, question: Question) -> list[int]:
         """Returns the ids of the prompt in the chat template.
 
-        Instruction and question are data: no control token comes of them, and none of the agent's tags of the question.
+        Instruction and question are data: they yield no control token, and the question none of the agent's tags.
         """
         instruction = as_data(instruction, control(self.tokenizer, simple=True))  # it names the agent's tags
         text = as_data(question.text, control(self.tokenizer, self.words(self.task.tools)))

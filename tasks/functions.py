@@ -34,7 +34,7 @@ IN_WORDS = {"type", "description", "enum", "title", "default", "nullable"}  # ke
 class SchemaTool(Tool):
     """A tool whose arguments have names and types; a subclass has `read` and `call`.
 
-    `schema`: name, description and parameters (a JSON schema). The five words are made of the name.
+    `schema`: name, description and parameters (a JSON schema). The five words are made from the name.
     """
 
     timeout: float = 30.0  # seconds a call may take
@@ -73,7 +73,7 @@ class SchemaTool(Tool):
         """Returns a Future of the result: a text as it is, anything else as JSON.
 
         Wrong arguments, exceptions and calls that take longer than `timeout` become replies, since the policy may write
-        anything. A Fault of the tool's is raised: ToolDown stops the run, which can be resumed.
+        anything. A tool's Fault is raised: ToolDown stops the run, which can be resumed.
         """
         result: Future[list[str]] = Future()
 
@@ -99,7 +99,7 @@ class SchemaTool(Tool):
             return f"wrong arguments of {self.name}: {e}"
         try:
             result = self.call(arguments)
-            if inspect.isawaitable(result):  # in a loop of its own: one that blocks or exits concerns no other call
+            if inspect.isawaitable(result):  # in its own loop: one that blocks or exits affects no other call
                 result = asyncio.run(asyncio.wait_for(result, self.timeout + 1))  # cancels it, once it is answered
             plain = TypeAdapter(Any).dump_python(result, mode="json")
             return plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False)
@@ -155,7 +155,7 @@ def load_tools(spec: str, where: str) -> list[TypedFunction]:
 def _make_reader(function: Callable[..., Any]) -> Any:
     """Returns pydantic's reader of a function's arguments: a dictionary of names that it has, each of its type.
 
-    Raises an exception of pydantic's if a type has no schema, or what is returned no JSON.
+    Raises an exception of pydantic's if a type has no schema, or if what is returned is not JSON.
     """
     hints, fields = get_type_hints(function, include_extras=True), {}
     for name, p in inspect.signature(function).parameters.items():

@@ -98,7 +98,7 @@ def _read_question(row: object, line: int) -> Question:
 
 
 def _doubts(row: object, q: Question) -> Iterator[str]:
-    """Yields what is hardly meant in a question, to be counted."""
+    """Yields what is probably a mistake in a question, to be counted."""
     if any(gold.lower() in ARTICLES or not any(map(str.isalnum, gold)) for gold in q.golds):
         yield "questions have a gold answer without a word but articles: it equals any article"
     if any(re.fullmatch(r"\[\s*['\"].*['\"]\s*\]", gold) for gold in q.golds):

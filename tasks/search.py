@@ -102,12 +102,12 @@ class Search(Tool):
         body = {"queries": queries, "topk": self.topk, "return_scores": True}
         try:
             return self._client.ask("/retrieve", body, read)
-        except Outage as e:  # also of its revival
+        except Outage as e:  # also from `revive`
             raise ToolDown(f"the search server does not answer ({e})") from e
 
 
 def choose_source(cfg: C) -> C:
-    """Returns `cfg` with what a run searches that names neither --retriever nor --corpus; raises Fault if it cannot.
+    """Returns `cfg` with what to search if it names neither --retriever nor --corpus; raises Fault if there is nothing.
 
     That is the server on port 8000 of this machine, if one answers there, else Search-R1's corpus and index in DATA.
     Nothing is searched that some node of a torchrun job cannot reach.

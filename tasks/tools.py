@@ -34,7 +34,7 @@ class Tool(ABC):
     argument: str  # query: likewise
     plural: str  # searches: its metric
     result_tag: str  # information
-    description: str = ""  # what it does, where a format describes it (--format hermes); "": made of its noun
+    description: str = ""  # what it does, where a format describes it (--format hermes); "": made from its noun
 
     @property
     def faults(self) -> int:
@@ -83,7 +83,7 @@ class Calculator(Function):
     def run(self, argument: str) -> str:
         if not re.fullmatch(r"[\d\s.+*/%()-]{1,200}", argument):
             raise ValueError(argument)
-        one_line = " ".join(argument.split())  # of several lines simpleeval would compute the first
+        one_line = " ".join(argument.split())  # of several lines simpleeval would compute only the first
         return f"{float(simpleeval.SimpleEval(names={}, functions={}).eval(one_line)):.12g}"
 
 

@@ -99,12 +99,12 @@ def test_a_task_s_module_may_lie_in_the_working_directory(tmp_path, monkeypatch)
         ("my_game", "give it as module:name"),
         (":Game", "give it as module:name"),
         (".my_game:Game", "give it as module:name"),
-        ("my_game:Game:x", "Game:x is no class in my_game"),
+        ("my_game:Game:x", "Game:x is not a class in my_game"),
         ("my_gane:Game", "my_gane cannot be imported (No module named 'my_gane')"),
         ("needs:Game", "needs cannot be imported (No module named 'a_package_that_is_not_installed')"),
-        ("my_game:Chess", "Chess is no class in my_game"),
-        ("my_game:Stranger", "it extends neither tasks.Task nor has a reset()"),
-        ("my_game:function", "function is no class in my_game"),
+        ("my_game:Chess", "Chess is not a class in my_game"),
+        ("my_game:Stranger", "it neither extends tasks.Task nor has a reset()"),
+        ("my_game:function", "function is not a class in my_game"),
         ("my_game:Twice", "its tool <calculate> has the tag 'calculate'; tags are"),
     ],
 )
@@ -200,9 +200,9 @@ def test_a_function_scores_in_place_of_the_task(grades, function, rewards, faile
     [
         ("my_grades", "give it as module:name, for a function"),
         ("my_gradus:brief", "my_gradus cannot be imported"),
-        ("my_grades:long", "long is no function in my_grades"),
-        ("my_grades:ten", "ten is no function in my_grades"),
-        ("my_grades:Grade", "Grade is no function in my_grades"),
+        ("my_grades:long", "long is not a function in my_grades"),
+        ("my_grades:ten", "ten is not a function in my_grades"),
+        ("my_grades:Grade", "Grade is not a function in my_grades"),
     ],
 )
 def test_what_is_no_function_is_refused_by_name(grades, name, says):
@@ -298,8 +298,8 @@ def test_metrics_are_floats_under_the_names_that_the_task_gives():
         ([{"wins": 1.0}, {}], "question 1 are {}, the first {'wins': 1.0}; return finite numbers of the same names"),
         ([{"wins": 1.0}, {"wins": math.nan}], "question 1 are {'wins': nan}, the first"),
         ([{"wins": "yes"}, {"wins": "no"}], "question 0 are {'wins': 'yes'}, the first"),
-        ([{"loss": 1.0}, {"loss": 0.0}], "question 0: loss is measured of every run; give it another name"),
-        ([{"calculations": 1.0}, {"calculations": 0.0}], "question 0: calculations is measured of every run; give"),
+        ([{"loss": 1.0}, {"loss": 0.0}], "question 0: loss is measured in every run; give it another name"),
+        ([{"calculations": 1.0}, {"calculations": 0.0}], "question 0: calculations is measured in every run; give"),
     ],
 )
 def test_metrics_that_cannot_be_averaged_are_refused_by_name(rows, says):

@@ -169,8 +169,8 @@ def test_a_run_whose_policy_writes_no_tag_says_so(tmp_path, capsys):
     world = [x for name in ("train", "valid", "test", "corpus") for x in (f"--{name}", PRESETS["world"][name])]
     inspo.main(["--model", str(tmp_path / "babbler"), *world, *small.split(), *flags])
     out = capsys.readouterr().out
-    assert out.count("WARNING") == 2 and "in 5 steps without a break no turn called a tool" in out
-    assert "until the end, in 6 steps" in out.splitlines()[-2]
+    assert out.count("WARNING") == 2 and "for 5 steps in a row no turn called a tool" in out
+    assert "until the end, for 6 steps" in out.splitlines()[-2]
 
 
 # ---- seconds

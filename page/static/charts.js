@@ -4,14 +4,14 @@ const PANELS = [
   { id: "answered", title: "Ends in an answer, valid actions", keys: { answered: "answered", valid_actions: "valid actions" } },
   { id: "tokens", title: "Tokens", keys: { context_tokens: "whole", prompt_tokens: "prompt", response_tokens: "response" } },
   { id: "kl", title: "KL to the first policy, nats", keys: { kl: "k3 estimate" } },
-  { id: "logp", title: "Log-prob a token of the demonstrations", keys: { logp: "mean" } },
-  { id: "entropy", title: "Entropy a token, nats", keys: { entropy: "entropy" } },
+  { id: "logp", title: "Log-prob per token of the demonstrations", keys: { logp: "mean" } },
+  { id: "entropy", title: "Entropy per token, nats", keys: { entropy: "entropy" } },
   { id: "clip_fraction", title: "Clipped tokens", keys: { clip_fraction: "share" } },
-  { id: "logp_gap", title: "Engine against trainer, nats a token", keys: { logp_gap: "log-prob gap" } },
+  { id: "logp_gap", title: "Engine against trainer, nats per token", keys: { logp_gap: "log-prob gap" } },
   { id: "zero_variance_groups", title: "Groups with rewards all alike", keys: { zero_variance_groups: "share" } },
   { id: "grad_norm", title: "Gradient norm before clipping", keys: { grad_norm: "norm" } },
   {
-    id: "seconds", title: "Seconds a step",
+    id: "seconds", title: "Seconds per step",
     keys: { "time/rollout": "rollouts", "time/update": "update", "time/evolve": "evolution", "time/log": "log" },
   },
 ];
@@ -25,7 +25,7 @@ function panelsOf(runs) {
     { id: "reward", title: "Reward of a step's rollouts", keys: { reward: "mean reward", w_best: "best weight w" } },
     ...metrics.map(ofMetric),
     { id: "by-source", title: "Reward by source", keys: { "reward/*": "" }, when: (series) => !metrics.some((name) => identical(series, "reward", name)) },
-    { id: "calls", title: "Tool calls a trajectory", keys: Object.fromEntries(tools.map((name) => [name, name])) },
+    { id: "calls", title: "Tool calls per trajectory", keys: Object.fromEntries(tools.map((name) => [name, name])) },
     ...PANELS,
   ];
 }

@@ -1,4 +1,4 @@
-// One trajectory, or two of the same question beside each other: blocks, passages, and what is known of each token.
+// One trajectory, or two of the same question side by side: blocks, passages, and what is known of each token.
 
 const BLOCK = /<(\w+)>[\s\S]*?<\/\1>|<(\w+)>(?![\s\S]*<\/)[\s\S]*$/g; // the last one may be cut off
 const PAINTS = {
