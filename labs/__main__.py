@@ -4,7 +4,7 @@
     python -m labs 3 --solution       # with labs/solutions/lab3.py in its blanks
     python -m labs class/*.py         # copies of labs: a line for each blank of each file
 
-It runs the code in those files: look at a stranger's before.
+It runs the code in those files: read a stranger's first.
 """
 
 import plumbing  # noqa: F401  # isort: skip  (first: from here on a Ctrl-C is one line)

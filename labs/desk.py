@@ -21,7 +21,7 @@ NUMBERS = range(1, 9)
 
 
 class Nothing(Exception):
-    """A function of the reader's returned None, as an unfilled blank does."""
+    """A reader's function returned None, as an unfilled blank does."""
 
 
 @dataclass(frozen=True)
@@ -88,14 +88,14 @@ def need(what: str, *verdicts: Verdict) -> None:
 
 
 def compare(what: str, predicted: float | None, was: float, form: str = ".2f") -> mo.Html:
-    """Returns what the reader predicted beside what the run gave; without a prediction it keeps that for itself."""
+    """Returns what the reader predicted next to what the run gave; without a prediction it withholds the latter."""
     if predicted is None:
         return mo.callout(mo.md(f"**{what}**: write your `predicted` down at the top; the answer appears then."))
     return mo.callout(mo.md(f"**{what}**: you said {predicted:{form}}, it was **{was:{form}}**."), kind="info")
 
 
 def list_found(found: dict[str, float], *predicted: float | None) -> mo.Html:
-    """Returns what a run gave, a line for each number; nothing as long as a prediction is missing."""
+    """Returns what a run gave, a line for each number; nothing while a prediction is missing."""
     return mo.md("" if None in predicted else "\n".join(f"- {name}: {value:.3g}" for name, value in found.items()))
 
 

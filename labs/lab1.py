@@ -64,8 +64,8 @@ def _():
     ## The weight
 
     In every step an instruction earns $\bar r$, the mean reward of the trajectories that it led. Its weight is the mean
-    of the last $n$ of them (Eq. 6). Two cases need a thought: an instruction that has earned fewer than $n$ so far, and
-    a new one that has earned none, which has weight 0.
+    of the last $n$ of them (Eq. 6). Two cases need some thought: an instruction that has earned fewer than $n$ so far,
+    and a new one that has earned none, which has weight 0.
     """)
     return
 
@@ -130,7 +130,7 @@ def check_probabilities(probabilities):
             "for w = 0.5, 0.3, 0 and tau_s = 0.2", probabilities(w, 0.2), softmax(w / 0.2),
             (softmax(w), "it forgets tau_s: the exponent is w / tau_s."),
             (softmax(w * 0.2), "it multiplies by tau_s. A low tau_s has to be greedy: divide."),
-            (softmax(-w / 0.2), "its sign is turned: the lowest weight gets the most questions."),
+            (softmax(-w / 0.2), "its sign is flipped: the lowest weight gets the most questions."),
             (w / w.sum(), "it shares in proportion to w. Then a weight of 0 is never drawn again; Eq. 4 takes "
                           "e^(w / tau_s)."),
             (np.exp(w / 0.2), f"its probabilities add up to {total:.3g}: Eq. 4 divides by the sum over all of P."),

@@ -49,7 +49,7 @@ def _():
 
     Take paper and pencil: one right answer of five, $r = (1, 0, 0, 0, 0)$. The mean is 0.2. The paper says std and not
     which: this project divides the squares by $G - 1$, as torch does, and adds $10^{-6}$ to std (CHOICE-19 in
-    docs/choices.md). Write that down as a function, and think of a group of equals.
+    docs/choices.md). Write that down as a function, and do not forget a group of equals.
     """)
     return
 
@@ -91,7 +91,7 @@ def _():
     ## A group of equals
 
     If all $G$ answers are right, or all wrong, every advantage is 0, and $G$ rollouts were played for nothing. Suppose
-    that each answer is right with probability $p$, independently. With which probability is a group of use?
+    that each answer is right with probability $p$, independently. With what probability is a group useful?
     """)
     return
 
@@ -184,7 +184,7 @@ def _():
     ## In the world
 
     Now the real policy: 48 training questions, 5 rollouts each at temperature 1, under the first instruction. Your
-    `advantages` get the rewards, beside the project's.
+    `advantages` get the rewards, and so does the project's function.
     """)
     return
 
@@ -234,7 +234,7 @@ def _():
 
     Division by std pushes one success among many failures the hardest: it makes rare successes loud. If a reward is
     sometimes 1 by luck or by mistake, it makes the mistake loud, too. Dr. GRPO leaves std out, DAPO plays questions
-    again until the group is of use (docs/objectives.md has more). In INSPO a group has one instruction besides one
+    again until the group is useful (docs/objectives.md has more). In INSPO a group has one instruction as well as one
     question. **Should answers to one question under different instructions be one group? What would be compared
     then?**
     """)

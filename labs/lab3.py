@@ -69,7 +69,7 @@ def check_surrogate(surrogate):
         (cut * A, "it always clips. The min lets a token through that is worse than the clip says: try A = -1, rho = "
                   "1.5."),
         (np.maximum(rho * A, cut * A), "it takes the max. Eq. 2 is the pessimist: the min of the two products."),
-        (np.minimum(rho, cut) * A, "it takes the min of the ratios, before A. With A < 0 the order turns round: "
+        (np.minimum(rho, cut) * A, "it takes the min of the ratios, before A. With A < 0 the order reverses: "
                                    "multiply first, then min."),
     )
 
@@ -92,7 +92,7 @@ def _(right_surrogate):
 def _():
     mo.md(r"""
     Where a line is flat, the token has no gradient: it has moved far enough in the direction that its advantage asks
-    for. Where has a token that moved the wrong way a gradient?
+    for. Where does a token that moved the wrong way have a gradient?
 
     ## The distance to the first policy
 
@@ -205,7 +205,7 @@ def check_gradient(gradient):
         want = z.grad.numpy()
         says = desk.judge(
             where, gradient(x, 2, logp.item() - log_rho, A, 0.3), want,
-            (-want, "its sign is turned: the loss is -S, and the optimizer goes down."),
+            (-want, "its sign is flipped: the loss is -S, and the optimizer descends."),
             (want / rho.item(), "it forgets rho: d rho / d log pi = rho."),
             (want * np.eye(7)[2], "it is right for the sampled word alone. The softmax ties all words: the others get "
                                   "+ pi(j)."),

@@ -33,8 +33,8 @@ def _():
     ## Before anything else: predict
 
     A small policy with a byte-level BPE tokenizer, cut as Qwen2.5's is, has been trained for a moment to write
-    searches, on text that was properly encoded. It now samples 400 of them at temperature 1. **Of what share does
-    decoding and encoding change the ids?** Write a number between 0 and 1 into `predicted`.
+    searches, on text that was properly encoded. It now samples 400 of them at temperature 1. **In what share of
+    them does decoding and encoding change the ids?** Write a number between 0 and 1 into `predicted`.
     """)
     return
 
@@ -59,7 +59,7 @@ def _():
 
 @app.function
 def again(tokenizer, ids):
-    """Returns the ids (a list) that remain of `ids` after a journey through text."""
+    """Returns the ids (a list) that `ids` become when decoded to text and encoded again."""
     ...
 
 
@@ -262,8 +262,8 @@ def _():
     mo.md(r"""
     ## Where a turn ends
 
-    It needs no unlucky sample. The policy ends its turn with `</search>`; the loop goes on with two line feeds and the
-    passages. Encoded one after the other, and encoded as one text:
+    It happens without unlucky samples. The policy ends its turn with `</search>`; the loop goes on with two line feeds
+    and the passages. Encoded one after the other, and encoded as one text:
     """)
     return
 
@@ -292,7 +292,7 @@ def _():
     ## A last question, without a single answer
 
     Inference servers speak text: an OpenAI-compatible chat API takes messages and encodes them itself, turn by turn.
-    **If you had to train on episodes of such a server, what would you ask it to return, what would you check in every
+    **If you had to train on episodes from such a server, what would you ask it to return, what would you check in every
     episode, and what would you do with one that fails the check: drop it, or fix it? What does either do to the policy
     in the long run?** (`engines/` has one for vLLM behind a URL; see what it sends.)
     """)

@@ -100,7 +100,7 @@ def _():
 
     Let every instruction earn exactly $n$ rewards, independent of each other. The best has $X \sim
     \mathrm{Bin}(n, p_{\text{best}})$ right answers, each other one $Y \sim \mathrm{Bin}(n, p_{\text{other}})$. A tie
-    goes against the best: newcomers stand behind. So, given $X = x$:
+    goes against the best: newcomers rank last. So, given $X = x$:
 
     - one other is ahead with probability $q(x) = P(Y \ge x)$;
     - the number of others ahead is $\mathrm{Bin}(N - 1, q(x))$;
@@ -181,10 +181,10 @@ def _():
     mo.md(r"""
     ## The run
 
-    Paper and pencil left out two things. Eq. 4 does not share the questions equally: who does well early is asked more.
-    And the $G$ answers of a group have their question in common: a hard question is hard for all five. Three
-    simulations with the project's `Population`, which add one thing after the other, beside your formula. A question's
-    difficulty is drawn from a Beta distribution around the instruction's true reward.
+    Paper and pencil left out two things. Eq. 4 does not share the questions equally: an instruction that does well
+    early is asked more. And the $G$ answers of a group have their question in common: a hard question is hard for all
+    five. Three simulations with the project's `Population`, which add one thing after the other, next to your formula.
+    A question's difficulty is drawn from a Beta distribution around the instruction's true reward.
     """)
     return
 

@@ -30,9 +30,9 @@ def _():
     *Paper: §3.2, Algorithm 1, lines 16 to 23, App. E. You need: lab 5. 30 minutes.*
 
     Every $K_e$ steps an LLM reads some failures of the best instruction and proposes revisions. They are played on a
-    few questions, $D_B$, beside the instruction that they revise, and join if they are not below it. In `inspo.py` that
-    is `Evolution`. In this lab you are the optimizer: you write the program that reads failures and proposes, and the
-    project's own `verify` plays what it proposes.
+    few questions, $D_B$, alongside the instruction that they revise, and join if they are not below it. In `inspo.py`
+    that is `Evolution`. In this lab you are the optimizer: you write the program that reads failures and proposes, and
+    the project's own `verify` plays what it proposes.
 
     ## Before anything else: predict
 
@@ -91,7 +91,7 @@ def _():
     - `"entity"`: a query names the whole chain ("the founder of the producer of ..."). Sign: a query with more than one
       "of".
     - `"exact"`: the answer is a sentence where a name was asked for. Sign: more than two words in `<answer>`.
-    - `"state"`: the answer is made up. Sign: the text in `<answer>` stands in no `<information>`.
+    - `"state"`: the answer is made up. Sign: the text in `<answer>` appears in no `<information>`.
     """)
     return
 
@@ -100,7 +100,7 @@ def _():
 def diagnose(text):
     """Returns the set of symptoms, among "entity", "exact" and "state", of a failure: question, calls, results, answer.
 
-    `re.findall("<answer>(.*?)</answer>", text, re.S)` finds what is inside of a tag.
+    `re.findall("<answer>(.*?)</answer>", text, re.S)` finds what is inside a tag.
     """
     ...
 
@@ -246,7 +246,7 @@ def _():
     ## The run
 
     Your program reads twelve failures and proposes; `Evolution.verify` plays its proposals and the parent on $D_B$. The
-    world's own optimizer gets the same failures in the paper's prompt, and its proposals are verified beside yours.
+    world's own optimizer gets the same failures in the paper's prompt, and its proposals are verified alongside yours.
     Finally the best of each and the parent are played on the test questions, which have decided nothing so far.
     """)
     return

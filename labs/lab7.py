@@ -32,7 +32,7 @@ def _():
     3. **shuffle the rewards**: each trajectory gets the reward of another one of the step;
     4. **remove the mask**: the policy also learns the tokens that it was given.
 
-    The first two take whole runs, hours on this machine: the committed ones are read. The others are run here.
+    The first two take whole runs, hours on this machine: their committed results are read. The others are run here.
     """)
     return
 
@@ -60,7 +60,7 @@ def _(curves, steps):
     - `"frozen policy"`, `"frozen instruction"`: held-out exact match at the end;
     - `"shuffled rewards"`: by how much the exact match changes in 3 steps of GRPO under one good instruction;
     - `"no mask"`: updates on one batch make what right trajectories wrote likelier than what wrong ones wrote. Of the
-      gap that opens with the mask, which share opens without it?
+      gap that opens with the mask, what share opens without it?
     """)
     return
 
@@ -83,7 +83,7 @@ def _():
 
 @app.function
 def flags():
-    """Returns {"frozen policy": [...], "frozen instruction": [...]}: what to write behind `python inspo.py`."""
+    """Returns {"frozen policy": [...], "frozen instruction": [...]}: what to write after `python inspo.py`."""
     ...
 
 
@@ -95,7 +95,7 @@ def check_flags(flags):
     parsed = {}
     for name, argv in got.items():
         if isinstance(argv, str):
-            return f"'{name}' is one text; return a list, as a shell would cut it: ['--seed', '1']."
+            return f"'{name}' is one text; return a list, as a shell would split it: ['--seed', '1']."
         try:
             with redirect_stderr(StringIO()) as said:
                 parsed[name] = parse([str(word) for word in argv])
@@ -308,8 +308,8 @@ def _():
     ## A last question, without a single answer
 
     Shuffled rewards have the same mean and no information. Were you surprised by what they did? Advantages then point
-    nowhere, but the optimizer still takes steps of full size. **Which other ways can you think of in which training
-    breaks while every curve of the loss looks healthy, and which number would you log to see each of them?** (A run's
+    nowhere, but the optimizer still takes steps of full size. **In which other ways can training break
+    while every curve of the loss looks healthy, and which number would you log to see each of them?** (A run's
     page has some: docs/one_step.md, page/README.md.)
     """)
     return

@@ -88,7 +88,7 @@ def check_questions(questions):
         if not some:
             return f"there is nothing to {split} on."
         if wrong := [q for q in some if not isinstance(q, Question)]:
-            return f"among those to {split} on is {wrong[0]!r}, which is no Question."
+            return f"among those to {split} on is {wrong[0]!r}, which is not a Question."
         if len({q.id for q in some}) < len(some):
             return f"two of those to {split} on have the same id: a replay buffer could not tell them apart."
     texts = {q.text for q in train}
@@ -209,7 +209,7 @@ def _():
 
 @app.function
 def step(t, P, player, task, questions, rng, G):
-    """Plays and learns step t; returns its trajectories."""
+    """Plays step t and learns from it; returns its trajectories."""
     ...
 
 
@@ -251,7 +251,7 @@ def check_step(step):
     ):
         if done.index(second) < done.index(first):
             return says
-    return "" if len(taus) == 6 else "it has to return the trajectories: here 2 questions of 3."
+    return "" if len(taus) == 6 else "it has to return the trajectories: here 3 for each of 2 questions."
 
 
 @app.cell(hide_code=True)
@@ -265,7 +265,7 @@ def _():
     mo.md(r"""
     ## The run
 
-    Your functions in a `Task`, and your step, again and again. As a file of its own the class would be all that
+    Your functions in a `Task`, and your step, again and again. In its own file, the class would be all that
     `python inspo.py --task game:Alliteration` needs.
     """)
     return
