@@ -3,7 +3,7 @@
     python extras/cold_start.py --demos demos.jsonl --model smollm2-135m --out runs/cold    # and the flags of inspo.py
 
 A row of --demos is {"messages": [{"role": "system" | "user" | "assistant" | "tool", "content": text}, ...]}; other
-columns are ignored, but for "id" and "data_source", which name its trajectory. What precedes the first assistant
+columns are ignored, except "id" and "data_source", which name its trajectory. What precedes the first assistant
 message is the prompt. Assistant messages are learned; a tool's is what the call before it returned, with or without its
 tag. The ids are those that a rollout of these texts has, and the EOS after a last assistant message.
 """

@@ -1,10 +1,10 @@
-"""Demonstrations for a cold start, out of trajectories whose reward says that they are good (docs/cold_start.md).
+"""Demonstrations for a cold start, taken from trajectories with a good reward (docs/cold_start.md).
 
     python extras/collect.py runs/NAME --out demos.jsonl        # those of a training run
     python extras/collect.py http://127.0.0.1:8001/v1 --train train.jsonl --corpus passages.jsonl --out demos.jsonl
 
 WHAT is a run, whose training rollouts are read, or what evaluate.py can play: the URL of an OpenAI-compatible chat
-endpoint (OPENAI_API_KEY), a preset, a Hugging Face directory or id, which is asked the training questions, once each.
+endpoint (OPENAI_API_KEY), a preset, a Hugging Face directory or id; it is asked each training question once.
 A row is added to --out for each question and instruction that has none there: the same command again continues.
 """
 
@@ -40,7 +40,7 @@ Played = tuple[Task, str, Question, Row]  # with its instruction, and what Traje
 
 def row_of(task: Task, instruction: str, q: Question, played: Row) -> Row:
     """Writes a trajectory as a conversation: its prompt, its turns as far as they count, and what was shown."""
-    # Control tokens are the business of whoever reads the row.
+    # Control tokens are handled where the row is read.
     form, words, tags = task.format, Words(), task.format.words(task.tools)
     messages = form.messages(task, instruction, dataclasses.replace(q, text=as_data(q.text, control(words, tags))))
     tools = {tool.tag: tool for tool in task.tools}

@@ -3,9 +3,9 @@
     python extras/drift.py                     # 40 runs an arm and drift, half a minute
 
 The graded world (docs/results/README.md): a question is a form of 25 lines, an instruction a set of clauses. A clause
-has a line filled in that is otherwise left empty, or left empty that is otherwise filled in, or names a unit, always a
-wrong one. The reward is 0.2 plus 0.05 a point, and a line's role says what it pays (`points`). With the drift d, from 0
-to 1, some of that depends on the policy's skill s, the probability of the right unit. In expectation:
+asks to fill in a line that is otherwise left empty, or to leave one empty that is otherwise filled in, or names a unit,
+always a wrong one. The reward is 0.2 plus 0.05 a point, and a line's role says what it pays (`points`). With the drift
+d, from 0 to 1, some of that depends on the policy's skill s, the probability of the right unit. In expectation:
 
     late, filled in:  (1 - d) + d (2s - 1)        early, left empty:  1 - d        early, filled in:  d (2s - 1)
 

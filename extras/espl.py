@@ -83,7 +83,7 @@ class ESPLConfig(ObjectiveConfig):
 
     def check(self) -> str:
         if self.rivals == 1:
-            return "--rivals 1: one program alone is compared with nobody; 2 or more, or 0 for all"
+            return "--rivals 1: one program alone has no rival; give 2 or more, or 0 for all"
         if not 0 <= self.crossover <= 1:
             return f"--crossover {self.crossover}: a probability, from 0 to 1"
         return check_buffer(self, "E-SPL")

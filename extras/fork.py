@@ -1,8 +1,8 @@
-"""inspo.py with classes of yours in place of its own: a Learner (grpo.py), a Population, an Evolution (inspo.py).
+"""inspo.py with your classes in place of its own: a Learner (grpo.py), a Population, an Evolution (inspo.py).
 
     python extras/fork.py --parts extras.examples.margin:Margin,extras.examples.opo:OPO      # and the flags of inspo.py
 
-Several of one kind become one class that inherits from all. A run resumes with the parts that it began with.
+Several of one kind become one class that inherits from all. A run resumes with the parts that it started with.
 """
 
 if not __package__:
@@ -20,7 +20,7 @@ from tasks import load
 class ForkConfig(Config):
     """parts of yours"""
 
-    parts: str = knob("", "the classes, with commas: module:Class,...")
+    parts: str = knob("", "the classes, comma-separated: module:Class,...")
 
 
 def load_parts(cfg: ForkConfig) -> dict[str, Any]:

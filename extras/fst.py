@@ -68,7 +68,7 @@ class Front(Population):
         return np.full(len(self.ids), 1 / len(self.ids))
 
     def keep(self, kept: Sequence[int], t: int) -> None:
-        """Drops everyone else."""
+        """Drops all others."""
         self._drop([I for I in self.active if I.id not in kept], t)
 
 
@@ -86,7 +86,7 @@ class GEPA(FromOne):
             return
         rng = rng_of(cfg.seed, t, "gepa")
         D_B = [self.D[q] for q in self.B.questions(rng, cfg.D_B, [])]
-        shown = ReplayBuffer(cfg.buffer)  # what the optimizer may see: no question that prompts are chosen by
+        shown = ReplayBuffer(cfg.buffer)  # what the optimizer may see: no question on which prompts are chosen
         shown.items = [e for e in self.B.items if e.question not in {q.id for q in D_B}]
         prompts: list[tuple[int | None, str]] = [(I.id, I.text) for I in P.active]
         self.t, self.used = t, {normalize(text) for _, text in prompts}
@@ -149,8 +149,8 @@ def feedback_prompt(instruction: str, tau_fail: Sequence[Experience], budget: in
 def instance_wins(r: Array) -> npt.NDArray[np.int64]:
     """Counts on how many questions each prompt is among the best, of rewards (prompts, questions); 0: dominated.
 
-    GEPA's rule: from the lowest mean upwards, a prompt goes if on every question that it wins another that is left
-    wins too.
+    GEPA's rule: from the lowest mean upwards, a prompt is dropped if on every question that it wins, another remaining
+    one wins too.
     """
     best = r == r.max(0)
     left = np.ones(len(r), bool)

@@ -90,7 +90,7 @@ class Batch:
 
     @cached_property
     def acted(self) -> Ints:
-        """Tokens of each turn; where the turns are not told, all tokens are one."""
+        """Tokens of each turn; where turns are not recorded, all tokens are one turn."""
         return self.turns([tau.acted or [sum(tau.mask)] for tau in self.taus])
 
     @cached_property
@@ -177,7 +177,7 @@ class Batch:
         return out
 
     def each(self, f: Callable[[Array], Array], x: Array, of: Ints) -> Array:
-        """Returns f of every group of entries; whoever is alone in a group has nobody to be compared with: 0."""
+        """Returns f of every group of entries; 0 for an entry that is alone in its group."""
         out = np.zeros(len(x))
         for rows in v.groups(of):
             if len(rows) > 1:
@@ -187,8 +187,8 @@ class Batch:
     def per_instruction(self, A: Array) -> Array:
         """Returns A minus its mean over the trajectories of the same instruction.
 
-        A baseline across groups compares instructions too, and the better one's tokens would be trained for its words:
-        their difference belongs in the weights of Eq. 6.
+        A baseline across groups compares instructions too, and would credit tokens for their instruction's words. That
+        belongs in the weights of Eq. 6.
         """
         return A - self.mean(A, self.instruction)
 

@@ -1,7 +1,7 @@
-"""Other rules of choosing instructions, alone or together; docs/selection.md has the formulas and what they cost.
+"""Other rules for choosing instructions, singly or combined; docs/selection.md has the formulas and what they cost.
 
     python extras/selection.py --rank paired                         # two share a question, a test prunes
-    python extras/selection.py --gate lower_bound --rounds 2         # a revision has to be hardly worse for certain
+    python extras/selection.py --gate lower_bound --rounds 2         # a revision must almost surely be hardly worse
     python extras/selection.py --gate fill                           # places left go to revisions not shown to be worse
     python extras/selection.py --groups question                     # Eq. 3 compares a question's rollouts under all
     python extras/selection.py --rank paired --objective consistent  # any of objectives.py, and the flags of inspo.py
@@ -41,7 +41,7 @@ class SelectionConfig(ObjectiveConfig):
     )  # fmt: skip
     gate: str = knob(
         "paper", "who joins: paper; lower_bound: at most .01 below its parent, with 80 % confidence; fill: where places"
-        " are left, also who is not significantly below", of=("paper", "lower_bound", "fill"),
+        " are left, also those not significantly below", of=("paper", "lower_bound", "fill"),
     )  # fmt: skip
     groups: str = knob(
         "pair", "pair: trajectories of an instruction and question are compared; question: of a question under any",
@@ -126,7 +126,7 @@ class Paired(Rule):
     """A population that compares its instructions on questions which they share, since the generation began.
 
     Every question goes to two of them, so that its difficulty and the policy's progress cancel. Weights are mean
-    rewards on the common questions. All are drawn alike, not by Eq. 4: whoever is behind for certain leaves.
+    rewards on the common questions. All are drawn equally often, not by Eq. 4: those significantly behind are dropped.
     """
 
     def __init__(self, cfg: SelectionConfig):
@@ -198,7 +198,7 @@ class Paired(Rule):
         return [I for I, k in zip(ranked, rows, strict=True) if distance[k] > t * se[k] + 1e-9]
 
     def succeed(self, parents: Sequence[Instruction], new: Sequence[Candidate], t: int) -> list[Instruction]:
-        """With a new generation the comparison begins anew."""
+        """Starts the comparison anew with each generation."""
         joined = super().succeed(parents, new, t)
         if joined:
             self.design, self.looks = None, 0

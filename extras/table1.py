@@ -45,7 +45,7 @@ class Player:
         self.cfg, self.search, self.words = agent.task.cfg, agent.task.search, wording(agent.task.cfg.model)
 
     def under(self, instruction: str, questions: Sequence[Question]) -> list[Trajectory]:
-        """Plays the task's own loop under an instruction of the method's."""
+        """Plays the task's own loop under the method's instruction."""
         return dataclasses.replace(self.agent, instruction=instruction).play(questions)
 
     def ids(self, prompt: Prompt, **slots: object) -> list[int]:

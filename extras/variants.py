@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Array = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 Columns = dict[str, Array]
-SMALL = 1e-6  # beside a standard deviation in a denominator, as in Eq. 3
+SMALL = 1e-6  # added to a standard deviation in a denominator, as in Eq. 3
 
 
 def groups(number: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
@@ -106,7 +106,7 @@ def leave_one_out(b: Batch) -> Array:
 
 
 def over_mean(b: Batch) -> Array:
-    """MaxRL (2602.02710): (r - mean) / mean; 0 where no reward is. In expectation the gradient of log E[r]."""
+    """MaxRL (2602.02710): (r - mean) / mean; 0 where all rewards are 0. In expectation the gradient of log E[r]."""
     return b.each(lambda r: (r - r.mean()) / (r.mean() or 1), b.reward, b.group)
 
 
@@ -161,8 +161,8 @@ def bundle_scores(b: Batch) -> Array:
     s, by_instruction = np.zeros(b.n), dict[int, list[npt.NDArray[np.int64]]]()
     for rows in sorted(groups(b.group), key=lambda rows: b.taus[rows[0]].group):
         by_instruction.setdefault(int(b.instruction[rows[0]]), []).append(rows)
-    for found in by_instruction.values():
-        for bundle in [found[k : k + 5] for k in range(0, len(found), 5)]:
+    for own in by_instruction.values():
+        for bundle in [own[k : k + 5] for k in range(0, len(own), 5)]:
             for i in range(max(map(len, bundle))):
                 ith = [rows[i] for rows in bundle if i < len(rows)]
                 s[ith] = 5 * b.reward[ith].mean()
@@ -327,10 +327,10 @@ def diverse(b: Batch) -> Mask:
     A = b.advantage
     up, n, spread = np.sort(A), (b.n + 1) // 2, -1.0
     chosen = np.zeros(b.n, bool)
-    for k in range(n + 1 if n else 0):  # the k lowest and the n - k highest; whoever ties with one of them comes along
+    for k in range(n + 1 if n else 0):  # the k lowest and the n - k highest, with all ties
         low, high = up[:k], up[b.n - n + k :]
-        if (found := np.r_[low, high].var()) > spread:
-            spread, chosen = found, (A <= low.max(initial=-np.inf)) | (A >= high.min(initial=np.inf))
+        if (var := np.r_[low, high].var()) > spread:
+            spread, chosen = var, (A <= low.max(initial=-np.inf)) | (A >= high.min(initial=np.inf))
     chosen = chosen[b.tau]
     score = np.abs(b.A) * b.pi_old[1]
     return chosen & (score >= np.median(score[chosen])) if chosen.any() else chosen
@@ -391,7 +391,7 @@ def per_sequence(b: Batch, w: Array) -> Columns:
 
 
 def per_turn(b: Batch, w: Array) -> Columns:
-    """The same of the token's turn."""
+    """The same for the token's turn."""
     return {"log_s": b.mean(b.log_rho, b.turn)}
 
 

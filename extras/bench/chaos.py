@@ -1,8 +1,8 @@
 """Runs of the world that are killed, stopped, starved and resumed (`make chaos`): a line each, JSON last.
 
 A scenario disturbs a small run at one of MOMENTS, which the run's files tell, once, or again while it resumes. Then the
-run is resumed in peace, and has to end with the metrics, the population, the instruction and the weights of an
-undisturbed run, to the bit. Where the disturbed run ends by itself, it has to say how to resume, without a traceback.
+run is resumed undisturbed, and has to end with the metrics, the population, the instruction and the weights of an
+undisturbed run, bit for bit. Where the disturbed run ends by itself, it has to say how to resume, without a traceback.
 `--ranks 1 2` alternates between one process and torchrun with two; `--only` picks scenarios. The full disk is a tmpfs,
 which takes root. Exits with 1 if a run failed.
 """
@@ -120,7 +120,7 @@ SCENARIOS: dict[str, Callable[[Run, random.Random], None]] = {
 
 
 def read_result(out: Path) -> dict[str, object]:
-    """Reads what has to be equal to the bit: all but times, and requests that failed."""
+    """Reads what has to be bit-identical: all but times, and requests that failed."""
     calls = [row["call"]["key"] for row in read_jsonl(out / "reflections.jsonl") if "call" in row]
     rows = read_jsonl(out / "metrics.jsonl")
     return {
@@ -158,7 +158,7 @@ def make_folder(name: str, tmp: str) -> Iterator[Path]:
 
 
 def undisturbed(out: Path, ranks: int, flags: list[str]) -> dict[str, object]:
-    """Runs in peace; returns the result that others are compared with."""
+    """Runs undisturbed; returns the result that others are compared with."""
     code, output = Run(out, ranks, flags).end()
     if code:
         raise Fault(f"the undisturbed run failed: {output[-2000:]}")

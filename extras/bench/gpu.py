@@ -14,7 +14,7 @@ engine  vllm     the world's run with vLLM: sleep, wake, reload, proof of weight
         beside   a random model of Qwen2.5-3B's shape through vLLM: memory awake and asleep: extras/bench/colocated.py
         lora     the world's run with vLLM and LoRA, killed and resumed
 
-Each part is a process with a time limit of its own; whatever happens to one, the next one runs. It PASSes, FAILs or is
+Each part is a process with its own time limit; whatever happens to one, the next one runs. It PASSes, FAILs or is
 SKIPped because a package or a second card is missing, and then says what. A missed goal is a FAIL. Nothing outside this
 machine is reached. Exit code 1 if any part failed. It needs one GPU and `pip install -r requirements.txt` (torch 2.11
 or later; without vLLM its part is skipped; the tests need pytest). `--device cpu` tries everything without a GPU on toy

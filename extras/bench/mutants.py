@@ -19,7 +19,7 @@ from collections import defaultdict
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
-import hypothesis.core  # noqa: F401  what takes long is imported once, before the forks
+import hypothesis.core  # noqa: F401  slow imports come once, before the forks
 import pytest
 from torch.distributed.checkpoint import state_dict  # noqa: F401
 from torch.nn.attention import varlen  # noqa: F401

@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python -m extras.bench.step           # and flags of inspo.py
 
 A run whose learning rate is 0, so that all steps start from the same policy, under the world's best instruction, under
-which rollouts are longest. The first step warms up; it is what says how long a run takes from its start to the end of
-its first step. The median of the others counts.
+which rollouts are longest. The first step warms up; it tells how long a run takes from its start to the end of its
+first step. The median of the others counts.
 """
 
 import json

@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python -m extras.bench.trl            # and flags of inspo.py, such as --model smollm2-135m
 
 Single turns of at most 48 tokens without a tool, the work that both can do, with the learning rate 0. Ours is a run
-(extras/bench/step.py), TRL's follows it, so nothing else should want the machine. TRL stops at tokens: where </answer>
+(extras/bench/step.py), TRL's follows it, so nothing else should use the machine. TRL stops at tokens: where </answer>
 is not one, as it is in the world, its turns may be longer; the tokens of both are printed. With --agent both train on
 rollouts that search, which our loop plays for TRL, too (its `rollout_func`): only their updates differ.
 """

@@ -85,7 +85,7 @@ class EnvironmentTask(Task):
             return [Question(f"{split}-{k}", "", source="seeds", data=row) for k, row in enumerate(rows)]
         if not file and split == "valid":
             return []
-        path, found = Path(file), []
+        path, questions = Path(file), []
         if path.suffix != ".jsonl" or not path.is_file():
             raise Fault(f"--{split} {file or 'is missing'}: give a .jsonl file, each line a row for reset()")
         for line, row in read_json_lines(path):
@@ -98,8 +98,8 @@ class EnvironmentTask(Task):
                     f"--{split} {file}:{line}: nothing is asked that is text; fill `prompt` (a text, or messages of the"
                     " system and the user) or `question`"
                 )
-            found.append(Question(str(row.get("id", f"{split}-{line}")), text, source=path.stem, data=row))
-        return found
+            questions.append(Question(str(row.get("id", f"{split}-{line}")), text, source=path.stem, data=row))
+        return questions
 
     def prompt(self, instruction: str, question: Question) -> list[Message]:
         """Returns one message: the instruction, the row's text and that of `reset`."""

@@ -1,7 +1,7 @@
 """`--format hermes`: calls as JSON in `<tool_call>`, schemas and results where the model's own chat template has them.
 
 The instruction is the system message, the question the user's. A turn ends with EOS. What has been sampled is never
-rendered again: its ids stay, and those that follow come of a dummy conversation, rendered once for each template.
+rendered again: its ids stay, and those that follow come from a dummy conversation, rendered once for each template.
 
 With `--format hermes_tools` the descriptions of the tools evolve, too: an instruction then ends with `<tool_NAME>what
 it does</tool_NAME>` for each, and the optimizer, which is asked to keep tags, revises both in one text.
@@ -73,8 +73,8 @@ class Hermes(Tags):
         if not task.tools:
             raise Fault(f"--format hermes_tools: the task has no tools (--tools {task.cfg.tools}); take hermes")
         if not sections(instruction):
-            said = [f"<tool_{tool.tag}>{schema_of(tool)['description']}</tool_{tool.tag}>" for tool in task.tools]
-            instruction = "\n".join([f"{instruction}\n", *said])
+            described = [f"<tool_{tool.tag}>{schema_of(tool)['description']}</tool_{tool.tag}>" for tool in task.tools]
+            instruction = "\n".join([f"{instruction}\n", *described])
         if reason := malformed(instruction, task.tools):
             raise Fault(f"{where}: its instruction {reason}; fix it, or take --format hermes")
         return instruction
@@ -89,17 +89,17 @@ class Hermes(Tags):
     @classmethod
     def messages(cls, task: Task, instruction: str, question: Question) -> list[Message]:
         """Returns the instruction as the system's message, and what the task asks without one."""
-        asked = [{**message, "content": message["content"].strip()} for message in task.prompt("", question)]
-        rules = [message["content"] for message in asked if message["role"] == "system"]
+        messages = [{**message, "content": message["content"].strip()} for message in task.prompt("", question)]
+        rules = [message["content"] for message in messages if message["role"] == "system"]
         system = "\n\n".join(filter(None, [without_sections(instruction), *rules]))
-        others = [message for message in asked if message["role"] != "system" and message["content"]]
+        others = [message for message in messages if message["role"] != "system" and message["content"]]
         return [{"role": "system", "content": system}, *others]
 
     @classmethod
     def options(cls, task: Task, instruction: str) -> Mapping[str, Any]:
         """Returns the tools' schemas, with the descriptions that the instruction has of them."""
-        said = dict(sections(instruction))
-        schemas = [schema_of(tool, said.get(tool.tag, "").strip()) for tool in task.tools]
+        descriptions = dict(sections(instruction))
+        schemas = [schema_of(tool, descriptions.get(tool.tag, "").strip()) for tool in task.tools]
         return {"tools": [{"type": "function", "function": schema} for schema in schemas] or None}
 
     @classmethod
@@ -109,17 +109,17 @@ class Hermes(Tags):
 
         The answer is what `<answer>` holds, or else all of a turn that has ended, but for its thoughts.
         """
-        said = without_thoughts(text)
-        if calls := CALL.findall(said):
+        body = without_thoughts(text)
+        if calls := CALL.findall(body):
             try:
                 tool, argument = call_of(calls[0], tools)
             except ValueError as e:
                 return Action(text, ended=ended, note=f"This call cannot be served: {e}.")
             more = f"Of your {len(calls)} calls the first is served: write one at a time.\n" * (len(calls) > 1)
             return Action(text, None, tool, argument, ended, more)
-        answer = find_answer(said)
+        answer = find_answer(body)
         if answer is None and ended:
-            answer = said.strip() or None
+            answer = body.strip() or None
         why = "was empty" if ended else "was cut off before it ended"
         note = f"Your turn {why}. Call a tool, or write the answer inside <{ANSWER}> and </{ANSWER}>."
         return Action(text, answer, ended=ended, note="" if answer is not None else note)
@@ -173,8 +173,8 @@ class Hermes(Tags):
 
 def without_thoughts(text: str) -> str:
     """Returns what follows a turn's last thought; thoughts that do not end are followed by nothing."""
-    said = text.rpartition("</think>")[2]
-    return said.partition("<think>")[0]
+    rest = text.rpartition("</think>")[2]
+    return rest.partition("<think>")[0]
 
 
 def call_of(text: str, tools: Sequence[Tool]) -> tuple[Tool, str]:
@@ -242,8 +242,8 @@ def malformed(instruction: str, tools: Sequence[Tool]) -> str:
 def frame(tokenizer: Tokenizer) -> tuple[str, str]:
     """Returns what the chat template writes between EOS and a tool's result, and after that, up to the next turn.
 
-    Raises Fault unless the template prints tools, writes a call as `read` reads it, ends a turn with EOS and a tool's
-    message behind it whole, and leaves what precedes a turn as it was.
+    Raises Fault unless the template prints tools, writes a call as `read` reads it, ends a turn with EOS, keeps the
+    tool's message after it whole, and leaves what precedes a turn as it was.
     """
     where, eos = template_of(tokenizer), str(tokenizer.eos_token)
     key = {"type": "string", "description": "A key"}
@@ -287,8 +287,8 @@ def check_printed(tokenizer: Tokenizer, function: Mapping[str, Any]) -> None:
         text = rendered(tokenizer, asked, tools=[function])
     except Fault as e:
         raise Fault(f"--format hermes: the schema of the tool {schema['name']} cannot be printed: {e}") from None
-    said = [schema["name"], schema["description"], *schema["parameters"].get("properties", {})]
-    for part in said:
+    parts = [schema["name"], schema["description"], *schema["parameters"].get("properties", {})]
+    for part in parts:
         if not any(json.dumps(part, ensure_ascii=ascii)[1:-1] in text for ascii in (False, True)):
             raise Fault(f"{where} prints no {part[:40]!r} of the tool {schema['name']}; {REMEDY}")
 

@@ -26,8 +26,8 @@ from plumbing.faults import Fault, ToolDown
 from plumbing.outside import decoded, printable, without_secrets
 from tasks.functions import SchemaTool
 
-PATIENCE = 60.0  # seconds for a server to start and to tell its tools
-PROBE = 10.0  # seconds for one that has failed to tell them again
+PATIENCE = 60.0  # seconds for a server to start and to list its tools
+PROBE = 10.0  # seconds for one that has failed to list them again
 RETRIES = 6  # attempts to reach it again after the first, as of the search tool
 ROUNDS = 6  # of calls of a tool, each begun after the last went unserved, that stop the run
 
@@ -127,12 +127,12 @@ class Server:
 
         async def tools() -> list[Any]:
             await self.open()
-            found, cursor = [], None
+            listed, cursor = [], None
             while True:
                 page = await self.client.list_tools(cursor=cursor)
-                found += page.tools
+                listed += page.tools
                 if not (cursor := page.next_cursor):
-                    return found
+                    return listed
 
         try:
             return _begun(asyncio.wait_for(tools(), PATIENCE)).result()  # type: ignore[no-any-return]
@@ -184,7 +184,7 @@ class Server:
         return f"{name} failed: the server ended during the call", False
 
     async def renew(self, broken: Any) -> bool:
-        """Returns whether a connection is of no more use; then there is a new one, for all calls that it broke.
+        """Returns whether a broken connection has been replaced, once for all the calls that it broke.
 
         Raises ToolDown.
         """
@@ -213,7 +213,7 @@ class Server:
 
 
 async def _accept(*_: Any) -> None:
-    """Matches no result with its schema: the policy reads it as text, and a pattern in it could take hours."""
+    """Checks no result against its schema: the policy reads it as text, and a pattern in it could take hours."""
 
 
 def _text(part: Any) -> str:

@@ -4,7 +4,7 @@
     make real ARGS=--hub                        # the original weights, where the Hugging Face hub can be reached
     OPENAI_BASE_URL=... make real ARGS="--optimizer_model NAME"      # a language model reflects, not a script
 
-A part is a command that could be typed. It is skipped when what it leaves behind is there, and resumes where it was
+A part is a command that could be typed. It is skipped when its result is there, and resumes where it was
 stopped: the same command again finishes the rest.
 """
 

@@ -1,4 +1,4 @@
-"""Can an instruction matter to a real model? A gate, which is passed before an experiment about it is worth its hours.
+"""Can an instruction matter to a real model? A gate: only if it is passed is an experiment about it worth its hours.
 
     python -m extras.real.conventions       # after python -m extras.real.model downloads/smollm2-135m; hours; resumable
 

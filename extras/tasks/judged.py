@@ -27,7 +27,7 @@ End your reply with a line `Score: n`, n being a whole number from 0 to 10."""
 
 
 class JudgedQA(SearchQA):
-    """r(tau) is the judge's score / 10; 0 without an answer, which nobody is asked about."""
+    """r(tau) is the judge's score / 10; 0 without an answer, and then the judge is not asked."""
 
     timeout, retries, threads = 120.0, 6, 32  # seconds a verdict, times, verdicts at once
 
