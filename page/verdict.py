@@ -57,7 +57,7 @@ def cost(run: Run) -> Row:
     """What the run has spent: calls and tokens, rollouts, seconds by phase."""
     calls = [row["call"] for row in run.reflections if "call" in row]
     total = run.summary.get("seconds") or max(column(run.steps, "time/total"), default=0.0)
-    names = ("rollout", "reward", "update", "verify", "evolve", "evaluate", "log")
+    names = ("rollout", "reward", "update", "verify", "evolve", "evaluate")
     phases = {name: sum(column(run.steps, f"time/{name}")) for name in names}
     phases["evolve"] -= phases["verify"]  # a part of it; the rest are the optimizer's calls
     failed = {name for row in run.steps for name in row if name.endswith("/faults")}

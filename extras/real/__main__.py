@@ -145,7 +145,8 @@ def main(argv: list[str] | None = None) -> None:
         play_missing(parts(out, args.hub, args.optimizer_model, args.seed))
         result = table(out)
         (out / "real.md").write_text(result + "\n")
-        print(f"\n{result}\n\nthe run's page is {args.out}/inspo/report.html; python ask.py {args.out}/inspo asks it")
+        run = out / "inspo"
+        print(f"\n{result}\n\nthe run's page is {run}/report.html; python ask.py --run {run} questions its agent")
 
 
 if __name__ == "__main__":

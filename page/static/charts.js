@@ -12,7 +12,7 @@ const PANELS = [
   { id: "grad_norm", title: "Gradient norm before clipping", keys: { grad_norm: "norm" } },
   {
     id: "seconds", title: "Seconds per step",
-    keys: { "time/rollout": "rollouts", "time/update": "update", "time/evolve": "evolution", "time/log": "log" },
+    keys: { "time/rollout": "rollouts", "time/update": "update", "time/evolve": "evolution" },
   },
 ];
 const charts = [];

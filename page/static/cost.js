@@ -1,6 +1,6 @@
 // What a run has cost: calls, tokens, money at a price, verification against training, seconds by phase; its settings.
 
-const PHASES = { rollout: "rollouts", reward: "rewards", update: "update", verify: "verification", evolve: "optimizer and rest of evolution", evaluate: "evaluation", log: "log", other: "the rest: start, final evaluation, checkpoints" };
+const PHASES = { rollout: "rollouts", reward: "rewards", update: "update", verify: "verification", evolve: "optimizer and rest of evolution", evaluate: "evaluation", other: "the rest: start, final evaluation, checkpoints" };
 
 function drawCost(k) {
   const { cost } = DATA.runs[k];

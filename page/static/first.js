@@ -65,11 +65,9 @@ function corners(run) {
     const score = row[run.metric], calls = callsOf(run, row).map(([name, n]) => ` ${fixed(n, 1)} ${name}`);
     return h("td", { class: "corner", style: { boxShadow: `inset 0 -3px ${blend(low, high, scale.share(score))}` } }, fixed(score), h("small", {}, calls.join(",")));
   };
-  const extra = table["trained policy, canary"];
   return h("table", { class: "corners" },
     h("thead", {}, h("tr", {}, h("td"), kinds.map((kind) => h("th", { scope: "col" }, said[kind])))),
-    h("tbody", {}, CORNERS.map((policy) => h("tr", {}, h("th", { scope: "row" }, policy), kinds.map((kind) => cell(table[`${policy}, ${kind}`]))))),
-    extra && h("tbody", {}, h("tr", {}, h("th", { scope: "row" }, "trained, canary"), cell(extra))));
+    h("tbody", {}, CORNERS.map((policy) => h("tr", {}, h("th", { scope: "row" }, policy), kinds.map((kind) => cell(table[`${policy}, ${kind}`]))))));
 }
 
 // Returns [[name, calls], ...] of a row's tools; of more than three their sum, for which a card has room.
