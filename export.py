@@ -19,6 +19,7 @@ from models import lora
 from models.model import empty, export, load_config, load_model, load_tokenizer
 from plumbing import stop
 from plumbing.faults import Fault, one_line
+from plumbing.files import writing
 from population import Population
 from training import checkpoint
 
@@ -51,11 +52,12 @@ def export_checkpoint(
         model = lora.add(load_model(cfg.model).to(computed), cfg.lora_rank, cfg.lora_alpha, cfg.seed, cfg.dither)
     tensors = {"model": {k: v for k, v in model.state_dict().items() if lora.is_adapter(k) or not cfg.lora_rank}}
     checkpoint.load(tensors, chosen, alone=True)
-    if adapters:
-        lora.export(model, cfg.lora_alpha, cfg.seed, cfg.model, to)
-    else:
-        export(config, model, load_tokenizer(cfg.model), to, computed)
-    (to / "I_star.txt").write_text(P.best().text + "\n")
+    with writing(to):
+        if adapters:
+            lora.export(model, cfg.lora_alpha, cfg.seed, cfg.model, to)
+        else:
+            export(config, model, load_tokenizer(cfg.model), to, computed)
+        (to / "I_star.txt").write_text(P.best().text + "\n")
     return to, step_of(chosen), P.best().id
 
 

@@ -36,7 +36,7 @@ def minibatches(taus: list[Trajectory], cfg: GRPOKnobs) -> list[list[Trajectory]
 
 
 def lr_at(t: int, cfg: GRPOKnobs) -> float:
-    """Returns the learning rate of step t in 1..T: a linear rise over `warmup` of T, then a cosine to 0 (App. B)."""
+    """Returns the rate of step t in 1..T: a linear rise over `warmup` of T, then a cosine to 0 at T + 1 (App. B)."""
     rise = max(1, round(cfg.warmup * cfg.T))
     if t <= rise:
         return cfg.lr * t / rise

@@ -231,7 +231,8 @@ def train(
     with one_line():
         task = load_task(cfg)
         task.instruction = choose_instruction(task)
-        if leads := os.environ.get("RANK", "0") == "0" and not cfg.dry_run:
+        leads = os.environ.get("RANK", "0") == "0"
+        if leads and not cfg.dry_run:
             status("reading the questions")
             together(
                 lambda: check_questions(task), task.check, lambda: check_model(cfg.model), lambda: find_endpoint(cfg),
@@ -248,7 +249,7 @@ def train(
         from training.ranks import Ranks
 
         if cfg.dry_run:
-            return print_memory(cfg)
+            return print_memory(cfg) if leads else None
         if torch.get_num_threads() != cfg.threads:  # it was imported before the run was configured
             torch.set_num_threads(cfg.threads)
         device = device_of(cfg)

@@ -161,6 +161,8 @@ def main() -> None:
     for name, most in limits.items():
         if not 1 <= getattr(args, name) <= most:
             parser.error(f"argument --{name}: {getattr(args, name)} is not from 1 to {most}")
+    if args.encoder and not args.index:
+        parser.error("argument --encoder: BM25 has none; give the --index of its vectors (made by retrieval/build.py)")
     sock = listen(args.host, args.port)  # before the corpus is read, so that a port in use is reported at once
     corpus = Corpus(args.corpus)
     if args.index:

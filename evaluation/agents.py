@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from config import PRESETS, Config, TaskKnobs, evolves, out_of_range, read_config
 from engines import Engine
 from plumbing.faults import Fault
+from plumbing.hub import check_model
 from plumbing.outside import without_secrets
 from plumbing.servers import Servers
 from plumbing.trust import check_origin
@@ -62,6 +63,8 @@ def subject(what: str, served: str = "") -> Subject:
     if what in PRESETS:
         return Subject(what, PRESETS[what]["model"], Config(**PRESETS[what]))
     if not run:
+        if not path.is_dir():
+            check_model(what)
         return Subject(path.resolve().name, what, Config(model=what), I_star)
     if run == path and not I_star:
         raise Fault(f"{what} has no I_star.txt, so it has not finished: resume it, or give a directory that "

@@ -24,7 +24,7 @@ import torch
 from config import Config, holds_a_run, preset_of, program_of, read_config
 from journal.record import FREE, Row, describe_run, differences, with_absolute_paths
 from plumbing import stop
-from plumbing.faults import DiskFault, Fault, Outage
+from plumbing.faults import CheckpointFault, DiskFault, Fault, Outage
 from plumbing.files import read_jsonl, write, writing
 from plumbing.outside import decoded, printable
 from plumbing.trust import remember
@@ -35,12 +35,20 @@ from training import checkpoint
 NOTED = ("commit", "code", "passages", "words", "instruction text")  # may differ in a resumed run: a note names them
 
 
+# What a run writes. It replaces nothing of these: they would be somebody's.
+OWN = (
+    "checkpoints", "trajectories", "policy", "metrics.jsonl", "population.jsonl", "reflections.jsonl", "I_star.txt",
+    "summary.json", "report.html", "servers.log",
+)  # fmt: skip
+
+
 class RunDirectory:
     """`path/` with config.json, metrics.jsonl, population.jsonl, reflections.jsonl, trajectories/, checkpoints/."""
 
     def __init__(self, path: Path, keep: int = 2):
         """`keep`: newest checkpoints to keep."""
-        self.path, self.keep, self.created = path, keep, False
+        self.path, self.keep = path, keep
+        self.others: set[Path] = set()  # what was there before the run
         config = path / "config.json"
         self.record: Row = decoded(config.read_text()) if config.is_file() else {}
         self.id = self.record.get("id", "")  # that its checkpoints have too
@@ -60,9 +68,9 @@ class RunDirectory:
             yield run
             run.settle()
         except (Exception, SystemExit) as e:
-            empty = run.created and not run.rows("metrics") and not run.rows("reflections")
+            empty = not (cfg.resume or run.rows("metrics") or run.rows("reflections"))
             if empty:  # it ended before it measured or paid for anything
-                shutil.rmtree(run.path, ignore_errors=True)
+                run.discard()
             if empty or (isinstance(e, Fault) and not isinstance(e, Outage)):
                 raise
             first = "make room and " if isinstance(e, DiskFault) else ""
@@ -87,8 +95,10 @@ class RunDirectory:
             stack.callback(run.close)
             if not cfg.out:
                 run.path = _unused(f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{name}-{cfg.mode}")
-            run.created = not cfg.out or not run.path.exists()
             run.path.mkdir(parents=True, exist_ok=True)
+            run.others = set(run.path.iterdir())
+            if theirs := [name for name in OWN if run.path / name in run.others and not (cfg.resume or run.record)]:
+                raise Fault(f"{run.path} has {theirs[0]!r}, which a run would replace: choose another --out")
             run.lock()
             about = {"program": program_of(type(cfg)), "commit": commit() or "unknown", "content": content or {}}
             record = with_absolute_paths(cfg) | about
@@ -119,6 +129,13 @@ class RunDirectory:
             raise Fault(f"another process writes to {self.path}: wait until it ends, or choose another --out") from None
         except OSError:  # a file system without locks
             pass
+
+    def discard(self) -> None:
+        """Removes what the run has written, and the directory if nothing else is in it."""
+        for path in set(self.path.iterdir()) - self.others:
+            remove(path)
+        with contextlib.suppress(OSError):
+            self.path.rmdir()
 
     def close(self) -> None:
         """Lets go of the lock, once nothing is being written."""
@@ -223,7 +240,8 @@ class RunDirectory:
         """Returns the state in a checkpoint; raises Fault if it cannot be read, or if it is another run's."""
         state = checkpoint.load_state(path)
         if state["run"] != self.id:
-            raise Fault(f"{path} is of the run {state['run']}, not of {self.id}, the one in {self.path}: move it away")
+            other = f"is of the run {state['run']}, not of {self.id}, the one in {self.path}"
+            raise CheckpointFault(f"{path} {other}: move it away")
         return state
 
     def rewind(
@@ -244,7 +262,7 @@ class RunDirectory:
                 break
         if bad and not usable:
             reasons = "; ".join(f"{path.name}: {reason}" for path, reason in bad.items())
-            raise Fault(
+            raise CheckpointFault(
                 f"no checkpoint of {self.path} is whole ({reasons}): remove {self.path / 'checkpoints'} to start over"
                 " there, or choose another --out without --resume"
             )
@@ -272,12 +290,12 @@ class RunDirectory:
 
 
 def remove(path: Path) -> None:
-    """Removes a directory, if there is one; of a link only the link, since what it points to is not the run's."""
+    """Removes a file or directory, if there is one; of a link only the link: what it points to is not the run's."""
     with writing(path):
-        if path.is_symlink():
-            path.unlink()
-        elif path.exists():
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def step_of(checkpoint: Path) -> int:

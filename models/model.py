@@ -21,7 +21,7 @@ from models import lora
 from models.packing import Packing, packed_attention
 from plumbing.chat import in_template
 from plumbing.faults import Fault
-from plumbing.hub import ELSEWHERE
+from plumbing.hub import check_model
 
 LOGIT_SCALES = {  # how a family's config.json names the constant in its logits, and the power in which it enters
     "cohere": ("logit_scale", 1),
@@ -61,6 +61,7 @@ def load_config(path: str) -> Any:
     """Returns the Hugging Face config of a policy, without its weights; raises Fault where there is none."""
     from transformers import AutoConfig
 
+    check_model(path)
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as e:  # a damaged directory can raise anything
@@ -359,8 +360,7 @@ def _unloadable(path: str, what: str, e: Exception) -> Fault:
     if "trust_remote_code" in str(e):
         remedy = "it needs code of its own (auto_map), which is never run; choose a model that transformers knows"
         return Fault(f"--model {path}: {remedy}")
-    remedy = ELSEWHERE.get(path, "check the path or id")
-    return Fault(f"--model {path}: no {what} can be loaded from it ({_first_line(e)}); {remedy}")
+    return Fault(f"--model {path}: no {what} can be loaded from it ({_first_line(e)}); check the path or id")
 
 
 def _first_line(e: Exception) -> str:

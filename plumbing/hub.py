@@ -58,11 +58,13 @@ def fetch(path: str) -> Path:
 
 
 def check_model(path: str) -> None:
-    """Raises Fault where a model of the hub is not on this disk and the hub cannot be reached."""
+    """Raises Fault where a model is not on this disk, and is none of the hub or the hub cannot be reached."""
     from huggingface_hub import constants
 
-    if Path(path).is_dir() or not MODEL.fullmatch(path):
+    if Path(path, "config.json").is_file():
         return
+    if Path(path).is_dir() or not MODEL.fullmatch(path):
+        raise Fault(f"--model {path}: no causal LM can be loaded from it (no config.json there); check the path or id")
     cached = Path(constants.HF_HUB_CACHE, f"models--{path.replace('/', '--')}")
     if not cached.is_dir() and (reason := out_of_reach()):
         remedy = ELSEWHERE.get(path, "run this where it can be reached, or give a folder")

@@ -30,7 +30,7 @@ def listen(host: str, port: int) -> socket.socket:
         # "" would bind every address of the machine: an unset shell variable must not publish the server.
         sock = socket.create_server((host or "127.0.0.1", port), family=family, backlog=2048)
     except (OSError, OverflowError, UnicodeError) as e:
-        remedy = "give an address of this machine as --host and a free port as --port (0 takes any)"
+        remedy = "give an address of this machine and a free port (0 takes any)"
         raise Fault(f"cannot listen on {host}:{port}: {e}; {remedy}") from None
     # asyncio leaves Nagle's algorithm on for sockets made like this, so a short response takes 44 ms instead of 1.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

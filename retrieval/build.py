@@ -21,6 +21,7 @@ import torch
 from tqdm import tqdm
 
 from plumbing.faults import Fault, one_line
+from plumbing.files import write
 from retrieval.bm25 import BM25
 from retrieval.corpus import Corpus
 from retrieval.encoder import FAMILIES, Encoder
@@ -97,9 +98,9 @@ def main(argv: list[str] | None = None) -> None:
     kept = partial / "index.json"
     try:
         partial.mkdir(parents=True, exist_ok=True)
-        if kept.exists() and json.loads(kept.read_text()) != manifest:
+        if kept.exists() and kept.read_text() != json.dumps(manifest, indent=1):
             raise Fault(f"{partial}: begun with another encoder, --family, --max_length or corpus; remove it")
-        kept.write_text(json.dumps(manifest, indent=1))
+        write(kept, json.dumps(manifest, indent=1))
         if encoders:
             build_dense(corpus, encoders, partial, args.type)
         else:
@@ -109,7 +110,8 @@ def main(argv: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         raise Fault(f"\nstopped; the same command resumes with the vectors in {partial}") from None
     except (OSError, RuntimeError) as e:  # RuntimeError: FAISS's, for instance if it does not know the --type
-        raise Fault(f"{partial}, --type {args.type}: {e}; the same command resumes with the vectors there") from None
+        where = f"{partial}, --type {args.type}" if encoders else partial
+        raise Fault(f"{where}: {e}; the same command resumes with what is there") from None
     open_index(args.index, corpus)  # compares some vectors with their passages
     print(f"made {out}: {sum(path.stat().st_size for path in out.iterdir()) / 1e9:.3f} GB")
 

@@ -45,7 +45,7 @@ class Encoder:
             reason = str(e).strip().partition("\n")[0].rstrip(".") or type(e).__name__
             if "trust_remote_code" in str(e):
                 reason = "it needs code of its own (auto_map), which is never run"
-            todo = "give a Hugging Face id or a local directory of a BERT-type model, and a --device of this machine"
+            todo = "give a Hugging Face id or a local directory of a BERT-type model, and a device of this machine"
             raise Fault(f"--encoder {model}: {reason}; {todo}") from None
         self.dimension: int = config.hidden_size
         self.max_length = min(max_length, self._tokenizer.model_max_length, config.max_position_embeddings)

@@ -108,8 +108,9 @@ def _read_manifest(folder: Path, corpus: Corpus) -> dict:
     file = folder / "index.json"
     try:
         manifest = json.loads(file.read_text())
-    except OSError as e:
-        raise Fault(f"{file}: {e.strerror}; give a directory made by retrieval/build.py, or a FAISS file") from None
+    except (OSError, ValueError) as e:
+        remedy = "give a directory made by retrieval/build.py, or a FAISS file"
+        raise Fault(f"{file}: {getattr(e, 'strerror', e)}; {remedy}") from None
     if manifest["digest"] != corpus.digest:
         mismatch = f"built from {manifest['passages']:,} other passages than the {len(corpus):,} of {corpus.path}"
         raise Fault(f"--index {folder}: {mismatch}; give the corpus it was built from")

@@ -148,7 +148,7 @@ class Task(ABC):
 
     tools: Sequence[Tool] = ()  # what the policy can call: tags, stop strings and messages derive from them
     instruction: str = "Answer inside <answer> and </answer>."  # without --instruction
-    best_reward: ClassVar[float] = 1.0  # the highest that there is: below it a trajectory has failed
+    best_reward: ClassVar[float] = 1.0  # the lowest that a right answer earns: below it a trajectory has failed
 
     def __init__(self, cfg: Config):
         self.cfg = cfg
@@ -157,7 +157,10 @@ class Task(ABC):
     def format(self) -> type[Tags]:
         """How calls, answers and results are written (--format)."""
         name = self.cfg.format
-        return load(f"--format {name}", FORMATS.get(name, name), "class")  # type: ignore[no-any-return]
+        form: type[Tags] = load(f"--format {name}", FORMATS.get(name, name), "class")
+        if not issubclass(form, Tags):
+            raise Fault(f"--format {name}: it does not extend tasks.formats.Tags")
+        return form
 
     def check(self) -> None:
         """Raises Fault if something that `start` will need is missing; on rank 0, before anything is loaded."""
@@ -259,7 +262,7 @@ def replace_reward(kind: type[Task], spec: str) -> type[Task]:
     score = load(f"--reward {spec}", spec, "function")
 
     def reward(self: Task, taus: Sequence[Trajectory]) -> list[float]:
-        return list(wait_for(score(taus)))
+        return wait_for(score(taus))  # type: ignore[no-any-return]
 
     own = {"reward": reward, "best_reward": getattr(score, "best_reward", kind.best_reward)}
     return type(kind.__name__, (kind,), own | {"__module__": kind.__module__})
@@ -308,7 +311,11 @@ def check_questions(task: Task) -> None:
 
 
 def _check_split(task: Task, split: str) -> None:
-    ids = Counter(q.id for q in task.questions(split))
+    ids = Counter[str]()
+    for q in task.questions(split) or ():
+        if not (isinstance(q, Question) and isinstance(q.text, str)) or isinstance(q.golds, str):
+            raise Fault(f"--task {task.cfg.task}: of {split} it has {q!r:.99}; return Question(id, text, [gold, ...])")
+        ids[q.id] += 1
     if not ids and split != "valid":
         raise Fault(f"--task {task.cfg.task}: there are no questions to {split} on; return at least one")
     if twice := [id for id, n in ids.items() if n > 1]:
@@ -320,8 +327,9 @@ def reward(task: Task, taus: Sequence[Trajectory]) -> None:
     with may_stop():  # a judge may take minutes
         rewards = task.reward(taus)
     where = f"--reward {task.cfg.reward}: the reward" if task.cfg.reward else f"--task {task.cfg.task}: its reward"
-    if len(rewards) != len(taus):
-        raise Fault(f"{where} returned {len(rewards)} for {len(taus)} trajectories; return a number for each")
+    count = len(rewards) if hasattr(rewards, "__len__") else repr(rewards)
+    if count != len(taus):
+        raise Fault(f"{where} returned {count} for {len(taus)} trajectories; return a number for each")
     for tau, r in zip(taus, rewards, strict=True):
         if not _finite(r):
             raise Fault(f"{where} of question {tau.question.id} is {r!r}; return a finite number")

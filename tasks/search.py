@@ -144,7 +144,7 @@ def start_server(cfg: TaskKnobs, serve: Callable[..., str]) -> tuple[str, Callab
     """Returns the URLs of --retriever, which answers, or of a server over --corpus; and what restarts that."""
     if cfg.retriever:
         if fault := probe(cfg.retriever, cfg.topk):
-            raise Fault(f"--retriever: {fault}; start it, or serve --corpus with --retriever ''")
+            raise Fault(f"--retriever: {fault}; start it (at http://...), or serve --corpus with --retriever ''")
         return cfg.retriever, lambda: ""
     argv, index = [str(HERE / "retrieval_server.py"), "--corpus", cfg.corpus], find_index(cfg.corpus)
     # A slow core makes BM25 of 1 MB of passages a second (LOG.md), and reads 10.

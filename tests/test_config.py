@@ -19,6 +19,7 @@ from tasks import read_instruction
 
 HERE = Path(config.__file__).parent
 WORLD = HERE / "world" / "files"
+POLICY = str(WORLD / "policy")
 FIELDS = dataclasses.fields(Config)
 
 # App. B and §4 of the paper, and what both sizes share.
@@ -185,11 +186,11 @@ def test_help_groups_the_flags_by_their_concerns(capsys):
         (["--help"], 0, "--tau_s"),
         (["--G", "1"], 2, "--G 1"),
         (["--train", "nosuch.jsonl"], 1, "--train nosuch.jsonl: no such"),
-        (["--preset", "world", "--model", ".", "--train", "nosuch.jsonl", "--valid", ""], 1, "--train nosuch.jsonl"),
+        (["--preset", "world", "--model", POLICY, "--train", "nosuch.jsonl", "--valid", ""], 1, "--train nosuch.jsonl"),
         (["--test", "."], 1, "--test ."),
         (["--valid", "no.parquet"], 1, "--valid no.parquet"),
         (["--corpus", "nosuch.jsonl"], 1, "--corpus nosuch.jsonl: no such file"),
-        (["--model", ".", "--mode", "static", "--test", "T", "--corpus", "T"], 1, "--train is missing"),
+        (["--model", POLICY + "/", "--mode", "static", "--test", "T", "--corpus", "T"], 1, "--train is missing"),
         (["--task", "nowhere:Task"], 1, "--task nowhere:Task: nowhere cannot be imported"),
     ],
 )
@@ -325,7 +326,7 @@ def test_an_optimizer_is_an_endpoint_and_a_model_s_name_or_openai_s_key(monkeypa
     assert parse(argv).optimizer_model == OPTIMIZER
     assert parse([*argv, "--optimizer_model", "m"]).optimizer_model == "m"
     monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
-    with pytest.raises(Fault, match="no optimizer"):  # OpenAI's model is not that endpoint's
+    with pytest.raises(Fault, match="no optimizer: set --optimizer_model"):  # OpenAI's model is not that endpoint's
         find_endpoint(parse(argv))
     assert find_endpoint(parse([*argv, "--optimizer_model", "m"])) == ("http://127.0.0.1:9/v1", "sk-1")
     monkeypatch.setenv("OPENAI_BASE_URL", "localhost:9")

@@ -27,6 +27,7 @@ from journal.directory import RunDirectory, step_of
 from journal.record import with_absolute_paths
 from plumbing.faults import CheckpointFault, DiskFault, Fault, Outage
 from plumbing.files import read_jsonl
+from tasks import load_task
 from training import checkpoint
 
 STATE = {"population": {}, "phase": ""}
@@ -448,6 +449,25 @@ def test_runs_of_the_same_second_have_directories_of_their_own(tmp_path, monkeyp
     assert names == {"20261122-101112-world-inspo", *(f"20261122-101112-world-inspo-{k}" for k in range(2, 9))}
     for run in runs:
         run.close()
+
+
+@pytest.mark.parametrize("name", ["policy", "checkpoints", "metrics.jsonl", "I_star.txt"])
+def test_a_new_run_replaces_nothing_of_somebody_s(tmp_path, name):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "mine").touch()
+    with pytest.raises(Fault, match=f"has '{name}', which a run would replace: choose another --out"):
+        RunDirectory.open(Config(out=str(tmp_path)), "x")
+    assert [path.name for path in tmp_path.rglob("*")] == [name, "mine"]
+
+
+def test_a_run_that_never_began_leaves_what_was_there_and_can_begin_there(tmp_path):
+    (tmp_path / "notes.txt").touch()
+    cfg = Config(out=str(tmp_path))
+    with pytest.raises(Fault, match="no passages$"), RunDirectory.opened(cfg, load_task(parse([]))) as run:
+        run.write("demonstrations.json", "{}")
+        raise Fault("no passages")
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    RunDirectory.open(cfg, "x").close()
 
 
 def test_a_run_in_use_cannot_be_resumed_until_its_process_is_gone(run):

@@ -191,6 +191,12 @@ def test_the_presets_shapes_need_no_hub(name, P):
     assert sum(p.numel() for p in skeleton(fit.shapes(f"Qwen/Qwen2.5-{name}")).parameters()) == P
 
 
+def test_one_rank_prints_the_table(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    inspo.main(["--model", "qwen2.5-7b", "--dry_run", "8xh100"])
+    assert capsys.readouterr().out == ""
+
+
 def test_the_command_prints_the_table_and_refuses_what_cannot_fit(capsys):
     argv = ["--model", "qwen2.5-7b", "--dry_run"]
     inspo.main([*argv, "8xh100"])

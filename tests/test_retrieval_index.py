@@ -158,7 +158,7 @@ def test_a_model_that_is_not_an_encoder_is_refused(tmp_path):
         assert f"{kind} is not a BERT-type encoder" in refusal(Encoder, str(tmp_path / kind))
     for device in ("cuda:x", "cuda")[: 1 + (not torch.cuda.is_available())]:
         message = refusal(Encoder, MINILM, device=device)
-        assert message.startswith(f"--encoder {MINILM}: ") and "cuda" in message.lower() and "--device" in message
+        assert message.startswith(f"--encoder {MINILM}: ") and "cuda" in message.lower() and "a device of" in message
     (tmp_path / "empty").mkdir()
     assert refusal(Encoder, str(tmp_path / "empty")).startswith(f"--encoder {tmp_path / 'empty'}: ")
 
@@ -277,6 +277,8 @@ def test_an_index_and_its_model_may_move(folder, bert, tmp_path, capsys):
     assert f"--encoder {model}" in refusal(open_index, str(moved), corpus)
     opened = open_index(str(moved), corpus, encoder=str(tmp_path / "moved"))
     assert opened.name.endswith("moved") and opened.encoder.family == "bge"
+    (moved / "index.json").write_text("")
+    assert "ivf/index.json: Expecting value" in refusal(open_index, str(moved), corpus)
     (moved / "index.json").unlink()
     assert "ivf/index.json: No such file" in refusal(open_index, str(moved), corpus)
 
@@ -319,10 +321,15 @@ def test_a_build_compares_vectors_with_passages(folder, flat, shallow, tmp_path,
         (["--encoder", "/no/model"], "--encoder /no/model"),
         (["--corpus", "/no/corpus"], "/no/corpus: No such file"),
         (["--index", "/proc/x"], "/proc/x.partial, "),
+        (["--index", "/proc/x", "--encoder", "bm25"], "/proc/x.partial: "),
+        (["--index", "{tmp_path}/begun"], "{tmp_path}/begun.partial: begun with another encoder"),
         (["--index", "/tmp"], "--index /tmp: already exists"),
     ],
 )
 def test_an_impossible_build_is_refused(folder, bert, tmp_path, more, complaint):
+    (tmp_path / "begun.partial").mkdir()
+    (tmp_path / "begun.partial" / "index.json").touch()
+    more = [x.format(tmp_path=tmp_path) for x in more]
     argv = ["--corpus", str(folder / "corpus"), "--encoder", bert, "--index", str(tmp_path / "i"), *more]
     assert refusal(build.main, argv).startswith(complaint.format(tmp_path=tmp_path))
 
@@ -330,7 +337,7 @@ def test_an_impossible_build_is_refused(folder, bert, tmp_path, more, complaint)
 def test_what_cannot_be_indexed_keeps_its_vectors_for_another_type(folder, bert, tmp_path, monkeypatch):
     argv = ["--corpus", str(folder / "corpus"), "--encoder", bert, "--index", str(tmp_path / "i")]
     message = refusal(build.main, [*argv, "--type", "IVF4096,Flat"])  # more cells than passages
-    assert "4096" in message and "resumes with the vectors there" in message
+    assert "4096" in message and "resumes with what is there" in message
     monkeypatch.setattr(Encoder, "_encode", lambda *_: pytest.fail("encoded again"))
     monkeypatch.setattr(build, "open_index", lambda *_: None)  # it encodes some passages to compare
     build.main([*argv, "--type", "IVF8,Flat"])

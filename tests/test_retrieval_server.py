@@ -240,6 +240,7 @@ def test_no_body_makes_the_server_fail(url, body):
         ([], "no passage of the corpus has a word"),
         (["--port", "70000"], "cannot listen on 127.0.0.1:70000"),
         (["--topk", "0"], "--topk: 0 is not from 1 to 100"),
+        (["--encoder", "intfloat/e5-base-v2"], "--encoder: BM25 has none; give the --index"),
         (["--max_batch", "0"], "--max_batch: 0 is not from 1 to 1000000"),
         (["--family", "t5"], "--family: invalid choice: 't5'"),
         (["--top", "5"], "unrecognized arguments: --top 5"),
@@ -259,13 +260,13 @@ def test_a_bad_command_line_is_refused_in_one_line(tmp_path, monkeypatch, capsys
 def test_a_port_in_use_is_named(url):
     port = urlsplit(url).port
     message = refusal(listen, "127.0.0.1", port)
-    assert f"127.0.0.1:{port}" in message and "already in use" in message and "--port" in message
+    assert f"127.0.0.1:{port}" in message and "already in use" in message and "a free port" in message
 
 
 @pytest.mark.parametrize("host", ["203.0.113.7", "no such host", "a..b", "fe80::bad::1"])
 def test_a_host_that_cannot_be_bound_is_named(host):
     message = refusal(listen, host, 0)
-    assert f"cannot listen on {host}:0" in message and "--host" in message
+    assert f"cannot listen on {host}:0" in message and "an address of this machine" in message
 
 
 def test_an_empty_host_does_not_publish_the_server():

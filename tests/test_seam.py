@@ -112,6 +112,11 @@ def test_what_is_no_task_is_refused_by_name(game, name, says):
     assert refused(load_task, Config(task=name)).startswith(f"--task {name}: {says}")
 
 
+def test_a_format_that_is_none_is_refused(game):
+    task = load_task(Config(format="my_game:Game"))
+    assert "--format my_game:Game: it does not extend" in refused(lambda: task.format)
+
+
 @pytest.mark.parametrize(
     "split, ids, says",
     [("train", [], "no questions to train on"), ("test", [], "no questions to test on"),
@@ -126,6 +131,15 @@ def test_a_task_without_questions_or_with_an_id_twice_is_refused(split, ids, say
     assert says in refused(check_questions, Asking())
     split, ids = "valid", []
     check_questions(Asking())  # without validation questions a run has no best checkpoint, and needs none
+
+
+@pytest.mark.parametrize("question", ["Who?", Question("1", None), Question("1", "Who?", "Ann")])
+def test_what_is_no_question_with_golds_is_shown(question):
+    class Asking(Returning):
+        def questions(self, split):
+            return [question] if split == "test" else [Question("1", "Who?")]
+
+    assert f"of test it has {question!r}; return Question(id, text, [gold" in refused(check_questions, Asking())
 
 
 # ---- its instruction
@@ -267,6 +281,8 @@ def test_a_failure_is_what_the_task_says_of_a_rewarded_trajectory():
     "rewards, says",
     [
         ([1.0, 0.0], "its reward returned 2 for 3 trajectories; return a number for each"),
+        (None, "its reward returned None for 3 trajectories; return a number for each"),
+        (3, "its reward returned 3 for 3 trajectories; return a number for each"),
         ([0.0, math.nan, 0.0], "its reward of question 1 is nan; return a finite number"),
         ([0.0, 0.0, -math.inf], "its reward of question 2 is -inf; return"),
         ([None, 0.0, 0.0], "its reward of question 0 is None; return"),
