@@ -480,6 +480,7 @@ def test_export_writes_a_checkpoint_as_hugging_face_stores_models(whole, tmp_pat
         (["--step", "4"], "has no checkpoint of step 4; it has: 9, 10"),
         (["--best"], "has no checkpoint that was evaluated; it has: 9, 10"),
         (["--to", "HERE"], "exists already; remove it, or choose another with --to"),
+        (["--to", "/proc/x"], "cannot write /proc/x"),
     ],
 )
 def test_export_says_in_one_line_what_it_cannot_do(whole, tmp_path, flags, says):
