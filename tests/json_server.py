@@ -9,8 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 class JsonServer(ThreadingHTTPServer):
     """Answers every request with the next entry of its `script`, the last one again and again; keeps the requests.
 
-    An entry is a dict (sent as JSON with status 200), (status, headers, text), or a function of the handler, which
-    returns one of these or None if it has answered itself.
+    An entry is a dict (sent as JSON with status 200), (status, headers, text or bytes), or a function of the handler,
+    which returns one of these or None if it has answered itself.
     """
 
     daemon_threads = True
@@ -47,11 +47,13 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
-        self.send_header("Content-Length", str(len(text.encode())))
+        content = text.encode() if isinstance(text, str) else text
+        self.send_header("Content-Length", str(len(content)))
         self.end_headers()
-        self.wfile.write(text.encode())
+        if self.command != "HEAD":
+            self.wfile.write(content)
 
-    do_GET = do_POST
+    do_GET = do_HEAD = do_POST
 
     def log_message(self, *_):
         pass
