@@ -62,9 +62,12 @@ def show(tau: Trajectory) -> None:
 
 def ask(args: argparse.Namespace) -> None:
     status("loading the policy")
-    chosen = subject(args.run or newest_run())
+    run = args.run or newest_run()
+    if not Path(run).is_dir():
+        raise Fault(f"--run {run}: no such directory")
+    chosen = subject(run)
     if not chosen.I_star:
-        raise Fault(f"{args.run} holds no finished run (no I_star.txt)")
+        raise Fault(f"{run} holds no finished run (no I_star.txt)")
     task = load_task(chosen.configured(args, FLAGS, engine="torch"))
     instruction, held_out = instruction_of(chosen, task, METHODS["inspo"]), list[Question]()
     with contextlib.suppress(Fault):  # their file may be gone, and others can be asked

@@ -456,7 +456,7 @@ def test_ask_shows_the_agent_at_work(whole):
     assert "<search>" in done.stdout and "\n  search  " in done.stdout and "answer  " in done.stdout
     assert " ".join((whole[0] / "I_star.txt").read_text().split()) in " ".join(done.stdout.split())  # it is folded
     done = script("ask.py", "--run", "/no")
-    assert done.returncode == 1 and done.stderr == "ask.py: /no holds no finished run (no I_star.txt)\n"
+    assert done.returncode == 1 and done.stderr == "ask.py: --run /no: no such directory\n"
 
 
 def weights_of(path: Path) -> dict[str, torch.Tensor]:
