@@ -75,6 +75,7 @@ class VllmEngine:
         self.dtype, self.cuda = self.engine.model_config.dtype, torch.cuda.is_available()
         self.tokenizer, self.stop, self.scale = tokenizer, stop, logit_scale(load_config(path))
         self.unproven = 0
+        self.asleep = 0  # bytes that it gives back asleep: torch goes on counting them
         self.begin(seed)
 
     def begin(self, seed: int) -> None:
@@ -108,6 +109,10 @@ class VllmEngine:
     def sleep(self) -> None:
         """As Engine: frees weights and KV cache on a GPU; the CPU has no sleep mode."""
         self.begin(self.seed)
+        if self.cuda:
+            from vllm.device_allocator.cumem import CuMemAllocator
+
+            self.asleep = CuMemAllocator.get_instance().get_current_usage()
         self.engine.sleep(level=2)
 
     def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
@@ -118,17 +123,26 @@ class VllmEngine:
         self.begin(self.seed)
         asleep = self.engine.is_sleeping()
         if asleep:
-            self.engine.wake_up(["weights"])
+            self.wake("weights")
         [model] = self.engine.collective_rpc("get_model")
         with torch.no_grad():
             proof = Proof(self.dtype, self.scale)
             self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": proof.record(weights)})
             rebuild_heads(model)
         if asleep:
-            self.engine.wake_up(["kv_cache"])
+            self.wake("kv_cache")
         if not self.engine.reset_prefix_cache():
             raise EngineFault("vLLM could not drop the prefix cache of the old weights")
         self.unproven = proof.check(model)
+
+    def wake(self, part: str) -> None:
+        """Takes back the memory of "weights" or "kv_cache"; raises torch's OutOfMemoryError where it is gone."""
+        try:
+            self.engine.wake_up([part])
+        except RuntimeError as e:  # of vLLM's own allocator
+            if "out of memory" not in str(e):
+                raise
+            raise torch.OutOfMemoryError(f"vLLM's {part}: {e}") from None
 
     def close(self) -> None:
         from vllm.distributed import parallel_state

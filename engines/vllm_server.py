@@ -54,7 +54,8 @@ class VllmServer:
         rows = sum(config["scheduler_config"]["max_num_seqs"] for config in configs)
         self.pool = ThreadPoolExecutor(rows)
         self.begin(0)
-        self.workers = [config["parallel_config"]["world_size"] for config in configs]
+        parallel = [config["parallel_config"] for config in configs]
+        self.workers = [of["world_size"] * of["data_parallel_size"] for of in parallel]
         self.source = WeightSource(model, getattr(torch, configs[0]["model_config"]["dtype"].removeprefix("torch.")))
         self.unproven = len(self.source.parameters)
         self.sender = self.connect()
@@ -164,6 +165,8 @@ class VllmServer:
             if self.rank == 0:
                 self.request_all("/pause")  # ends forgotten turns: vLLM would crash if their weights changed
             self.source.weights = weights
+            if torch.cuda.is_available():  # vLLM reads them in streams of its own, which do not wait for the optimizer
+                torch.cuda.synchronize()
             self.sender.send_weights()
             if self.rank == 0 and not all(answer["success"] for answer in self.request_all("/reset_prefix_cache")):
                 urls = without_secrets(",".join(self.urls))

@@ -13,7 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from kernels import grpo_head, token_logprobs
@@ -293,6 +299,8 @@ def weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
     One tensor at a time; all ranks must iterate together.
     """
+    if isinstance(model, FSDPModule):
+        model.reshard()  # after a forward pass without backward the root is still gathered, in bfloat16
     adapted = lora.layers(model)
     for name, p in model.named_parameters():
         if layer := adapted.get(name):

@@ -1,6 +1,8 @@
 """A policy that is computed in bfloat16 on a CPU: weights stay float32, engine and trainer agree, a run resumes."""
 
+import gc
 import shutil
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -17,11 +19,11 @@ from engines.torch_engine import TorchEngine
 from evaluation.agents import local
 from inspo import make_policy
 from models import model as models
-from models.model import empty, fill, load_config, load_policy
+from models.model import empty, fill, load_config, load_policy, weights
 from plumbing.faults import Fault
 from plumbing.files import read_jsonl
 from tasks import load_task
-from training.policy import choose_dither_seed
+from training.policy import choose_dither_seed, first_policy
 from training.ranks import Ranks
 
 SMALL = "--mode static --dtype bfloat16 --T 2 --batch 2 --mini 2 --G 2 --eval_n 2 --save_every 1 --keep 9 --seed 6"
@@ -147,6 +149,33 @@ def test_a_run_in_bfloat16_resumes_to_the_bit(run, flags, tmp_path):
     assert steps(out) == steps(run)
     name = "policy/model.safetensors"
     assert (out / name).read_bytes() == (run / name).read_bytes()
+
+
+def test_a_forward_pass_leaves_the_weights_as_they_are_trained(tiny_path, monkeypatch):
+    """FSDP keeps the root gathered after it, in bfloat16; and of the first policy nothing is kept."""
+    first = weakref.WeakSet()
+
+    def note(*args):
+        first.add(model := first_policy(*args))
+        return model
+
+    monkeypatch.setattr("training.policy.first_policy", note)
+    cfg = Config(model=str(tiny_path), engine="torch")
+    gc.disable()
+    try:
+        policy = make_policy(cfg, Ranks("cpu", 1, "bfloat16"), load_task(cfg))
+        assert not first
+    finally:
+        gc.enable()
+    before = {name: w.clone() for name, w in weights(policy.learner.model)}
+    taus = batch_of(2)
+    for tau in taus:
+        tau.ids = [i % 600 for i in tau.ids]
+    policy.learner.score(taus)
+    after = dict(weights(policy.learner.model))
+    policy.close()
+    assert {w.dtype for w in after.values()} == {torch.float32}
+    assert all(torch.equal(after[name], w) for name, w in before.items())
 
 
 def test_a_bfloat16_engine_samples_with_float32_logits(path):

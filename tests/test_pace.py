@@ -23,3 +23,14 @@ def test_a_second_s_tokens_by_hand():
     assert found["time/trained_per_s"] == (10 + 4 + 3 + 6 + 3 + 20 + 5 + 3) / 0.5
     assert (found["time/rollout"], found["time/update"], found["search/faults"]) == (3.0, 0.5, 7)
     assert 0.05 < found["time/peak_gb"] < 1000  # of this process, with torch in it
+
+
+def test_memory_that_vllm_gives_back_asleep_is_not_counted(monkeypatch):
+    monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda: 90e9)
+    policy = SimpleNamespace(
+        seconds={"rollout": 1.0, "update": 1.0}, ranks=SimpleNamespace(device="cuda"), faults=int,
+        engine=SimpleNamespace(asleep=60e9),
+    )  # fmt: skip
+    assert Policy.pace(policy, [])["time/peak_gb"] == 30
+    policy.engine = None  # torch's own engine gives nothing back
+    assert Policy.pace(policy, [])["time/peak_gb"] == 90

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from transformers import Qwen2Config
 import inspo
 from config import WORLD, Config, parse
 from engines.choose import without_cuda
+from engines.vllm_engine import VllmEngine
 from grpo import Learner
 from models.model import load_tokenizer
 from plumbing.faults import Fault
@@ -155,6 +157,24 @@ def test_a_full_gpu_is_told_in_one_line_that_names_a_remedy(monkeypatch, tmp_pat
         inspo.main(flags.split())
     line = str(ended.value).strip().splitlines()[0]
     assert re.match("update: CUDA out of memory; resume with .*--recompute 1.*--micro_tokens", line), line
+
+
+def test_a_gpu_that_is_full_when_vllm_wakes_is_out_of_memory():
+    def wake_up(parts):
+        raise RuntimeError(f"CUDA Error: {reason} at cumem_allocator.cpp:62")
+
+    engine = SimpleNamespace(engine=SimpleNamespace(wake_up=wake_up))
+    for reason, fault in ("out of memory", torch.OutOfMemoryError), ("unknown error", RuntimeError):
+        with pytest.raises(RuntimeError) as e:
+            VllmEngine.wake(engine, "weights")
+        assert e.type is fault and reason in str(e.value)
+
+
+def test_servers_of_vllm_are_not_left_out_without_a_word():
+    cfg = parse(["--vllm", "http://ann:Geheim42@127.0.0.1:9"])
+    with pytest.raises(Fault, match="the engine would be torch .*; add --engine vllm") as e:
+        check(replace(cfg, device="cpu"), Ranks("cpu", 1), SearchQA(cfg))
+    assert "Geheim" not in str(e.value)
 
 
 @pytest.mark.parametrize("url", ["", "http://127.0.0.1:8000", "http://localhost:8000"])

@@ -13,6 +13,7 @@ from engines.choose import choose_engine
 from models import lora
 from models.model import load_config, load_tokenizer, skeleton
 from plumbing.faults import Fault
+from plumbing.outside import without_secrets
 from plumbing.status import status
 from rollout import encode_prompt
 from tasks import Task
@@ -77,6 +78,9 @@ def check(cfg: Config, ranks: Ranks, task: Task) -> tuple[Config, str]:
     """
     check_device(cfg)
     engine, why = choose_engine(cfg, ranks.device)
+    if engine == "torch" and cfg.vllm != "colocate":
+        url = without_secrets(cfg.vllm)
+        raise Fault(f"--vllm {url}: the engine would be torch ({why}); add --engine vllm, or leave it out")
     if ranks.device == "cuda":
         memory = torch.cuda.get_device_properties(0).total_memory / 1e9
         # torch's layers keep more than Liger's

@@ -194,10 +194,10 @@ def of_update(cfg: Config, model: Any, gpus: int) -> tuple[str, list[Part]]:
 
 
 def of_torch_engine(cfg: Config, model: Any) -> list[Part]:
-    # Remaining rows are copied before the old cache is freed.
+    # Remaining rows are copied before the old cache is freed. A logit's probability is summed in float64, out of place.
     size = getattr(torch, cfg.dtype).itemsize
     cache = 2 * kv_bytes(model.config, size) * (cfg.max_prompt + cfg.max_response) * cfg.max_rows
-    logits = 3 * 4 * len(model.get_output_embeddings().weight) * cfg.max_rows
+    logits = 21 * len(model.get_output_embeddings().weight) * cfg.max_rows
     return [
         Part("torch engine (weights)", size * parameters(model), size * parameters(model), "--engine vllm"),
         Part(f"torch engine (KV cache of {cfg.max_rows} rows, twice)", 0, cache, "a smaller --max_rows"),

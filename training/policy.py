@@ -180,6 +180,8 @@ class Policy:
         if cfg.recompute:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self.learner = learner(model, reference, cfg, max_gap=learner.MAX_GAP[ranks.dtype])
+        if first and first is not model:
+            del first.score  # a cycle, with which vLLM's gc.freeze() would keep the whole policy for ever
         self.engine = engine(self, first)
         self.t = 0  # the last step whose update has begun
         self.seconds: dict[str, float] = {}  # of each method's last call
@@ -252,13 +254,14 @@ class Policy:
         """Returns columns about the speed of the step that was taken with these trajectories.
 
         Tokens are those that all ranks sampled per second of the rollouts, and those that they trained on (prompts and
-        observations too) per second of the update; GB (1e9 bytes) are the most that rank 0 has taken so far, of its GPU
-        or, without one, of its process. Columns of time/ are what a resumed run does not repeat.
+        observations too) per second of the update; GB (1e9 bytes) are the most that rank 0 has taken so far: of its
+        GPU, less what vLLM gives back asleep, or without one of its process. Columns of time/ are what a resumed run
+        does not repeat.
         """
         rollout, update = self.seconds["rollout"], self.seconds["update"]
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         if self.ranks.device == "cuda":
-            peak = torch.cuda.max_memory_allocated()
+            peak = torch.cuda.max_memory_allocated() - getattr(self.engine, "asleep", 0)
         return {
             "time/rollout": rollout,
             "time/update": update,
