@@ -240,8 +240,9 @@ class RunDirectory:
         """Returns the state in a checkpoint; raises Fault if it cannot be read, or if it is another run's."""
         state = checkpoint.load_state(path)
         if state["run"] != self.id:
-            other = f"is of the run {state['run']}, not of {self.id}, the one in {self.path}"
-            raise CheckpointFault(f"{path} {other}: move it away")
+            raise CheckpointFault(
+                f"{path} is of the run {state['run']}, not of {self.id}, the one in {self.path}: move it away"
+            )
         return state
 
     def rewind(

@@ -2,15 +2,18 @@
 
     torchrun --nproc_per_node=2 tests/ranks_policy.py TRAJECTORIES OUT
 
-Takes one update on TRAJECTORIES, a pickle of (Config, trajectories). OUT gets metrics.json and `policy/`.
+Takes one update on TRAJECTORIES, a pickle of (Config, trajectories). OUT gets metrics.json, `policy/` and, of a
+reset whose model is gone, the fault.
 """
 
 import json
 import pickle
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from inspo import make_policy
+from plumbing.faults import Fault
 from tasks import load_task
 from training.ranks import Ranks
 
@@ -24,6 +27,11 @@ def main() -> None:
         return policy.follow()
     (out / "metrics.json").write_text(json.dumps(policy.update(1, taus)))
     policy.export(out / "policy")
+    policy.cfg = replace(cfg, model="/no/such")
+    try:
+        policy.reset()
+    except Fault as e:
+        (out / "fault").write_text(str(e))
     policy.close()
 
 

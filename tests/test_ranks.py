@@ -152,6 +152,7 @@ def test_policy_update_gives_every_trajectory_its_advantage_on_every_rank(path, 
     (tmp_path / "taus.pkl").write_bytes(pickle.dumps((cfg, taus)))
     code, _, stderr = finish(torchrun(n, "tests/ranks_policy.py", tmp_path / "taus.pkl", tmp_path), LIMIT)
     assert code == 0, stderr
+    assert "/no/such: no causal LM" in (tmp_path / "fault").read_text()  # raised where all can still go on
     found = [json.loads((tmp_path / "metrics.json").read_text())]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "policy", dtype=torch.float32)
     want = alone(path, cfg, parts, updates=1)

@@ -79,8 +79,9 @@ def check(cfg: Config, ranks: Ranks, task: Task) -> tuple[Config, str]:
     check_device(cfg)
     engine, why = choose_engine(cfg, ranks.device)
     if engine == "torch" and cfg.vllm != "colocate":
-        url = without_secrets(cfg.vllm)
-        raise Fault(f"--vllm {url}: the engine would be torch ({why}); add --engine vllm, or leave it out")
+        raise Fault(
+            f"--vllm {without_secrets(cfg.vllm)}: the engine would be torch ({why}); add --engine vllm, or leave it out"
+        )
     if ranks.device == "cuda":
         memory = torch.cuda.get_device_properties(0).total_memory / 1e9
         # torch's layers keep more than Liger's

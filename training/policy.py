@@ -102,10 +102,16 @@ def in_order(shares: list[dict[int, A]]) -> list[A]:
 
 
 def first_policy(cfg: Config, ranks: Ranks) -> Any:
-    """Returns the policy before training, whole and on the CPU, on rank 0; None on the others."""
-    if ranks.rank:
-        return None
-    return lora.add(load_model(cfg.model), cfg.lora_rank, cfg.lora_alpha, cfg.seed, cfg.dither)
+    """Returns the policy before training, whole and on the CPU, on rank 0; None on the others. All raise its Fault."""
+    model = fault = None
+    if ranks.rank == 0:
+        try:
+            model = lora.add(load_model(cfg.model), cfg.lora_rank, cfg.lora_alpha, cfg.seed, cfg.dither)
+        except Fault as e:
+            fault = e
+    if fault := ranks.broadcast(fault):  # fetching may take long: here the others wait without a limit
+        raise fault
+    return model
 
 
 def choose_dither_seed(cfg: Config, ranks: Ranks) -> int | None:
