@@ -317,9 +317,8 @@ def find_endpoint(cfg: Config) -> tuple[str, str]:
         return "", ""
     url, key = os.environ.get("OPENAI_BASE_URL", ""), os.environ.get("OPENAI_API_KEY", "").strip()
     if not (cfg.optimizer_model and (url or key)):
-        missing = "OPENAI_API_KEY to take OpenAI's, or OPENAI_BASE_URL and --optimizer_model"
-        if url:
-            missing = "--optimizer_model to a model of OPENAI_BASE_URL"
+        openai = "OPENAI_API_KEY to take OpenAI's, or OPENAI_BASE_URL and --optimizer_model"
+        missing = "--optimizer_model to a model of OPENAI_BASE_URL" if url else openai
         raise Fault(f"no optimizer: set {missing}, or choose --mode static")
     if url and not url.startswith(("http://", "https://")):
         raise Fault(f"OPENAI_BASE_URL {without_secrets(url)}: begin it with http:// or https://")

@@ -102,16 +102,10 @@ def in_order(shares: list[dict[int, A]]) -> list[A]:
 
 
 def first_policy(cfg: Config, ranks: Ranks) -> Any:
-    """Returns the policy before training, whole and on the CPU, on rank 0; None on the others. All raise its Fault."""
-    model = fault = None
-    if ranks.rank == 0:
-        try:
-            model = lora.add(load_model(cfg.model), cfg.lora_rank, cfg.lora_alpha, cfg.seed, cfg.dither)
-        except Fault as e:
-            fault = e
-    if fault := ranks.broadcast(fault):  # fetching may take long: here the others wait without a limit
-        raise fault
-    return model
+    """Returns the policy before training, whole and on the CPU, on rank 0; None on the others."""
+    if ranks.rank:
+        return None
+    return lora.add(load_model(cfg.model), cfg.lora_rank, cfg.lora_alpha, cfg.seed, cfg.dither)
 
 
 def choose_dither_seed(cfg: Config, ranks: Ranks) -> int | None:
@@ -356,7 +350,14 @@ class Policy:
     @on_all_ranks(of_rank_0)
     def reset(self) -> None:
         """Restores the first policy, for evaluation alone: the optimizer keeps its moments."""
-        fill(self.learner.model, first_policy(self.cfg, self.ranks))  # what is computed is the same without dither
+        first = fault = None
+        try:
+            first = first_policy(self.cfg, self.ranks)
+        except Fault as e:  # on rank 0, while the others would wait for its weights
+            fault = e
+        if fault := self.ranks.broadcast(fault):
+            raise fault
+        fill(self.learner.model, first)  # what is computed is the same without dither
         self.synced = self.shared
 
     def describe(self) -> str:
