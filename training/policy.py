@@ -181,7 +181,7 @@ class Policy:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self.learner = learner(model, reference, cfg, max_gap=learner.MAX_GAP[ranks.dtype])
         if first and first is not model:
-            del first.score  # a cycle, with which vLLM's gc.freeze() would keep the whole policy for ever
+            vars(first).pop("score", None)  # a cycle: after vLLM's gc.freeze() the policy would stay for ever
         self.engine = engine(self, first)
         self.t = 0  # the last step whose update has begun
         self.seconds: dict[str, float] = {}  # of each method's last call
