@@ -190,6 +190,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=HERE / "docs" / "results", help="where rows and figure go")
     args = parser.parse_args(argv)
     campaign, path = CAMPAIGNS[args.name], args.results / "rows" / f"{args.name}.jsonl"
+    if unknown := set(args.arms or ()) - set(campaign.arms):
+        parser.error(f"--arms {unknown.pop()}: choose from {', '.join(campaign.arms)}")
     runs = (args.runs or HERE / "runs" / args.name).absolute()
     failed: list[Fault] = []
     with one_line("extras.campaign"):

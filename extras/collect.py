@@ -111,6 +111,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.add_argument(f"--{name}", type=knobs[name].type, help=knobs[name].metadata["doc"].replace("%", "%%"))
     args = parser.parse_args(argv)
     with one_line("extras/collect.py"), stop.listening(), stop.may_stop():
+        if args.out.is_dir() or not args.out.parent.is_dir():  # before anything is played, and perhaps paid for
+            raise Fault(f"--out {args.out}: name a file in a directory that is there")
         rows: Any = read_json_lines(args.out) if args.out.is_file() else ()
         done = {(row["instruction"], row["id"]) for _, row in rows}
         is_run = (Path(args.what) / "trajectories").is_dir()

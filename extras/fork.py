@@ -26,7 +26,7 @@ class ForkConfig(Config):
 def load_parts(cfg: ForkConfig) -> dict[str, Any]:
     """Returns the arguments of `inspo.train` that the parts replace. Raises Fault."""
     kinds: dict[str, list[type]] = {"Learner": [], "Population": [], "Evolution": []}
-    for spec in filter(None, cfg.parts.split(",")):
+    for spec in filter(None, map(str.strip, cfg.parts.split(","))):
         part = load(f"--parts {spec}", spec, "class")
         bases = [base.__name__ for base in part.__mro__ if base.__name__ in kinds]
         if not bases:

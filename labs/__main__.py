@@ -11,8 +11,10 @@ import plumbing  # noqa: F401  # isort: skip  (first: from here on a Ctrl-C is o
 import argparse
 import os
 import sys
+from pathlib import Path
 
 from labs import desk
+from plumbing import stop
 from plumbing.faults import Fault, one_line
 
 
@@ -30,11 +32,17 @@ def main(argv: list[str] | None = None) -> None:
             raise Fault(f"there is no lab {number}: give a number from {desk.NUMBERS[0]} to {desk.NUMBERS[-1]}")
         if args.solution and not number:
             raise Fault(f"--solution: it fills labs by number, not {which}")
+        if not number and not Path(which).is_file():
+            raise Fault(f"{which}: there is no such file; give a file, or the number of a lab")
         try:
             begun = sum(os.times()[:4])  # with the processes that it starts
             defined = desk.run(number or which, desk.solution(number) if args.solution else None)
-        except FileNotFoundError:
-            raise Fault(f"{which}: there is no such file; give a file, or the number of a lab") from None
+        except stop.Stopped:
+            raise
+        except (Exception, SystemExit) as e:  # a reader's file, which costs the others of a class nothing
+            print(f"{which}  WRONG  it does not run to its end ({type(e).__name__}: {e})", flush=True)
+            right = False
+            continue
         seconds = sum(os.times()[:4]) - begun
         for verdict in desk.verdicts(defined):
             print(f"{which}  {'right' if verdict.right else 'WRONG'}  {verdict.text}", flush=True)

@@ -380,6 +380,7 @@ def test_a_run_s_rollouts_become_demonstrations_if_their_reward_says_so(played, 
     again["turns"][-1]["text"] = "<think> </think> " + again["turns"][-1]["text"]
     shutil.rmtree(run / "trajectories")
     (run / "trajectories").mkdir()
+    assert f"--out {run}: name a file" in collected(run, "--out", run)[1]  # before anything is played
     assert "nothing to demonstrate in 0 trajectories" in collected(run, "--out", tmp_path / "x.jsonl")[1]
     for t, played_again in ((1, good[0][1].record() | {"instruction": 0}), (2, again)):
         RunDirectory(run).write_trajectories(f"step-{t:06d}", [played_again])
