@@ -1,7 +1,7 @@
 """A trajectory's tokens as the page of a run shows them: their texts, and what engine and update saw of each."""
 
 import math
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
@@ -13,11 +13,13 @@ from tasks import Trajectory
 def token_data(tau: Trajectory, tokenizer: Any, limit: int = 2000) -> dict[str, Any]:
     """Returns the columns of a watched trajectory's first `limit` action tokens, and how many there are in all.
 
-    turns: action tokens of each turn; text: of each token (a character that several make is with the last one); engine:
-    its log-prob as sampled; the others as in `grpo.note_tokens`, to four digits.
+    turns: action tokens of each turn; text: of each token (a character that several make is with the last one, and
+    U+FFFD if the turn ends within it); engine: its log-prob as sampled; the others as in `grpo.note_tokens`, to four
+    digits.
     """
     stream = DecodeStream(skip_special_tokens=False)
-    texts = [stream.step(tokenizer.backend_tokenizer, id) or "" for id in tau.ids]
+    ends = [acted > after for acted, after in pairwise([*tau.mask, 0])]
+    texts = [stream.step(tokenizer.backend_tokenizer, id) or "\ufffd" * end for id, end in zip(tau.ids, ends, strict=True)]
     places = [k for k, m in enumerate(tau.mask) if m]
     columns = {"engine": [tau.logps[k] for k in places], **tau.tokens}
     return {
