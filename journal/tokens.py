@@ -18,8 +18,10 @@ def token_data(tau: Trajectory, tokenizer: Any, limit: int = 2000) -> dict[str, 
     digits.
     """
     stream = DecodeStream(skip_special_tokens=False)
-    ends = [acted > after for acted, after in pairwise([*tau.mask, 0])]
-    texts = [stream.step(tokenizer.backend_tokenizer, id) or "\ufffd" * end for id, end in zip(tau.ids, ends, strict=True)]
+    texts = [
+        stream.step(tokenizer.backend_tokenizer, id) or "\ufffd" * (acted > after)
+        for id, (acted, after) in zip(tau.ids, pairwise([*tau.mask, 0]), strict=True)
+    ]
     places = [k for k, m in enumerate(tau.mask) if m]
     columns = {"engine": [tau.logps[k] for k in places], **tau.tokens}
     return {
