@@ -18,39 +18,59 @@ from models.model import logit_scale
 
 
 class RowCache:
-    """Keys and values of all rows, each written at its row's own positions; implements transformers' Cache."""
+    """Keys and values of contexts; implements transformers' Cache.
 
-    def __init__(self) -> None:
+    A row holds one context, each token in the column of its position. Or M contexts with the same prompt share a row:
+    the prompt stands once, and after it a token of each in turn, so that attention reads a prompt's keys only once.
+    """
+
+    def __init__(self, shared: torch.Tensor, M: int = 1, capacity: int = 1):
+        """shared: how many tokens the contexts of each row have in common, (B,); 0 where a row is one context's."""
         self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # layer -> two of (B, heads, capacity, dim)
-        self.rows = self.positions = torch.empty(0)  # where the next `update` writes: (B, 1) and (B, T)
+        self.rows = self.columns = torch.empty(0)  # where the next `update` writes: (B, 1) and (B, T)
         self.width = 0  # columns in use
+        self.M, self.shared, self.members = M, shared[:, None], torch.arange(M, device=shared.device)
+        behind = torch.arange(capacity, device=shared.device) - self.shared[:, :, None]
+        self.own = (behind < 0) | (behind % M == self.members[:, None])  # (B, M, capacity): whose columns are whose
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes (B, heads, T, dim) at `positions`; returns the columns in use, (B, heads, width, dim)."""
+        """Writes (B, heads, T, dim) at `columns`; returns the columns in use, (B, heads, width, dim)."""
         if layer not in self.layers:
             B, heads, _, dim = key.shape
             shape = (B, heads, self.width, dim)
             self.layers[layer] = key.new_zeros(shape), value.new_zeros(shape)
         keys, values = self.layers[layer]
-        keys[self.rows, :, self.positions] = key.transpose(1, 2)
-        values[self.rows, :, self.positions] = value.transpose(1, 2)
+        keys[self.rows, :, self.columns] = key.transpose(1, 2)
+        values[self.rows, :, self.columns] = value.transpose(1, 2)
         return keys[:, :, : self.width], values[:, :, : self.width]
 
     def get_seq_length(self, *args: Any) -> int:
         return 0  # the model gets positions and mask explicitly
 
-    def select(self, rows: torch.Tensor, columns: int, capacity: int = 0) -> "RowCache":
-        """Returns a copy of the first `columns` of these rows, with room for `capacity`; a row may be named twice."""
+    def place(self, positions: torch.Tensor) -> torch.Tensor:
+        """Returns the columns of tokens at positions (..., B, M), one of each context; with M = 1 (..., B, any)."""
+        behind = positions - self.shared
+        return torch.where(behind < 0, positions, self.shared + behind * self.M + self.members)
 
-        def copy(x: torch.Tensor) -> torch.Tensor:
-            copied = x.new_zeros(len(rows), x.shape[1], max(capacity, x.shape[2]), x.shape[3])
-            torch.index_select(x[:, :, :columns], 0, rows, out=copied[:, :, :columns])
-            return copied
+    def copy(self, contexts: torch.Tensor, capacity: int, shared: torch.Tensor | None = None, M: int = 1) -> "RowCache":
+        """Returns a cache with a row for each of these contexts (m of row b is b M + m; one may be named twice).
 
-        other = RowCache()
-        other.layers = {i: (copy(keys), copy(values)) for i, (keys, values) in self.layers.items()}
+        With `shared` M contexts that begin with these tokens will share each row.
+        """
+        columns = self.place(torch.arange(capacity, device=contexts.device)[:, None, None])  # (capacity, B, M)
+        columns = columns.flatten(1)[:, contexts].T[:, None]  # (contexts, 1, capacity)
+
+        def gather(x: torch.Tensor) -> torch.Tensor:
+            heads = torch.arange(x.shape[1], device=x.device)[:, None]
+            rows = (contexts // self.M)[:, None, None] * x.shape[1] + heads
+            # Where x has no such column, its last: something finite, which will be written before it is read.
+            places = rows * x.shape[2] + columns.clamp(max=x.shape[2] - 1)
+            return x.flatten(0, 2).index_select(0, places.flatten()).view(*places.shape, -1)
+
+        other = RowCache(torch.zeros_like(contexts) if shared is None else shared, M, capacity)
+        other.layers = {i: (gather(keys), gather(values)) for i, (keys, values) in self.layers.items()}
         return other
 
     def write(self, rows: torch.Tensor, other: "RowCache", columns: slice) -> None:
@@ -107,7 +127,7 @@ class TorchEngine:
     def begin(self, seed: int) -> None:
         """As Engine; the samples that follow depend on nothing but `seed` and the calls."""
         self.generator = torch.Generator(self.device).manual_seed(seed)
-        self.cache = RowCache()
+        self.cache = RowCache(torch.zeros(0))
         self.keys: list[int] = []  # row of `cache` -> the caller's key
         self._rows: list[int] = []  # position in the batch -> row of `cache`
         self.cached: dict[int, int] = {}  # key -> how many tokens of its context are cached
@@ -133,7 +153,7 @@ class TorchEngine:
         ids: list[list[int]] = [[] for _ in active]
         logps: list[list[float]] = [[] for _ in active]
         lengths = torch.tensor([len(contexts[key]) for key in self.keys], device=self.device)
-        first_column = int(lengths.min())
+        first_column, longest = int(lengths.min()), int(lengths.max())
         while True:
             sampled, logp = self._sample(h, temperature)
             unfinished = []  # positions in the batch
@@ -150,13 +170,16 @@ class TorchEngine:
                     unfinished.append(b)
             if not unfinished:
                 break
-            if 2 * len(unfinished) <= len(active):
+            halved = 2 * len(unfinished) <= len(active)
+            if cache.M > 1 and (halved or int(lengths.max()) == 2 * longest):  # no more is shared than is not
+                self.cache = cache = cache.copy(torch.arange(len(active), device=self.device), longest + max_new)
+            if halved:
                 keep = torch.tensor(unfinished, device=self.device)
                 self._write_back(cache, slice(first_column, int(lengths.max())))
-                cache = cache.select(keep, int(lengths.max()))
                 active, lengths, sampled = [active[b] for b in unfinished], lengths[keep], sampled[keep]
                 self._rows = [self._rows[b] for b in unfinished]
-            h = self._forward(cache, sampled[:, None], lengths[:, None])[:, 0]
+                cache = cache.copy(keep, longest + max_new)
+            h = self._forward(cache, sampled.view(-1, cache.M), lengths.view(-1, cache.M)).flatten(0, 1)
             lengths = lengths + 1
         self._write_back(cache, slice(first_column, int(lengths.max())))
         self.model.train(training)
@@ -169,17 +192,22 @@ class TorchEngine:
     def _prefill(self, contexts: dict[int, list[int]], room: int) -> torch.Tensor:
         """Caches the uncached part of every context; returns the last hidden state of each row, (B, H)."""
         keys = list(contexts)
-        if not self.cache.layers:  # a new batch: compute equal prompts (those of a group) once
+        if not self.keys:  # a new batch: compute equal prompts (those of a group) once
             prompts = list(dict.fromkeys(map(tuple, contexts.values())))
-            copies = torch.tensor([prompts.index(tuple(ids)) for ids in contexts.values()], device=self.device)
-            h = self._extend([0] * len(prompts), list(map(list, prompts)))[copies]
-            width = max(map(len, prompts))
-            self.cache = self.cache.select(copies, width, width + room)
+            of = torch.tensor([prompts.index(tuple(ids)) for ids in contexts.values()], device=self.device)
+            lengths, longest = torch.tensor(list(map(len, prompts)), device=self.device), max(map(len, prompts))
+            self.cache = RowCache(torch.zeros_like(lengths))
+            h = self._extend([0] * len(prompts), list(map(list, prompts)))[of]
+            M = len(of) // len(prompts)
+            if of.tolist() != [k // M for k in range(len(of))]:  # not groups of one size, one after the other
+                M = 1
+            capacity = longest + (room if M == 1 else M * min(room, longest))
+            self.cache = self.cache.copy(of[::M], capacity, lengths[of[::M]], M)
         else:
             rows = torch.tensor([self.keys.index(key) for key in keys], device=self.device)
             starts = [self.cached[key] for key in keys]
             new = [contexts[key][n:] for key, n in zip(keys, starts, strict=True)]
-            self.cache = self.cache.select(rows, max(starts), max(starts) + max(map(len, new)) + room)
+            self.cache = self.cache.copy(rows, max(starts) + max(map(len, new)) + room)
             h = self._extend(starts, new)
         self.keys, self._rows = keys, list(range(len(keys)))
         return h
@@ -197,10 +225,12 @@ class TorchEngine:
     def _forward(self, cache: RowCache, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Returns hidden states (B, T, H) of ids (B, T) at positions (B, T); attention is causal within each row."""
         cache.rows = torch.arange(len(ids), device=self.device)[:, None]
-        cache.positions, cache.width = positions, int(positions.max()) + 1
-        visible = torch.arange(cache.width, device=self.device) <= positions[:, :, None]  # (B, T, width)
+        cache.columns = cache.place(positions)
+        cache.width = int(cache.columns.max()) + 1
+        causal = torch.arange(cache.width, device=self.device) <= cache.columns[:, :, None]  # (B, T, width)
+        mask = causal & cache.own[:, :, : cache.width]
         hidden: torch.Tensor = self.model.base_model(
-            input_ids=ids, position_ids=positions, attention_mask=visible[:, None],
+            input_ids=ids, position_ids=positions, attention_mask=mask[:, None],
             past_key_values=cache, use_cache=True,
         ).last_hidden_state  # fmt: skip
         return hidden

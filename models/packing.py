@@ -100,8 +100,8 @@ def packed_attention(
 
             return sdpa_attention_forward(module, query, key, value, None, scaling=scaling, **kwargs)
         if window:
-            columns = torch.arange(attention_mask.shape[-1], device=query.device)
-            attention_mask = attention_mask & (columns >= attention_mask.sum(-1, keepdim=True) - window)
+            ordinal = attention_mask.cumsum(-1)
+            attention_mask = attention_mask & (ordinal > ordinal[..., -1:] - window)
         return grouped_attention(query, key, value, attention_mask, scaling).transpose(1, 2), None
     queries, longest = packing.longest
     window = window or longest

@@ -274,7 +274,7 @@ def sample(cfg):
     model = outside(skeleton)(shapes(cfg.model), getattr(torch, cfg.dtype))
     engine.model, engine.device = model.to_empty(device="cuda"), torch.device("cuda")
     zeros = torch.zeros(2, 1, dtype=torch.long, device="cuda")
-    return str(engine._forward(RowCache(), zeros, zeros).dtype)
+    return str(engine._forward(RowCache(zeros[:, 0]), zeros, zeros).dtype)
 
 
 FAKE, TRACKER = FakeTensorMode(allow_non_fake_inputs=True), Tracker()
