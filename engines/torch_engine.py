@@ -74,8 +74,8 @@ class RowCache:
         return other
 
     def write(self, rows: torch.Tensor, other: "RowCache", columns: slice) -> None:
-        """Copies `columns` of all rows of `other` into these rows."""
-        for i, pair in self.layers.items():
+        """Copies `columns` of all rows of another cache into these rows."""
+        for i, pair in self.layers.items() if other is not self else ():
             for mine, theirs in zip(pair, other.layers[i], strict=True):
                 mine[rows, :, columns] = theirs[:, :, columns]
 
@@ -129,7 +129,7 @@ class TorchEngine:
         self.generator = torch.Generator(self.device).manual_seed(seed)
         self.cache = RowCache(torch.zeros(0))
         self.keys: list[int] = []  # row of `cache` -> the caller's key
-        self._rows: list[int] = []  # position in the batch -> row of `cache`
+        self._rows = torch.empty(0)  # position in the batch -> context of `cache`
         self.cached: dict[int, int] = {}  # key -> how many tokens of its context are cached
 
     def ended(self, ids: list[int]) -> bool:
@@ -170,24 +170,18 @@ class TorchEngine:
                     unfinished.append(b)
             if not unfinished:
                 break
-            halved = 2 * len(unfinished) <= len(active)
-            if cache.M > 1 and (halved or int(lengths.max()) == 2 * longest):  # no more is shared than is not
-                self.cache = cache = cache.copy(torch.arange(len(active), device=self.device), longest + max_new)
-            if halved:
+            if 2 * len(unfinished) <= len(active):
+                if cache.M > 1:
+                    self.cache = cache = cache.copy(self._rows, longest + max_new)
                 keep = torch.tensor(unfinished, device=self.device)
-                self._write_back(cache, slice(first_column, int(lengths.max())))
-                active, lengths, sampled = [active[b] for b in unfinished], lengths[keep], sampled[keep]
-                self._rows = [self._rows[b] for b in unfinished]
+                self.cache.write(self._rows, cache, slice(first_column, int(lengths.max())))
                 cache = cache.copy(keep, longest + max_new)
+                active, lengths, sampled = [active[b] for b in unfinished], lengths[keep], sampled[keep]
+                self._rows = self._rows[keep]
             h = self._forward(cache, sampled.view(-1, cache.M), lengths.view(-1, cache.M)).flatten(0, 1)
             lengths = lengths + 1
-        self._write_back(cache, slice(first_column, int(lengths.max())))
+        self.cache.write(self._rows, cache, slice(first_column, int(lengths.max())))
         self.model.train(training)
-
-    def _write_back(self, cache: RowCache, columns: slice) -> None:
-        """Copies new columns from the batch's cache into the one that the next turn starts from."""
-        if cache is not self.cache:
-            self.cache.write(torch.tensor(self._rows, device=self.device), cache, columns)
 
     def _prefill(self, contexts: dict[int, list[int]], room: int) -> torch.Tensor:
         """Caches the uncached part of every context; returns the last hidden state of each row, (B, H)."""
@@ -199,17 +193,17 @@ class TorchEngine:
             self.cache = RowCache(torch.zeros_like(lengths))
             h = self._extend([0] * len(prompts), list(map(list, prompts)))[of]
             M = len(of) // len(prompts)
-            if of.tolist() != [k // M for k in range(len(of))]:  # not groups of one size, one after the other
+            # Groups of one size, one after the other, share a prompt's row, unless what they add may be longer.
+            if room > longest or of.tolist() != [k // M for k in range(len(of))]:
                 M = 1
-            capacity = longest + (room if M == 1 else M * min(room, longest))
-            self.cache = self.cache.copy(of[::M], capacity, lengths[of[::M]], M)
+            self.cache = self.cache.copy(of[::M], longest + M * room, lengths[of[::M]], M)
         else:
             rows = torch.tensor([self.keys.index(key) for key in keys], device=self.device)
             starts = [self.cached[key] for key in keys]
             new = [contexts[key][n:] for key, n in zip(keys, starts, strict=True)]
             self.cache = self.cache.copy(rows, max(starts) + max(map(len, new)) + room)
             h = self._extend(starts, new)
-        self.keys, self._rows = keys, list(range(len(keys)))
+        self.keys, self._rows = keys, torch.arange(len(keys), device=self.device)
         return h
 
     def _extend(self, starts: list[int], new: list[list[int]]) -> torch.Tensor:
