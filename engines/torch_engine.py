@@ -29,9 +29,10 @@ class RowCache:
         self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # layer -> two of (B, heads, capacity, dim)
         self.rows = self.columns = torch.empty(0)  # where the next `update` writes: (B, 1) and (B, T)
         self.width = 0  # columns in use
-        self.M, self.shared, self.members = M, shared[:, None], torch.arange(M, device=shared.device)
-        behind = torch.arange(capacity, device=shared.device) - self.shared[:, :, None]
-        self.own = (behind < 0) | (behind % M == self.members[:, None])  # (B, M, capacity): whose columns are whose
+        self.M, self.shared = M, shared
+        behind = torch.arange(capacity, device=shared.device) - shared[:, None, None]
+        members = torch.arange(M, device=shared.device)[:, None]
+        self.own = (behind < 0) | (behind % M == members)  # (B, M, capacity): which columns each context reads
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer: int, *args: Any, **kwargs: Any
@@ -49,18 +50,18 @@ class RowCache:
     def get_seq_length(self, *args: Any) -> int:
         return 0  # the model gets positions and mask explicitly
 
-    def place(self, positions: torch.Tensor) -> torch.Tensor:
-        """Returns the columns of tokens at positions (..., B, M), one of each context; with M = 1 (..., B, any)."""
-        behind = positions - self.shared
-        return torch.where(behind < 0, positions, self.shared + behind * self.M + self.members)
+    def place(self, contexts: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Returns the columns (n, T) of tokens at positions, (n, T) or (T,), of n contexts; m of row b is b M + m."""
+        shared = self.shared[contexts // self.M, None]
+        behind = positions - shared
+        return torch.where(behind < 0, positions, shared + behind * self.M + contexts[:, None] % self.M)
 
     def copy(self, contexts: torch.Tensor, capacity: int, shared: torch.Tensor | None = None, M: int = 1) -> "RowCache":
-        """Returns a cache with a row for each of these contexts (m of row b is b M + m; one may be named twice).
+        """Returns a cache with a row for each of these contexts; one may be named twice.
 
         With `shared` M contexts that begin with these tokens will share each row.
         """
-        columns = self.place(torch.arange(capacity, device=contexts.device)[:, None, None])  # (capacity, B, M)
-        columns = columns.flatten(1)[:, contexts].T[:, None]  # (contexts, 1, capacity)
+        columns = self.place(contexts, torch.arange(capacity, device=contexts.device))[:, None]
 
         def gather(x: torch.Tensor) -> torch.Tensor:
             heads = torch.arange(x.shape[1], device=x.device)[:, None]
@@ -73,11 +74,13 @@ class RowCache:
         other.layers = {i: (gather(keys), gather(values)) for i, (keys, values) in self.layers.items()}
         return other
 
-    def write(self, rows: torch.Tensor, other: "RowCache", columns: slice) -> None:
-        """Copies `columns` of all rows of another cache into these rows."""
+    def write(self, contexts: torch.Tensor, other: "RowCache", new: slice) -> None:
+        """Copies the tokens at the `new` positions from the rows of another cache, one for each of these contexts."""
+        rows = (contexts // self.M)[:, None]
+        columns = self.place(contexts, torch.arange(new.start, new.stop, device=contexts.device))
         for i, pair in self.layers.items() if other is not self else ():
             for mine, theirs in zip(pair, other.layers[i], strict=True):
-                mine[rows, :, columns] = theirs[:, :, columns]
+                mine[rows, :, columns] = theirs[:, :, new].transpose(1, 2)
 
 
 class TorchEngine:
@@ -153,7 +156,7 @@ class TorchEngine:
         ids: list[list[int]] = [[] for _ in active]
         logps: list[list[float]] = [[] for _ in active]
         lengths = torch.tensor([len(contexts[key]) for key in self.keys], device=self.device)
-        first_column, longest = int(lengths.min()), int(lengths.max())
+        first, longest = int(lengths.min()), int(lengths.max())
         while True:
             sampled, logp = self._sample(h, temperature)
             unfinished = []  # positions in the batch
@@ -171,16 +174,14 @@ class TorchEngine:
             if not unfinished:
                 break
             if 2 * len(unfinished) <= len(active):
-                if cache.M > 1:
-                    self.cache = cache = cache.copy(self._rows, longest + max_new)
                 keep = torch.tensor(unfinished, device=self.device)
-                self.cache.write(self._rows, cache, slice(first_column, int(lengths.max())))
+                self.cache.write(self._rows, cache, slice(first, int(lengths.max())))
                 cache = cache.copy(keep, longest + max_new)
                 active, lengths, sampled = [active[b] for b in unfinished], lengths[keep], sampled[keep]
                 self._rows = self._rows[keep]
             h = self._forward(cache, sampled.view(-1, cache.M), lengths.view(-1, cache.M)).flatten(0, 1)
             lengths = lengths + 1
-        self.cache.write(self._rows, cache, slice(first_column, int(lengths.max())))
+        self.cache.write(self._rows, cache, slice(first, int(lengths.max())))
         self.model.train(training)
 
     def _prefill(self, contexts: dict[int, list[int]], room: int) -> torch.Tensor:
@@ -219,7 +220,8 @@ class TorchEngine:
     def _forward(self, cache: RowCache, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Returns hidden states (B, T, H) of ids (B, T) at positions (B, T); attention is causal within each row."""
         cache.rows = torch.arange(len(ids), device=self.device)[:, None]
-        cache.columns = cache.place(positions)
+        contexts = torch.arange(len(ids) * cache.M, device=self.device)
+        cache.columns = cache.place(contexts, positions.view(len(contexts), -1)).view_as(positions)
         cache.width = int(cache.columns.max()) + 1
         causal = torch.arange(cache.width, device=self.device) <= cache.columns[:, :, None]  # (B, T, width)
         mask = causal & cache.own[:, :, : cache.width]
