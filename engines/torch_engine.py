@@ -74,13 +74,13 @@ class RowCache:
         other.layers = {i: (gather(keys), gather(values)) for i, (keys, values) in self.layers.items()}
         return other
 
-    def write(self, contexts: torch.Tensor, other: "RowCache", new: slice) -> None:
-        """Copies the tokens at the `new` positions from the rows of another cache, one for each of these contexts."""
-        rows = (contexts // self.M)[:, None]
-        columns = self.place(contexts, torch.arange(new.start, new.stop, device=contexts.device))
+    def write(self, contexts: torch.Tensor, other: "RowCache", positions: torch.Tensor) -> None:
+        """Copies the tokens at `positions` (n, T) of the n rows of another cache to these n contexts."""
+        rows, columns = (contexts // self.M)[:, None], self.place(contexts, positions)
+        theirs = torch.arange(len(contexts), device=contexts.device)[:, None]
         for i, pair in self.layers.items() if other is not self else ():
-            for mine, theirs in zip(pair, other.layers[i], strict=True):
-                mine[rows, :, columns] = theirs[:, :, new].transpose(1, 2)
+            for x, y in zip(pair, other.layers[i], strict=True):
+                x[rows, :, columns] = y[theirs, :, positions]
 
 
 class TorchEngine:
@@ -155,8 +155,13 @@ class TorchEngine:
         cache, active = self.cache, list(range(len(self.keys)))  # active: the row at each position of the batch
         ids: list[list[int]] = [[] for _ in active]
         logps: list[list[float]] = [[] for _ in active]
-        lengths = torch.tensor([len(contexts[key]) for key in self.keys], device=self.device)
-        first, longest = int(lengths.min()), int(lengths.max())
+        lengths = starts = torch.tensor([len(contexts[key]) for key in self.keys], device=self.device)
+        capacity = int(lengths.max()) + max_new
+
+        def new() -> torch.Tensor:
+            """Returns the positions (B, T) of the tokens that this turn has added to the cache."""
+            return starts[self._rows, None] + torch.arange(max(map(len, ids)) - 1, device=self.device)
+
         while True:
             sampled, logp = self._sample(h, temperature)
             unfinished = []  # positions in the batch
@@ -175,13 +180,13 @@ class TorchEngine:
                 break
             if 2 * len(unfinished) <= len(active):
                 keep = torch.tensor(unfinished, device=self.device)
-                self.cache.write(self._rows, cache, slice(first, int(lengths.max())))
-                cache = cache.copy(keep, longest + max_new)
+                self.cache.write(self._rows, cache, new())
+                cache = cache.copy(keep, capacity)
                 active, lengths, sampled = [active[b] for b in unfinished], lengths[keep], sampled[keep]
                 self._rows = self._rows[keep]
             h = self._forward(cache, sampled.view(-1, cache.M), lengths.view(-1, cache.M)).flatten(0, 1)
             lengths = lengths + 1
-        self.cache.write(self._rows, cache, slice(first, int(lengths.max())))
+        self.cache.write(self._rows, cache, new())
         self.model.train(training)
 
     def _prefill(self, contexts: dict[int, list[int]], room: int) -> torch.Tensor:
