@@ -61,14 +61,13 @@ class RowCache:
 
         With `shared` M contexts that begin with these tokens will share each row.
         """
+        rows = (contexts // self.M)[:, None, None]
         columns = self.place(contexts, torch.arange(capacity, device=contexts.device))[:, None]
 
         def gather(x: torch.Tensor) -> torch.Tensor:
             heads = torch.arange(x.shape[1], device=x.device)[:, None]
-            rows = (contexts // self.M)[:, None, None] * x.shape[1] + heads
             # Where x has no such column, its last: something finite, which will be written before it is read.
-            places = rows * x.shape[2] + columns.clamp(max=x.shape[2] - 1)
-            return x.flatten(0, 2).index_select(0, places.flatten()).view(*places.shape, -1)
+            return x[rows, heads, columns.clamp(max=x.shape[2] - 1)]
 
         other = RowCache(torch.zeros_like(contexts) if shared is None else shared, M, capacity)
         other.layers = {i: (gather(keys), gather(values)) for i, (keys, values) in self.layers.items()}
