@@ -266,6 +266,8 @@ class ObjectiveConfig(Config):
     def check(self) -> str:
         if OBJECTIVES[self.objective].clip is not None and self.eps != ObjectiveConfig.eps:
             return f"--eps {self.eps}: --objective {self.objective} has its own; leave it out"
+        if self.objective == "consistent" and getattr(self, "rank", "") != "paired":
+            return "--objective consistent: compares a question's instructions; run extras/selection.py --rank paired"
         return ""
 
 

@@ -293,6 +293,7 @@ def test_rules_combine():
         (dict(rank="paired", mode="static"), "--rank paired: --mode static"),
         (dict(gate="fill", mode="static"), "--gate fill: --mode static"),
         (dict(rank="paired", groups="question"), "--groups question: --rank paired compares whole groups"),
+        (dict(objective="consistent"), "--objective consistent: compares a question's instructions"),
         (dict(gate="lower_bound", D_B=1), "--D_B 1: --gate lower_bound needs at least 2"),
     ],
 )
