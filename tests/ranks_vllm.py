@@ -6,6 +6,7 @@ Every rank has its own engine; with URLS all use those servers. Each prints the 
 engine's log-probabilities and the sharded trainer's, after a first load and after a second one with other weights.
 """
 
+import gc
 import json
 import os
 import sys
@@ -61,7 +62,8 @@ def main() -> None:
                 (p.to_local() if isinstance(p, DTensor) else p).mul_(1.1)
     print(json.dumps({"rank": rank, "errors": errors}), flush=True)
     engine.close()
-    del model, source, engine  # gloo's threads abort if a model outlives the group
+    del model, source, engine
+    gc.collect()  # gloo's threads abort if a model outlives the group
     if ranks:
         dist.barrier()
         dist.destroy_process_group()
