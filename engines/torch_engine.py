@@ -25,7 +25,10 @@ class RowCache:
     """
 
     def __init__(self, shared: torch.Tensor, M: int = 1, capacity: int = 1):
-        """shared: how many tokens the contexts of each row have in common, (B,); 0 where a row is one context's."""
+        """shared: how many tokens the contexts of each row have in common, (B,), 0 where a row is one context's.
+
+        capacity: how many columns they will need.
+        """
         self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # layer -> two of (B, heads, capacity, dim)
         self.rows = self.columns = torch.empty(0)  # where the next `update` writes: (B, 1) and (B, T)
         self.width = 0  # columns in use
@@ -76,10 +79,10 @@ class RowCache:
     def write(self, contexts: torch.Tensor, other: "RowCache", positions: torch.Tensor) -> None:
         """Copies the tokens at `positions` (n, T) of the n rows of another cache to these n contexts."""
         rows, columns = (contexts // self.M)[:, None], self.place(contexts, positions)
-        theirs = torch.arange(len(contexts), device=contexts.device)[:, None]
-        for i, pair in self.layers.items() if other is not self else ():
-            for x, y in zip(pair, other.layers[i], strict=True):
-                x[rows, :, columns] = y[theirs, :, positions]
+        others = torch.arange(len(contexts), device=contexts.device)[:, None]
+        for i, pair in self.layers.items():
+            for mine, theirs in zip(pair, other.layers[i], strict=True):
+                mine[rows, :, columns] = theirs[others, :, positions]
 
 
 class TorchEngine:
@@ -130,7 +133,7 @@ class TorchEngine:
         """As Engine; the samples that follow depend on nothing but `seed` and the calls."""
         self.generator = torch.Generator(self.device).manual_seed(seed)
         self.cache = RowCache(torch.zeros(0))
-        self.keys: list[int] = []  # row of `cache` -> the caller's key
+        self.keys: list[int] = []  # context of `cache` -> the caller's key
         self._rows = torch.empty(0)  # position in the batch -> context of `cache`
         self.cached: dict[int, int] = {}  # key -> how many tokens of its context are cached
 
@@ -156,11 +159,6 @@ class TorchEngine:
         logps: list[list[float]] = [[] for _ in active]
         lengths = starts = torch.tensor([len(contexts[key]) for key in self.keys], device=self.device)
         capacity = int(lengths.max()) + max_new
-
-        def new() -> torch.Tensor:
-            """Returns the positions (B, T) of the tokens that this turn has added to the cache."""
-            return starts[self._rows, None] + torch.arange(max(map(len, ids)) - 1, device=self.device)
-
         while True:
             sampled, logp = self._sample(h, temperature)
             unfinished = []  # positions in the batch
@@ -175,17 +173,18 @@ class TorchEngine:
                     yield FinishedTurn(self.keys[row], ids[row], logps[row])
                 else:
                     unfinished.append(b)
-            if not unfinished:
-                break
             if 2 * len(unfinished) <= len(active):
+                if cache is not self.cache:  # from which the next turn starts
+                    added = torch.arange(max(map(len, ids)) - 1, device=self.device)  # the last token is not in it yet
+                    self.cache.write(self._rows, cache, starts[self._rows, None] + added)
+                if not unfinished:
+                    break
                 keep = torch.tensor(unfinished, device=self.device)
-                self.cache.write(self._rows, cache, new())
                 cache = cache.copy(keep, capacity)
                 active, lengths, sampled = [active[b] for b in unfinished], lengths[keep], sampled[keep]
                 self._rows = self._rows[keep]
             h = self._forward(cache, sampled.view(-1, cache.M), lengths.view(-1, cache.M)).flatten(0, 1)
             lengths = lengths + 1
-        self.cache.write(self._rows, cache, new())
         self.model.train(training)
 
     def _prefill(self, contexts: dict[int, list[int]], room: int) -> torch.Tensor:
@@ -222,7 +221,7 @@ class TorchEngine:
         return h[torch.arange(len(new), device=self.device), ends]
 
     def _forward(self, cache: RowCache, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Returns hidden states (B, T, H) of ids (B, T) at positions (B, T); attention is causal within each row."""
+        """Returns hidden states (B, T, H) of ids (B, T) at positions (B, T); attention is causal within a context."""
         cache.rows = torch.arange(len(ids), device=self.device)[:, None]
         contexts = torch.arange(len(ids) * cache.M, device=self.device)
         cache.columns = cache.place(contexts, positions.view(len(contexts), -1)).view_as(positions)

@@ -22,7 +22,6 @@ QUESTIONS = [
     "Tell me the base of the producer of the film Kufix Kredith?",
 ]
 KEYS = [0, 1, 2, 1, 3, 4, 2, 2, 3, 3, 4, 0]  # the question of each row: some come several times, as a group's do
-
 GROUPS, DEALT = [k // 3 for k in range(12)], [k % 4 for k in range(12)]
 
 
@@ -105,7 +104,7 @@ def test_cached_turns_equal_a_plain_forward_pass(policy, engine, keys, rate, tem
                 assert (of_sampled > want.amax(1) - 1e-5).all()  # greedy: no token is likelier
             answered.append((row, ids))
         assert sorted(row for row, _ in answered) == sorted(contexts)
-        assert len({len(ids) for _, ids in answered}) > 1
+        assert rate < 0.1 or len({len(ids) for _, ids in answered}) > 2
         # The remaining rows receive observations of different lengths, and return in another order.
         contexts = {
             row: contexts[row] + ids + tokenizer("the city is " * (1 + row % 3))["input_ids"]
