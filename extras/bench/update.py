@@ -8,7 +8,8 @@ a prompt of 300 tokens, a trajectory 2 to 8 turns of 40 to 120 sampled tokens wi
 policy. A smaller card gets fewer layers. Without a GPU the model is a toy, which only tests the script.
 
 tokens/s  all tokens of the trajectories / seconds of the update
-MFU       8 FLOPs a parameter and token: forward, backward and the reference's pass, without attention
+MFU       6 FLOPs a parameter and token, as others count: forward and backward, without attention or recomputing;
+          mfu8 counts the reference's pass, too
 peak      of the allocator, with the estimate of training/fit.py without an engine
 gather    all weights, one whole tensor at a time: what a sync streams into the engine
 """
@@ -29,6 +30,7 @@ from config import Config
 from engines.choose import dtype_of
 from extras.bench.harness import parser_of, timed
 from grpo import Learner, minibatches
+from models.layers import fuse
 from models.model import shard, skeleton, weights
 from models.packing import micro_batches
 from plumbing.faults import Fault, one_line
@@ -53,8 +55,11 @@ def randomize(model, seed: int) -> None:
 
 
 def build(config, device, dtype, **how):
-    """Returns a sharded model with random weights, the same at every call."""
-    model = shard(skeleton(config, dtype), device, **how)
+    """Returns a sharded model with random weights, the same at every call, its layers fused on a GPU as a run's are."""
+    model = skeleton(config, dtype)
+    if device == "cuda":
+        fuse(model)
+    model = shard(model, device, **how)
     randomize(model, 0)
     rotary = model.base_model.rotary_emb
     tables = dict(type(rotary)(config).named_buffers())
@@ -133,7 +138,8 @@ def measure(args: argparse.Namespace) -> dict:
         parts = minibatches(taus, cfg)
         update, seconds = timed(lambda t=t, parts=parts: wait(lambda: learner.update(t, parts)))
         speed = sum(len(tau.ids) for tau in taus) / seconds
-        row = {"t": t, "update_s": seconds, "tokens_per_s": speed, "mfu": 8 * parameters * speed / peak}
+        row = {"t": t, "update_s": seconds, "tokens_per_s": speed}
+        row |= {"mfu": 6 * parameters * speed / peak, "mfu8": 8 * parameters * speed / peak}
         row["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
         row |= {name: update[name] for name in ("logp_gap", "kl", "grad_norm")}
         print("  ".join(f"{k} {v:.4g}" for k, v in row.items()), flush=True)
@@ -142,7 +148,7 @@ def measure(args: argparse.Namespace) -> dict:
         rows.append(row)
     _, gather_s = timed(lambda: wait(lambda: sum(w.to(compute).nbytes for _, w in weights(model))))
     x = {"layers": config.num_hidden_layers, "parameters": parameters}
-    x |= {key: statistics.median(row[key] for row in rows[1:]) for key in ("tokens_per_s", "mfu")}
+    x |= {key: statistics.median(row[key] for row in rows[1:]) for key in ("tokens_per_s", "mfu", "mfu8")}
     x |= {key: max(row[key] for row in rows) for key in ("peak_gb", "logp_gap")}
     x |= {"estimate_gb": estimated / 1e9, "gather_s": gather_s, "rows": rows}
     return x | {"missed": find_missed(x)}
