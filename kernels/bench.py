@@ -1,10 +1,13 @@
-"""The GRPO head and its passes over rows, timed next to plain torch, Liger and CCE; the last line is JSON.
+"""The GRPO head and its passes over rows, timed next to torch, Liger, TRL and CCE; the last line is JSON.
 
-    python -m kernels.bench --shapes 2048x151936     # in the folder that holds kernels/; it needs torch, and triton
+    python -m kernels.bench --shapes 2048x151936 --peers ours Liger torch --csv head.csv --plot head.png
+
+Run it in the folder that holds kernels/; it needs torch, on a GPU triton, for --plot matplotlib.
 
 Head: loss and gradients, with respect to hidden states (N, H) and weight (V, H), of Eq. 2 (eps 0.2, no KL), averaged
-over the unmasked tokens. Rows: the same from the logits of 4,096 tokens on, without matrix products. Liger and CCE are
-measured where they are installed. Without a GPU small shapes only test the script.
+over the unmasked tokens. Rows: the same from the logits of 4,096 tokens on, without matrix products. A peer that is
+installed is measured as its users get it and, after a comma, at the best setting that we know. Without a GPU small
+shapes only test the script.
 
 ms       one call, median
 x ours   time relative to the first line of its kind
@@ -14,10 +17,12 @@ error    largest relative error of loss, dX and dW (forward only: of logp) again
 """
 
 import argparse
+import csv
 import itertools
 import json
 import math
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -52,6 +57,11 @@ def clip(rho, adv, **_):
     return torch.minimum(rho * adv, rho.clamp(1 - EPS, 1 + EPS) * adv)
 
 
+def loss_of_kept(b, logp):
+    """Returns Eq. 2 of the unmasked tokens, from their log-probs."""
+    return -(b.kept["w"] * clip(torch.exp(logp - b.kept["old_logp"]), b.kept["adv"])).sum()
+
+
 def ours(b, surrogate=None):
     """Drops masked rows, as training does."""
     return grpo_head(b.hidden[b.mask], b.weight, **b.kept, chunk=CHUNK, surrogate=surrogate)[0]
@@ -63,17 +73,31 @@ def plain_logp(b):
     return z.gather(1, b.targets[:, None])[:, 0] - z.logsumexp(1)
 
 
-def plain(b, logp=None):
-    logp = plain_logp(b) if logp is None else logp
-    return -(b.w * clip(torch.exp(logp - b.old_logp), b.adv)).sum()
+def plain(b):
+    return loss_of_kept(b, plain_logp(b)[b.mask])
 
 
-def liger_fused(b):
+def torch_cross_entropy(b, options=None):
+    return loss_of_kept(b, -F.linear_cross_entropy(
+        b.hidden[b.mask], b.weight, b.kept["targets"], reduction="none", options=options and options()
+    ))  # fmt: skip
+
+
+def trl_head(b, words=None):
+    """`words` of the vocabulary in a tile; None: as many as TRL's trainer takes. It multiplies four times."""
+    from trl.kernels import ChunkedLogProbFunction
+    from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
+
+    X, y = b.hidden[b.mask], b.kept["targets"]
+    words = words or _CHUNKED_LOGPROB_CHUNK_SIZE
+    return loss_of_kept(b, ChunkedLogProbFunction.apply(X, b.weight, None, y, 1.0, words, None, 1.0, ("entropy",))[0])
+
+
+def liger_fused(b, **settings):
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
-    # bnpo is the mean over unmasked tokens. All sequences are one chunk: it chunks them again inside.
-    loss = LigerFusedLinearGRPOLoss(beta=0.0, epsilon_low=EPS, epsilon_high=EPS, loss_type="bnpo", compiled=False,
-                                    use_ref_model=False, chunk_size=SEQUENCES)  # fmt: skip
+    loss = LigerFusedLinearGRPOLoss(beta=0.0, epsilon_low=EPS, epsilon_high=EPS, use_ref_model=False,
+                                    loss_type="bnpo", **settings)  # fmt: skip
     X, y, mask, old = (x.view(SEQUENCES, -1, *x.shape[1:]) for x in (b.hidden, b.targets, b.mask, b.old_logp))
     return loss(X, b.weight, y, mask, b.sequence_adv, old_per_token_logps=old)[0]
 
@@ -90,8 +114,7 @@ def liger_triton(b):
 def cce(b):
     from cut_cross_entropy import linear_cross_entropy
 
-    targets = b.targets.masked_fill(~b.mask, -100)  # it skips these rows
-    return plain(b, -linear_cross_entropy(b.hidden, b.weight, targets, reduction="none"))
+    return loss_of_kept(b, -linear_cross_entropy(b.hidden[b.mask], b.weight, b.kept["targets"], reduction="none"))
 
 
 def bare_products(b):
@@ -116,10 +139,17 @@ def runs_of(b):
     return {
         "ours": (3, lambda: gradients(b, ours)),
         "ours, two passes": (3, lambda: gradients(b, ours, clip)),
-        "Liger fused": (3, lambda: gradients(b, liger_fused)),
-        "logits + Liger Triton": (3, lambda: gradients(b, liger_triton)),
+        "Liger fused": (3, lambda: gradients(b, liger_fused)),  # compiled, a sequence at a time
+        "Liger fused, one chunk": (3, lambda: gradients(b, partial(liger_fused, chunk_size=SEQUENCES))),
+        "Liger Triton + logits": (3, lambda: gradients(b, liger_triton)),
+        "TRL": (3, lambda: gradients(b, trl_head)),
+        "TRL, one tile": (3, lambda: gradients(b, partial(trl_head, words=len(b.weight)))),
         "CCE + torch": (3, lambda: gradients(b, cce)),
         "torch": (3, lambda: gradients(b, plain)),
+        "torch linear_cross_entropy": (3, lambda: gradients(b, torch_cross_entropy)),
+        "torch linear_cross_entropy, chunked": (
+            3, lambda: gradients(b, partial(torch_cross_entropy, options=torch.nn.LinearCrossEntropyOptions)),
+        ),
         "three bare products": (3, lambda: bare_products(b)),
         "ours, forward only": (1, lambda: token_logprobs(b.hidden[b.mask], b.weight, b.kept["targets"])[:1]),
         "torch, forward only": (1, lambda: (plain_logp(b).detach()[b.mask],)),
@@ -129,7 +159,7 @@ def runs_of(b):
     }
 
 
-def check():
+def check(peers):
     """Returns {name: largest error against float64 autograd}, half of the tokens masked; nan for what has none."""
     b = make_batch(64, 256, 5000, 0.5)
     exact = SimpleNamespace(**vars(b))
@@ -137,6 +167,8 @@ def check():
     wanted = {3: gradients(exact, plain), 1: (plain_logp(exact).detach()[b.mask],), 0: ()}
     errors = {}
     for name, (n, run) in runs_of(b).items():
+        if not name.startswith(peers):
+            continue
         try:
             pairs = list(zip(run(), wanted[n], strict=False))
             errors[name] = max((((x - y).norm() / y.norm()).item() for x, y in pairs), default=math.nan)
@@ -157,6 +189,29 @@ def measure(run, seconds):
     return ms, (torch.cuda.max_memory_allocated() - before) / 1e9
 
 
+def plot(rows, path):
+    """Draws ms of loss and gradients over tokens: a panel for each shape and share of masked tokens, a line a peer."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    pyplot.rcParams["axes.prop_cycle"] = pyplot.cycler(color=pyplot.colormaps["tab20"].colors)
+    panels = list(dict.fromkeys((row["H"], row["V"], row["masked"]) for row in rows))
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(4 + 5 * len(panels), 5), squeeze=False, layout="constrained")
+    for panel, axis in zip(panels, axes[0], strict=True):
+        points = {}
+        for row in rows:
+            if (row["H"], row["V"], row["masked"]) == panel and row["products"] == 3 and not row["note"]:
+                points.setdefault(row["name"], []).append((row["tokens"], row["ms"]))
+        for name, line in points.items():
+            axis.plot(*zip(*line, strict=True), marker=".", label=name)
+        title = "H {} x V {}, {:g} % masked".format(*panel)
+        axis.set(xscale="log", yscale="log", xlabel="tokens", ylabel="ms", title=title)
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside right upper")
+    figure.savefig(path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -164,24 +219,38 @@ def main() -> None:
     add("--shapes", nargs="+", metavar="HxV", default=["2048x151936", "3584x152064"] if CUDA else ["64x4096"])
     add("--masked", type=float, nargs="+", default=[0, 50], help="percent of the tokens")
     add("--seconds", type=float, default=1.0, help="of each measurement, at least")
+    add("--peers", nargs="+", default=[""], metavar="NAME", help="only these: how their names in the table begin")
+    add("--csv", metavar="FILE", help="the rows, for a spreadsheet")
+    add("--plot", metavar="FILE", help="time over tokens")
     args = parser.parse_args()
+    peers = tuple(args.peers)
     device = torch.cuda.get_device_name() if CUDA else "no GPU: this tests the script, its times say nothing"
     print(f"torch {torch.__version__}, {device}")
-    rows, errors = [], check()
+    rows, errors = [], check(peers)
     for shape, masked, N in itertools.product(args.shapes, args.masked, args.tokens):
         print(f"\n{f'{N} tokens, {masked:g} % masked, H x V = {shape}':46} ms  x ours  TFLOP/s      GB    error")
         (H, V), first = map(int, shape.split("x")), {}
         for name, (n, run) in runs_of(make_batch(N, H, V, masked / 100)).items():
-            row = {"name": name, "tokens": N, "H": H, "V": V, "masked": masked, "error": errors[name], "note": ""}
+            if name not in errors:
+                continue
+            row = {"name": name, "products": n, "tokens": N, "H": H, "V": V, "masked": masked}
+            row |= {"error": errors[name], "note": ""}
             try:
                 ms, gb = measure(run, args.seconds)
                 flops = 2 * n * (N - int(N * masked / 100)) * H * V
                 row |= {"ms": ms, "ratio": ms / first.setdefault(n, ms), "tflops": flops / ms / 1e9, "peak_gb": gb}
-                cells = "{ms:16.2f} {ratio:7.2f} {tflops:8.3g} {peak_gb:7.2f} {error:8.1e}".format(**row)
+                cells = "{ms:12.2f} {ratio:7.2f} {tflops:8.3g} {peak_gb:7.2f} {error:8.1e}".format(**row)
             except Exception as e:  # a peer can raise anything
                 row["note"] = cells = "not installed" if isinstance(e, ImportError) else type(e).__name__
             rows.append(row)
-            print(f"{name:32} {cells:>16}", flush=True)
+            print(f"{name:36} {cells:>12}", flush=True)
+    if args.csv:
+        with open(args.csv, "w", newline="", encoding="utf-8") as file:
+            table = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)))
+            table.writeheader()
+            table.writerows(rows)
+    if args.plot:
+        plot(rows, args.plot)
     print(json.dumps({"device": device, "rows": rows}))
 
 

@@ -1,5 +1,6 @@
 """The Triton kernels of the GRPO head: against rows_torch, as compiled code, and on a GPU."""
 
+import csv
 import json
 import os
 import re
@@ -108,17 +109,33 @@ def test_on_the_gpu(setting, dtype, N, H, V):
 
 @pytest.mark.slow
 def test_the_benchmark_runs_where_there_is_nothing_but_the_kernels(tmp_path):
-    """A copied folder, with the peers that are installed; the last line is JSON, and errors are small."""
+    """A copied folder, with the peers that are installed: all of them agree with float64; JSON, CSV and a plot."""
     shutil.copytree(ROOT / "kernels", tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
     env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "TRITON_INTERPRET")}
     command = [sys.executable, "-m", "kernels.bench", "--tokens", "16", "--shapes", "32x512", "--masked", "0", "50"]
     done = subprocess.run(
-        [*command, "--seconds", "0.01"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
-    )
+        [*command, "--seconds", "0.01", "--csv", "head.csv", "--plot", "head.png"],
+        cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout.splitlines()[-1])["rows"]
-    assert len(rows) == 24 and {row["masked"] for row in rows} == {0, 50}
+    assert len(rows) == 34 and {row["masked"] for row in rows} == {0, 50}
     for row in rows:
-        if row["name"].startswith(("ours", "torch")):
+        if row["name"].startswith(("ours", "torch", "TRL", "Liger fused")):
             assert row["error"] < (2e-2 if on_gpu else 1e-5) and row["ms"] > 0 and not row["note"], row
         assert row["note"] or row["ms"] > 0
+    with open(tmp_path / "head.csv", newline="", encoding="utf-8") as file:
+        assert [{"name": r["name"], "ms": float(r["ms"] or 0)} for r in csv.DictReader(file)] == [
+            {"name": row["name"], "ms": row.get("ms", 0)} for row in rows
+        ]
+    assert (tmp_path / "head.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_the_benchmark_measures_the_peers_that_are_named_alone():
+    command = [sys.executable, "-m", "kernels.bench", "--tokens", "16", "--shapes", "32x512", "--masked", "0"]
+    done = subprocess.run(
+        [*command, "--seconds", "0.01", "--peers", "TRL", "torch,"], cwd=ROOT, capture_output=True, text=True
+    )
+    names = [row["name"] for row in json.loads(done.stdout.splitlines()[-1])["rows"]]
+    assert names == ["TRL", "TRL, one tile", "torch, forward only"]

@@ -1,4 +1,4 @@
-"""Does it work on this GPU? Ten parts in at most 22 minutes (`make gpu`): a line for each, then rows for the table of
+"""Does it work on this GPU? Ten parts in at most 23 minutes (`make gpu`): a line for each, then rows for the table of
 reported runs in docs/gpus.md, JSON last.
 
 `--only card`, `--only run` and `--only engine` take at most nine minutes each:
@@ -120,7 +120,7 @@ ON_GPU = (
     "(on_the_gpu and (37-64-1187 or beta-dtype1 or cispo-dtype1)) or on_a_gpu or triton- or triton] or fused_layers"
 )
 WORLD, TOY = "-m extras.bench.resume", "--device cpu --steps 3 --kill_at 2"
-HEAD = "-m kernels.bench --seconds 0.5"
+HEAD = "-m kernels.bench --seconds 0.5 --peers ours Liger torch, three rows"
 STAGES = {
     "card": ("kernels", "update", "head", "wide"),
     "run": ("world", "ranks", "url"),
@@ -136,11 +136,11 @@ PARTS = [
         "--device cpu --steps 1 --trajectories 10",
     ),
     Part(
-        "head", 90, "torch triton", f"{HEAD} --tokens 16384 --shapes 2048x151936", "--tokens 16 --shapes 32x512",
+        "head", 120, "torch triton", f"{HEAD} --tokens 16384 --shapes 2048x151936", "--tokens 16 --shapes 32x512",
         read_head,
     ),
     Part(
-        "wide", 50, "torch triton", f"{HEAD} --tokens 8192 --shapes 4096x151936", "--tokens 16 --shapes 64x512",
+        "wide", 80, "torch triton", f"{HEAD} --tokens 8192 --shapes 4096x151936", "--tokens 16 --shapes 64x512",
         read_head,
     ),
     Part("world", 110, RUN, WORLD, TOY),
