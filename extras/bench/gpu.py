@@ -1,4 +1,4 @@
-"""Does it work on this GPU? Ten parts in at most 23 minutes (`make gpu`): a line for each, then rows for the table of
+"""Does it work on this GPU? Ten parts in at most 22 minutes (`make gpu`): a line for each, then rows for the table of
 reported runs in docs/gpus.md, JSON last.
 
 `--only card`, `--only run` and `--only engine` take at most nine minutes each:
@@ -128,11 +128,11 @@ STAGES = {
 }
 PARTS = [
     Part(
-        "kernels", 120, "torch transformers triton pytest", f"{TESTS} -k '({ON_GPU}) and not fsdp2'",
+        "kernels", 90, "torch transformers triton pytest", f"{TESTS} -k '({ON_GPU}) and not fsdp2'",
         "-k 'equals_rows_torch or (test_settings and beta) or packed_attention or fused_layers'", read_tests,
     ),
     Part(
-        "update", 130, "torch transformers triton numpy psutil requests simpleeval", "-m extras.bench.update",
+        "update", 100, "torch transformers triton numpy psutil requests simpleeval", "-m extras.bench.update",
         "--device cpu --steps 1 --trajectories 10",
     ),
     Part(
