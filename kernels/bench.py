@@ -198,7 +198,8 @@ def plot(rows, path):
 
     pyplot.rcParams["axes.prop_cycle"] = pyplot.cycler(color=pyplot.colormaps["tab20"].colors)
     panels = list(dict.fromkeys((row["H"], row["V"], row["masked"]) for row in rows))
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(4 + 5 * len(panels), 5), squeeze=False, layout="constrained")
+    size = 4 + 5 * len(panels), 5
+    figure, axes = pyplot.subplots(1, len(panels), figsize=size, squeeze=False, layout="constrained")
     for panel, axis in zip(panels, axes[0], strict=True):
         points = {}
         for row in rows:

@@ -10,6 +10,7 @@ import inspect
 import math
 from collections import Counter
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -52,6 +53,21 @@ class Packing:
             for parent, piece in zip(self.parents, own, strict=True)
         ]
 
+    @cached_property
+    def places(self) -> tuple[torch.Tensor, ...]:
+        """Returns where the K keys of all pieces stand in the row (K,), and three indices for the way back.
+
+        These are each token's first place among the K (T,), the S tokens that have several (S,), and all of theirs
+        (S, most), filled up with K.
+        """
+        places = torch.cat(self.keys(torch.arange(sum(self.lengths)), 0))
+        counts, order = places.bincount(), places.argsort(stable=True)
+        begin = counts.cumsum(0) - counts
+        shared = (counts > 1).nonzero()[:, 0]
+        k = torch.arange(int(counts.max()))
+        several = F.pad(order, (0, len(k)))[begin[shared, None] + k].where(k < counts[shared, None], len(places))
+        return tuple(send(index, self.positions.device) for index in (places, order[begin], shared, several))
+
     def mask(self, before: int, n: int, window: int, like: torch.Tensor) -> torch.Tensor:
         """Returns what is added to a piece's scores, (n - before, n) in the dtype of `like`: 0 where a token looks."""
         if (before, n, window) not in self.masks:
@@ -60,6 +76,30 @@ class Packing:
             hidden = (distance < 0) | (distance >= window)
             self.masks[before, n, window] = like.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
         return self.masks[before, n, window]
+
+
+class KeysOfPieces(torch.autograd.Function):
+    """Keys and values (T, heads, dim) of a row -> what its pieces attend to, (K, heads, dim) each; see Packing.places.
+
+    One copy each, where a copy for each piece would keep a small row waiting for Python. The gradients of a shared
+    token are summed in float32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, k: torch.Tensor, v: torch.Tensor, places: torch.Tensor, *back: torch.Tensor) -> Any:
+        ctx.back = back
+        return k[places], v[places]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        first, shared, several = ctx.back
+        sums = []
+        for grad in grads:
+            with_zero = F.pad(grad, (0, 0, 0, 0, 0, 1))
+            total = with_zero[several].sum(1, dtype=torch.float32)
+            sums.append(grad[first].index_copy_(0, shared, total.to(grad.dtype)))
+        return *sums, None, None, None, None
 
 
 def grouped_attention(
@@ -106,9 +146,9 @@ def packed_attention(
     queries, longest = packing.longest
     window = window or longest
     if VARLEN and query.dtype == torch.bfloat16 and query.is_cuda:
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, dim)
+        q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (T, heads, dim)
         if any(packing.before):
-            k, v = (torch.cat(packing.keys(x, 0)) for x in (k, v))
+            k, v = KeysOfPieces.apply(k, v, *packing.places)
         reach = window - 1 if window < longest else -1  # -1: no window, for which the kernel has a faster variant
         out = varlen_attn(  # its causal mask ends at a piece's last query and last key
             q, k, v, packing.query_ends, packing.key_ends, queries, longest, scale=scaling, window_size=(reach, 0),

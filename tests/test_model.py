@@ -29,7 +29,7 @@ from models.model import (
     score,
     skeleton,
 )
-from models.packing import Packing, packed_attention
+from models.packing import KeysOfPieces, Packing, packed_attention
 from plumbing.chat import in_template
 from plumbing.faults import Fault
 
@@ -97,6 +97,22 @@ def test_packed_tokens_attend_to_their_sequence_and_to_the_prompt_that_it_shares
         (out * weights).sum().backward()
     for a, b in zip(x, y, strict=True):
         torch.testing.assert_close(a.grad, b.grad, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("dtype, atol", [(torch.float32, 1e-6), (torch.bfloat16, 0.0)], ids=str)
+def test_keys_of_all_pieces_are_one_copy_whose_gradients_are_summed_in_float32(dtype, atol):
+    """As the pieces joined one by one; in bfloat16 the sum of each token's gradients, rounded once."""
+    g, T, K = torch.Generator().manual_seed(0), sum(SHARED.lengths), sum(SHARED.lengths) + 3 * 7 + 12
+    k, v = (torch.randn(T, 2, 8, generator=g).to(dtype).requires_grad_() for _ in range(2))
+    with torch.no_grad():
+        wanted = [torch.cat([x[places] for places in unshared(SHARED)]) for x in (k, v)]
+    got = KeysOfPieces.apply(k, v, *SHARED.places)
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True)) and len(got[0]) == K
+    pushed = [torch.randn(K, 2, 8, generator=g).to(dtype) for _ in range(2)]
+    torch.autograd.backward(got, pushed)
+    for x, grad in zip((k, v), pushed, strict=True):
+        sums = torch.zeros(T, 2, 8, dtype=torch.float64).index_add_(0, torch.cat(unshared(SHARED)), grad.double())
+        torch.testing.assert_close(x.grad, sums.to(dtype), atol=atol, rtol=0)
 
 
 @pytest.mark.gpu
