@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
@@ -60,13 +61,18 @@ class Packing:
         These are each token's first place among the K (T,), the S tokens that have several (S,), and all of theirs
         (S, most), filled up with K.
         """
-        places = torch.cat(self.keys(torch.arange(sum(self.lengths)), 0))
-        counts, order = places.bincount(), places.argsort(stable=True)
-        begin = counts.cumsum(0) - counts
-        shared = (counts > 1).nonzero()[:, 0]
-        k = torch.arange(int(counts.max()))
-        several = F.pad(order, (0, len(k)))[begin[shared, None] + k].where(k < counts[shared, None], len(places))
-        return tuple(send(index, self.positions.device) for index in (places, order[begin], shared, several))
+        pieces = np.split(np.arange(sum(self.lengths)), np.cumsum(self.lengths)[:-1])
+        seen = list[Any]()
+        for parent, own in zip(self.parents, pieces, strict=True):
+            seen += [own] if parent < 0 else [pieces[parent], own]
+        places = np.concatenate(seen)
+        counts, order = np.bincount(places), np.argsort(places, kind="stable")
+        begin = counts.cumsum() - counts
+        shared = np.flatnonzero(counts > 1)
+        k = np.arange(counts.max())
+        padded = np.append(order, np.full(len(k), len(places)))
+        several = np.where(k < counts[shared, None], padded[begin[shared, None] + k], len(places))
+        return tuple(send(torch.from_numpy(x), self.positions.device) for x in (places, order[begin], shared, several))
 
     def mask(self, before: int, n: int, window: int, like: torch.Tensor) -> torch.Tensor:
         """Returns what is added to a piece's scores, (n - before, n) in the dtype of `like`: 0 where a token looks."""
