@@ -552,7 +552,7 @@ def test_a_search_server_that_dies_during_an_evolution_ends_the_run_resumably(tm
         monkeypatch.setenv("OPENAI_BASE_URL", endpoint.url)
         said, _, _ = run_here(*flags, "--retriever", child.url)
         first, last = said.strip().splitlines()
-        assert "does not answer" in first and "--resume" in last
+        assert "no usable answer" in first and "--resume" in last
         reflections = read_jsonl(tmp_path / "r" / "reflections.jsonl")
         assert [row["t"] for row in reflections if "call" in row] == [0, 3]  # the reply was paid for, and is kept
         code, _, stderr = run_here(*flags, "--retriever", "", "--resume")

@@ -186,7 +186,7 @@ def test_an_unreadable_row_fails_its_request_and_not_the_next_one(gate, tmp_path
             f.seek(sum(map(len, lines[:7])))
             f.write(b"#" * 20)
         bad = ask(url, "7", "8")
-        assert bad.status_code == 500 and "row 7" in bad.json()["detail"]
+        assert bad.status_code == 500 and "row 8" in bad.json()["detail"]
         assert ids(ask(url, "30"))[0] == ["p30", "p31", "p32"]
 
 
