@@ -402,7 +402,7 @@ def test_own_data_own_model_and_any_chat_endpoint_through_the_same_command(tmp_p
 OWN = "--train FILES/train.jsonl --test FILES/test.jsonl --corpus FILES/corpus.jsonl --mode static".split()
 BAD = [
     (["--model", "/no/such/model", *OWN], "--model /no/such/model: no causal LM"),
-    (["--train", "BADROW"], "bad.jsonl:2"),
+    ([*OWN, "--valid", "", "--instruction", "", "--train", "BADROW"], "bad.jsonl:2"),
     (["--corpus", "BADROW"], "bad.jsonl, row "),
     (["--out", "/proc/none"], "/proc/none"),
     (["--retriever", "http://127.0.0.1:9"], "--retriever"),
@@ -437,7 +437,8 @@ def test_bad_input_is_one_line_and_leaves_nothing(tmp_path, flags, says):
 
 
 def test_a_fault_is_printed_to_stderr_with_exit_code_1():
-    code, stdout, stderr = finish(start("--train", FIXTURE / "corpus.jsonl", "--out", "/tmp/never"))
+    own = [flag.replace("FILES", str(FIXTURE)) for flag in OWN] + ["--valid", "", "--instruction", ""]
+    code, stdout, stderr = finish(start(*own, "--train", FIXTURE / "corpus.jsonl", "--out", "/tmp/never"))
     assert (code, stdout, stderr.count("\n")) == (1, "", 1) and "corpus.jsonl:1: no question" in stderr
 
 

@@ -155,6 +155,14 @@ def test_an_answer_is_cached_until_others_evict_it(gate, corpus):
         assert ids(ask(url, *many, topk=1)) == [[f"p{q}"] for q in many]
 
 
+def test_long_answers_do_not_stay(gate, corpus):
+    with serving(gate, corpus) as url:
+        for topk, searches in ((10, 1), (11, 3)):
+            for _ in range(2):
+                assert len(ids(ask(url, "1", "1", topk=topk))[1]) == topk
+            assert len(gate.batches) == searches
+
+
 def test_a_long_query_is_truncated_not_refused(gate, corpus):
     with serving(gate, corpus) as url:
         assert ids(ask(url, "0" * 4095 + "7" + "9" * 5000, topk=1)) == [["p7"]]
