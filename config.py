@@ -19,6 +19,7 @@ from plumbing.flags import Parser, add_flags
 from plumbing.flags import knob as knob  # programs with knobs of their own take it from here
 from plumbing.flags import out_of_range as out_of_range
 from plumbing.outside import decoded
+from plumbing.stop import LEADS
 from plumbing.threads import choose_threads, use_threads
 from plumbing.trust import check_origin
 
@@ -315,10 +316,9 @@ def parse(argv: list[str] | None = None, kind: type[C] = Config, **changes: Any)
         _parser(kind, changes, everything=True).print_help()
         parser.exit()
     named = flags.pop("preset", flags.get("model", kind.model))
-    preset = dict(PRESETS.get(named, {}))
-    left = []
-    if "train" in flags and preset.get("train") not in (None, flags["train"], os.path.abspath(flags["train"])):
-        left = [name for name in DATA if preset.pop(name, "") and name not in flags]
+    preset, unused = dict(PRESETS.get(named, {})), []
+    if os.path.abspath(flags.get("train", "")) != preset.get("train") != flags.get("train", preset.get("train")):
+        unused = [name for name in DATA if preset.pop(name, "") and name not in flags]
     preset |= changes | (STATIC if flags.get("mode") == "static" else {})
     if flags.get("model") in PRESETS:
         flags["model"] = PRESETS[flags["model"]]["model"]
@@ -337,8 +337,8 @@ def parse(argv: list[str] | None = None, kind: type[C] = Config, **changes: Any)
     if fault := validate(cfg):
         parser.error(fault)
     if not cfg.resume:
-        if left and os.environ.get("RANK", "0") == "0":
-            print(f"note: --train is not the preset's, so its {', '.join(left)} are not used", flush=True)
+        if unused and LEADS:
+            print(f"note: --train is not the preset's, so its {', '.join(unused)} are not used", flush=True)
         cfg = dataclasses.replace(cfg, threads=choose_threads(cfg.threads))
     use_threads(cfg.threads)
     return cfg

@@ -35,8 +35,8 @@ from retrieval.index import Dense, open_index
 
 MAX_TOPK = 100
 MAX_QUERIES = 16384  # per request: Search-R1 sends all queries of a step at once
-MAX_HITS = 100_000  # queries x topk of a request: the whole answer is in memory
-MAX_KEPT = 10  # topk of the answers that stay in memory
+MAX_HITS = 100_000  # queries x topk of a request, whose answer is in memory
+MAX_KEPT = 10  # topk of answers that are kept
 MAX_QUERY = 4096  # characters
 MAX_WAIT = 0.002  # seconds that the first query of a batch waits for others
 
@@ -123,9 +123,9 @@ def make_app(corpus: Corpus, index, topk: int, max_batch: int = 256, cache: int 
     @app.post("/retrieve")
     async def retrieve(search: Search) -> JSONResponse:
         """Finds the best passages of each query; with BM25 a query without a known word finds none."""
-        k, n = search.topk or topk, len(search.queries)
-        if n * k > MAX_HITS:
-            raise HTTPException(422, f"{n:,} queries x topk {k} are more than {MAX_HITS:,}; send fewer at once")
+        k = search.topk or topk
+        if len(search.queries) * k > MAX_HITS:
+            raise HTTPException(422, f"queries x topk are more than {MAX_HITS:,}; send fewer at once")
         try:
             keys = [(clean(query[:MAX_QUERY]), k) for query in search.queries]
             answers = await batcher.ask(keys)

@@ -171,8 +171,7 @@ def row_of(task: Task, tau: Trajectory, metrics: Mapping[str, float]) -> Row:
     }  # fmt: skip
     row |= {tool.plural: tau.served(tool.tag) for tool in tools_of(task)}
     if isinstance(task, SearchQA):
-        passages = [text for turn in tau.turns for text in turn.result or []]
-        row["gold_found"] = float(holds_gold(passages, q.golds))
+        row["gold_found"] = float(holds_gold((text for turn in tau.turns for text in turn.result or []), q.golds))
     if clash := sorted(metrics.keys() & {"id", "data", "questions", "gold_recall", *row}):
         raise Fault(f"--task {task.cfg.task}: evaluate.py has a figure called {clash[0]}: give the metric another name")
     return {"id": q.id, "reward": tau.reward, **metrics, **row}

@@ -8,7 +8,7 @@ import numpy as np
 from plumbing.faults import Fault
 from plumbing.words import split_words
 
-SAMPLE_TEXT = "The co-op's \u0130 m², ที่, हिन्दी, 東京 12, u\u0308"  # an index keeps its words: how it splits a text
+WORDS = split_words("The co-op's \u0130 m², ที่, हिन्दी, 東京 12, u\u0308")  # kept with an index: how it splits a text
 Hits = list[tuple[int, float]]  # (row of the corpus, score), best first
 
 

@@ -22,8 +22,7 @@ from tqdm import tqdm
 
 from plumbing.faults import Fault, one_line
 from plumbing.files import write
-from plumbing.words import split_words
-from retrieval.bm25 import BM25, SAMPLE_TEXT
+from retrieval.bm25 import BM25, WORDS
 from retrieval.corpus import Corpus
 from retrieval.encoder import FAMILIES, Encoder
 from retrieval.index import open_index
@@ -91,7 +90,7 @@ def main(argv: list[str] | None = None) -> None:
     manifest = {"encoder": model, "passages": len(corpus), "digest": corpus.digest}
     encoders = []
     if model == "bm25":
-        manifest["words"] = split_words(SAMPLE_TEXT)
+        manifest["words"] = WORDS
     else:
         devices = [f"cuda:{k}" for k in range(torch.cuda.device_count())] or ["cpu"]
         encoders = [Encoder(model, args.family, args.max_length or 256, device) for device in devices]

@@ -15,7 +15,7 @@ FORM = 'a corpus is unpacked JSONL: one {"id": ..., "contents": "\\"Title\\"\\nt
 
 
 def contents_of(row: Any) -> str:
-    """Returns a passage's `"Title"\\ntext`: Search-R1's `contents`, or made of `title`, if there is one, and `text`."""
+    """Returns a row's `contents`, or what they would be from its `text` and its `title`, if it has one."""
     if "contents" in row or "text" not in row:
         return row["contents"]
     title = row["title"] if "title" in row else ""

@@ -41,12 +41,10 @@ class Encoder:
             dtype = torch.float16 if self.device.startswith("cuda") else torch.float32
             loaded = AutoModel.from_pretrained(model, dtype=dtype, trust_remote_code=False)
             self._model = loaded.to(self.device).eval()
-            self.max_length = min(max_length, self._tokenizer.model_max_length, config.max_position_embeddings)
-            for name, part in loaded.named_modules():
-                if name.endswith("position_embeddings") and getattr(part, "padding_idx", None) is not None:
-                    # RoBERTa and its kin number positions from padding_idx + 1
-                    self.max_length = min(self.max_length, len(part.weight) - part.padding_idx - 1)
-            self._forward(["a " * self.max_length])  # what it cannot take is known now, not in the middle of a build
+            padding = getattr(getattr(loaded, "embeddings", None), "padding_idx", -1)  # RoBERTa's positions follow it
+            places = config.max_position_embeddings - padding - 1
+            self.max_length = min(max_length, self._tokenizer.model_max_length, places)
+            self._forward(["a " * self.max_length])  # fails here rather than in the middle of a build
         except Exception as e:  # a damaged directory can raise anything
             reason = str(e).strip().partition("\n")[0].rstrip(".") or type(e).__name__
             if "trust_remote_code" in str(e):

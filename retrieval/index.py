@@ -8,8 +8,7 @@ import bm25s
 import numpy as np
 
 from plumbing.faults import Fault
-from plumbing.words import split_words
-from retrieval.bm25 import BM25, SAMPLE_TEXT, Hits
+from retrieval.bm25 import BM25, WORDS, Hits
 from retrieval.corpus import Corpus
 
 
@@ -85,8 +84,8 @@ def open_index(path: str, corpus: Corpus, encoder: str = "", family: str = "", d
     if not file.is_file():
         manifest = _read_manifest(file, corpus)
         if manifest["encoder"] == "bm25":
-            if manifest.get("words") != split_words(SAMPLE_TEXT):
-                raise Fault(f"--index {path}: made with another idea of a word; build it again with retrieval/build.py")
+            if manifest.get("words") != WORDS:
+                raise Fault(f"--index {path}: of another idea of a word; build it again")
             return BM25(bm25s.BM25.load(path, mmap=True))
         encoder, family = encoder or manifest["encoder"], family or manifest["family"]
         file, max_length = file / "index.faiss", manifest["max_length"]

@@ -125,8 +125,7 @@ def _get(row: object, *keys: str, default: Any = None) -> Any:
 
 
 def _unpacked(value: object) -> object:
-    """Returns what a text says that is the JSON of an object, or of a list of texts or objects: many exports write one
-    for a column of lists."""
+    """Returns what a JSON text of an object, or of a list of texts or objects, says: exports write columns so."""
     if isinstance(value, str) and JSON_TEXT.match(value):
         with suppress(ValueError):
             return decoded(value)
@@ -171,7 +170,7 @@ def holds_gold(passages: Iterable[str], golds: Iterable[str]) -> bool:
 
 
 def _tokens(text: str) -> list[str]:
-    """Returns the normalized text split at blanks; what is not in Latin, Greek or Cyrillic letters is split further."""
+    """Returns the normalized text split at blanks, and into words where its script is not like Latin."""
     tokens = []
     for token in normalize(compose(text)).split():
         tokens += split_words(token) if OTHER_SCRIPTS.search(token) else [token]

@@ -94,7 +94,12 @@ class Search(Tool):
 
     def _retrieve(self, queries: list[str]) -> dict[str, list[str]]:
         def read(answer: Any) -> dict[str, list[str]]:
-            rows = [[_contents(hit)[:MAX_PASSAGE] for hit in hits[: self.topk]] for hits in answer["result"]]
+            rows = [
+                [contents_of(hit["document"] if "document" in hit else hit)[:MAX_PASSAGE] for hit in hits[: self.topk]]
+                for hits in answer["result"]
+            ]
+            if not all(isinstance(contents, str) for hits in rows for contents in hits):
+                raise TypeError("contents are not text")
             return dict(zip(queries, rows, strict=True))
 
         body = {"queries": queries, "topk": self.topk, "return_scores": True}
@@ -102,14 +107,6 @@ class Search(Tool):
             return self._client.ask("/retrieve", body, read)
         except Outage as e:  # also from `revive`
             raise ToolDown(f"the search server gives no usable answer ({e})") from e
-
-
-def _contents(hit: Any) -> str:
-    """Returns the passage of a hit: a document, or one beside its score."""
-    contents = contents_of(hit["document"] if "document" in hit else hit)
-    if not isinstance(contents, str):
-        raise TypeError("contents are not text")
-    return contents
 
 
 def choose_source(cfg: C) -> C:

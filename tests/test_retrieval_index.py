@@ -310,7 +310,7 @@ def test_an_index_made_with_another_idea_of_a_word_is_refused(folder, tmp_path, 
     assert open_index(str(out), corpus).search(["river"], 3)
     for words in (manifest.pop("words")[::-1], None):  # None: as indexes were before they said it
         (out / "index.json").write_text(json.dumps(manifest | ({"words": words} if words else {})))
-        assert f"--index {out}: made with another idea of a word" in refusal(open_index, str(out), corpus)
+        assert f"--index {out}: of another idea of a word" in refusal(open_index, str(out), corpus)
 
 
 def test_an_index_of_another_corpus_or_encoder_is_refused(folder, tmp_path, shallow, bert):
