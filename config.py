@@ -19,6 +19,7 @@ from plumbing.flags import Parser, add_flags
 from plumbing.flags import knob as knob  # programs with knobs of their own take it from here
 from plumbing.flags import out_of_range as out_of_range
 from plumbing.outside import decoded
+from plumbing.stop import LEADS
 from plumbing.threads import choose_threads, use_threads
 from plumbing.trust import check_origin
 
@@ -293,6 +294,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "qwen2.5-3b": dict(model="Qwen/Qwen2.5-3B", vllm_memory=0.8, **NQ_HOTPOTQA),
     "qwen2.5-7b": dict(model="Qwen/Qwen2.5-7B", lr=3e-7, max_turns=6, vllm_memory=0.75, **NQ_HOTPOTQA),
 }  # fmt: skip
+DATA = ("valid", "test", "corpus", "instruction")  # what goes with a preset's --train
 OPTIMIZER = "gpt-5"  # of OpenAI, where a run names neither a model nor another endpoint
 LORA_LR = {"world": 3e-3}  # found by trial (LOG.md); elsewhere ten times the rate of whole weights
 STATIC: dict[str, Any] = dict(N_P=1, N_parent=1, T_e=0)  # one instruction: the rest of Algorithm 1 then does nothing
@@ -314,7 +316,10 @@ def parse(argv: list[str] | None = None, kind: type[C] = Config, **changes: Any)
         _parser(kind, changes, everything=True).print_help()
         parser.exit()
     named = flags.pop("preset", flags.get("model", kind.model))
-    preset = PRESETS.get(named, {}) | changes | (STATIC if flags.get("mode") == "static" else {})
+    preset, unused = dict(PRESETS.get(named, {})), []
+    if os.path.abspath(flags.get("train", "")) != preset.get("train") != flags.get("train", preset.get("train")):
+        unused = [name for name in DATA if preset.pop(name, "") and name not in flags]
+    preset |= changes | (STATIC if flags.get("mode") == "static" else {})
     if flags.get("model") in PRESETS:
         flags["model"] = PRESETS[flags["model"]]["model"]
     if flags.get("lora_rank", 0) > 0:
@@ -332,6 +337,8 @@ def parse(argv: list[str] | None = None, kind: type[C] = Config, **changes: Any)
     if fault := validate(cfg):
         parser.error(fault)
     if not cfg.resume:
+        if unused and LEADS:
+            print(f"note: --train is not the preset's, so its {', '.join(unused)} are not used", flush=True)
         cfg = dataclasses.replace(cfg, threads=choose_threads(cfg.threads))
     use_threads(cfg.threads)
     return cfg

@@ -19,6 +19,7 @@ from plumbing.client import Client
 from plumbing.faults import Fault, OptimizerDown, Outage
 from plumbing.outside import plain, printable, without_secrets
 from plumbing.stop import may_stop
+from plumbing.words import split_words
 
 OPENAI = "https://api.openai.com/v1"
 MAX_REPLY = 200_000  # characters of a reply that are read and kept
@@ -27,7 +28,6 @@ THOUGHTS = re.compile("<(/?)(think|thinking|reasoning)>")
 QUESTION = re.compile(r"^\W*question\s*:", re.I | re.M)
 CONTROL = re.compile(r"<[|｜][^<>]{1,64}[|｜]>|</?s>|<(?:bos|eos|pad|unk|(?:start|end)_of_turn)>|\[/?INST\]")
 RESULT = re.compile(r"<information>(.*?)</information>", re.S)
-WORD = re.compile("[\u3040-\u9fff\uac00-\ud7af]|[^\\W\u3040-\u9fff\uac00-\ud7af]+")  # Chinese has no spaces: each sign
 
 # App. E, word for word; {n} stands for its N. (The paraphrase prompt has "6" there, which is N_P - 1.)
 PARAPHRASE = """<ins_0> {instruction} </ins_0>
@@ -220,7 +220,7 @@ def _mentions(text: str, answer: str) -> bool:
 
 def normalize(text: str) -> str:
     """Returns a text's words in lower case, without punctuation; candidates with the same words are duplicates."""
-    return " ".join(WORD.findall(plain(text).lower()))
+    return " ".join(split_words(plain(text)))
 
 
 @dataclass(frozen=True)

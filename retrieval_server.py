@@ -17,6 +17,7 @@ Without scores each hit is the document itself. /health also counts queries rece
 import plumbing  # noqa: F401  # isort: skip  (first: from here on a Ctrl-C is one line)
 import argparse
 import asyncio
+import os
 import signal
 
 from cachetools import LRUCache
@@ -34,6 +35,8 @@ from retrieval.index import Dense, open_index
 
 MAX_TOPK = 100
 MAX_QUERIES = 16384  # per request: Search-R1 sends all queries of a step at once
+MAX_HITS = 100_000  # queries x topk of a request, whose answer is in memory
+MAX_KEPT = 10  # topk of answers that are kept
 MAX_QUERY = 4096  # characters
 MAX_WAIT = 0.002  # seconds that the first query of a batch waits for others
 
@@ -89,6 +92,8 @@ class Batcher:
                 answers = await asyncio.to_thread(self.answer, [key for key, _ in batch])
                 for key, future in batch:
                     future.set_result(answers[key])
+                    if key[1] > MAX_KEPT:
+                        self._answers.pop(key, None)
             except Exception as e:  # the encoder, FAISS or a row: these requests fail, the server continues
                 for key, future in batch:
                     self._answers.pop(key, None)
@@ -118,8 +123,11 @@ def make_app(corpus: Corpus, index, topk: int, max_batch: int = 256, cache: int 
     @app.post("/retrieve")
     async def retrieve(search: Search) -> JSONResponse:
         """Finds the best passages of each query; with BM25 a query without a known word finds none."""
+        k = search.topk or topk
+        if len(search.queries) * k > MAX_HITS:
+            raise HTTPException(422, f"queries x topk are more than {MAX_HITS:,}; send fewer at once")
         try:
-            keys = [(clean(query[:MAX_QUERY]), search.topk or topk) for query in search.queries]
+            keys = [(clean(query[:MAX_QUERY]), k) for query in search.queries]
             answers = await batcher.ask(keys)
         except Exception as e:  # the next batch may succeed
             raise HTTPException(500, f"search failed: {type(e).__name__}: {e}") from None
@@ -174,7 +182,7 @@ def main() -> None:
         if args.shard_gpus:
             index.shard()
     print(f"{len(corpus):,} passages of {corpus.path}, {index.name}", flush=True)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # that is how a server ends: no line, exit code 0
+    signal.signal(signal.SIGINT, lambda *_: os._exit(0))  # that is how a server ends: no line
     serve(make_app(corpus, index, args.topk, args.max_batch), sock, args.child)
 
 

@@ -24,7 +24,7 @@ from plumbing.files import read_jsonl, writing
 from plumbing.outside import decoded, finite, without_secrets
 from plumbing.versions import commit
 from tasks import Question, Task, Trajectory, load_task, measure, reward, rng_of, take_subset
-from tasks.questions import normalize
+from tasks.questions import holds_gold
 from tasks.search_qa import SearchQA
 
 CHUNK = 256  # questions that are played together; an evaluation that was stopped repeats at most so many
@@ -171,8 +171,7 @@ def row_of(task: Task, tau: Trajectory, metrics: Mapping[str, float]) -> Row:
     }  # fmt: skip
     row |= {tool.plural: tau.served(tool.tag) for tool in tools_of(task)}
     if isinstance(task, SearchQA):
-        passages = f" {normalize(' '.join(text for turn in tau.turns for text in turn.result or []))} "
-        row["gold_found"] = float(any(f" {normalize(g)} " in passages for g in q.golds))
+        row["gold_found"] = float(holds_gold((text for turn in tau.turns for text in turn.result or []), q.golds))
     if clash := sorted(metrics.keys() & {"id", "data", "questions", "gold_recall", *row}):
         raise Fault(f"--task {task.cfg.task}: evaluate.py has a figure called {clash[0]}: give the metric another name")
     return {"id": q.id, "reward": tau.reward, **metrics, **row}

@@ -27,7 +27,7 @@ from extras import variants as v
 from grpo import Learner, Terms, group_advantages
 from inspo import train
 from tasks import Trajectory
-from tasks.questions import normalize
+from tasks.questions import holds_gold, normalize
 
 Array = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
@@ -101,12 +101,8 @@ class Batch:
     @cached_property
     def found(self) -> Ints:
         """Whether what the tool returned holds a gold answer, 1 or 0."""
-
-        def holds(result: list[str] | None, golds: Iterable[str]) -> bool:
-            text = f" {normalize(' '.join(result or []))} "
-            return any(f" {gold} " in text for gold in map(normalize, golds) if gold)
-
-        return self.turns([[holds(turn.result, tau.question.golds) for turn in tau.turns] for tau in self.taus])
+        rows = [[holds_gold(turn.result or [], tau.question.golds) for turn in tau.turns] for tau in self.taus]
+        return self.turns(rows)
 
     @cached_property
     def state(self) -> Ints:

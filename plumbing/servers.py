@@ -44,17 +44,17 @@ def serve(app: Any, sock: socket.socket, child: bool) -> None:
     # 120 s: a trainer's connections stay open during its update step.
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=120)
     server = uvicorn.Server(config)
+    # uvicorn's own handlers would wait for clients, however slow: a server has nothing to save.
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
     if child:
         # A cluster may signal every process of a job, but the parent needs this server until it has saved, and stops
-        # it when it is done. uvicorn would install its own handlers instead.
+        # it when it is done.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
-        server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign, assignment]
         threading.Thread(target=_exit_with_stdin, daemon=True).start()
     host, port = sock.getsockname()[:2]
     print(f"listening on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
-    with contextlib.suppress(KeyboardInterrupt):
-        server.run(sockets=[sock])
+    server.run(sockets=[sock])
 
 
 def _exit_with_stdin() -> None:

@@ -1,19 +1,15 @@
 """BM25: queries -> rows of the corpus by shared words; all scores are computed at build time (bm25s)."""
 
-import re
 from collections.abc import Iterable
 
 import bm25s
 import numpy as np
 
 from plumbing.faults import Fault
+from plumbing.words import split_words
 
+WORDS = split_words("The co-op's \u0130 m², ที่, हिन्दी, 東京 12, u\u0308")  # kept with an index: how it splits a text
 Hits = list[tuple[int, float]]  # (row of the corpus, score), best first
-
-
-def split_words(text: str) -> list[str]:
-    """The lower-cased words of a text; stop words stay, nothing is stemmed."""
-    return re.findall(r"\w+", text.lower())
 
 
 class BM25:

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from plumbing.faults import Fault, one_line
 from plumbing.files import write
-from retrieval.bm25 import BM25
+from retrieval.bm25 import BM25, WORDS
 from retrieval.corpus import Corpus
 from retrieval.encoder import FAMILIES, Encoder
 from retrieval.index import open_index
@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--index", required=True, help="directory to create")
     parser.add_argument("--type", default="Flat", help="by FAISS's name, such as IVF16384,SQ8 or HNSW32,Flat (Flat)")
     parser.add_argument("--family", default="", choices=["", *FAMILIES], help="prefixes and pooling (from the name)")
-    parser.add_argument("--max_length", type=int, default=256, help="tokens of a passage that count (256)")
+    parser.add_argument("--max_length", type=int, help="tokens of a passage that count (256, or the encoder's most)")
     args = parser.parse_args(argv)
     out = Path(args.index)
     if out.exists():
@@ -89,9 +89,14 @@ def main(argv: list[str] | None = None) -> None:
     model = os.path.abspath(args.encoder) if os.path.isdir(args.encoder) else args.encoder
     manifest = {"encoder": model, "passages": len(corpus), "digest": corpus.digest}
     encoders = []
-    if model != "bm25":
+    if model == "bm25":
+        manifest["words"] = WORDS
+    else:
         devices = [f"cuda:{k}" for k in range(torch.cuda.device_count())] or ["cpu"]
-        encoders = [Encoder(model, args.family, args.max_length, device) for device in devices]
+        encoders = [Encoder(model, args.family, args.max_length or 256, device) for device in devices]
+        most = encoders[0].max_length
+        if args.max_length not in (None, most):
+            raise Fault(f"--max_length {args.max_length}: {model} takes {most} tokens; give at most that")
         manifest |= {"family": encoders[0].family, "max_length": encoders[0].max_length}
         print(f"{len(corpus):,} passages, {model} on {' '.join(devices)} -> {args.type}", flush=True)
     partial = out.with_name(f"{out.name}.partial")

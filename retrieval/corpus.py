@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Iterator
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -13,8 +14,16 @@ from plumbing.faults import Fault
 FORM = 'a corpus is unpacked JSONL: one {"id": ..., "contents": "\\"Title\\"\\ntext"} per line'
 
 
+def contents_of(row: Any) -> str:
+    """Returns a row's `contents`, or what they would be from its `text` and its `title`, if it has one."""
+    if "contents" in row or "text" not in row:
+        return row["contents"]
+    title = row["title"] if "title" in row else ""
+    return '"' + (title or "") + '"\n' + row["text"]
+
+
 class Corpus:
-    """The passages {"id", "contents"} of a JSONL file, by row number; each is read from disk on access.
+    """The passages {"id", "contents"} of a JSONL file, by row number from 0; each is read from disk on access.
 
     Rows are Search-R1's {"id", "contents"}, or {"id", "title", "text"}; blank lines do not count. Opening a corpus
     reads it once to find where its rows begin; a row is checked when it is read. Safe to read from several threads.
@@ -38,16 +47,15 @@ class Corpus:
         start, end = int(self._starts[row]), int(self._starts[row + 1])
         try:
             fields = json.loads(os.pread(self._fd, end - start, start))
-            contents = fields["contents"] if "contents" in fields else '"' + fields["title"] + '"\n' + fields["text"]
-            passage = {"id": str(fields["id"]), "contents": contents}
+            passage = {"id": str(fields["id"]), "contents": contents_of(fields)}
             "".join(passage.values()).encode()  # half of a surrogate pair cannot be sent
         except (ValueError, TypeError, LookupError, RecursionError) as e:
-            raise Fault(f"{self.path}, row {row}: not a passage ({type(e).__name__}: {e}); {FORM}") from None
+            raise Fault(f"{self.path}, row {row + 1}: not a passage ({type(e).__name__}: {e}); {FORM}") from None
         return passage
 
     def texts(self) -> Iterator[str]:
         """The contents of all passages, in order."""
-        return (passage["contents"] for passage in self)
+        return (self[row]["contents"] for row in range(len(self)))
 
     @cached_property
     def digest(self) -> str:

@@ -23,8 +23,8 @@ def infer_family(model: str) -> str:
 class Encoder:
     """Encodes queries and passages as unit vectors, whose inner product is their cosine.
 
-    `family` is a key of FAMILIES, or "" to infer it from the name; texts are truncated to `max_length` tokens. fp16 on
-    a GPU, fp32 on the CPU. Raises Fault if the model cannot be loaded.
+    `family` is a key of FAMILIES, or "" to infer it from the name; texts are truncated to `max_length` tokens, or as
+    many as the model takes. fp16 on a GPU, fp32 on the CPU. Raises Fault if the model cannot be loaded.
     """
 
     def __init__(self, model: str, family: str = "", max_length: int = 256, device: str = ""):
@@ -41,6 +41,10 @@ class Encoder:
             dtype = torch.float16 if self.device.startswith("cuda") else torch.float32
             loaded = AutoModel.from_pretrained(model, dtype=dtype, trust_remote_code=False)
             self._model = loaded.to(self.device).eval()
+            padding = getattr(getattr(loaded, "embeddings", None), "padding_idx", -1)  # RoBERTa's positions follow it
+            places = config.max_position_embeddings - padding - 1
+            self.max_length = min(max_length, self._tokenizer.model_max_length, places)
+            self._forward(["a " * self.max_length])  # fails here rather than in the middle of a build
         except Exception as e:  # a damaged directory can raise anything
             reason = str(e).strip().partition("\n")[0].rstrip(".") or type(e).__name__
             if "trust_remote_code" in str(e):
@@ -48,7 +52,6 @@ class Encoder:
             todo = "give a Hugging Face id or a local directory of a BERT-type model, and a device of this machine"
             raise Fault(f"--encoder {model}: {reason}; {todo}") from None
         self.dimension: int = config.hidden_size
-        self.max_length = min(max_length, self._tokenizer.model_max_length, config.max_position_embeddings)
         self._rows = 128 if self.device.startswith("cuda") else 16  # texts in a forward pass
 
     def queries(self, texts: list[str]) -> np.ndarray:
@@ -59,7 +62,6 @@ class Encoder:
         """The vectors of passages, (N, d) fp32."""
         return self._encode([self.passage_prefix + text for text in texts])
 
-    @torch.inference_mode()
     def _encode(self, texts: list[str]) -> np.ndarray:
         order = sorted(range(len(texts)), key=lambda k: len(texts[k]))  # similar lengths together: little padding
         out = np.empty((len(texts), self.dimension), dtype=np.float32)
@@ -68,6 +70,7 @@ class Encoder:
             out[rows] = self._forward([texts[k] for k in rows])
         return out
 
+    @torch.inference_mode()
     def _forward(self, texts: list[str]) -> np.ndarray:
         options = {"truncation": True, "max_length": self.max_length, "padding": True, "return_tensors": "pt"}
         padded = self._tokenizer(texts, **options).to(self.device)

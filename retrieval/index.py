@@ -1,13 +1,14 @@
 """Queries -> rows of the corpus: BM25, or vectors under FAISS, from an index directory or a FAISS file."""
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
 import bm25s
 import numpy as np
 
 from plumbing.faults import Fault
-from retrieval.bm25 import BM25, Hits
+from retrieval.bm25 import BM25, WORDS, Hits
 from retrieval.corpus import Corpus
 
 
@@ -38,10 +39,9 @@ class Dense:
         """Sets how much of an approximate index a query visits: `nprobe` cells for IVF, a beam of `ef` for HNSW."""
         import faiss
 
-        if hasattr(inner := faiss.downcast_index(self.index), "hnsw"):
-            inner.hnsw.efSearch = ef
-        elif ivf := faiss.try_extract_index_ivf(self.index):
-            ivf.nprobe = nprobe
+        for name, width in {"nprobe": nprobe, "efSearch": ef, "quantizer_efSearch": ef}.items():
+            with suppress(RuntimeError):  # of an index that has no such width, whatever it is wrapped in
+                faiss.ParameterSpace().set_index_parameter(self.index, name, width)
 
     def shard(self) -> None:
         """Splits the index over the visible GPUs, fp16; raises Fault if this FAISS sees none."""
@@ -84,6 +84,8 @@ def open_index(path: str, corpus: Corpus, encoder: str = "", family: str = "", d
     if not file.is_file():
         manifest = _read_manifest(file, corpus)
         if manifest["encoder"] == "bm25":
+            if manifest.get("words") != WORDS:
+                raise Fault(f"--index {path}: of another idea of a word; build it again")
             return BM25(bm25s.BM25.load(path, mmap=True))
         encoder, family = encoder or manifest["encoder"], family or manifest["family"]
         file, max_length = file / "index.faiss", manifest["max_length"]

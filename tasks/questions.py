@@ -7,6 +7,7 @@ import re
 import string
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,14 @@ from typing import Any
 from plumbing.faults import Fault
 from plumbing.hub import fetch
 from plumbing.outside import clean, decoded
+from plumbing.words import SIGNS, compose, split_words
 from tasks import Question
 
 # Without the metadata, which holds HotpotQA's passages: most of Search-R1's 356 MB.
 COLUMNS = ("id", "question", "golden_answers", "data_source", "prompt", "reward_model", "extra_info")
 ARTICLES = ("a", "an", "the")
+JSON_TEXT = re.compile(r'\s*(\[\s*["{]|\{\s*")')  # an answer may be [0, 1]
+OTHER_SCRIPTS = re.compile(f"[\u0530-\u1cff{SIGNS}]")
 
 
 def load_questions(path: str | Path) -> list[Question]:
@@ -68,8 +72,10 @@ def read_parquet(path: Path, columns: Collection[str] = COLUMNS) -> Iterator[tup
     try:
         with pq.ParquetFile(path) as file:
             names = [column for column in columns if column in file.schema_arrow.names]
+            as_json = [name for name in names if str(file.schema_arrow.field(name).type) == "extension<arrow.json>"]
             rows = (row for batch in file.iter_batches(10_000, columns=names) for row in batch.to_pylist())
-            yield from enumerate(rows, 1)
+            for line, row in enumerate(rows, 1):
+                yield line, row | {name: decoded(row[name]) for name in as_json if row[name] is not None}
     except (OSError, ValueError, OverflowError) as e:  # pyarrow's, text that is not UTF-8, a date beyond Python's
         raise Fault(f"{path}: not a readable parquet file ({str(e).splitlines()[0]}); write it again") from None
 
@@ -85,14 +91,16 @@ def _read_question(row: object, line: int) -> Question:
         text = _find_question(_get(row, "prompt"))
     if not isinstance(text, str) or not text.strip():
         raise ValueError("no question; fill `question`, or `prompt` with a user message")
-    golds = _get(row, "golden_answers", default=_get(row, "reward_model", "ground_truth", "target", default=()))
+    truth = _get(row, "reward_model", "ground_truth", default=())
+    golds = _get(row, "golden_answers", default=_get(truth, "target", default=truth))
     if isinstance(golds, str):
-        golds = [golds]
+        texts = _unpacked(golds)
+        golds = texts if isinstance(texts, list) and isinstance(texts[0], str) else [golds]
     if not isinstance(golds, Iterable) or isinstance(golds, dict) or not all(isinstance(gold, str) for gold in golds):
         raise ValueError(f"gold answers {golds!r:.80} are neither a text nor a list of texts; write them so")
     golds = [gold.strip() for gold in golds if gold.strip()]
     if not golds:
-        raise ValueError("no gold answer; fill `golden_answers` or `reward_model.ground_truth.target`")
+        raise ValueError("no gold answer; fill `golden_answers` or `reward_model.ground_truth`")
     id, source, text, *golds = clean([id, source, text.strip(), *golds])
     return Question(id, text if text.endswith("?") else text + "?", tuple(golds), source)
 
@@ -101,7 +109,7 @@ def _doubts(row: object, q: Question) -> Iterator[str]:
     """Yields what is probably a mistake in a question, to be counted."""
     if any(gold.lower() in ARTICLES or not any(map(str.isalnum, gold)) for gold in q.golds):
         yield "questions have a gold answer without a word but articles: it equals any article"
-    if any(re.fullmatch(r"\[\s*['\"].*['\"]\s*\]", gold) for gold in q.golds):
+    if any(re.fullmatch(r"\[(\s*['\"].*['\"]|.*,.*)\s*\]", gold) for gold in q.golds):
         yield "questions have a list as the text of one gold answer: write a JSON list"
     prompt = _find_question(_get(row, "prompt"))
     if prompt and prompt.strip().rstrip("?") != q.text.rstrip("?"):
@@ -111,15 +119,27 @@ def _doubts(row: object, q: Question) -> Iterator[str]:
 def _get(row: object, *keys: str, default: Any = None) -> Any:
     """Returns `row[k1][k2]...`, or `default` where a key is absent or null."""
     for key in keys:
+        row = _unpacked(row)
         row = row.get(key) if isinstance(row, dict) else None
     return default if row is None else row
 
 
+def _unpacked(value: object) -> object:
+    """Returns what a JSON text of an object, or of a list of texts or objects, says: exports write columns so."""
+    if isinstance(value, str) and JSON_TEXT.match(value):
+        with suppress(ValueError):
+            return decoded(value)
+    return value
+
+
 def _find_question(prompt: object) -> str | None:
     """Returns what follows the last `Question:` in the last user message, or in the string."""
+    prompt = _unpacked(prompt)
     if isinstance(prompt, Iterable) and not isinstance(prompt, str):
         prompt = next((_get(m, "content") for m in reversed(list(prompt)) if _get(m, "role") == "user"), None)
-    return prompt.rpartition("Question:")[2] if isinstance(prompt, str) else None
+    if not isinstance(prompt, str) or re.match(r"\s*\[\s*\{\s*'", prompt):  # messages as Python prints them
+        return None
+    return prompt.rpartition("Question:")[2]
 
 
 def normalize(text: str) -> str:
@@ -139,8 +159,22 @@ def f1(prediction: str | None, golds: Iterable[str]) -> float:
     """Returns the best token F1 over the golds, in [0, 1]; reported beside EM."""
     if prediction is None or not prediction.strip():
         return 0.0
-    tokens = normalize(prediction).split()
-    return max((_token_f1(tokens, normalize(gold).split()) for gold in golds), default=0.0)
+    tokens = _tokens(prediction)
+    return max((_token_f1(tokens, _tokens(gold)) for gold in golds), default=0.0)
+
+
+def holds_gold(passages: Iterable[str], golds: Iterable[str]) -> bool:
+    """Returns whether some gold's tokens stand in a row in the passages."""
+    text = f" {' '.join(_tokens(' '.join(passages)))} "
+    return any(f" {' '.join(tokens)} " in text for tokens in map(_tokens, golds) if tokens)
+
+
+def _tokens(text: str) -> list[str]:
+    """Returns the normalized text split at blanks, and into words where its script is not like Latin."""
+    tokens = []
+    for token in normalize(compose(text)).split():
+        tokens += split_words(token) if OTHER_SCRIPTS.search(token) else [token]
+    return tokens
 
 
 def _token_f1(a: list[str], b: list[str]) -> float:

@@ -18,8 +18,9 @@ from config import HERE, TaskKnobs
 from plumbing.client import Client
 from plumbing.faults import Fault, Outage, ToolDown
 from plumbing.outside import without_secrets
+from retrieval.corpus import contents_of
 from tasks import Question
-from tasks.questions import normalize
+from tasks.questions import holds_gold
 from tasks.tools import Tool
 
 DEFAULT = "http://127.0.0.1:8000"  # where retrieval_server.py and Search-R1's own listen unless told otherwise
@@ -74,7 +75,8 @@ class Search(Tool):
         shown = []
         for k, contents in enumerate(result, 1):
             title, _, text = contents.partition("\n")
-            shown.append(f"Doc {k}(Title: {title.strip().strip(chr(34))}) {text.strip()}")
+            title = re.sub('^"(.*)"$', r"\1", title.strip())
+            shown.append(f"Doc {k}(Title: {title}) {text.strip()}")
         return "\n".join(shown)
 
     def _send_batches(self) -> None:
@@ -93,7 +95,8 @@ class Search(Tool):
     def _retrieve(self, queries: list[str]) -> dict[str, list[str]]:
         def read(answer: Any) -> dict[str, list[str]]:
             rows = [
-                [hit["document"]["contents"][:MAX_PASSAGE] for hit in hits[: self.topk]] for hits in answer["result"]
+                [contents_of(hit["document"] if "document" in hit else hit)[:MAX_PASSAGE] for hit in hits[: self.topk]]
+                for hits in answer["result"]
             ]
             if not all(isinstance(contents, str) for hits in rows for contents in hits):
                 raise TypeError("contents are not text")
@@ -103,7 +106,7 @@ class Search(Tool):
         try:
             return self._client.ask("/retrieve", body, read)
         except Outage as e:  # also from `revive`
-            raise ToolDown(f"the search server does not answer ({e})") from e
+            raise ToolDown(f"the search server gives no usable answer ({e})") from e
 
 
 def choose_source(cfg: C) -> C:
@@ -171,10 +174,7 @@ def try_search(search: Search, questions: Sequence[Question]) -> str:
             f"{without_secrets(search.urls[0])} found no passage for any of {n} questions: check its index, and that it"
             " answers as Search-R1's server does"
         )
-    texts = [f" {normalize(' '.join(passages))} " for passages in results]
-    hits = sum(
-        any(f" {normalize(gold)} " in text for gold in q.golds) for q, text in zip(questions, texts, strict=True)
-    )
+    hits = sum(holds_gold(passages, q.golds) for passages, q in zip(results, questions, strict=True))
     return (
         f"{n} questions took {seconds:.2f} s, 1,000 searches would take {1000 * seconds / n:,.1f} s;"
         f" a gold answer was in the passages of {hits} of them"

@@ -75,6 +75,34 @@ def test_a_preset_wins_over_the_default_and_a_flag_over_the_preset():
     assert parse(["--model", "some/hub-id", "--mode", "static"]).lr == Config.lr  # of no preset
 
 
+@pytest.mark.parametrize(
+    "argv, kept, said",
+    [  # kept: of valid, test, corpus and instruction
+        ([], "valid test corpus instruction", ""),
+        (["--test", "t"], "valid corpus instruction", ""),
+        (["--train", PRESETS["world"]["train"]], "valid test corpus instruction", ""),
+        (["--train", os.path.relpath(PRESETS["world"]["train"])], "valid test corpus instruction", ""),
+        (["--train", "own.jsonl"], "", "valid, test, corpus, instruction"),
+        (["--train", "own.jsonl", "--test", "t", "--corpus", "c"], "", "valid, instruction"),
+        (["--train", "t", "--valid", "t", "--test", "t", "--corpus", "c", "--instruction", __file__], "", ""),
+        (["--preset", "world", "--model", "some/hub-id", "--train", "t"], "", "valid, test, corpus, instruction"),
+        (["--preset", "world", "--model", "some/hub-id"], "valid test corpus instruction", ""),
+        (["--model", "smollm2-135m", "--train", "t", "--corpus", "c"], "", "valid, test, instruction"),
+        (["--model", "qwen2.5-3b", "--mode", "static", "--train", "t"], "", "test"),
+        (["--model", "some/hub-id", "--mode", "static", "--train", "t"], "", ""),
+    ],
+)
+def test_a_preset_s_data_goes_together(argv, kept, said, capsys):
+    cfg, given = parse(argv), {flag[2:] for flag in argv[::2]}
+    for name in ("valid", "test", "corpus", "instruction"):
+        if name in kept.split():
+            assert getattr(cfg, name) == PRESETS["world"][name]
+        elif name not in given:
+            assert getattr(cfg, name) == "", name
+    out = capsys.readouterr().out
+    assert out.count("\n") == bool(said) and said in out and (not said or f" {said} " in out)
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets_name_knobs_that_exist_with_values_of_their_type_and_files_that_exist(preset):
     types = {f.name: f.type for f in FIELDS}
@@ -180,13 +208,16 @@ def test_help_groups_the_flags_by_their_concerns(capsys):
             assert head < shown.index(f"\n  --{name}") < end, name
 
 
+OWN = ["--valid", "", "--test", "T", "--corpus", "T", "--instruction", ""]  # all that goes with --train
+
+
 @pytest.mark.parametrize(
     "argv, code, says",
     [
         (["--help"], 0, "--tau_s"),
         (["--G", "1"], 2, "--G 1"),
-        (["--train", "nosuch.jsonl"], 1, "--train nosuch.jsonl: no such"),
-        (["--preset", "world", "--model", POLICY, "--train", "nosuch.jsonl", "--valid", ""], 1, "--train nosuch.jsonl"),
+        ([*OWN, "--train", "nosuch.jsonl"], 1, "--train nosuch.jsonl: no such"),
+        (["--preset", "world", "--model", POLICY, *OWN, "--train", "nosuch.jsonl"], 1, "--train nosuch.jsonl"),
         (["--test", "."], 1, "--test ."),
         (["--valid", "no.parquet"], 1, "--valid no.parquet"),
         (["--corpus", "nosuch.jsonl"], 1, "--corpus nosuch.jsonl: no such file"),

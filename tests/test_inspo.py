@@ -402,7 +402,7 @@ def test_own_data_own_model_and_any_chat_endpoint_through_the_same_command(tmp_p
 OWN = "--train FILES/train.jsonl --test FILES/test.jsonl --corpus FILES/corpus.jsonl --mode static".split()
 BAD = [
     (["--model", "/no/such/model", *OWN], "--model /no/such/model: no causal LM"),
-    (["--train", "BADROW"], "bad.jsonl:2"),
+    ([*OWN, "--valid", "", "--instruction", "", "--train", "BADROW"], "bad.jsonl:2"),
     (["--corpus", "BADROW"], "bad.jsonl, row "),
     (["--out", "/proc/none"], "/proc/none"),
     (["--retriever", "http://127.0.0.1:9"], "--retriever"),
@@ -437,7 +437,8 @@ def test_bad_input_is_one_line_and_leaves_nothing(tmp_path, flags, says):
 
 
 def test_a_fault_is_printed_to_stderr_with_exit_code_1():
-    code, stdout, stderr = finish(start("--train", FIXTURE / "corpus.jsonl", "--out", "/tmp/never"))
+    own = [flag.replace("FILES", str(FIXTURE)) for flag in OWN] + ["--valid", "", "--instruction", ""]
+    code, stdout, stderr = finish(start(*own, "--train", FIXTURE / "corpus.jsonl", "--out", "/tmp/never"))
     assert (code, stdout, stderr.count("\n")) == (1, "", 1) and "corpus.jsonl:1: no question" in stderr
 
 
@@ -552,7 +553,7 @@ def test_a_search_server_that_dies_during_an_evolution_ends_the_run_resumably(tm
         monkeypatch.setenv("OPENAI_BASE_URL", endpoint.url)
         said, _, _ = run_here(*flags, "--retriever", child.url)
         first, last = said.strip().splitlines()
-        assert "does not answer" in first and "--resume" in last
+        assert "no usable answer" in first and "--resume" in last
         reflections = read_jsonl(tmp_path / "r" / "reflections.jsonl")
         assert [row["t"] for row in reflections if "call" in row] == [0, 3]  # the reply was paid for, and is kept
         code, _, stderr = run_here(*flags, "--retriever", "", "--resume")

@@ -2,6 +2,8 @@
 
 import json
 import re
+import unicodedata
+from collections import Counter
 from pathlib import Path
 
 import pyarrow as pa
@@ -10,8 +12,9 @@ import pytest
 
 from config import Config
 from plumbing.faults import Fault
+from plumbing.words import split_words
 from tasks import Question, Trajectory, measure, reward, search_qa
-from tasks.questions import em, f1, load_questions, normalize
+from tasks.questions import em, f1, holds_gold, load_questions, normalize
 from tasks.search_qa import SearchQA
 
 FIXTURE = Path(__file__).parent / "fixture"
@@ -32,6 +35,12 @@ def fault(path) -> str:
     assert "\n" not in message and message.startswith(str(path)) and "; " in message
     return message.removeprefix(str(path))
 
+
+PROSE = [
+    "The co-op's naïve café — “don't” stop_now, it’s 1914–1918 at 3.5 m² and ½ past noon; U.S.A.!",
+    "Jørn Utzon, İzmir, Łódź, Đặng Thái Sơn, Ærø, straße, ﬁn, Apple™ №5 1,000.00 €5 x_1 __y__ a–b",
+    "Война и мир, Ἰλιάς, β-carotene; soft\u00adhyphen, no\u00a0break, zero\u200bwidth, 3×4 ≤ 12… end",
+]
 
 # --- the reward
 
@@ -71,6 +80,50 @@ def test_em(prediction, golds, want):
     assert em(prediction, golds) == want
     if want:
         assert f1(prediction, golds) == 1.0
+
+
+@pytest.mark.parametrize("text", PROSE)
+def test_f1_of_latin_text_is_squad_s_and_a_word_of_the_search_is_a_run_of_letters_digits_and_underscores(text):
+    prediction, gold = (normalize(part).split() for part in (text, text[: len(text) // 2] + " more"))
+    common = sum((Counter(prediction) & Counter(gold)).values())
+    want = 2 * common / (len(prediction) + len(gold))
+    assert f1(text, [text[: len(text) // 2] + " more"]) == want > 0
+    assert split_words(text) == re.findall(r"\w+", text.lower())
+    for k in range(0x10000):  # whatever stands in it
+        if unicodedata.name(chr(k), "").startswith(("LATIN", "GREEK", "CYRILLIC", "DIGIT", "MODIFIER")) or k < 0x300:
+            c = unicodedata.normalize("NFC", chr(k))
+            assert split_words(f"a{c}b") == re.findall(r"\w+", f"a{c}b".lower()), hex(k)
+
+
+@pytest.mark.parametrize(
+    "prediction, golds, exact, tokens",
+    [  # EM is Search-R1's: letters as they are encoded, and punctuation is ASCII's
+        ("天氣好", ("天氣很好",), 0.0, 6 / 7),  # as MLQA and DRCD score it: sign by sign
+        ("天氣很好。", ("天氣很好",), 0.0, 1.0),
+        ("東京", ("とうきょう", "東京都"), 0.0, 4 / 5),
+        ("iPhone 15手機", ("iphone15手機",), 0.0, 4 / 7),  # iphone, 15, 手, 機; iphone15, 手, 機
+        ("２０２４年", ("2024年",), 0.0, 1.0),  # full width
+        ("ﾄｳｷｮｳ", ("トウキョウ",), 0.0, 1.0),  # half width
+        ("ที่นี่", ("ที่",), 0.0, 2 / 3),  # a consonant with its vowel and its tone
+        ("भारत।", ("भारत",), 0.0, 1.0),  # a danda
+        ("باريس؟", ("باريس",), 0.0, 1.0),
+        ("हिन्दी भाषा", ("हिन्दी",), 0.0, 2 / 3),  # whole words, with their vowel signs
+        ("Zoe\u0308 Saldan\u0303a", ("Zoë Saldaña",), 0.0, 1.0),
+        ("Zoë", ("Zoe\u0308",), 0.0, 1.0),
+        ("서울시", ("서울",), 0.0, 4 / 5),
+        ("。", ("東京",), 0.0, 0.0),
+    ],
+)
+def test_scripts_without_spaces_and_decomposed_letters(prediction, golds, exact, tokens):
+    assert em(prediction, golds) == exact
+    assert f1(prediction, golds) == pytest.approx(tokens)
+
+
+def test_a_gold_stands_in_passages_word_by_word():
+    assert holds_gold(['"Emma"\nEmma is a novel by', "Jane Austen."], ["Jane Austen"])
+    assert holds_gold(["東京は日本の首都である。"], ["首都"]) and holds_gold(["by Zoe\u0308."], ["Zoë"])
+    for passages, golds in (([], ["!"]), (["Emmas"], ["Emma"]), (["x"], []), (["東京"], ["京東"])):
+        assert not holds_gold(passages, golds)
 
 
 @pytest.mark.parametrize(
@@ -142,6 +195,54 @@ def test_rows_of_search_r1(tmp_path):
     ]
 
 
+CHAT = [{"role": "user", "content": "Question: who wrote it"}]
+
+
+@pytest.mark.parametrize(
+    "row, golds",
+    [  # verl's ground truth
+        ({"reward_model": {"ground_truth": "42"}}, ("42",)),
+        ({"reward_model": {"ground_truth": ["42", "forty-two"]}}, ("42", "forty-two")),
+        ({"reward_model": {"ground_truth": {"target": "42"}}}, ("42",)),
+        ({"reward_model": {"ground_truth": {"target": ["42", "x"], "style": 1}}}, ("42", "x")),
+        # JSON in a text
+        ({"golden_answers": '["Jane Austen", "Austen"]'}, ("Jane Austen", "Austen")),
+        ({"golden_answers": ' [ "Jos\\u00e9" ]'}, ("José",)),
+        ({"reward_model": '{"ground_truth": {"target": ["x"]}, "style": "rule"}'}, ("x",)),
+        ({"reward_model": {"ground_truth": '{"target": ["x", "y"]}'}}, ("x", "y")),
+        ({"reward_model": {"ground_truth": {"target": '["x", "y"]'}}}, ("x", "y")),
+        ({"reward_model": '{"ground_truth": "[\\"x\\"]"}'}, ("x",)),  # twice
+        # answers that look like it
+        ({"golden_answers": "[0, 1]"}, ("[0, 1]",)),
+        ({"golden_answers": '{"a": 1}'}, ('{"a": 1}',)),
+        ({"golden_answers": '[{"name": "f"}]'}, ('[{"name": "f"}]',)),
+        ({"golden_answers": '["x" of "y"]'}, ('["x" of "y"]',)),
+        ({"golden_answers": '"Heroes"'}, ('"Heroes"',)),
+    ],
+)
+@pytest.mark.parametrize("prompt", [CHAT, json.dumps(CHAT), json.dumps(CHAT, indent=1)])
+def test_golds_and_prompts_are_lists_objects_texts_or_their_json(tmp_path, row, golds, prompt):
+    rows = [row | {"prompt": prompt, "extra_info": extra} for extra in ({"index": 7}, '{"index": 8}')]
+    questions = load_questions(write(tmp_path / "q.jsonl", *rows))
+    assert [(q.id, q.text, q.golds) for q in questions] == [(id, "who wrote it?", golds) for id in ("7", "8")]
+
+
+def test_parquet_columns_of_the_json_type(tmp_path):
+    """DuckDB and fastparquet write lists and objects so, and DuckDB's to_json texts, too."""
+    columns = {
+        "id": ["q1", 2], "question": ['Who wrote "Emma"?', "Who?"], "golden_answers": [["Austen", "Jané"], None],
+        "reward_model": [None, {"ground_truth": {"target": "x"}}], "prompt": [None, CHAT],
+    }  # fmt: skip
+    packed = {name: [json.dumps(x) if x is not None else None for x in column] for name, column in columns.items()}
+    kind = pa.json_(pa.utf8())
+    pq.write_table(pa.table({name: pa.array(column, kind) for name, column in packed.items()}), tmp_path / "q.parquet")
+    wanted = [Question("q1", 'Who wrote "Emma"?', ("Austen", "Jané")), Question("2", "Who?", ("x",))]
+    assert load_questions(tmp_path / "q.parquet") == wanted
+    nested = pa.StructArray.from_arrays([pa.array(['{"target":["x"]}'], kind)], ["ground_truth"])
+    pq.write_table(pa.table({"question": ["Who?"], "reward_model": nested}), tmp_path / "r.parquet")
+    assert load_questions(tmp_path / "r.parquet")[0].golds == ("x",)
+
+
 def test_parquet_reads_as_jsonl_does_and_its_metadata_are_not_read(tmp_path):
     """HotpotQA's passages are there: here they could not even be read."""
     rows = [json.loads(line) for line in (FIXTURE / "train.jsonl").open(encoding="utf-8")]
@@ -171,6 +272,9 @@ DEEP = '{"question": "Who?", "golden_answers": ' + '{"target":' * 700 + '"X"' + 
         (ROW | {"golden_answers": 5}, "gold answers 5 are neither a text nor a list of texts"),
         (ROW | {"golden_answers": {"target": [["X"]]}}, "gold answers {'target': [['X']]} are neither"),
         (DEEP, "gold answers {'target': {"),
+        (ROW | {"golden_answers": '["x", 1990]'}, "gold answers ['x', 1990] are neither a text nor a list"),
+        (search_r1("Question: who?", None) | {"reward_model": {"ground_truth": 42}}, "gold answers 42 are neither"),
+        (search_r1(str([{"role": "user", "content": "Question: who?"}]), "x"), "no question; fill"),
         (search_r1("Question: who?", []), "no gold answer; fill"),
     ],
 )
@@ -213,12 +317,13 @@ def test_what_is_hardly_meant_is_noted_with_its_count(tmp_path, capsys):
         ROW | {"id": "c", "golden_answers": "['x', 'y']"},
         ROW | {"id": "d", "prompt": other},
         ROW | {"id": "e", "prompt": same},
+        ROW | {"id": "g", "golden_answers": "[1990, 1991]"},
         ROW | {"id": "f", "golden_answers": ["[x]", "yes!"], "question": "Who", "prompt": None},
     ]
-    assert len(load_questions(write(tmp_path / "q.jsonl", *rows))) == 6
+    assert len(load_questions(write(tmp_path / "q.jsonl", *rows))) == 7
     notes = capsys.readouterr().out.splitlines()
-    assert [int(re.search(r"q\.jsonl: (\d+) ", note)[1]) for note in notes] == [2, 1, 1]
-    load_questions(write(tmp_path / "q.jsonl", *rows[4:]))
+    assert [int(re.search(r"q\.jsonl: (\d+) ", note)[1]) for note in notes] == [2, 2, 1]
+    load_questions(write(tmp_path / "q.jsonl", *rows[4:5], rows[6]))
     assert capsys.readouterr().out == ""
 
 

@@ -381,7 +381,7 @@ def test_a_search_server_that_stays_away_ends_all_ranks_resumably(tmp_path):
         wait_for_step(out, 4, process)
     code, _, stderr = finish(process, 90)
     ours = stderr.split("torch/distributed/elastic")[0]  # torchrun says it again, last
-    assert code != 0 and ours.count("does not answer") == 1 and ours.count("--resume") == 1
+    assert code != 0 and ours.count("no usable answer") == 1 and ours.count("--resume") == 1
     assert "Traceback" not in ours
 
 

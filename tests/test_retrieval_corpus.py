@@ -37,13 +37,14 @@ def random_rows(n, seed=0):
         text = " ".join(draw.choices(WORDS, k=draw.randint(0, 12)))
         key = draw.choice([i, f"p{i}", -i, ""])
         both = {"id": key, "title": draw.choice(WORDS), "text": text}
-        rows.append(draw.choice([{"id": key, "contents": text}, both, both | {"contents": text}]))
+        untitled = [{"id": key, "text": text}, {"id": key, "title": None, "text": text}]
+        rows.append(draw.choice([{"id": key, "contents": text}, both, both | {"contents": text}, *untitled]))
     return rows
 
 
 def as_passages(rows):
     """Returns the passages that the rows stand for, computed independently."""
-    contents = [row["contents"] if "contents" in row else '"' + row["title"] + '"\n' + row["text"] for row in rows]
+    contents = [row.get("contents", f'"{row.get("title") or ""}"\n{row.get("text")}') for row in rows]
     return [{"id": str(row["id"]), "contents": text} for row, text in zip(rows, contents, strict=True)]
 
 
@@ -86,9 +87,10 @@ def test_concurrent_threads_get_their_own_rows(tmp_path):
         (b'{"id": "1", "contents": "\xff"}', "UnicodeDecodeError: 'utf-8' codec can't decode"),
         (b'["1", "x"]', "TypeError: list indices must be"),
         (b'{"contents": "x"}', "KeyError: 'id'"),
-        (b'{"id": "1", "text": "x"}', "KeyError: 'title'"),
-        (b'{"id": "1", "title": "x"}', "KeyError: 'text'"),
-        (b'{"id": "1", "title": null, "text": "x"}', "TypeError: "),
+        (b'{"id": "1", "title": "x"}', "KeyError: 'contents'"),
+        (b'{"id": "1", "content": "x"}', "KeyError: 'contents'"),
+        (b'{"id": "1", "title": "x", "text": null}', "TypeError: "),
+        (b'{"id": "1", "title": 5, "text": "x"}', "TypeError: "),
         (b'{"id": "1", "contents": null}', "TypeError: sequence item 1: expected str instance, NoneType"),
         (b'{"id": "1", "contents": 5}', "TypeError: sequence item 1: expected str instance, int"),
         (b'{"id": "\\udc00", "contents": "x"}', "UnicodeEncodeError: 'utf-8' codec can't encode"),
@@ -101,7 +103,7 @@ def test_a_bad_row_is_named_by_file_and_number(tmp_path, line, complaint):
     corpus = Corpus(path)
     assert corpus[0]["id"] == "1" and corpus[2]["id"] == "2"
     for read in (lambda: corpus[1], lambda: corpus.digest, lambda: list(corpus.texts())):
-        assert refusal(read).startswith(f"{path}, row 1: not a passage ({complaint}")
+        assert refusal(read).startswith(f"{path}, row 2: not a passage ({complaint}")
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, lambda text: b"wiki.jsonl".ljust(512, b"\0") + text])  # tar: a header
@@ -126,7 +128,7 @@ def test_a_file_changed_after_opening_gives_no_wrong_text(tmp_path, change):
     path = tmp_path / "c"
     corpus = Corpus(write_corpus(path, [{"id": i, "contents": "abc" * (i + 1)} for i in range(20)]))
     path.write_bytes(b"".join(change(path.read_bytes().splitlines(keepends=True))))  # in place, like an editor or `cp`
-    assert f"{path}, row 19: not a passage" in refusal(lambda: corpus[19])
+    assert f"{path}, row 20: not a passage" in refusal(lambda: corpus[19])
 
 
 def test_a_replaced_file_is_still_read_in_its_old_version(tmp_path):

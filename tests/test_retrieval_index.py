@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import bm25s
 import faiss
@@ -20,15 +21,22 @@ from passages import KINDS, SYLLABLES, make_corpus, refusal
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    AutoModel,
     BertConfig,
     BertModel,
+    CamembertConfig,
+    DebertaV2Config,
     DistilBertConfig,
     DistilBertModel,
+    ElectraConfig,
     LlamaConfig,
+    LongformerConfig,
     MPNetConfig,
     MPNetModel,
     PreTrainedTokenizerFast,
+    RobertaConfig,
     T5Config,
+    XLMRobertaConfig,
 )
 
 from retrieval import build
@@ -36,7 +44,7 @@ from retrieval.bm25 import BM25
 from retrieval.build import CHUNK, fill
 from retrieval.corpus import Corpus
 from retrieval.encoder import Encoder, infer_family
-from retrieval.index import open_index
+from retrieval.index import Dense, open_index, read_faiss
 
 MINILM = str(get_model_path())
 N, D = 500, 384  # passages and numbers of a vector in the corpus that an encoder encodes
@@ -152,6 +160,24 @@ def test_other_models_of_the_bert_type(bert, tmp_path):
         assert vectors.shape == (2, 24) and np.allclose(np.linalg.norm(vectors, axis=1), 1)
 
 
+@pytest.mark.parametrize(
+    "config, limit",
+    [
+        (BertConfig, 66), (ElectraConfig, 66), (DebertaV2Config, 66),
+        # whose positions begin behind that of the padding
+        (RobertaConfig, 64), (XLMRobertaConfig, 64), (CamembertConfig, 64), (MPNetConfig, 64), (LongformerConfig, 64),
+    ],
+)  # fmt: skip
+def test_a_text_is_cut_to_what_the_encoder_has_positions_for(bert, tmp_path, config, limit):
+    sizes = {"num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 99, "hidden_size": 24}
+    more = {"intermediate_size": 32, "max_position_embeddings": 66}
+    more |= {"attention_window": 16} if config is LongformerConfig else {}
+    shutil.copytree(bert, tmp_path / "m")
+    AutoModel.from_config(config(**sizes, **more)).save_pretrained(tmp_path / "m")
+    encoder = Encoder(str(tmp_path / "m"), max_length=512)
+    assert encoder.max_length == limit and encoder.passages(["a river " * 100]).shape == (1, 24)
+
+
 def test_a_model_that_is_not_an_encoder_is_refused(tmp_path):
     for config, kind in ((T5Config(), "t5"), (LlamaConfig(), "llama")):
         config.save_pretrained(tmp_path / kind)
@@ -248,7 +274,43 @@ def test_bm25_keeps_its_ranking_on_disk(tmp_path):
     assert opened.search(queries, 10) == built.search(queries, 10)
 
 
+WRAPPED = {  # FAISS's name -> which widths it has: nprobe, efSearch
+    "Flat": "", "IDMap,Flat": "", "HNSW32": "ef", "IDMap,HNSW32": "ef", "IDMap2,HNSW32": "ef", "PCA32,HNSW32": "ef",
+    "HNSW32,RFlat": "ef", "L2norm,HNSW32_SQ8,RFlat": "ef", "IDMap,PCA32,HNSW32,RFlat": "ef", "IVF8,Flat": "nprobe",
+    "IVF8_HNSW8,SQ8": "nprobe ef", "IDMap,IVF8_HNSW8,Flat": "nprobe ef", "PCA32,IVF8_HNSW8,SQ8,RFlat": "nprobe ef",
+    "IVF32(PCA16,HNSW8),Flat": "nprobe ef", "IVF8,SQ8,RFlat": "nprobe",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_widths_reach_what_an_index_wraps(name, tmp_path):
+    x = np.random.default_rng(0).normal(size=(400, 64)).astype(np.float32)
+    index = faiss.index_factory(64, name, faiss.METRIC_INNER_PRODUCT)
+    index.train(x)
+    index.add_with_ids(x, np.arange(400)) if name.startswith("IDMap") else index.add(x)
+    faiss.write_index(index, str(tmp_path / "i"))
+    dense = Dense(SimpleNamespace(name="e"), read_faiss(tmp_path / "i"))
+    dense.set_width(5, 77)
+    widths, inside = set(), [dense.index]
+    while inside:
+        part = faiss.downcast_index(inside.pop())
+        widths |= {("ef", part.hnsw.efSearch)} if hasattr(part, "hnsw") else set()
+        widths |= {("nprobe", part.nprobe)} if hasattr(part, "nprobe") else set()
+        inside += [getattr(part, at) for at in ("index", "base_index", "quantizer") if hasattr(part, at)]
+    assert widths == {(width, {"ef": 77, "nprobe": 5}[width]) for width in WRAPPED[name].split()}
+
+
 # --- indexes that do not match ---
+
+
+def test_an_index_made_with_another_idea_of_a_word_is_refused(folder, tmp_path, monkeypatch):
+    corpus, out = Corpus(folder / "corpus"), tmp_path / "i"
+    build.main(["--corpus", corpus.path, "--encoder", "bm25", "--index", str(out)])
+    manifest = json.loads((out / "index.json").read_text())
+    assert open_index(str(out), corpus).search(["river"], 3)
+    for words in (manifest.pop("words")[::-1], None):  # None: as indexes were before they said it
+        (out / "index.json").write_text(json.dumps(manifest | ({"words": words} if words else {})))
+        assert f"--index {out}: of another idea of a word" in refusal(open_index, str(out), corpus)
 
 
 def test_an_index_of_another_corpus_or_encoder_is_refused(folder, tmp_path, shallow, bert):
@@ -324,12 +386,15 @@ def test_a_build_compares_vectors_with_passages(folder, flat, shallow, tmp_path,
         (["--index", "/proc/x", "--encoder", "bm25"], "/proc/x.partial: "),
         (["--index", "{tmp_path}/begun"], "{tmp_path}/begun.partial: begun with another encoder"),
         (["--index", "/tmp"], "--index /tmp: already exists"),
+        (["--max_length", "65"], "--max_length 65: {tmp_path}/bert takes 64 tokens; give at most"),
+        (["--max_length", "-1"], "--encoder {tmp_path}/bert: "),
     ],
 )
 def test_an_impossible_build_is_refused(folder, bert, tmp_path, more, complaint):
     (tmp_path / "begun.partial").mkdir()
     (tmp_path / "begun.partial" / "index.json").touch()
-    more = [x.format(tmp_path=tmp_path) for x in more]
+    shutil.copytree(bert, tmp_path / "bert")
+    bert, more = str(tmp_path / "bert"), [x.format(tmp_path=tmp_path) for x in more]
     argv = ["--corpus", str(folder / "corpus"), "--encoder", bert, "--index", str(tmp_path / "i"), *more]
     assert refusal(build.main, argv).startswith(complaint.format(tmp_path=tmp_path))
 

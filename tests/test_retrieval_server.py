@@ -7,6 +7,7 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -145,6 +146,26 @@ def test_ties_do_not_depend_on_the_order_of_addition(url):
         assert len({h["score"] for h in hits}) == 1
 
 
+@pytest.mark.parametrize(
+    "text, query",
+    [
+        ("諾貝爾物理學獎得主是霍普菲爾德和辛頓。", "物理學獎得主是誰？"),
+        ("東京は日本の首都である。", "首都はどこですか？"),
+        ("กรุงเทพเป็นเมืองหลวง", "เมืองหลวง"),
+        ("서울은 한국의 수도이다", "수도"),
+        ("भारत की राजधानी दिल्ली है।", "राजधानी?"),
+        ("ﾆﾎﾝ 1999", "ニホン"),
+        ("令和６年", "2024 6"),
+        ("Zoe\u0308 Saldan\u0303a", "Saldaña Zoë"),
+        ("Zoë Saldaña", "Saldan\u0303a"),
+        ("Bern is a capital", "capital"),
+    ],
+)
+def test_scripts_without_spaces_and_decomposed_letters_are_found(text, query):
+    index = BM25.build(["A river.", "其他東西", text, "かわ", "แม่น้ำ", "강", "नदी"])
+    assert index.search([query], 1)[0][0][0] == 2
+
+
 def test_all_words_count_and_none_is_stemmed():
     index = BM25.build(["the cat", "cats", "a dog I saw", "Ünï-code"])
     results = index.search(["THE", "cat", "cats", "i", "ünï"], 100)  # more than there are passages
@@ -163,6 +184,8 @@ def test_all_words_count_and_none_is_stemmed():
         ({"queries": ["w1"], "topk": 101}, 422),
         ({"queries": ["w1"] * 16384, "topk": 1}, 200),
         ({"queries": ["w1"] * 16385}, 422),
+        ({"queries": ["w1"] * 1001, "topk": 100}, 422),  # 100,000 passages at most
+        ({"queries": ["w1"] * 1000, "topk": 100}, 200),
         ({"queries": ["w" * 5000]}, 200),
         ({"queries": "w1"}, 422),
         ({"topk": 3}, 422),
@@ -307,6 +330,27 @@ def test_ctrl_c_ends_a_server_started_by_hand(tmp_path):
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=10)
     assert (process.returncode, out, err) == (0, "", "")
+
+
+@pytest.mark.parametrize("number, code, line", [(signal.SIGTERM, 1, "stopped by SIGTERM\n"), (signal.SIGINT, 0, "")])
+@pytest.mark.parametrize("sent", [b"", b"POST /retr", b"HALF", b"WHOLE"])
+def test_a_server_ends_at_once_whatever_its_clients_do(tmp_path, number, code, line, sent):
+    corpus = write_corpus(tmp_path / "c", PASSAGES)
+    command = [sys.executable, SERVER, "--corpus", corpus, "--port", "0"]
+    head = b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
+    body = json.dumps({"queries": [f"w{k % 200} w{k}" for k in range(16000)], "topk": 5}).encode()
+    sent = {b"HALF": head + b'100\r\n\r\n{"queries', b"WHOLE": head + b"%d\r\n\r\n" % len(body) + body}.get(sent, sent)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.readline()
+        where = urlsplit(process.stdout.readline().split()[-1])
+        with socket.create_connection((where.hostname, where.port)) as client:
+            client.sendall(sent)
+            time.sleep(0.3)
+            start = time.monotonic()
+            process.send_signal(number)
+            out, err = process.communicate(timeout=20)
+            assert time.monotonic() - start < 3
+    assert (process.returncode, out, err) == (code, "", line)
 
 
 SMALL = """

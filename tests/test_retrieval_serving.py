@@ -155,6 +155,14 @@ def test_an_answer_is_cached_until_others_evict_it(gate, corpus):
         assert ids(ask(url, *many, topk=1)) == [[f"p{q}"] for q in many]
 
 
+def test_long_answers_do_not_stay(gate, corpus):
+    with serving(gate, corpus) as url:
+        for topk, searches in ((10, 1), (11, 3)):
+            for _ in range(2):
+                assert len(ids(ask(url, "1", "1", topk=topk))[1]) == topk
+            assert len(gate.batches) == searches
+
+
 def test_a_long_query_is_truncated_not_refused(gate, corpus):
     with serving(gate, corpus) as url:
         assert ids(ask(url, "0" * 4095 + "7" + "9" * 5000, topk=1)) == [["p7"]]
@@ -186,7 +194,7 @@ def test_an_unreadable_row_fails_its_request_and_not_the_next_one(gate, tmp_path
             f.seek(sum(map(len, lines[:7])))
             f.write(b"#" * 20)
         bad = ask(url, "7", "8")
-        assert bad.status_code == 500 and "row 7" in bad.json()["detail"]
+        assert bad.status_code == 500 and "row 8" in bad.json()["detail"]
         assert ids(ask(url, "30"))[0] == ["p30", "p31", "p32"]
 
 

@@ -94,7 +94,7 @@ def test_a_refused_topk_is_named(serve):
         try_search(Search(serve((422, {}, "too many")).url, 1000), QUESTIONS)
 
 
-@pytest.mark.parametrize("reply", [{"results": [[]]}, {"result": [[{"text": "x"}]]}, {"result": []}])
+@pytest.mark.parametrize("reply", [{"results": [[]]}, {"result": [[{"content": "x"}]]}, {"result": []}])
 def test_a_server_with_other_field_names_ends_the_run_at_its_start(serve, reply):
     url = serve(reply).url
     with pytest.raises(Fault, match=rf"--retriever: .*{url}/retrieve: malformed answer \((Key|Value)Error"):

@@ -316,13 +316,41 @@ def test_a_connection_is_kept(serve, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    "hit, contents",
+    [
+        ({"document": {"id": "1", "contents": "A\nb"}, "score": 1.0}, "A\nb"),
+        ({"id": "1", "contents": "A\nb"}, "A\nb"),  # as Search-R1's server answers without scores
+        ({"document": {"title": "A", "text": "b"}}, '"A"\nb'),
+        ({"title": None, "text": "b", "score": 1}, '""\nb'),
+        ({"text": "b"}, '""\nb'),
+        ({"contents": "A\nb", "text": "c"}, "A\nb"),
+    ],
+)
+def test_a_hit_is_a_document_or_has_one_with_contents_or_title_and_text(serve, hit, contents):
+    assert Search(serve({"result": [[hit]]}).url, topk=3, retries=0).submit("who").result(10) == [contents]
+
+
+@pytest.mark.parametrize(
+    "line, title",
+    [
+        ('"Emma"', "Emma"), ("Emma", "Emma"), (' "Emma" ', "Emma"), ('""Heroes" (album)"', '"Heroes" (album)'),
+        ('"The "Heroes""', 'The "Heroes"'), ('""', ""), ("", ""), ('6" gun', '6" gun'),
+    ],
+)  # fmt: skip
+def test_a_title_loses_its_quotes_and_none_of_its_own(line, title):
+    assert Search("", topk=3).show([f"{line}\ntext"]) == f"Doc 1(Title: {title}) text"
+
+
+@pytest.mark.parametrize(
     "body",
     [
         "no json", "[]", "{}", '{"result": null}', '{"result": []}', '{"result": [[], []]}', '{"result": [3]}',
-        '{"result": [["text"]]}', '{"result": [[{"id": "0", "contents": "x"}]]}', '{"result": [[{"document": {}}]]}',
+        '{"result": [["text"]]}', '{"result": [[{"id": "0", "content": "x"}]]}', '{"result": [[{"document": {}}]]}',
         '{"result": [[{"document": {"contents": null}}]]}',
         '{"result": [[{"document": {"contents": "x"}}, {"document": {"contents": 1}}]]}',
-        '{"result": [[{"document": {"contents": ["x"]}}]]}',
+        '{"result": [[{"document": {"contents": ["x"]}}]]}', '{"result": [["the contents of a text"]]}',
+        '{"result": [[{"document": "contents"}]]}', '{"result": [[{"document": null}]]}', '{"result": [[null]]}',
+        '{"result": [[{"document": {"title": "x", "text": null}}]]}', '{"result": [[{"title": ["x"], "text": "x"}]]}',
     ],
 )  # fmt: skip
 def test_a_malformed_answer_is_search_down(serve, body):

@@ -98,6 +98,7 @@ def runs(tmp_path_factory):
         out = folder / f"{n}-{lora_rank}"
         flags = [*FLAGS, "--out", str(out), "--lora_rank", str(lora_rank)]
         flags += ["--train", str(folder / "train.jsonl"), "--instruction", str(folder / "instruction.txt")]
+        flags += [flag for name in ("valid", "test", "corpus") for flag in (f"--{name}", str(FACTS / f"{name}.jsonl"))]
         if n == 1:
             code, _, stderr = run_here(*flags)
         else:
