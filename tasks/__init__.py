@@ -7,6 +7,7 @@ the policy is trained for: rollouts, rewards, failures and metrics all come from
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import inspect
 import math
@@ -16,9 +17,9 @@ import unicodedata
 import zlib
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -58,6 +59,10 @@ class Question:
     golds: tuple[str, ...] = ()
     source: str = "data"  # names its data set: metrics are shown for each
     data: Any = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.golds is None or isinstance(self.golds, list):
+            object.__setattr__(self, "golds", tuple(self.golds or ()))
 
 
 @dataclass(frozen=True)
@@ -233,6 +238,8 @@ def load_task(cfg: Config) -> Task:
     if specs:  # the task gets those that have no module
         cfg = replace(cfg, tools=",".join(spec for spec in cfg.tools.split(",") if ":" not in spec) or "none")
     task: Task = kind(cfg)
+    questions = task.questions  # asked once a split: it may draw them
+    task.questions = cache(lambda split: list(questions(split) or ()))  # type: ignore[method-assign]
     for spec in specs:
         load_tools = load("--tools", PLUGS["mcp" if spec.startswith("mcp:") else "function"], "function")
         task.tools = [*task.tools, *load_tools(spec.removeprefix("mcp:").strip(), f"--tools {spec}")]
@@ -312,8 +319,9 @@ def check_questions(task: Task) -> None:
 
 def _check_split(task: Task, split: str) -> None:
     ids = Counter[str]()
-    for q in task.questions(split) or ():
-        if not (isinstance(q, Question) and isinstance(q.text, str)) or isinstance(q.golds, str):
+    for q in task.questions(split):
+        texts = [q.text, *q.golds] if isinstance(q, Question) and isinstance(q.golds, tuple) else [None]
+        if not all(isinstance(text, str) for text in texts):
             raise Fault(f"--task {task.cfg.task}: of {split} it has {q!r:.99}; return Question(id, text, [gold, ...])")
         ids[q.id] += 1
     if not ids and split != "valid":
@@ -322,11 +330,22 @@ def _check_split(task: Task, split: str) -> None:
         raise Fault(f"--task {task.cfg.task}: several {split} questions have the id {twice[0]!r}; make it unique")
 
 
+@contextlib.contextmanager
+def lend(taus: Sequence[Trajectory]) -> Iterator[list[Trajectory]]:
+    """Lends trajectories to a user's code: their list and those of their turns may be sorted, filtered or emptied."""
+    turns = [list(tau.turns) for tau in taus]
+    yield list(taus)
+    for tau, kept in zip(taus, turns, strict=True):
+        tau.turns = kept
+
+
 def reward(task: Task, taus: Sequence[Trajectory]) -> None:
     """Sets `reward` and `failed` of the trajectories; Fault if the task's rewards are not a number for each."""
-    with may_stop():  # a judge may take minutes
-        rewards = task.reward(taus)
+    with may_stop(), lend(taus) as own:  # a judge may take minutes
+        rewards = task.reward(own)
     where = f"--reward {task.cfg.reward}: the reward" if task.cfg.reward else f"--task {task.cfg.task}: its reward"
+    if isinstance(rewards, (Mapping, Set, bytes, bytearray)):
+        raise Fault(f"{where} returned a {type(rewards).__name__}; return a list of numbers, one for each trajectory")
     count = len(rewards) if hasattr(rewards, "__len__") else repr(rewards)
     if count != len(taus):
         raise Fault(f"{where} returned {count} for {len(taus)} trajectories; return a number for each")
@@ -347,7 +366,8 @@ COLUMNS = set(
 
 def measure(task: Task, taus: Sequence[Trajectory]) -> list[dict[str, float]]:
     """Returns the metrics of rewarded trajectories; Fault if their names differ or one is no number."""
-    rows = [task.metrics(tau) for tau in taus]
+    with lend(taus) as own:
+        rows = [task.metrics(tau) for tau in own]
     taken = COLUMNS | {tool.plural for tool in task.tools}
     for tau, row in zip(taus, rows, strict=True):
         where = f"--task {task.cfg.task}: its metrics of question {tau.question.id}"

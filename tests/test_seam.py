@@ -3,9 +3,12 @@
 import math
 import sys
 import zlib
+from collections import Counter
+from types import MappingProxyType
 
 import numpy as np
 import pytest
+import torch
 
 from config import PRESETS, Config, parse
 from plumbing.faults import Fault
@@ -13,6 +16,7 @@ from tasks import (
     Question,
     Task,
     Trajectory,
+    Turn,
     average_by_source,
     check_questions,
     choose_instruction,
@@ -133,7 +137,11 @@ def test_a_task_without_questions_or_with_an_id_twice_is_refused(split, ids, say
     check_questions(Asking())  # without validation questions a run has no best checkpoint, and needs none
 
 
-@pytest.mark.parametrize("question", ["Who?", Question("1", None), Question("1", "Who?", "Ann")])
+@pytest.mark.parametrize(
+    "question",
+    ["Who?", Question("1", None), Question("1", "Who?", "Ann"), Question("1", "Who?", (None, 7)),
+     Question("1", "Who?", {"Ann"}), Question("1", "Who?", 7)],
+)  # fmt: skip
 def test_what_is_no_question_with_golds_is_shown(question):
     class Asking(Returning):
         def questions(self, split):
@@ -290,10 +298,95 @@ def test_a_failure_is_what_the_task_says_of_a_rewarded_trajectory():
         ("101", "its reward of question 0 is '1'; return"),
         ([0.0, 10**400, 0.0], "its reward of question 1 is 1000"),
         ([0.0, [1.0], 0.0], "its reward of question 1 is [1.0]; return"),
+        ({0: 1.0, 1: 0.0, 2: 1.0}, "its reward returned a dict; return a list of numbers"),
+        (Counter({2: 1, 0: 3, 1: 2}), "its reward returned a Counter; return a list of numbers"),
+        (MappingProxyType({0: 1.0, 1: 0.0, 2: 1.0}), "its reward returned a mappingproxy; return a list of numbers"),
+        ({0.0, 0.5, 1.0}, "its reward returned a set; return a list of numbers"),
+        (frozenset({0.0, 0.5, 1.0}), "its reward returned a frozenset; return a list of numbers"),
+        ({0: 1, 1: 0, 2: 1}.keys(), "its reward returned a dict_keys; return a list of numbers"),
+        (b"101", "its reward returned a bytes; return a list of numbers"),
+        (bytearray(b"101"), "its reward returned a bytearray; return a list of numbers"),
     ],
 )
 def test_what_is_no_reward_for_each_is_refused_by_name(rewards, says):
     assert refused(reward, Returning(rewards), taus()).startswith(f"--task mine:Returning: {says}")
+
+
+@pytest.mark.parametrize("kind", [tuple, np.array, torch.tensor, lambda x: dict(enumerate(x)).values()])
+def test_rewards_in_an_order_are_read_whatever_holds_them(kind):
+    reward(Returning(kind([0.0, 1.0, 0.5])), played := taus())
+    assert [tau.reward for tau in played] == [0.0, 1.0, 0.5]
+
+
+CHANGES = [
+    lambda own: own.sort(key=lambda tau: -int(tau.question.id)), lambda own: own.reverse(), lambda own: own.pop(),
+    lambda own: own.clear(), lambda own: own[1].turns.pop(), lambda own: own[2].turns.reverse(),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_rewards_and_metrics_cannot_change_what_is_kept(change):
+    class Changing(Returning):
+        def reward(self, taus):
+            change(taus)
+            return [0.0, 0.5, 1.0]
+
+        def metrics(self, tau):
+            tau.turns.clear()
+            return {"id": float(tau.question.id)}
+
+    played = taus()
+    for tau in played:
+        tau.turns = [Turn("a", "search", "b", ["c"]), Turn("d")]
+    reward(Changing(), played)
+    assert [(tau.question.id, tau.reward) for tau in played] == [("0", 0.0), ("1", 0.5), ("2", 1.0)]
+    assert [row["id"] for row in measure(Changing(), played)] == [0, 1, 2]
+    assert all([turn.text for turn in tau.turns] == ["a", "d"] for tau in played)
+
+
+DRAWN = """
+import random
+from tasks import Question, Task
+from tasks.search_qa import SearchQA
+
+class Drawn(Task):
+    def questions(self, split):
+        return [Question(str(k), "Who?", ["Ann"]) for k in random.sample(range(10**6), 20)]
+    def reward(self, taus):
+        return [0.0] * len(taus)
+
+class Yielding(Drawn):
+    def questions(self, split):
+        yield from super().questions(split)
+
+class Shuffling(Drawn):
+    rows = [Question(str(k), "Who?", None) for k in range(50)]
+    def questions(self, split):
+        random.shuffle(self.rows)
+        return self.rows
+
+class Untested(Drawn):
+    def questions(self, split):
+        return None if split == "valid" else super().questions(split)
+
+class Odd(Drawn):
+    def questions(self, split):
+        return [Question("1", "Who?", [None, 7])]
+"""
+
+
+def test_questions_are_asked_once_a_split_in_whatever_holds_them(tmp_path, monkeypatch):
+    (tmp_path / "drawn.py").write_text(DRAWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("Drawn", "Yielding", "Shuffling", "Untested"):
+        task = load_task(Config(task=f"drawn:{name}"))
+        first = {split: [q.id for q in task.questions(split)] for split in ("train", "valid", "test")}
+        check_questions(task)
+        assert first == {split: [q.id for q in task.questions(split)] for split in first}, name
+        assert len(first["train"]) >= 20 and bool(first["valid"]) == (name != "Untested")
+        assert {q.golds for q in task.questions("test")} == {() if name == "Shuffling" else ("Ann",)}
+        assert len({*task.questions("test")}) >= 20  # they can be hashed
+    assert "return Question(id, text, [gold" in refused(check_questions, load_task(Config(task="drawn:Odd")))
 
 
 def test_metrics_are_floats_under_the_names_that_the_task_gives():
