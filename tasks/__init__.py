@@ -27,7 +27,7 @@ import numpy as np
 
 from config import PRESETS, Config
 from plumbing.faults import Fault, together
-from plumbing.outside import JOINERS, printable
+from plumbing.outside import JOINERS, printable, without_secrets
 from plumbing.stop import may_stop
 from tasks.formats import Tags
 from tasks.tools import Tool, check_words
@@ -242,7 +242,20 @@ def load_task(cfg: Config) -> Task:
     task.questions = cache(lambda split: list(questions(split) or ()))  # type: ignore[method-assign]
     for spec in specs:
         load_tools = load("--tools", PLUGS["mcp" if spec.startswith("mcp:") else "function"], "function")
-        task.tools = [*task.tools, *load_tools(spec.removeprefix("mcp:").strip(), f"--tools {spec}")]
+        fitting, faults = list[Tool](), list[Fault]()
+        for tool in load_tools(spec.removeprefix("mcp:").strip(), f"--tools {spec}"):
+            try:
+                if isinstance(tool, Fault):  # a server has it, and no policy could call it
+                    raise tool
+                check_words(without_secrets(f"--tools {spec}"), [*task.tools, *fitting, tool], COLUMNS)
+                fitting.append(tool)
+            except Fault as e:
+                faults.append(e)
+        if not fitting:
+            raise faults[0]
+        for e in faults if os.environ.get("RANK", "0") == "0" else ():
+            print(printable(f"note: {e}; it is left out"), flush=True)
+        task.tools = [*task.tools, *fitting]
     check_words(where, task.tools, COLUMNS)
     return task
 

@@ -66,12 +66,12 @@ class SchemaTool(Tool):
 
     def write(self, result: Any) -> str:
         """Returns a result as the policy reads it: a text as it is, anything else as JSON."""
-        plain = TypeAdapter(Any).dump_python(result, mode="json", fallback=_make_plain)
+        plain = TypeAdapter(Any).dump_python(_cut(result), mode="json", fallback=_make_plain)
         return plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False)
 
-    def explain(self, e: BaseException) -> str:
+    def explain(self, kind: str, why: str) -> str:
         """Returns what the policy reads of an exception."""
-        return f"{self.name} failed: {type(e).__name__}: {TracebackException(type(e), e, None)}"
+        return f"{self.name} failed: {kind}: {why}"
 
     def usage(self) -> str:
         about, parameters = self.schema["description"], self.schema["parameters"]
@@ -120,11 +120,11 @@ class SchemaTool(Tool):
             result = self.call(arguments)
             if inspect.isawaitable(result):  # in its own loop: one that blocks or exits affects no other call
                 result = asyncio.run(asyncio.wait_for(result, self.timeout + 1))  # cancels it, once it is answered
-            return self.write(_cut(result))
+            return self.write(result)
         except (Fault, Failed) as e:
             return e
         except BaseException as e:  # also SystemExit: the episode waits for a reply
-            return Failed(self.explain(e))
+            return Failed(self.explain(type(e).__name__, str(TracebackException(type(e), e, None))))
 
 
 class TypedFunction(SchemaTool):

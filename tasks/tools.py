@@ -109,8 +109,7 @@ def check_words(where: str, tools: Sequence[Tool], columns: Collection[str] = ()
             "result_tag": TAG.fullmatch(tool.result_tag) and not tags[tool.result_tag],
         }
         for word in (word for word in WORDS if not right[word]):
-            rule = "tags are letters, digits, - and _ and begin with no digit; think, answer, columns and what another tool"
-            rule += " is called are reserved"
+            rule = "tags are letters, digits, - and _, no digit first; think, answer and others' tags are reserved"
             raise Fault(f"{where}: its tool <{tool.tag}> has the {word} {getattr(tool, word)!r}; {rule}")
 
 

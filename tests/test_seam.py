@@ -371,7 +371,7 @@ class Untested(Drawn):
 
 class Odd(Drawn):
     def questions(self, split):
-        return [Question("1", "Who?", [None, 7])]
+        return [Question("1", "Who?", [None, 7])] if split == "train" else super().questions(split)
 """
 
 
