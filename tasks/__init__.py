@@ -253,8 +253,8 @@ def load_task(cfg: Config) -> Task:
                 faults.append(e)
         if not fitting:
             raise faults[0]
-        for e in faults if os.environ.get("RANK", "0") == "0" else ():
-            print(printable(f"note: {e}; it is left out"), flush=True)
+        for fault in faults if os.environ.get("RANK", "0") == "0" else ():
+            print(printable(f"note: {fault}; it is left out"), flush=True)
         task.tools = [*task.tools, *fitting]
     check_words(where, task.tools, COLUMNS)
     return task

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from config import PRESETS, Config, parse
+from models.model import load_tokenizer
 from plumbing.faults import Fault
 from tasks import (
     Question,
@@ -30,6 +31,7 @@ from tasks import (
 )
 from tasks.search_qa import SEARCH_R1, SearchQA
 from tasks.tools import Calculator
+from training.checks import find_doubts
 
 GAME = """
 from tasks import Question, Task
@@ -463,3 +465,55 @@ def test_a_subset_is_the_same_every_time_and_has_every_source_in_its_share(n):
     assert n > 70 or take_subset(questions[:70], n) == [questions[k] for k in sorted(order[:n])]
     for most in (0, 100, 1000):
         assert take_subset(questions, most) == questions
+
+
+# ---- what the policy is to read
+
+
+class Said(Task):
+    tools = (Calculator(),)
+
+    def questions(self, split):
+        return [Question("1", self.text)]
+
+    def reward(self, taus):
+        return [0.0] * len(taus)
+
+
+WORLD = read_instruction("instruction", PRESETS["world"]["instruction"])
+FOREIGN = "Quarks zwitschern xylophon. "
+
+
+@pytest.mark.parametrize(
+    "instruction, text, says",
+    [
+        ("Use <calculate> and </calculate>, then <answer> and </answer>.", "", []),
+        ("Be nice.", "", ["no prompt mentions <calculate>, <answer>,"]),
+        ("Use <calculate> and <answer> tags.", "", []),
+        ("Say it in <answer>.", "Do not <calculate>!", []),
+        ("Say it in <answer>.", "", ["no prompt mentions <calculate>,"]),
+        (f"{WORLD} <calculate>", "Name the founder of the producer of the film Migix Gonuth?", []),
+        (f"{WORLD} <calculate>", FOREIGN, ["of the tokens of the questions are unknown"]),
+        (f"{WORLD} <calculate>" + FOREIGN * 50, "", ["of the tokens of the instruction are unknown"]),
+    ],
+)  # fmt: skip
+def test_tags_that_no_prompt_mentions_and_texts_that_a_model_does_not_know_are_said(instruction, text, says):
+    task = Said(Config(**PRESETS["world"]))
+    task.instruction, task.text = instruction, text
+    doubts = list(find_doubts(task, load_tokenizer(task.cfg.model)))
+    if WORLD not in instruction:
+        doubts = [doubt for doubt in doubts if "unknown" not in doubt]
+    assert len(doubts) == len(says) and all(x in doubt for x, doubt in zip(says, doubts, strict=True))
+
+
+@pytest.mark.parametrize("format, tools", [("hermes", "search"), ("tags", "none"), ("tags", "search")])
+def test_the_default_instructions_leave_no_doubt(format, tools):
+    task = load_task(Config(**PRESETS["world"] | {"format": format, "tools": tools, "instruction": ""}))
+    task.instruction = choose_instruction(task)
+    assert not [doubt for doubt in find_doubts(task, load_tokenizer(task.cfg.model)) if "no prompt" in doubt]
+
+
+def test_the_world_leaves_no_doubt():
+    task = load_task(Config(**PRESETS["world"]))
+    task.instruction = choose_instruction(task)
+    assert not list(find_doubts(task, load_tokenizer(task.cfg.model)))
