@@ -7,7 +7,6 @@ the policy is trained for: rollouts, rewards, failures and metrics all come from
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib
 import inspect
 import math
@@ -17,7 +16,7 @@ import unicodedata
 import zlib
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -343,19 +342,10 @@ def _check_split(task: Task, split: str) -> None:
         raise Fault(f"--task {task.cfg.task}: several {split} questions have the id {twice[0]!r}; make it unique")
 
 
-@contextlib.contextmanager
-def lend(taus: Sequence[Trajectory]) -> Iterator[list[Trajectory]]:
-    """Lends trajectories to a user's code: their list and those of their turns may be sorted, filtered or emptied."""
-    turns = [list(tau.turns) for tau in taus]
-    yield list(taus)
-    for tau, kept in zip(taus, turns, strict=True):
-        tau.turns = kept
-
-
 def reward(task: Task, taus: Sequence[Trajectory]) -> None:
     """Sets `reward` and `failed` of the trajectories; Fault if the task's rewards are not a number for each."""
-    with may_stop(), lend(taus) as own:  # a judge may take minutes
-        rewards = task.reward(own)
+    with may_stop():  # a judge may take minutes
+        rewards = task.reward(list(taus))  # its own, to sort or filter
     where = f"--reward {task.cfg.reward}: the reward" if task.cfg.reward else f"--task {task.cfg.task}: its reward"
     if isinstance(rewards, (Mapping, Set, bytes, bytearray)):
         raise Fault(f"{where} returned a {type(rewards).__name__}; return a list of numbers, one for each trajectory")
@@ -379,8 +369,7 @@ COLUMNS = set(
 
 def measure(task: Task, taus: Sequence[Trajectory]) -> list[dict[str, float]]:
     """Returns the metrics of rewarded trajectories; Fault if their names differ or one is no number."""
-    with lend(taus) as own:
-        rows = [task.metrics(tau) for tau in own]
+    rows = [task.metrics(tau) for tau in taus]
     taken = COLUMNS | {tool.plural for tool in task.tools}
     for tau, row in zip(taus, rows, strict=True):
         where = f"--task {task.cfg.task}: its metrics of question {tau.question.id}"

@@ -1,6 +1,7 @@
 """The seam between a task and all else: what a task may be and return, the questions of a step, a fair sample."""
 
 import math
+import random
 import sys
 import zlib
 from collections import Counter
@@ -17,7 +18,6 @@ from tasks import (
     Question,
     Task,
     Trajectory,
-    Turn,
     average_by_source,
     check_questions,
     choose_instruction,
@@ -322,28 +322,20 @@ def test_rewards_in_an_order_are_read_whatever_holds_them(kind):
 
 CHANGES = [
     lambda own: own.sort(key=lambda tau: -int(tau.question.id)), lambda own: own.reverse(), lambda own: own.pop(),
-    lambda own: own.clear(), lambda own: own[1].turns.pop(), lambda own: own[2].turns.reverse(),
+    lambda own: own.clear(), lambda own: random.shuffle(own),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_rewards_and_metrics_cannot_change_what_is_kept(change):
+def test_a_reward_may_do_what_it_likes_with_its_list(change):
     class Changing(Returning):
         def reward(self, taus):
             change(taus)
             return [0.0, 0.5, 1.0]
 
-        def metrics(self, tau):
-            tau.turns.clear()
-            return {"id": float(tau.question.id)}
-
     played = taus()
-    for tau in played:
-        tau.turns = [Turn("a", "search", "b", ["c"]), Turn("d")]
     reward(Changing(), played)
     assert [(tau.question.id, tau.reward) for tau in played] == [("0", 0.0), ("1", 0.5), ("2", 1.0)]
-    assert [row["id"] for row in measure(Changing(), played)] == [0, 1, 2]
-    assert all([turn.text for turn in tau.turns] == ["a", "d"] for tau in played)
 
 
 DRAWN = """
