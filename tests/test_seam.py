@@ -3,9 +3,10 @@
 import math
 import random
 import sys
+import threading
 import zlib
 from collections import Counter
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from config import PRESETS, Config, parse
 from models.model import load_tokenizer
 from plumbing.faults import Fault
 from tasks import (
+    Job,
     Question,
     Task,
     Trajectory,
@@ -32,6 +34,7 @@ from tasks import (
 from tasks.search_qa import SEARCH_R1, SearchQA
 from tasks.tools import Calculator
 from training.checks import find_doubts
+from training.policy import Policy
 
 GAME = """
 from tasks import Question, Task
@@ -509,3 +512,22 @@ def test_the_world_leaves_no_doubt():
     task = load_task(Config(**PRESETS["world"]))
     task.instruction = choose_instruction(task)
     assert not list(find_doubts(task, load_tokenizer(task.cfg.model)))
+
+
+@pytest.mark.parametrize("state, says", [
+    (threading.Lock(), "cannot pickle '_thread.lock'"), ((k for k in "ab"), "cannot pickle 'generator'"), ({"a": 1}, "")
+])  # fmt: skip
+def test_a_state_that_cannot_be_sent_to_rank_0_is_named(monkeypatch, state, says):
+    played = Trajectory(0, Question("q7", "Who?"), 0, [], 0, state=state)
+    monkeypatch.setattr("training.policy.rollout", lambda *args, **kwargs: [played])
+    policy = SimpleNamespace(
+        cfg=Config(task="mine:Own"), ranks=SimpleNamespace(rank=0, size=2), sync=lambda: None, progress=None,
+        engine=None,
+        tokenizer=None, task=None,
+    )  # fmt: skip
+    play = lambda: Policy.rollout.__wrapped__(policy, 1, "rollout", [Job(0, "I", played.question, 0)])  # noqa: E731
+    if not says:
+        assert play() == {0: played}
+        return
+    with pytest.raises(Fault, match=f"^--task mine:Own: the state of question q7 .*{says}.*finish"):
+        play()
