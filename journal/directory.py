@@ -103,7 +103,8 @@ class RunDirectory:
             about = {"program": program_of(type(cfg)), "commit": commit() or "unknown", "content": content or {}}
             record = with_absolute_paths(cfg) | about
             for name, text in differences(run.record, record, FREE).items() if cfg.resume else ():
-                if name.partition(" of ")[0] not in NOTED:
+                known = name in run.record | run.record.get("content", {})  # an older run may not have noted it
+                if known and name.partition(" of ")[0] not in NOTED:
                     flag = "--" if name in record else ""
                     raise Fault(f"--resume: {run.path} was started with {flag}{text}")
                 print(printable(f"note: {run.path} was started with {text}"))

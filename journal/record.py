@@ -4,12 +4,12 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from config import Config
+from config import HERE, Config
 from plumbing.client import Client, RequestFailed
 from plumbing.outside import without_secrets
 from tasks import Question, Task
@@ -38,7 +38,8 @@ def describe_run(task: Task) -> Row:
     """Returns the content of a run. Where --train is cut by --seed, both parts are one set: seeds do not differ."""
     train = sorted([*task.questions("train"), *task.questions("valid")], key=lambda q: q.id)
     questions = {"train or valid": train, "test": task.questions("test")}
-    return describe(task, questions, task.instruction, describe_model(task.cfg.model))
+    order = {"order of train": digest([q.id for q in task.questions("train")])}  # by which each step draws
+    return describe(task, questions, task.instruction, describe_model(task.cfg.model)) | order
 
 
 def describe(task: Task, questions: Mapping[str, Sequence[Question]], instruction: str, weights: str) -> Row:
@@ -53,12 +54,22 @@ def describe(task: Task, questions: Mapping[str, Sequence[Question]], instructio
         **{f"questions of {name}": digest([vars(q) | {"golds": ()} for q in some]) for name, some in questions.items()},
         **{f"golds of {name}": digest([q.golds for q in some]) for name, some in questions.items()},
         **{f"words of {tool.tag}": digest([getattr(tool, x, "") for x in words]) for tool in task.tools},
-        **{
-            f"code of {name}": digest_file(Path(file))
-            for name in sorted(modules & sys.modules.keys())
-            if name.partition(".")[0] not in sys.stdlib_module_names and (file := sys.modules[name].__file__)
-        },
+        **{f"code of {name}": digest_file(file) for name, file in sorted(find_code(modules).items())},
     }
+
+
+def find_code(modules: Collection[str]) -> dict[str, Path]:
+    """Returns the files of modules, and of what is imported from the same folders outside of this project."""
+    places = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
+    theirs = {name for name in places if name.partition(".")[0] not in sys.stdlib_module_names}
+    files = {name: Path(file) for name, file in places.items() if file and name in theirs}
+    outside = {name: file for name, file in files.items() if not file.is_relative_to(HERE)}
+    folders = {outside[name].parents[name.count(".")] for name in modules if name in outside}
+    code = {name: files[name] for name in modules if name in files}
+    for name, file in outside.items():
+        if not folders.isdisjoint(file.parents) and not {"site-packages", "dist-packages"} & {*file.parts}:
+            code[name] = file
+    return code
 
 
 def describe_model(path: str) -> str:

@@ -19,21 +19,20 @@ REMEDIES = {
     NO_CANDIDATE: "reflections.jsonl has the replies and why they were refused; try another --optimizer_model",
     EMPTY: "ask the tool yourself: does its server have the right corpus?",
 }
-LIMITS = {sign: 3 if sign == NO_CANDIDATE else PATIENCE for sign in REMEDIES}  # evolutions, or steps
+FAILED = "the reasons are in trajectories/; call the tool yourself"  # remedy where all calls of one failed
+LIMITS = {NO_CANDIDATE: 3}  # evolutions; PATIENCE steps of every other sign
 
 
 def signs(row: Mapping[str, Any]) -> dict[str, bool]:
     """Returns which signs a row of metrics.jsonl shows; those that it says nothing about are left out."""
-    present = {sign: False for sign in REMEDIES if sign != NO_CANDIDATE}
-    empty = [x for name, x in row.items() if name.endswith("/empty")]
-    if row.get("valid_actions") == 0:  # then no answer, and groups all alike: only the cause is named
-        present[NO_ACTION] = True
-    elif row.get("answered") == 0:
-        present[NO_ANSWER] = True
-    elif empty and min(empty) == 1:
-        present[EMPTY] = True
-    elif row.get("zero_variance_groups") == 1:
-        present[ALL_ALIKE] = True
+    present = {
+        NO_ACTION: row.get("valid_actions") == 0,
+        NO_ANSWER: row.get("answered") == 0,
+        ALL_ALIKE: row.get("zero_variance_groups") == 1,
+    }
+    if called := [name.removesuffix("/empty") for name in row if name.endswith("/empty")]:
+        present[EMPTY] = all(row[f"{name}/empty"] == 1 for name in called)
+        present |= {f"all {name} failed": row.get(f"{name}/failed") == 1 for name in called}
     return present | ({NO_CANDIDATE: not row["candidates"]} if "candidates" in row else {})
 
 
@@ -42,17 +41,24 @@ class Silence:
 
     def __init__(self) -> None:
         self.since: Counter[str] = Counter()
+        self.told: set[str] = set()
 
     def step(self, row: Mapping[str, Any]) -> list[str]:
         """Returns warnings after a step: of signs that have just lasted too long."""
-        now = signs(row)
-        for sign, there in now.items():
+        for sign, there in signs(row).items():
             self.since[sign] = (self.since[sign] + 1) * there
-        return [text for sign, n, text in self.lasting() if now.get(sign) and n == LIMITS[sign]]
+        told, texts = self.told, {sign: text for sign, _, text in self.lasting()}
+        self.told = set(texts)
+        return [text for sign, text in texts.items() if sign not in told]
 
     def lasting(self) -> Iterator[tuple[str, int, str]]:
-        """Yields each sign that has lasted too long, for how many steps (evolutions), and a sentence about it."""
+        """Yields each sign that has lasted too long, for how many steps (evolutions), and a sentence about it.
+
+        A sign whose cause has lasted as long is left out.
+        """
+        causes = {NO_ANSWER: {NO_ACTION}, ALL_ALIKE: self.since.keys() - {ALL_ALIKE, NO_CANDIDATE}}
         for sign, n in self.since.items():
-            if n >= LIMITS[sign]:
+            caused = any(self.since[cause] >= n for cause in causes.get(sign, ()))
+            if n >= LIMITS.get(sign, PATIENCE) and not caused:
                 unit = "evolutions" if sign == NO_CANDIDATE else "steps"
-                yield sign, n, f"for {n} {unit} in a row {sign}: {REMEDIES[sign]}"
+                yield sign, n, f"for {n} {unit} in a row {sign}: {REMEDIES.get(sign, FAILED)}"

@@ -9,6 +9,7 @@ from typing import Any
 
 from population import Population, mean_rewards
 from tasks import Task, Trajectory, average_by_source, measure
+from tasks.tools import Failure, Tool
 
 Row = dict[str, Any]
 LINE = {  # column of metrics.jsonl -> how a line shows it
@@ -29,7 +30,7 @@ def step_metrics(taus: Sequence[Trajectory], P: Population, G: int, task: Task) 
         **average_by_source(taus, [{"reward": tau.reward} for tau in taus]),
         **average_by_source(taus, measure(task, taus)),
         **{tool.plural: sum(tau.served(tool.tag) for tau in taus) / n for tool in task.tools},
-        **{f"{tool.plural}/empty": x for tool in task.tools if (x := empty(taus, tool.tag)) is not None},
+        **{name: x for tool in task.tools for name, x in count_useless(taus, tool).items()},
         "answered": sum(tau.stop == "answer" for tau in taus) / n,
         "failed": sum(tau.failed for tau in taus) / n,
         "valid_actions": 1 - sum(tau.invalid for tau in taus) / max(1, sum(len(tau.turns) for tau in taus)),
@@ -47,10 +48,15 @@ def step_metrics(taus: Sequence[Trajectory], P: Population, G: int, task: Task) 
     }
 
 
-def empty(taus: Sequence[Trajectory], tag: str) -> float | None:
-    """Returns the share of a tool's results that hold nothing; None if there are none."""
-    results = [turn.result for tau in taus for turn in tau.turns if turn.tool == tag and turn.result is not None]
-    return sum(not any(result) for result in results) / len(results) if results else None
+def count_useless(taus: Sequence[Trajectory], tool: Tool) -> Row:
+    """Returns the shares of a tool's results that hold nothing, and that say why a call failed, if one did."""
+    turns = [turn for tau in taus for turn in tau.turns if turn.tool == tool.tag]
+    results = [turn.result for turn in turns if turn.result is not None]
+    failed = sum(isinstance(result, Failure) for result in results)
+    if not results:
+        return {}
+    empty = {f"{tool.plural}/empty": sum(not any(result) for result in results) / len(results)}
+    return empty | ({f"{tool.plural}/failed": failed / len(results)} if failed else {})
 
 
 def line(row: Row, tools: Sequence[str]) -> str:

@@ -3,7 +3,8 @@
 from journal.record import FREE, differences
 from page.read import Row, Run, number
 
-ONE_ARM = FREE | {"seed", "commit"}
+SEED = FREE | {"seed", "order of train"}  # --seed may cut --train
+ONE_ARM = SEED | {"commit"}
 
 
 def curves(run: Run) -> Row:
@@ -34,6 +35,6 @@ def groups(runs: list[Run]) -> list[Row]:
     out = []
     for places in members:
         seeds = f" ({len(places)} seeds)" if len(places) > 1 else ""
-        unlike = dict.fromkeys(x for k in places for x in differences(runs[0].config, runs[k].config, FREE | {"seed"}))
+        unlike = dict.fromkeys(x for k in places for x in differences(runs[0].config, runs[k].config, SEED))
         out.append({"label": runs[places[0]].name + seeds, "runs": places, "unlike": list(unlike)})
     return out

@@ -93,11 +93,16 @@ def warnings(run: Run) -> list[Row]:
     entropy, reward = column(rows, "entropy"), column(rows, "reward")
     if entropy and (end := fmean(entropy[-few:])) < 0.05 * (start := fmean(entropy[:few])):
         warn(f"Entropy has collapsed from {start:.3g} to {end:.3g} nats: the policy hardly explores.", "entropy")
-    silence = Silence()
+    silence, lasted = Silence(), dict[str, tuple[int, str]]()
     for row in rows:
         silence.step(row)
-    for sign, _, text in silence.lasting():
-        warn(f"To the end, {text}", {NO_ANSWER: "answered", ALL_ALIKE: "zero_variance_groups"}.get(sign, ""))
+        lasted |= {sign: (row["t"], text) for sign, _, text in silence.lasting()}
+    for sign, (t, text) in lasted.items():
+        until = "To the end" if t == rows[-1]["t"] else f"Up to step {t}"
+        warn(f"{until}, {text}", {NO_ANSWER: "answered", ALL_ALIKE: "zero_variance_groups"}.get(sign, ""))
+    mode = run.config.get("mode", "static")
+    if mode != "static" and run.summary.get("evolved") is False:
+        warn(f"No evolution changed the instructions: this is no result of --mode {mode}.", "tree")
     if gaps := [row for row in rows if (number(row.get("logp_gap")) or 0) > 0.05]:
         t, gap = gaps[0]["t"], max(column(gaps, "logp_gap"))
         warn(f"Engine and trainer differ by up to {gap:.2g} nat a token, from step {t} on.", "logp_gap", t)

@@ -16,9 +16,9 @@ import unicodedata
 import zlib
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -26,7 +26,7 @@ import numpy as np
 
 from config import PRESETS, Config
 from plumbing.faults import Fault, together
-from plumbing.outside import JOINERS, printable
+from plumbing.outside import JOINERS, printable, without_secrets
 from plumbing.stop import may_stop
 from tasks.formats import Tags
 from tasks.tools import Tool, check_words
@@ -58,6 +58,10 @@ class Question:
     golds: tuple[str, ...] = ()
     source: str = "data"  # names its data set: metrics are shown for each
     data: Any = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.golds is None or isinstance(self.golds, list):
+            object.__setattr__(self, "golds", tuple(self.golds or ()))
 
 
 @dataclass(frozen=True)
@@ -233,9 +237,24 @@ def load_task(cfg: Config) -> Task:
     if specs:  # the task gets those that have no module
         cfg = replace(cfg, tools=",".join(spec for spec in cfg.tools.split(",") if ":" not in spec) or "none")
     task: Task = kind(cfg)
+    questions = task.questions  # asked once a split: it may draw them
+    task.questions = cache(lambda split: list(questions(split) or ()))  # type: ignore[method-assign]
     for spec in specs:
         load_tools = load("--tools", PLUGS["mcp" if spec.startswith("mcp:") else "function"], "function")
-        task.tools = [*task.tools, *load_tools(spec.removeprefix("mcp:").strip(), f"--tools {spec}")]
+        fitting, faults = list[Tool](), list[Fault]()
+        for tool in load_tools(spec.removeprefix("mcp:").strip(), f"--tools {spec}"):
+            try:
+                if isinstance(tool, Fault):  # a server has it, and no policy could call it
+                    raise tool
+                check_words(without_secrets(f"--tools {spec}"), [*task.tools, *fitting, tool], COLUMNS)
+                fitting.append(tool)
+            except Fault as e:
+                faults.append(e)
+        if not fitting:
+            raise faults[0]
+        for fault in faults if os.environ.get("RANK", "0") == "0" else ():
+            print(printable(f"note: {fault}; it is left out"), flush=True)
+        task.tools = [*task.tools, *fitting]
     check_words(where, task.tools, COLUMNS)
     return task
 
@@ -312,8 +331,9 @@ def check_questions(task: Task) -> None:
 
 def _check_split(task: Task, split: str) -> None:
     ids = Counter[str]()
-    for q in task.questions(split) or ():
-        if not (isinstance(q, Question) and isinstance(q.text, str)) or isinstance(q.golds, str):
+    for q in task.questions(split):
+        texts = [q.text, *q.golds] if isinstance(q, Question) and isinstance(q.golds, tuple) else [None]
+        if not all(isinstance(text, str) for text in texts):
             raise Fault(f"--task {task.cfg.task}: of {split} it has {q!r:.99}; return Question(id, text, [gold, ...])")
         ids[q.id] += 1
     if not ids and split != "valid":
@@ -325,8 +345,10 @@ def _check_split(task: Task, split: str) -> None:
 def reward(task: Task, taus: Sequence[Trajectory]) -> None:
     """Sets `reward` and `failed` of the trajectories; Fault if the task's rewards are not a number for each."""
     with may_stop():  # a judge may take minutes
-        rewards = task.reward(taus)
+        rewards = task.reward(list(taus))  # its own, to sort or filter
     where = f"--reward {task.cfg.reward}: the reward" if task.cfg.reward else f"--task {task.cfg.task}: its reward"
+    if isinstance(rewards, (Mapping, Set, bytes, bytearray)):
+        raise Fault(f"{where} returned a {type(rewards).__name__}; return a list of numbers, one for each trajectory")
     count = len(rewards) if hasattr(rewards, "__len__") else repr(rewards)
     if count != len(taus):
         raise Fault(f"{where} returned {count} for {len(taus)} trajectories; return a number for each")

@@ -15,8 +15,11 @@ import json
 import re
 import threading
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
+from functools import wraps
+from itertools import islice
+from traceback import TracebackException
 from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
@@ -25,10 +28,14 @@ from typing_extensions import NotRequired, TypedDict, get_type_hints  # pydantic
 from plumbing.faults import Fault
 from plumbing.outside import clean
 from tasks import load
-from tasks.tools import WORDS, Tool
+from tasks.tools import WORDS, Failure, Tool
 
-MAX_RESULT = 100_000  # characters of a result that are read and kept
+MAX_RESULT = 100_000  # characters of a result that are read and kept, or items of an iterator
 IN_WORDS = {"type", "description", "enum", "title", "default", "nullable"}  # keywords that `usage` needs no JSON for
+
+
+class Failed(Exception):
+    """A call failed; its text is the reply."""
 
 
 class SchemaTool(Tool):
@@ -57,6 +64,15 @@ class SchemaTool(Tool):
     def call(self, arguments: dict[str, Any]) -> Any:
         """Returns the result, or an awaitable of it. An exception becomes a reply, but for a Fault."""
 
+    def write(self, result: Any) -> str:
+        """Returns a result as the policy reads it: a text as it is, anything else as JSON."""
+        plain = TypeAdapter(Any).dump_python(_cut(result), mode="json", fallback=_make_plain)
+        return plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False)
+
+    def explain(self, kind: str, why: str) -> str:
+        """Returns what the policy reads of an exception."""
+        return f"{self.name} failed: {kind}: {why}"
+
     def usage(self) -> str:
         about, parameters = self.schema["description"], self.schema["parameters"]
         lines = [f"<{self.tag}> {self.argument} </{self.tag}>: {' '.join(about.split())}"]
@@ -70,43 +86,45 @@ class SchemaTool(Tool):
         return "\n".join([*lines, *(f"  {name}: {json.dumps(p, ensure_ascii=False)}" for name, p in shared.items())])
 
     def submit(self, argument: str) -> Future[list[str]]:
-        """Returns a Future of the result: a text as it is, anything else as JSON.
+        """Returns a Future of the result.
 
         Wrong arguments, exceptions and calls that take longer than `timeout` become replies, since the policy may write
         anything. A tool's Fault is raised: ToolDown stops the run, which can be resumed.
         """
         result: Future[list[str]] = Future()
 
-        def settle(reply: str | Fault) -> None:
+        def settle(reply: str | Fault | Failed) -> None:
             with contextlib.suppress(InvalidStateError):  # the other one was first
                 if isinstance(reply, Fault):
                     result.set_exception(reply)
                 else:
-                    result.set_result([clean(reply[:MAX_RESULT])])
+                    text = clean(str(reply)[:MAX_RESULT])
+                    result.set_result(Failure([text]) if isinstance(reply, Failed) else [text])
 
         # Daemons, so that a call that hangs does not keep the program from ending.
-        timer = threading.Timer(self.timeout + self.grace, settle, [f"{self.name} took longer than {self.timeout:g} s"])
+        late = Failed(f"{self.name} took longer than {self.timeout:g} s")
+        timer = threading.Timer(self.timeout + self.grace, settle, [late])
         timer.daemon = True
         result.add_done_callback(lambda _: timer.cancel())
         timer.start()
         threading.Thread(target=lambda: settle(self._answer(argument)), daemon=True).start()
         return result
 
-    def _answer(self, argument: str) -> str | Fault:
+    def _answer(self, argument: str) -> str | Fault | Failed:
+        bare = self.bare and (argument or self.bare in self.schema["parameters"].get("required", ()))
         try:
-            arguments = self.read(json.dumps({self.bare: argument}) if self.bare else argument or "{}")
+            arguments = self.read(json.dumps({self.bare: argument}) if bare else argument or "{}")
         except Exception as e:  # the policy may write anything
             return f"wrong arguments of {self.name}: {e}"
         try:
             result = self.call(arguments)
             if inspect.isawaitable(result):  # in its own loop: one that blocks or exits affects no other call
                 result = asyncio.run(asyncio.wait_for(result, self.timeout + 1))  # cancels it, once it is answered
-            plain = TypeAdapter(Any).dump_python(result, mode="json")
-            return plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False)
-        except Fault as e:
+            return self.write(result)
+        except (Fault, Failed) as e:
             return e
         except BaseException as e:  # also SystemExit: the episode waits for a reply
-            return f"{self.name} failed: {type(e).__name__}: {e}"
+            return Failed(self.explain(type(e).__name__, str(TracebackException(type(e), e, None))))
 
 
 class TypedFunction(SchemaTool):
@@ -119,7 +137,7 @@ class TypedFunction(SchemaTool):
         from transformers.utils import get_json_schema  # here: it takes seconds, and few runs have such a tool
 
         try:
-            schema = get_json_schema(function)["function"]
+            schema = get_json_schema(_without_types(function))["function"]
             self.function, self._arguments = function, _make_reader(function)
             own, theirs = self._arguments.json_schema(), schema["parameters"]
             properties = {  # any class is an object to transformers
@@ -136,12 +154,19 @@ class TypedFunction(SchemaTool):
             raise Fault(f"{where}: {why}; {remedy}") from None
         for word in (*WORDS, "timeout"):
             setattr(self, word, getattr(function, word, getattr(self, word)))
+        if not isinstance(self.timeout, (int, float)) or not 0 < self.timeout < threading.TIMEOUT_MAX:
+            raise Fault(f"{where}: its timeout is {self.timeout!r}; give a number of seconds")
 
     def read(self, arguments: str) -> dict[str, Any]:
         try:
-            return dict(self._arguments.validate_json(arguments))
+            given = dict(self._arguments.validate_json(arguments))
         except ValidationError as e:  # without a link, and without repeating them
             raise ValueError("; ".join(": ".join([*map(str, x["loc"]), x["msg"]]) for x in e.errors())) from None
+        for name, p in self.schema["parameters"]["properties"].items():  # choices in a docstring are no types
+            values = given[name] if isinstance(given.get(name), list) else [given.get(name)]
+            if "enum" in p and not all(value is None or value in p["enum"] for value in values):
+                raise ValueError(f"{name}: it is one of {', '.join(map(json.dumps, p['enum']))}")
+        return given
 
     def call(self, arguments: dict[str, Any]) -> Any:
         return self.function(**arguments)
@@ -150,6 +175,30 @@ class TypedFunction(SchemaTool):
 def load_tools(spec: str, where: str) -> list[TypedFunction]:
     """Returns the function that --tools names; raises Fault, which begins with `where`."""
     return [TypedFunction(load(where, spec, "function"), where)]
+
+
+def _without_types(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function whose docstring has `city: ...` for `city (str): ...`: transformers reads no types there."""
+    names = "|".join(inspect.signature(function).parameters)
+    plain = wraps(function)(lambda: None)
+    plain.__doc__ = re.sub(rf"^(\s*(?:{names}))\s*\(.*?\)\s*:", r"\1:", inspect.getdoc(function) or "", flags=re.M)
+    return plain
+
+
+def _cut(value: Any) -> Any:
+    """Returns a result with lists for its iterators: pydantic would read an endless one while no other thread runs."""
+    if isinstance(value, dict):
+        return {key: _cut(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, Iterator)):
+        return [_cut(item) for item in islice(value, MAX_RESULT)]
+    return value
+
+
+def _make_plain(value: Any) -> Any:
+    """Returns what JSON has words for, of a number or an array of numpy or torch."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"a result of type {type(value).__name__} is no JSON")
 
 
 def _make_reader(function: Callable[..., Any]) -> Any:

@@ -1,7 +1,6 @@
 """Questions answered by searching, scored by exact match: the paper's task, and the default one."""
 
 from collections.abc import Callable, Sequence
-from functools import cache
 
 from config import Config
 from plumbing.faults import Fault
@@ -59,7 +58,6 @@ class SearchQA(Task):
         questions = self.questions("train")[:64] if here(self.cfg.train) else []  # an evaluation needs none
         return f"search: {describe(self.search, self.cfg, questions)}\n{super().start(serve)}".strip()
 
-    @cache  # noqa: B019 (a run has one task)
     def questions(self, split: str) -> list[Question]:
         cfg = self.cfg
         flag = "train" if split == "valid" and not cfg.valid else split

@@ -26,6 +26,10 @@ TAG = re.compile(r"[^\W\d][\w-]*")
 ANSWERS = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)  # innermost, complete
 
 
+class Failure(list[str]):
+    """The result of a call that failed: it says why."""
+
+
 class Tool(ABC):
     """One tool: `<tag>argument</tag>` calls it, `<result_tag>...</result_tag>` holds what it returns."""
 
@@ -47,7 +51,7 @@ class Tool(ABC):
 
     @abstractmethod
     def submit(self, argument: str) -> "Future[list[str]]":
-        """Returns a Future of the result, a list of texts. It raises ToolDown if there is no result."""
+        """Returns a Future of the result, a list of texts or a Failure. It raises ToolDown if there is no result."""
 
     def usage(self) -> str:
         """Returns how to call it, for every prompt; "": an instruction says it."""
@@ -70,7 +74,7 @@ class Function(Tool):
         try:
             done.set_result([self.run(argument)])
         except Exception as e:
-            done.set_result([f"not {self.noun} ({type(e).__name__})"])
+            done.set_result(Failure([f"not {self.noun} ({type(e).__name__})"]))
         return done
 
 
@@ -84,7 +88,9 @@ class Calculator(Function):
         if not re.fullmatch(r"[\d\s.+*/%()-]{1,200}", argument):
             raise ValueError(argument)
         one_line = " ".join(argument.split())  # of several lines simpleeval would compute only the first
-        return f"{float(simpleeval.SimpleEval(names={}, functions={}).eval(one_line)):.12g}"
+        x = simpleeval.SimpleEval(names={}, functions={}).eval(one_line)
+        whole = float(x).is_integer() and (isinstance(x, int) or abs(x) < 2**53)
+        return str(int(x)) if whole else f"{x:.12g}"
 
 
 def check_words(where: str, tools: Sequence[Tool], columns: Collection[str] = ()) -> None:
@@ -103,7 +109,7 @@ def check_words(where: str, tools: Sequence[Tool], columns: Collection[str] = ()
             "result_tag": TAG.fullmatch(tool.result_tag) and not tags[tool.result_tag],
         }
         for word in (word for word in WORDS if not right[word]):
-            rule = "tags are letters, digits, - and _, and no tag or plural is another's or the name of a column"
+            rule = "tags are letters, digits, - and _, no digit first; think, answer and others' tags are reserved"
             raise Fault(f"{where}: its tool <{tool.tag}> has the {word} {getattr(tool, word)!r}; {rule}")
 
 

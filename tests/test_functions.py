@@ -3,7 +3,9 @@
 import asyncio
 import enum
 import gzip
+import itertools
 import json
+import pickle
 import re
 import sys
 import threading
@@ -12,7 +14,9 @@ from dataclasses import dataclass
 from datetime import date
 from typing import Literal
 
+import numpy as np
 import pytest
+import torch
 from json_server import passages
 from pydantic import BaseModel
 from test_rollout import ASKED, ROOT, Plain, Script, play, roll, spelled
@@ -20,6 +24,7 @@ from tiny_model import FIXTURE
 
 import inspo
 from config import PRESETS, Config, read_config
+from journal.summary import count_useless
 from models.model import load_tokenizer
 from plumbing.faults import Fault, ToolDown
 from rollout import encode_prompt
@@ -27,7 +32,7 @@ from tasks import Job, choose_instruction, load_task
 from tasks.functions import MAX_RESULT, TypedFunction
 from tasks.game import Game
 from tasks.search_qa import SearchQA
-from tasks.tools import check_words, list_stop_strings
+from tasks.tools import Failure, check_words, list_stop_strings
 
 
 def forecast(city: str, days: int = 1, unit: Literal["C", "F"] = "C") -> dict[str, object]:
@@ -181,6 +186,140 @@ def test_a_result_is_text_that_a_tokenizer_accepts_and_no_longer_than_is_read():
 
     [text] = answered(half, "")
     assert len(text) == MAX_RESULT and text.encode() and text.startswith("\ufffdx")
+
+
+class Mute(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+
+def raises(e):
+    raise e
+
+
+@pytest.mark.parametrize(
+    "result, reply",
+    [
+        (lambda: np.float32(1.5), "1.5"), (lambda: {"x": np.int64(3)}, '{"x": 3}'),
+        (lambda: [np.bool_(True)], "[true]"),
+        (lambda: np.arange(3), "[0, 1, 2]"), (lambda: np.float32("nan"), "null"), (lambda: torch.ones(2), "[1.0, 1.0]"),
+        (lambda: {np.int64(3): 1}, '{"3": 1}'), (lambda: (k for k in range(3)), "[0, 1, 2]"),
+    ],
+)  # fmt: skip
+def test_numbers_and_arrays_of_numpy_and_torch_and_iterators_are_json(result, reply):
+    assert answered(no_arguments(result), "") == [reply]
+
+
+@pytest.mark.parametrize("result", [
+    itertools.count, lambda: (k for k in itertools.count()), lambda: itertools.cycle("ab"),
+    lambda: {"x": [itertools.count()]},
+])  # fmt: skip
+def test_a_result_without_an_end_is_cut(result):
+    began = time.monotonic()
+    [text] = answered(no_arguments(lambda: result()), "")
+    assert len(text) == MAX_RESULT and time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize(
+    "call, failed",
+    [
+        (lambda: raises(ValueError("no")), True), (lambda: raises(Mute()), True), (lambda: raises(SystemExit()), True),
+        (object, True), (lambda: time.sleep(9), True), (lambda: "", False), (lambda: None, False),
+    ],
+)  # fmt: skip
+def test_a_call_that_fails_is_told_from_one_that_does_not(call, failed):
+    function = no_arguments(lambda: call())
+    function.timeout = 0.5
+    began, result = time.monotonic(), answered(function, "")
+    assert isinstance(result, Failure) == failed and time.monotonic() - began < 3
+    assert pickle.loads(pickle.dumps(result)) == result and json.loads(json.dumps(result)) == result
+
+
+def test_wrong_arguments_are_the_policy_s_and_no_failure_of_the_tool():
+    assert not isinstance(answered(forecast, "Rome"), Failure)
+
+
+def test_the_calls_of_a_tool_that_failed_are_a_column_of_metrics(tiny):
+    def broken(city: str, days: int = 1):
+        return {"days": 3 / days}
+
+    broken.__doc__, broken.__name__ = forecast.__doc__.partition("        unit")[0], "forecast"
+    tool = TypedFunction(broken, "")
+    call = '<forecast>{"city": "Bern", "days": %d}</forecast>'
+    task = load_task(Config(task="test_functions:Asking", tools="test_functions:shout"))
+    task.tools = [*task.tools, tool]
+    turns = [call % 0, call % 0, call % 3, "<shout>ja</shout>", call % 0]
+    tau, _ = play(tiny[1], task, *turns)
+    assert count_useless([tau], tool) == {"forecast_calls/empty": 0, "forecast_calls/failed": 2 / 3}  # one is unserved
+    assert count_useless([tau], task.tools[0]) == {"shout_calls/empty": 0}
+
+
+def typed(city: str, days: int = 1, kind: str = "a", among: list[str] | None = None) -> str:
+    """Says what it was given.
+
+    Args:
+        city (str): Its name (or its number): a text
+            that goes on
+        days (int, optional): How many. Defaults to 1.
+        kind (Literal["a", "b"]): Which (choices: ["a", "b"])
+        among (Optional[list[str]], optional) : Some (choices: ["x", "y"])
+
+    Returns:
+        str: It
+    """
+    return f"{city} {days} {kind} {among}"
+
+
+def rate(score: int, weight: float = 0.5):
+    """Rates it.
+
+    Args:
+        score: The score to give (choices: [1, 2, 3])
+        weight: Of it (choices: [0.5, 1])
+    """
+    return f"{score} {weight}"
+
+
+def greet(name: str = "Bern"):
+    """Greets.
+
+    Args:
+        name (str): Who
+    """
+    return f"hello {name!r}"
+
+
+@pytest.mark.parametrize(
+    "function, argument, reply",
+    [
+        (typed, '{"city": "Bern", "days": 2}', "Bern 2 a None"),
+        (typed, '{"city": "Bern", "kind": "b"}', "Bern 1 b None"),
+        (typed, '{"city": "Bern", "among": ["x"]}', "Bern 1 a ['x']"),
+        (typed, '{"city": "Bern", "among": null}', "Bern 1 a None"),
+        (typed, '{"city": "Bern", "kind": "c"}', 'wrong arguments of typed: kind: it is one of "a", "b"'),
+        (typed, '{"city": "Bern", "among": ["x", "z"]}', 'wrong arguments of typed: among: it is one of "x", "y"'),
+        (rate, '{"score": 3}', "3 0.5"), (rate, '{"score": 7}', "wrong arguments of rate: score: it is one of 1, 2, 3"),
+        (rate, '{"score": 1, "weight": 0.6}', "wrong arguments of rate: weight: it is one of 0.5, 1"),
+        (greet, "", "hello 'Bern'"), (greet, "Rome", "hello 'Rome'"), (shout, "", ""),
+    ],
+)  # fmt: skip
+def test_docstrings_with_types_defaults_and_choices(function, argument, reply):
+    assert answered(function, argument) == [reply]
+
+
+def test_types_in_a_docstring_are_no_part_of_the_descriptions():
+    shown = TypedFunction(typed, "").usage().splitlines()[1:]
+    assert shown[0] == "  city: Its name (or its number): a text that goes on"
+    assert shown[1] == "  days: How many. Defaults to 1.; may be left out"
+    assert shown[2] == '  kind: Which; one of "a", "b"; may be left out' and len(shown) == 4
+
+
+@pytest.mark.parametrize("timeout", ["5", float("nan"), -1, 0, None, float("inf"), 1e12])
+def test_a_timeout_that_is_none_is_refused_at_the_start(timeout):
+    function = no_arguments(lambda: None)
+    function.timeout = timeout
+    with pytest.raises(Fault, match="^--tools x: its timeout is .*; give a number of seconds$"):
+        TypedFunction(function, "--tools x")
 
 
 class Unit(enum.Enum):

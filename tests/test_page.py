@@ -277,6 +277,8 @@ FALLS = [
         ([GOOD] * 10 + [GOOD | {"reward": 0.1}] * 10, ["reward"], ["0.50", "0.10"]),
         ([GOOD] * 10 + [GOOD | {"skipped_updates": 2}] * 10, ["skipped_updates"], ["20 optimizer steps"]),
         ([GOOD | {"reward": 0, "zero_variance_groups": 1}] * 10, ["zero_variance_groups"], ["nothing to learn"]),
+        ([GOOD] * 3 + [GOOD | {"answered": 0}] * 6 + [GOOD] * 9, ["answered"], ["Up to step 9, for 6 steps"]),
+        ([GOOD | {"adds/empty": 0, "adds/failed": 1}] * 10, [""], ["To the end, for 10 steps in a row all adds"]),
         ([], [""], ["No step"]),
         *(([GOOD | {"reward": float(r)} for r in rewards], ["reward"] * fell, []) for rewards, fell in FALLS),
     ],
@@ -285,6 +287,13 @@ def test_what_a_person_would_point_at_is_a_warning(rows, panels, numbers):
     out = warnings(run_of(*rows))
     assert [warning["panel"] for warning in out] == panels
     assert all(number in out[0]["text"] for number in numbers)
+
+
+@pytest.mark.parametrize("mode, evolved, n", [("inspo", False, 1), ("inspo", True, 0), ("static", False, 0)])
+def test_a_run_in_which_nothing_evolved_says_so(mode, evolved, n):
+    run = run_of(*[GOOD] * 10)
+    run.config["mode"], run.summary["evolved"] = mode, evolved
+    assert [warning["panel"] for warning in warnings(run)] == ["tree"] * n
 
 
 def test_the_cost_of_an_unfinished_run_is_that_of_the_finished_one():

@@ -1,5 +1,7 @@
 """What a run or an evaluation is, by content: every part that changes is named, and nothing else is."""
 
+import importlib
+import json
 import os
 import subprocess
 import sys
@@ -8,10 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from config import HERE, Config
+from config import HERE, PRESETS, Config
 from journal.directory import RunDirectory
 from journal.log import Log
-from journal.record import BLOCK, BLOCKS, describe, describe_model, differences, digest, digest_file
+from journal.record import BLOCK, BLOCKS, describe, describe_model, describe_run, differences, digest, digest_file
+from page.curves import SEED
 from plumbing.faults import Fault
 from population import Candidate
 from tasks import Question, load_task
@@ -64,6 +67,52 @@ def test_each_part_that_changes_is_named_and_nothing_else(record, tmp_path, monk
     )
     monkeypatch.setattr(double, "__doc__", double.__doc__.replace("Doubles", "Triples"))
     assert named() == ["passages", "words of double", "code of judge_of_record"]
+
+
+def test_what_is_imported_from_the_user_s_folder_is_part_of_it_and_no_other_folder_is(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    files = {
+        "graded_by.py": "from scale_of import HALF\nimport parts_of.deep, numpy\ndef score(taus): return [HALF]",
+        "scale_of.py": "HALF = 0.5", "parts_of/__init__.py": "", "parts_of/deep.py": "x = 1",
+        "lib/site-packages/bought_of.py": "", "unused_of.py": "",
+    }  # fmt: skip
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path / "lib" / "site-packages")
+    importlib.import_module("bought_of")
+    task = load_task(Config(reward="graded_by:score", tools="none"))
+    first = describe(task, {}, "", "")
+    own = {f"code of {name}" for name in ("graded_by", "scale_of", "parts_of", "parts_of.deep")}
+    assert {name for name in first if name.startswith("code of") and " tasks" not in name} == own
+    for name in ("scale_of.py", "parts_of/deep.py"):
+        (tmp_path / name).write_text("HALF = x = 0.7")
+    assert set(differences(first, describe(task, {}, "", ""))) == {"code of scale_of", "code of parts_of.deep"}
+
+
+def test_the_order_of_the_questions_to_train_on_is_part_of_a_run(tmp_path, capsys):
+    rows = [{"id": f"q{k}", "question": "Who?", "golden_answers": ["he"]} for k in range(60)]
+    swapped = [rows[1], rows[0], *rows[2:]]
+
+    def record(some, **knobs):
+        (tmp_path / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
+        files = dict.fromkeys(("train", "test"), str(tmp_path / "q.jsonl"))
+        return describe_run(load_task(Config(**PRESETS["world"] | files | {"tools": "none"} | knobs)))
+
+    first, valid = record(rows), {"valid": ""}
+    assert record(rows) == first
+    for other in (swapped, rows[::-1]):
+        assert {"order of train"} <= set(differences({"content": first}, {"content": record(other)}))
+    cut, reseeded = record(rows, **valid), record(rows, seed=1, **valid)
+    assert set(differences({"content": cut}, {"content": reseeded}, SEED)) == set()  # two seeds are one group of a page
+    out = tmp_path / "r"
+    RunDirectory.open(Config(out=str(out)), "x", first).close()
+    with pytest.raises(Fault, match=f"^--resume: {out} was started with other "):
+        reopened(out, record(rows[::-1]))
+    older = tmp_path / "older"
+    RunDirectory.open(Config(out=str(older)), "x", {x: y for x, y in first.items() if x != "order of train"}).close()
+    reopened(older, first)
+    assert "other order of train" in capsys.readouterr().out
 
 
 def test_settings_have_both_values_and_paths_of_files_do_not_count():

@@ -1,15 +1,22 @@
 """The seam between a task and all else: what a task may be and return, the questions of a step, a fair sample."""
 
 import math
+import random
 import sys
+import threading
 import zlib
+from collections import Counter
+from types import MappingProxyType, SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from config import PRESETS, Config, parse
+from models.model import load_tokenizer
 from plumbing.faults import Fault
 from tasks import (
+    Job,
     Question,
     Task,
     Trajectory,
@@ -26,6 +33,8 @@ from tasks import (
 )
 from tasks.search_qa import SEARCH_R1, SearchQA
 from tasks.tools import Calculator
+from training.checks import find_doubts
+from training.policy import Policy
 
 GAME = """
 from tasks import Question, Task
@@ -133,7 +142,11 @@ def test_a_task_without_questions_or_with_an_id_twice_is_refused(split, ids, say
     check_questions(Asking())  # without validation questions a run has no best checkpoint, and needs none
 
 
-@pytest.mark.parametrize("question", ["Who?", Question("1", None), Question("1", "Who?", "Ann")])
+@pytest.mark.parametrize(
+    "question",
+    ["Who?", Question("1", None), Question("1", "Who?", "Ann"), Question("1", "Who?", (None, 7)),
+     Question("1", "Who?", {"Ann"}), Question("1", "Who?", 7)],
+)  # fmt: skip
 def test_what_is_no_question_with_golds_is_shown(question):
     class Asking(Returning):
         def questions(self, split):
@@ -290,10 +303,87 @@ def test_a_failure_is_what_the_task_says_of_a_rewarded_trajectory():
         ("101", "its reward of question 0 is '1'; return"),
         ([0.0, 10**400, 0.0], "its reward of question 1 is 1000"),
         ([0.0, [1.0], 0.0], "its reward of question 1 is [1.0]; return"),
+        ({0: 1.0, 1: 0.0, 2: 1.0}, "its reward returned a dict; return a list of numbers"),
+        (Counter({2: 1, 0: 3, 1: 2}), "its reward returned a Counter; return a list of numbers"),
+        (MappingProxyType({0: 1.0, 1: 0.0, 2: 1.0}), "its reward returned a mappingproxy; return a list of numbers"),
+        ({0.0, 0.5, 1.0}, "its reward returned a set; return a list of numbers"),
+        (frozenset({0.0, 0.5, 1.0}), "its reward returned a frozenset; return a list of numbers"),
+        ({0: 1, 1: 0, 2: 1}.keys(), "its reward returned a dict_keys; return a list of numbers"),
+        (b"101", "its reward returned a bytes; return a list of numbers"),
+        (bytearray(b"101"), "its reward returned a bytearray; return a list of numbers"),
     ],
 )
 def test_what_is_no_reward_for_each_is_refused_by_name(rewards, says):
     assert refused(reward, Returning(rewards), taus()).startswith(f"--task mine:Returning: {says}")
+
+
+@pytest.mark.parametrize("kind", [tuple, np.array, torch.tensor, lambda x: dict(enumerate(x)).values()])
+def test_rewards_in_an_order_are_read_whatever_holds_them(kind):
+    reward(Returning(kind([0.0, 1.0, 0.5])), played := taus())
+    assert [tau.reward for tau in played] == [0.0, 1.0, 0.5]
+
+
+CHANGES = [
+    lambda own: own.sort(key=lambda tau: -int(tau.question.id)), lambda own: own.reverse(), lambda own: own.pop(),
+    lambda own: own.clear(), lambda own: random.shuffle(own),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_reward_may_do_what_it_likes_with_its_list(change):
+    class Changing(Returning):
+        def reward(self, taus):
+            change(taus)
+            return [0.0, 0.5, 1.0]
+
+    played = taus()
+    reward(Changing(), played)
+    assert [(tau.question.id, tau.reward) for tau in played] == [("0", 0.0), ("1", 0.5), ("2", 1.0)]
+
+
+DRAWN = """
+import random
+from tasks import Question, Task
+from tasks.search_qa import SearchQA
+
+class Drawn(Task):
+    def questions(self, split):
+        return [Question(str(k), "Who?", ["Ann"]) for k in random.sample(range(10**6), 20)]
+    def reward(self, taus):
+        return [0.0] * len(taus)
+
+class Yielding(Drawn):
+    def questions(self, split):
+        yield from super().questions(split)
+
+class Shuffling(Drawn):
+    rows = [Question(str(k), "Who?", None) for k in range(50)]
+    def questions(self, split):
+        random.shuffle(self.rows)
+        return self.rows
+
+class Untested(Drawn):
+    def questions(self, split):
+        return None if split == "valid" else super().questions(split)
+
+class Odd(Drawn):
+    def questions(self, split):
+        return [Question("1", "Who?", [None, 7])] if split == "train" else super().questions(split)
+"""
+
+
+def test_questions_are_asked_once_a_split_in_whatever_holds_them(tmp_path, monkeypatch):
+    (tmp_path / "drawn.py").write_text(DRAWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("Drawn", "Yielding", "Shuffling", "Untested"):
+        task = load_task(Config(task=f"drawn:{name}"))
+        first = {split: [q.id for q in task.questions(split)] for split in ("train", "valid", "test")}
+        check_questions(task)
+        assert first == {split: [q.id for q in task.questions(split)] for split in first}, name
+        assert len(first["train"]) >= 20 and bool(first["valid"]) == (name != "Untested")
+        assert {q.golds for q in task.questions("test")} == {() if name == "Shuffling" else ("Ann",)}
+        assert len({*task.questions("test")}) >= 20  # they can be hashed
+    assert "return Question(id, text, [gold" in refused(check_questions, load_task(Config(task="drawn:Odd")))
 
 
 def test_metrics_are_floats_under_the_names_that_the_task_gives():
@@ -370,3 +460,74 @@ def test_a_subset_is_the_same_every_time_and_has_every_source_in_its_share(n):
     assert n > 70 or take_subset(questions[:70], n) == [questions[k] for k in sorted(order[:n])]
     for most in (0, 100, 1000):
         assert take_subset(questions, most) == questions
+
+
+# ---- what the policy is to read
+
+
+class Said(Task):
+    tools = (Calculator(),)
+
+    def questions(self, split):
+        return [Question("1", self.text)]
+
+    def reward(self, taus):
+        return [0.0] * len(taus)
+
+
+WORLD = read_instruction("instruction", PRESETS["world"]["instruction"])
+FOREIGN = "Quarks zwitschern xylophon. "
+
+
+@pytest.mark.parametrize(
+    "instruction, text, says",
+    [
+        ("Use <calculate> and </calculate>, then <answer> and </answer>.", "", []),
+        ("Be nice.", "", ["no prompt mentions <calculate>, <answer>,"]),
+        ("Use <calculate> and <answer> tags.", "", []),
+        ("Say it in <answer>.", "Do not <calculate>!", []),
+        ("Say it in <answer>.", "", ["no prompt mentions <calculate>,"]),
+        (f"{WORLD} <calculate>", "Name the founder of the producer of the film Migix Gonuth?", []),
+        (f"{WORLD} <calculate>", FOREIGN, ["of the tokens of the questions are unknown"]),
+        (f"{WORLD} <calculate>" + FOREIGN * 50, "", ["of the tokens of the instruction are unknown"]),
+    ],
+)  # fmt: skip
+def test_tags_that_no_prompt_mentions_and_texts_that_a_model_does_not_know_are_said(instruction, text, says):
+    task = Said(Config(**PRESETS["world"]))
+    task.instruction, task.text = instruction, text
+    doubts = list(find_doubts(task, load_tokenizer(task.cfg.model)))
+    if WORLD not in instruction:
+        doubts = [doubt for doubt in doubts if "unknown" not in doubt]
+    assert len(doubts) == len(says) and all(x in doubt for x, doubt in zip(says, doubts, strict=True))
+
+
+@pytest.mark.parametrize("format, tools", [("hermes", "search"), ("tags", "none"), ("tags", "search")])
+def test_the_default_instructions_leave_no_doubt(format, tools):
+    task = load_task(Config(**PRESETS["world"] | {"format": format, "tools": tools, "instruction": ""}))
+    task.instruction = choose_instruction(task)
+    assert not [doubt for doubt in find_doubts(task, load_tokenizer(task.cfg.model)) if "no prompt" in doubt]
+
+
+def test_the_world_leaves_no_doubt():
+    task = load_task(Config(**PRESETS["world"]))
+    task.instruction = choose_instruction(task)
+    assert not list(find_doubts(task, load_tokenizer(task.cfg.model)))
+
+
+@pytest.mark.parametrize("state, says", [
+    (threading.Lock(), "cannot pickle '_thread.lock'"), ((k for k in "ab"), "cannot pickle 'generator'"), ({"a": 1}, "")
+])  # fmt: skip
+def test_a_state_that_cannot_be_sent_to_rank_0_is_named(monkeypatch, state, says):
+    played = Trajectory(0, Question("q7", "Who?"), 0, [], 0, state=state)
+    monkeypatch.setattr("training.policy.rollout", lambda *args, **kwargs: [played])
+    policy = SimpleNamespace(
+        cfg=Config(task="mine:Own"), ranks=SimpleNamespace(rank=0, size=2), sync=lambda: None, progress=None,
+        engine=None,
+        tokenizer=None, task=None,
+    )  # fmt: skip
+    play = lambda: Policy.rollout.__wrapped__(policy, 1, "rollout", [Job(0, "I", played.question, 0)])  # noqa: E731
+    if not says:
+        assert play() == {0: played}
+        return
+    with pytest.raises(Fault, match=f"^--task mine:Own: the state of question q7 .*{says}.*finish"):
+        play()

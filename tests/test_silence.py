@@ -148,6 +148,33 @@ def test_one_empty_tool_of_two_is_no_silence():
     assert not heard([FINE | {"searches/empty": 1.0, "calculations/empty": 0.0}] * 9)
 
 
+MUTED, ALIKE = FINE | {"answered": 0.0, "zero_variance_groups": 1.0}, FINE | {"zero_variance_groups": 1.0}
+BROKEN = FINE | {"forecast_calls/empty": 0.0, "forecast_calls/failed": 1.0}
+QUIET = {name: x for name, x in FINE.items() if "/" not in name}  # nothing was called
+NONE, SAME, TOOL = "no trajectory ended", "every group were alike", "all forecast_calls failed"
+
+
+@pytest.mark.parametrize("rows, told, lasting", [
+    ([MUTED, ALIKE] * 5, [(5, SAME)], [SAME]),  # one sign does not reset another
+    ([ALIKE] + [MUTED] * 9, [(5, SAME), (6, NONE)], [SAME, NONE]),
+    ([MUTED] * 9, [(5, NONE)], [NONE]),  # no answer: then all are alike, too
+    ([MUTED] * 9 + [ALIKE], [(5, NONE), (10, SAME)], [SAME]),
+    ([BROKEN] * 9, [(5, TOOL)], [TOOL]),
+    ([BROKEN, QUIET] * 5, [(9, TOOL)], [TOOL]),  # steps without a call say nothing of a tool
+    ([BROKEN | {"zero_variance_groups": 1.0}] * 6, [(5, TOOL)], [TOOL]),  # which may be why
+    (([BROKEN] * 4 + [BROKEN | {"forecast_calls/failed": 0.9}]) * 5, [], []),
+    ([BROKEN | {"adds/empty": 0.0}] * 6, [(5, TOOL)], [TOOL]),  # another tool that does what it should
+    ([BROKEN] * 5 + [FINE | {"forecast_calls/empty": 0.0}] + [BROKEN] * 5, [(5, TOOL), (11, TOOL)], [TOOL]),
+])  # fmt: skip
+def test_signs_are_counted_apart_and_one_with_its_cause_is_not_told(rows, told, lasting):
+    silence = Silence()
+    for row in rows:
+        silence.step(row)
+    ended = [text for _, _, text in silence.lasting()]
+    assert [(t, next(x for x in (NONE, SAME, TOOL) if x in text)) for t, text in heard(rows)] == told
+    assert len(ended) == len(lasting) and all(any(x in text for text in ended) for x in lasting)
+
+
 def test_evolutions_without_a_candidate_are_counted_by_evolutions():
     refused, brought = FINE | {"candidates": 0}, FINE | {"candidates": 2}
     assert [t for t, _ in heard([refused, *[FINE] * 14] * 4)] == [31]

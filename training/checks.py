@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from engines.choose import choose_engine
 from models import lora
 from models.model import load_config, load_tokenizer, skeleton
 from plumbing.faults import Fault
-from plumbing.outside import without_secrets
+from plumbing.outside import printable, without_secrets
 from plumbing.status import status
 from rollout import encode_prompt
 from tasks import Task
+from tasks.formats import encode
 from training.device import check_device
 from training.fit import shapes, with_room
 from training.ranks import Ranks
@@ -70,6 +72,19 @@ def check_disk(cfg: Config) -> None:
         )
 
 
+def find_doubts(task: Task, tokenizer: Any) -> Iterator[str]:
+    """Yields what is probably a mistake in what the policy is to read."""
+    questions = task.questions("train")[:64]
+    prompt = str(task.format.messages(task, task.instruction, questions[0]))
+    untold = [tag for end in task.format.stop(task) if (tag := end.replace("/", "")) not in prompt]
+    if untold:
+        yield f"no prompt mentions {', '.join(untold)}, and nothing else is read: let the instruction name the tags"
+    for what, text in (("instruction", task.instruction), ("questions", " ".join(q.text for q in questions))):
+        ids = encode(tokenizer, text)
+        if (unknown := ids.count(tokenizer.unk_token_id)) > len(ids) / 3:
+            yield f"{unknown / len(ids):.0%} of the tokens of the {what} are unknown to --model {task.cfg.model}"
+
+
 def check(cfg: Config, ranks: Ranks, task: Task) -> tuple[Config, str]:
     """Returns `cfg` with --engine and --recompute decided, and why this engine; Fault if the run cannot work.
 
@@ -100,5 +115,7 @@ def check(cfg: Config, ranks: Ranks, task: Task) -> tuple[Config, str]:
             f"--max_prompt {cfg.max_prompt}: the first instruction and a question are {shortest} tokens at least, so no"
             " turn could start; raise it"
         )
+    for doubt in find_doubts(task, tokenizer):
+        print(printable(f"note: {doubt}"), flush=True)
     check_disk(cfg)
     return dataclasses.replace(cfg, engine=engine, recompute=abs(cfg.recompute)), why

@@ -8,6 +8,7 @@ import functools
 import importlib
 import math
 import os
+import pickle
 import resource
 import time
 import traceback
@@ -213,6 +214,12 @@ class Policy:
                 self.engine, self.tokenizer, self.task, [jobs[k] for k in mine], cfg, temperature=temperature,
                 seed=seed + rank, progress=progress,
             )  # fmt: skip
+        for tau in played if size > 1 else ():
+            try:
+                pickle.dumps(tau.state)
+            except Exception as e:
+                where = f"--task {cfg.task}: the state of question {tau.question.id}"
+                raise Fault(f"{where} cannot be sent to rank 0 ({e}); make it plain data in finish()") from None
         taus = dict(zip(mine, played, strict=True))
         if purpose == "evaluate":  # of thousands of questions, of which a sample is stored
             stored = spread(len(jobs), STORED)

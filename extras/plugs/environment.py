@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 import inspect
+import weakref
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -22,8 +22,9 @@ from plumbing.faults import Fault
 from tasks import Message, Question, Task, Trajectory, wait_for
 from tasks.functions import TypedFunction
 from tasks.questions import read_json_lines
+from tasks.tools import Failure
 
-NO_TOOLS = ("reset", "get_reward")  # public methods that the policy cannot call
+NO_TOOLS = ("reset", "get_reward", "close")  # public methods that the policy cannot call
 SEEDS = {"train": range(1000), "valid": range(0), "test": range(10**6, 10**6 + 100)}  # where `reset` owns the data
 
 
@@ -48,6 +49,15 @@ class Method(TypedFunction):
         bound.function = getattr(tau.state, self.name)
         return bound
 
+    def write(self, result: Any) -> str:
+        try:
+            return _text(TEXT.validate_python(result))
+        except ValidationError:
+            return str(result)
+
+    def explain(self, kind: str, why: str) -> str:
+        return str({"error": why})
+
 
 class EnvironmentTask(Task):
     """Plays `environment`; the rows of --train, --valid and --test are what `reset` gets.
@@ -64,7 +74,7 @@ class EnvironmentTask(Task):
         super().__init__(cfg)
         where = f"--task {cfg.task}"
         try:
-            episode = self.environment()
+            self.idle = [episode := self.environment()]  # those that wait for an episode
         except Exception as e:
             raise Fault(f"{where}: it cannot be made ({e}); it takes no arguments") from e
         names = [name for name, _ in inspect.getmembers(self.environment, inspect.isroutine) if name not in NO_TOOLS]
@@ -72,9 +82,9 @@ class EnvironmentTask(Task):
         self.tools = [Method(m, f"{where}: its method {name}") for name, m in methods.items() if inspect.ismethod(m)]
         if not self.tools:
             raise Fault(f"{where}: it has no method to call; a tool is a public, typed, documented method")
-        self.opening: dict[Question, str] = {}  # what `reset` returned
+        self.opening: dict[str, str] = {}  # what `reset` returned for a row
+        weakref.finalize(self, _close, self.idle)  # at the end of the program, too
 
-    @cache  # noqa: B019 (a run has one task)
     def questions(self, split: str) -> list[Question]:
         """Returns the rows of a split. Raises Fault if a file is missing or a row has nothing to ask."""
         file, takes = getattr(self.cfg, split), dict(inspect.signature(self.environment.reset).parameters)
@@ -103,15 +113,16 @@ class EnvironmentTask(Task):
 
     def prompt(self, instruction: str, question: Question) -> list[Message]:
         """Returns one message: the instruction, the row's text and that of `reset`."""
-        if question not in self.opening:
-            self.reset(question)
-        parts = (instruction, question.text, self.opening[question])
+        if repr(question.data) not in self.opening:
+            self.idle.append(self.reset(question))
+        parts = (instruction, question.text + self.opening[repr(question.data)])
         content = "\n\n".join(filter(None, parts))
         return [{"role": "user", "content": f"{content}\n"}]
 
     def reset(self, question: Question) -> Any:
-        """Returns a new environment, in which the question's row has begun. Raises Fault if it cannot be played."""
-        episode, where = self.environment(), f"--task {self.cfg.task}: reset()"
+        """Returns an environment in which the question's row has begun. Raises Fault if it cannot be played."""
+        episode = self.idle.pop() if self.idle else self.environment()
+        where = f"--task {self.cfg.task}: reset()"
         try:
             inspect.signature(episode.reset).bind(**question.data)
         except TypeError as e:
@@ -120,19 +131,29 @@ class EnvironmentTask(Task):
             opening = _text(TEXT.validate_python(wait_for(episode.reset(**question.data)) or ""))
         except ValidationError:
             raise Fault(f"{where} of question {question.id} does not return a text, text blocks or None") from None
-        if opening != self.opening.setdefault(question, opening):
+        if opening != self.opening.setdefault(repr(question.data), opening):
             raise Fault(f"{where} returned two texts for question {question.id}; it must depend on the row alone")
         return episode
 
     def finish(self, tau: Trajectory) -> None:
-        score = getattr(tau.state, "get_reward", lambda: getattr(tau.state, "reward", None))
+        episode = tau.state
+        score = getattr(episode, "get_reward", lambda: getattr(episode, "reward", None))
         tau.state = wait_for(score())
+        if any(isinstance(turn.result, Failure) for turn in tau.turns):  # a call that took too long may still change it
+            _close([episode])
+        else:
+            self.idle.append(episode)
 
     def reward(self, taus: Sequence[Trajectory]) -> list[float]:
         """Returns what each episode said when it ended. Raises Fault if one said nothing."""
         if any(tau.state is None for tau in taus):
             raise Fault(f"--task {self.cfg.task}: no reward; define get_reward(), set self.reward, or give --reward")
         return [tau.state for tau in taus]
+
+
+def _close(episodes: list[Any]) -> None:
+    for episode in episodes:
+        wait_for(getattr(episode, "close", lambda: None)())
 
 
 def _asked(row: Any) -> str:

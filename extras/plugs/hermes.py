@@ -191,6 +191,8 @@ def call_of(text: str, tools: Sequence[Tool]) -> tuple[Tool, str]:
         raise ValueError(f"there is no tool {str(call.get('name'))[:40]!r}; there are {', '.join(named) or 'none'}")
     tool, arguments = named[call["name"]], call["arguments"]
     name = tool.bare if isinstance(tool, SchemaTool) else tool.argument
+    if not arguments and name not in schema_of(tool)["parameters"].get("required", ()):
+        return tool, ""
     if not name:
         return tool, json.dumps(arguments, ensure_ascii=False)  # the tool looks at them
     if list(arguments) != [name] or not isinstance(arguments[name], str):

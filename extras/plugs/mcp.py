@@ -24,7 +24,7 @@ from typing import Any
 from plumbing.client import back_off
 from plumbing.faults import Fault, ToolDown
 from plumbing.outside import decoded, printable, without_secrets
-from tasks.functions import SchemaTool
+from tasks.functions import Failed, SchemaTool
 
 PATIENCE = 60.0  # seconds for a server to start and to list its tools
 PROBE = 10.0  # seconds for one that has failed to list them again
@@ -33,8 +33,11 @@ ROUNDS = 6  # of calls of a tool, each begun after the last went unserved, that 
 
 
 @functools.cache
-def tools_of(target: str, where: str) -> Sequence[ServerTool]:
-    """Returns the tools of the server at a URL or behind a command; raises Fault, which begins with `where`."""
+def tools_of(target: str, where: str) -> Sequence[ServerTool | Fault]:
+    """Returns the tools of the server at a URL or behind a command, a Fault for each that cannot be offered.
+
+    Raises Fault, which begins with `where`.
+    """
     where = without_secrets(where)
     try:
         import jsonschema_rs
@@ -42,7 +45,7 @@ def tools_of(target: str, where: str) -> Sequence[ServerTool]:
     except ImportError as e:
         raise Fault(f"{where}: the SDK is missing ({e}): pip install mcp jsonschema-rs") from None
     logging.getLogger("mcp").setLevel(logging.CRITICAL + 1)  # its tracebacks; what it cannot do becomes a reply
-    server = Server(target, where)
+    server, found = Server(target, where), list[ServerTool | Fault]()
     for tool in server.start():
         parameters, name = tool.input_schema, tool.name
         try:
@@ -51,18 +54,21 @@ def tools_of(target: str, where: str) -> Sequence[ServerTool]:
             if parameters.get("type") != "object":
                 raise ValueError("its type is not object")
         except ValueError as e:
-            raise Fault(f"{where}: the schema of its tool {name} is invalid ({_first(e)})") from None
+            found.append(Fault(f"{where}: the schema of its tool {name} is invalid ({_first(e)})"))
+            continue
         if not (tool.description or "").strip():
-            raise Fault(f"{where}: its tool {name} has no description, so the policy cannot know what it does")
+            found.append(Fault(f"{where}: its tool {name} has no description, so the policy cannot know what it does"))
+            continue
         # A few references can unfold to billions of checks: such arguments are the server's to check.
         refers = re.search(r'"\$\w*[rR]ef"', json.dumps(parameters))
         properties = parameters.get("properties", {})
         parameters |= {"properties": {key: p if isinstance(p, dict) else {} for key, p in properties.items()}}  # true
         schema = {"name": name, "description": tool.description, "parameters": parameters}
         server.tools.append(ServerTool(schema, server, None if refers else validator))
-    if not server.tools:
+        found.append(server.tools[-1])
+    if not found:
         raise Fault(f"{where}: the server has no tools")
-    return server.tools
+    return found
 
 
 def _refuse(uri: str) -> Any:
@@ -97,13 +103,15 @@ class ServerTool(SchemaTool):
         return given  # type: ignore[no-any-return]  # the SDK sends nothing but an object
 
     def call(self, arguments: dict[str, Any]) -> str:
-        """Returns the result, or why there is none. Raises ToolDown if the server is gone, or serves no call of it."""
+        """Raises Failed if there is no result, and ToolDown if the server is gone, or serves no call of it."""
         round = self.rounds + 1
         text, served = _begun(self.server.call(self.name, arguments, self.timeout)).result()
         self.rounds = 0 if served else max(round, self.rounds)
         self.unserved += not served
         if not served and round >= ROUNDS:  # or the policy would learn not to use it
             raise ToolDown(f"{self.server.where}: {text}; it has served no call in {round} rounds")
+        if isinstance(text, Failed):
+            raise text
         return text  # type: ignore[no-any-return]
 
     @property
@@ -165,8 +173,8 @@ class Server:
             self.task.cancel()
             raise
 
-    async def call(self, name: str, arguments: dict[str, Any], timeout: float) -> tuple[str, bool]:
-        """Returns a tool's result, or the server's error, as text; and whether the call was served.
+    async def call(self, name: str, arguments: dict[str, Any], timeout: float) -> tuple[str | Failed, bool]:
+        """Returns a tool's result as text, or the server's error; and whether the call was served.
 
         A call whose connection breaks, or whose server has frozen, is repeated once over a new one. Raises ToolDown if
         none can be had.
@@ -176,12 +184,13 @@ class Server:
             try:
                 result = await asyncio.wait_for(client.call_tool(name, arguments), timeout)
                 texts = [*map(_text, result.content)] or [json.dumps(result.structured_content, ensure_ascii=False)]
-                return "\n".join(texts), True
+                text = "\n".join(texts)
+                return Failed(text) if result.is_error else text, True
             except Exception as e:  # of the server, of the SDK, of a transport
                 late, why = isinstance(e, asyncio.TimeoutError), getattr(e, "message", "") or _first(e)
             if not await self.renew(client):
-                return (f"{name} took longer than {timeout:g} s" if late else f"{name} failed: {why}"), not late
-        return f"{name} failed: the server ended during the call", False
+                return Failed(f"{name} took longer than {timeout:g} s" if late else f"{name} failed: {why}"), not late
+        return Failed(f"{name} failed: the server ended during the call"), False
 
     async def renew(self, broken: Any) -> bool:
         """Returns whether a broken connection has been replaced, once for all the calls that it broke.
@@ -217,9 +226,12 @@ async def _accept(*_: Any) -> None:
 
 
 def _text(part: Any) -> str:
-    """Returns the text of a part of a result, also that of a resource; of an image its type."""
-    texts = (getattr(holder, "text", None) for holder in (part, getattr(part, "resource", None)))
-    return next((text for text in texts if text is not None), f"({part.type})")
+    """Returns the text of a part of a result, also that of a resource; else what it is, and its address."""
+    held = getattr(part, "resource", part)
+    if (text := getattr(held, "text", None)) is not None:
+        return str(text)
+    about = [getattr(held, name, None) for name in ("name", "uri", "mime_type")] if hasattr(held, "uri") else []
+    return f"({' '.join([part.type, *(str(x) for x in about if x)])})"
 
 
 def _client(target: str, log: Any) -> Any:

@@ -11,9 +11,19 @@ import time
 from mcp import MCPError
 from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
-from mcp_types import EmbeddedResource, ImageContent
+from mcp_types import AudioContent, EmbeddedResource, ImageContent, ResourceLink, TextContent
 
 server = MCPServer("tests")
+PARTS = {
+    "link": ResourceLink.model_validate(
+        {"type": "resource_link", "name": "Text 2", "uri": "demo://text/2", "mimeType": "text/plain"}
+    ),
+    "blob": EmbeddedResource.model_validate(
+        {"type": "resource", "resource": {"uri": "file:///x.pdf", "mimeType": "application/pdf", "blob": "AAAA"}}
+    ),
+    "audio": AudioContent.model_validate({"type": "audio", "data": "AAAA", "mimeType": "audio/wav"}),
+    "text": TextContent(type="text", text="hello"),
+}
 
 
 @server.tool()
@@ -65,7 +75,9 @@ def refuse(times: int) -> str:
 
 @server.tool(structured_output=False)
 def show(uri: str) -> list:
-    """Shows a resource and a picture."""
+    """Shows a resource and a picture, or a part of another kind."""
+    if uri in PARTS:
+        return [PARTS[uri]]
     resource = {"type": "resource", "resource": {"uri": uri, "text": "what it holds"}}
     picture = {"type": "image", "data": "AAAA", "mimeType": "image/png"}
     return [EmbeddedResource.model_validate(resource), ImageContent.model_validate(picture)]
@@ -74,7 +86,7 @@ def show(uri: str) -> list:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int)
-    parser.add_argument("--lie", choices=["banner", "name", "silent", "none"])
+    parser.add_argument("--lie", choices=["banner", "name", "silent", "none", "dot", "answer"])
     parser.add_argument("--schema", type=json.loads)
     parser.add_argument("--output", type=json.loads)
     args = parser.parse_args()
@@ -88,6 +100,10 @@ if __name__ == "__main__":
         sys.exit("it has no licence")
     if args.lie == "name":
         server._tool_manager._tools["add"].name = "1st"
+    if args.lie == "answer":
+        server._tool_manager._tools["add"].name = "answer"
+    if args.lie == "dot":
+        server._tool_manager._tools["add"].name, server._tool_manager._tools["end"].name = "a.b", "a_b"
     if args.lie == "silent":
         server._tool_manager._tools["add"].description = " "
     if args.port:

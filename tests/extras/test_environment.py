@@ -1,5 +1,6 @@
 """A class in TRL's `environment_factory` convention is a task: its rows, its tools, its reward, what is refused."""
 
+import gc
 import json
 import time
 
@@ -10,6 +11,7 @@ import inspo
 from config import PRESETS, Config
 from plumbing.faults import Fault
 from tasks import Job, check_questions, load_task, reward
+from tasks.tools import Failure
 
 
 class Vault:
@@ -19,7 +21,7 @@ class Vault:
         self.opened = False
 
     def reset(self, *, code: str, hint: str = "", **row) -> str | None:
-        self._code, self.tries = code, 0
+        self._code, self.tries, self.opened = code, 0, False
         return hint or None
 
     def dial(self, code: str) -> str:
@@ -150,7 +152,7 @@ def test_an_environment_of_trl_is_a_task(tiny, tmp_path):
     [message] = task.format.messages(task, "Go.", second)
     assert message["content"].startswith("Go.\n\nTools, ")
     assert "<dial> code </dial>: Dials a code." in message["content"]
-    assert message["content"].endswith("\n\nOpen it.\n\nTwo are the same.\n")
+    assert message["content"].endswith("\n\nOpen it.Two are the same.\n")  # as TRL appends
     assert task.format.messages(task, "Go.", first)[0]["content"].endswith("\n\nYou crack safes.\n\nOpen the vault.\n")
     assert third.text == "Open\nit."
 
@@ -159,7 +161,7 @@ def test_an_environment_of_trl_is_a_task(tiny, tmp_path):
     a, b = play(tiny, task, won, ["<dial>000</dial>", "<answer>done</answer>"])
     shown = [turn.result for turn in a.turns]
     assert shown[:3] == [["Nothing, 1 tries so far."], ["3"], ["It opens."]]
-    assert shown[3] == ["dial failed: ValueError: It is open already."]
+    assert shown[3] == [str({"error": "It is open already."})]
     assert b.turns[0].result == ["Nothing, 1 tries so far."]  # each episode has an object of its own
     assert (a.reward, b.reward) == (0.5, 0.0)
 
@@ -178,7 +180,7 @@ def test_resets_and_rewards_are_awaited_and_content_blocks_read(tiny, tmp_path):
     task = task_of("Later", tmp_path / "rows.jsonl")
     first, second, _ = task.questions("train")
     assert task.prompt("Go.", first)[0]["content"] == "Go.\n\nYou crack safes.\n\nOpen the vault.\n"
-    assert task.prompt("Go.", second)[0]["content"] == "Go.\n\nOpen it.\n\nTwo are the same.\nBe quick.\n"
+    assert task.prompt("Go.", second)[0]["content"] == "Go.\n\nOpen it.Two are the same.\nBe quick.\n"
     assert play(tiny, task, ["<answer>done</answer>"])[0].reward == 0.75
     assert [tool.tag for tool in task.tools] == ["count", "dial"]
 
@@ -213,6 +215,78 @@ def test_a_row_without_a_text_to_ask_is_one_line(tmp_path, row):
         task.questions("train")
     with pytest.raises(Fault, match="--test rows.csv: give a .jsonl"):
         task.questions("test")
+
+
+class Counted(Vault):
+    """A session of a server that has few: each holds one until it is closed."""
+
+    made = open = 0
+
+    def __init__(self):
+        super().__init__()
+        kind = type(self)
+        kind.made, kind.open = kind.made + 1, kind.open + 1
+
+    def wait(self) -> str:
+        """Takes too long."""
+        time.sleep(3)
+        return "late"
+
+    def close(self) -> None:
+        type(self).open -= 1
+
+
+class CountedLater(Counted):
+    async def close(self) -> None:
+        type(self).open -= 1
+
+
+@pytest.mark.parametrize("kind", [Counted, CountedLater])
+def test_environments_are_made_once_reset_often_and_closed(tiny, tmp_path, kind):
+    kind.made = kind.open = 0
+    task = task_of(kind.__name__, tmp_path / "rows.jsonl")
+    assert [tool.tag for tool in task.tools] == ["count", "dial", "wait"]  # close is the program's
+    for _ in range(4):
+        a, b = play(tiny, task, ["<dial>123</dial>", "<answer>x</answer>"], ["<dial>000</dial>", "<answer>x</answer>"])
+        assert (a.turns[0].result, b.turns[0].result) == (["It opens."], ["Nothing, 1 tries so far."])
+    assert (kind.made, kind.open) == (2, 2)
+    task.tools[2].timeout = 0.2
+    [late] = play(tiny, task, ["<wait></wait>", "<answer>x</answer>"])
+    assert late.turns[0].result == ["wait took longer than 0.2 s"] and kind.open == 1  # it may still be at it
+    del task
+    gc.collect()
+    assert kind.open == 0
+
+
+class Told(Vault):
+    """What TRL 1.16 writes of results: `str`, and of text blocks their text."""
+
+    def tell(self, k: int) -> object:
+        """Tells.
+
+        Args:
+            k: What
+        """
+        return [{"a": None, "b": True}, 1.0, None, (1, "x"), [{"type": "text", "text": "seen"}], ["a"], 3 / (k - 6)][k]
+
+
+TOLD = ["{'a': None, 'b': True}", "1.0", "None", "(1, 'x')", "seen", "['a']", "{'error': 'division by zero'}"]
+
+
+def test_results_and_errors_are_written_as_trl_writes_them(tiny, tmp_path):
+    [tell] = [tool for tool in task_of("Told", tmp_path / "rows.jsonl").tools if tool.tag == "tell"]
+    assert [tell.submit(f'{{"k": {k}}}').result(9) for k in range(7)] == [[text] for text in TOLD]
+    assert isinstance(tell.submit('{"k": 6}').result(9), Failure)
+
+
+def test_rows_with_equal_ids_in_two_files_are_two_rows(tiny, tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    rows = [[{"id": 1, "prompt": "Open it.", "code": "1", "hint": hint}] for hint in ("A", "B")]
+    task_of("Vault", tmp_path / "one" / "rows.jsonl", rows[0])
+    task = task_of("Vault", tmp_path / "two" / "rows.jsonl", rows[1], train=str(tmp_path / "one" / "rows.jsonl"))
+    asked = [task.prompt("Go.", task.questions(split)[0])[0]["content"] for split in ("train", "test")]
+    assert asked == ["Go.\n\nOpen it.A\n", "Go.\n\nOpen it.B\n"]
 
 
 def test_an_environment_that_owns_its_data_gets_seeds_which_a_group_shares(tmp_path):

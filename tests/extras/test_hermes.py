@@ -18,7 +18,7 @@ import evaluate
 import inspo
 from config import WORLD, Config
 from evaluation.agents import Subject, agent
-from extras.plugs.hermes import IN_TEMPLATE, schema_of
+from extras.plugs.hermes import IN_TEMPLATE, call_of, schema_of
 from plumbing.faults import Fault
 from plumbing.files import read_jsonl
 from reflect import read_candidates
@@ -446,3 +446,26 @@ def test_a_chat_endpoint_is_not_asked_in_a_template_of_its_own():
     with pytest.raises(Fault, match="--format hermes: a chat endpoint renders its own template"):
         with agent(Subject("x", "http://127.0.0.1:9/v1", task.cfg), task, "Answer.", 0.0, 0):
             pass
+
+
+def test_an_optional_text_may_be_left_out():
+    def greet(name: str = "Bern"):
+        """Greets.
+
+        Args:
+            name: Who
+        """
+        return f"hello {name!r}"
+
+    def shout(text: str):
+        """Shouts.
+
+        Args:
+            text: What
+        """
+
+    tools = [TypedFunction(greet, ""), TypedFunction(shout, "")]
+    tool, argument = call_of('{"name": "greet", "arguments": {}}', tools)
+    assert tool.submit(argument).result(9) == ["hello 'Bern'"]
+    with pytest.raises(ValueError, match="the arguments of shout are"):
+        call_of('{"name": "shout", "arguments": {}}', tools)

@@ -17,7 +17,7 @@ import pytest
 from config import Config
 from plumbing.faults import Fault, ToolDown
 from tasks import Question, load_task
-from tasks.tools import list_stop_strings
+from tasks.tools import Failure, list_stop_strings
 
 pytest.importorskip("mcp", reason="the MCP SDK is not installed here: pip install mcp jsonschema-rs")
 
@@ -31,7 +31,8 @@ COMMAND = f"{sys.executable} {SERVER}"
 def tools(target):
     """The tools of a server of its own, by name."""
     tools_of.cache_clear()
-    return {tool.name: tool for tool in tools_of(target, f"--tools mcp:{target}")}
+    found = tools_of(target, f"--tools mcp:{target}")
+    return {tool.name: tool for tool in found if not isinstance(tool, Fault)}
 
 
 def answered(tool, argument):
@@ -180,7 +181,29 @@ INVALID = [
     "target, says",
     [
         *((with_schema(x), rf"the schema of its tool add is invalid \(.*{says}") for x, says in INVALID),
-        (f"{COMMAND} --lie silent", "add has no description"), (f"{COMMAND} --lie none", "it has no licence"),
+        (f"{COMMAND} --lie silent", "add has no description"), (f"{COMMAND} --lie name", "<1st> .* no digit first"),
+        (f"{COMMAND} --lie dot", "<a_b> .* others' tags are reserved"),
+        (f"{COMMAND} --lie answer", "<answer> .* answer and others' tags are reserved"),
+    ],
+)  # fmt: skip
+def test_a_tool_that_cannot_be_offered_is_left_out_with_a_note_and_the_rest_serves(
+    target, says, tmp_path, capsys, monkeypatch
+):
+    (tmp_path / SERVER.name).write_text(f"exec {target}\n")  # a spec has no comma
+    target = f"sh {tmp_path / SERVER.name}"
+    task = load_task(Config(tools=f"search,mcp:{target}"))
+    assert {"search", "shout", "show"} <= {tool.tag for tool in task.tools} and len(task.tools) == 8
+    [note] = capsys.readouterr().out.splitlines()
+    assert re.search(says, note) and note.startswith("note: --tools mcp:") and note.endswith("; it is left out")
+    monkeypatch.setenv("RANK", "1")
+    load_task(Config(tools=f"mcp:{target}"))
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    "target, says",
+    [
+        (f"{COMMAND} --lie none", "it has no licence"),
         ("/no/such/program", "/no/such/program"), ("http://127.0.0.1:9/mcp", "no MCP server"), ("", "no URL"),
     ],
 )  # fmt: skip
@@ -236,8 +259,27 @@ def test_a_task_has_the_server_s_tools_beside_its_own():
     assert "<add> " in message["content"] and "Adds two numbers." in message["content"]
     with pytest.raises(Fault, match="its tool <add> has the tag 'add'; "):
         load_task(Config(tools=f"mcp:{COMMAND},mcp:{COMMAND} "))
-    with pytest.raises(Fault, match="its tool <1st> has the tag '1st'; tags are"):
-        load_task(Config(tools=f"mcp:{COMMAND} --lie name"))
+
+
+PARTS = {
+    "link": "(resource_link Text 2 demo://text/2 text/plain)", "blob": "(resource file:///x.pdf application/pdf)",
+    "audio": "(audio)", "text": "hello",
+}  # fmt: skip
+
+
+def test_parts_of_a_result_that_are_no_text_are_what_they_are_and_where(capsys):
+    show = tools(COMMAND)["show"]
+    assert {kind: answered(show, kind) for kind in PARTS} == PARTS
+
+
+@pytest.mark.parametrize("name, argument, failed", [
+    ("fail", "no luck", True), ("refuse", '{"times": 3}', True), ("sleep", '{"seconds": 5}', True),
+    ("shout", "hi", False), ("add", "{}", False),
+])  # fmt: skip
+def test_the_server_s_errors_are_failures_of_the_tool(name, argument, failed):
+    tool = tools(COMMAND)[name]
+    tool.timeout = 0.5
+    assert isinstance(tool.submit(argument).result(60), Failure) == failed
 
 
 def teardown_module():
