@@ -22,6 +22,11 @@ class Fault(Exception):
         return "\n  ".join([f"{len(lines)} things are missing or wrong:", *lines] if len(lines) > 1 else lines)
 
 
+def first_line(e: BaseException) -> str:
+    """Returns the first line of an exception's message that says something, or the exception's type."""
+    return (str(e).strip().splitlines() or [type(e).__name__])[0]
+
+
 def together(*checks: Callable[[], object]) -> None:
     """Runs every check and reports all failures at once."""
     lines: list[object] = []

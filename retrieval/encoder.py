@@ -5,7 +5,7 @@ import torch
 from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoConfig, AutoModel, AutoTokenizer
 from transformers.utils import logging
 
-from plumbing.faults import Fault
+from plumbing.faults import Fault, first_line
 
 FAMILIES = {  # query prefix, passage prefix, pooling
     "e5": ("query: ", "passage: ", "mean"),  # arXiv 2212.03533
@@ -42,7 +42,7 @@ class Encoder:
             loaded = AutoModel.from_pretrained(model, dtype=dtype, trust_remote_code=False)
             self._model = loaded.to(self.device).eval()
         except Exception as e:  # a damaged directory can raise anything
-            reason = str(e).strip().partition("\n")[0].rstrip(".") or type(e).__name__
+            reason = first_line(e).rstrip(".")
             if "trust_remote_code" in str(e):
                 reason = "it needs code of its own (auto_map), which is never run"
             todo = "give a Hugging Face id or a local directory of a BERT-type model, and a device of this machine"

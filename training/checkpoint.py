@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
-from plumbing.faults import CheckpointFault, DiskFault
+from plumbing.faults import CheckpointFault, DiskFault, first_line
 from plumbing.outside import decoded
 
 DIGESTS = "digests.json"
@@ -146,5 +146,4 @@ def _reason(e: BaseException) -> str:
         e = next(iter(e.failures.values()))[0]
     if isinstance(e, OSError) and e.strerror:
         return e.strerror
-    first = (str(e).splitlines() or [""])[0]
-    return f"{type(e).__name__}: {first}"[:200]
+    return f"{type(e).__name__}: {first_line(e)}"[:200]

@@ -22,7 +22,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from plumbing.client import back_off
-from plumbing.faults import Fault, ToolDown
+from plumbing.faults import Fault, ToolDown, first_line
 from plumbing.outside import decoded, printable, without_secrets
 from tasks.functions import SchemaTool
 
@@ -238,4 +238,4 @@ def _first(e: BaseException) -> str:
     """Returns the first line of an exception, of a group's first one."""
     while inner := getattr(e, "exceptions", ()):
         e = inner[0]
-    return (str(e).strip().splitlines() or [type(e).__name__])[0][:200]
+    return first_line(e)[:200]
