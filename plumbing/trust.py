@@ -51,8 +51,8 @@ def check_origin(run: Path, settings: Mapping[str, Any], given: Container[str]) 
 
 
 def remember(run: Path) -> None:
-    """Notes that this user has started the run; without a writable home directory nothing is remembered."""
-    with suppress(OSError):
+    """Notes that this user has started the run; without a home directory to write to nothing is remembered."""
+    with suppress(OSError, RuntimeError):
         _ledger().parent.mkdir(parents=True, exist_ok=True)
         with open(_ledger(), "a") as file:
             file.write(f"{_digest(run)}\n")
@@ -61,7 +61,7 @@ def remember(run: Path) -> None:
 def _remembers(run: Path) -> bool:
     try:
         return _digest(run) in _ledger().read_text().split()
-    except OSError:
+    except (OSError, RuntimeError):
         return False
 
 
