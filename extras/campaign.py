@@ -9,6 +9,7 @@ A finished run leaves a row in rows/NAME.jsonl of --results and is not repeated;
 reported have seeds that nothing was tuned on; docs/results/README.md says what they show.
 """
 
+import plumbing  # noqa: F401  # isort: skip  (first: from here on a Ctrl-C is one line)
 import argparse
 import json
 import os

@@ -16,7 +16,8 @@ from types import FrameType
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # a terminal, a cluster, a terminal that went away
-PROGRAMS = (".", "extras", "extras/real", "labs")  # where they are; in other folders they clean up by themselves
+# Where they are. In other folders they clean up by themselves.
+PROGRAMS = (".", "extras", "extras/real", "extras/world", "labs", "retrieval")
 LEADS = os.environ.get("RANK", "0") == "0"  # whether this process speaks for all of torchrun's
 
 

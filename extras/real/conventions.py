@@ -10,6 +10,7 @@ instruction is ahead of the one that is told nothing by at least 0.15 in both wo
 further world is run.
 """
 
+import plumbing  # noqa: F401  # isort: skip  (first: from here on a Ctrl-C is one line)
 import argparse
 import dataclasses
 import json

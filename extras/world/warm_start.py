@@ -6,6 +6,7 @@ It never sees the world of the run, only other worlds that share no name with it
 combination of clauses. It is also the supervised (SFT) baseline.
 """
 
+import plumbing  # noqa: F401  # isort: skip  (first: from here on a Ctrl-C is one line)
 import argparse
 import json
 import random
