@@ -118,7 +118,8 @@ def machine() -> str:
 
 
 def table(campaign: Campaign, rows: Sequence[Row]) -> str:
-    """Lists the arms, a line for each; intervals are over seeds, by Student's t, differences by Welch's.
+    """Lists the arms, a line for each; intervals are over seeds, by Student's t, differences by Welch's; both are
+    cut at the bounds of EM.
 
     "would have shown": the true difference that the test finds at 5 % in 80 % of the cases.
     """
@@ -128,8 +129,10 @@ def table(campaign: Campaign, rows: Sequence[Row]) -> str:
     lines = ["| | EM, by seed | mean, 95 % | inspo less this, 95 % | p (Holm) | would have shown | searches |"]
     lines.append("|---" * 7 + "|")
     for arm, x in em.items():
-        cells = [f"{arm}: {campaign.arms[arm][0]}", ", ".join(f"{y:.2f}" for y in x), f"{over_seeds(x):.2f}"]
-        cells += [f"{less[arm].interval:+.2f}" if arm in less else "", f"{p[arm]:.2g}" if arm in p else ""]
+        mean = over_seeds(x).within(0, 1)
+        cells = [f"{arm}: {campaign.arms[arm][0]}", ", ".join(f"{y:.2f}" for y in x), f"{mean:.2f}"]
+        cells.append(f"{less[arm].interval.within(-1, 1):+.2f}" if arm in less else "")
+        cells.append(f"{p[arm]:.2g}" if arm in p else "")
         cells.append(f"{less[arm].visible:.2f}" if arm in p else "")
         cells.append(f"{np.mean([row['searches'] for row in rows if row['arm'] == arm]):.1f}")
         lines.append(f"| {' | '.join(cells)} |")

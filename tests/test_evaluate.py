@@ -535,6 +535,17 @@ def test_compare_two_greedy_runs(tmp_path):
     assert row["only this right, only that"] == ""  # McNemar's test is for right and wrong
 
 
+def test_a_difference_of_em_between_a_few_seeds_stays_within_one(tmp_path):
+    def arm(name, *seeds):
+        return ",".join(evaluation(tmp_path / f"{name}{k}", nq=[1] * n + [0] * (20 - n)) for k, n in enumerate(seeds))
+
+    [row] = cells_of(compare([arm("base", 1, 5), arm("good", 12, 19)]))
+    spread = np.hypot(0.35, 0.2) / 2  # standard errors 0.175 and 0.1
+    assert 0.625 + 4.3 * spread > 1  # with at most 2 degrees of freedom
+    shown = row["difference over seeds, 95 %"]
+    assert shown.startswith("+0.625 [") and shown.endswith(", +1.000]") and float(shown.split("[")[1].split(",")[0]) < 0
+
+
 def test_compare_seeds_as_a_level_of_their_own_with_holm_over_the_arms(tmp_path):
     def arm(name, *seeds):
         return ",".join(
