@@ -19,7 +19,7 @@ from journal.directory import RunDirectory, step_of
 from models import lora
 from models.model import empty, export, load_config, load_model, load_tokenizer
 from plumbing.faults import CheckpointFault, Fault, one_line
-from plumbing.files import write, writing
+from plumbing.files import write
 from population import Population
 from training import checkpoint
 
@@ -54,8 +54,6 @@ def export_checkpoint(
         if chosen.exists():
             raise
         raise Fault(f"{chosen} has been replaced by newer ones, as the run goes on: export again") from None
-    with writing(to):
-        to.parent.mkdir(parents=True, exist_ok=True)
     with run.directory(str(to.absolute())) as new:
         if adapters:
             lora.export(model, cfg.lora_alpha, cfg.seed, cfg.model, new)

@@ -57,7 +57,7 @@ class Arm(NamedTuple):
 def read(path: Path) -> Evaluation:
     """Reads summary.json and results.jsonl; Fault if they do not hold a finished evaluation."""
     try:
-        summary = decoded((path / "summary.json").read_text())
+        summary = decoded((path / "summary.json").read_bytes())
         metric, sizes = summary["metrics"][0], {data: part["questions"] for data, part in summary["benchmarks"].items()}
         rows = read_jsonl(path / "results.jsonl")
         values = {data: np.array([float(row[metric]) for row in rows if row["data"] == data]) for data in sizes}

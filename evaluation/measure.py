@@ -106,7 +106,7 @@ def read_earlier(files: RunDirectory, setting: Row) -> tuple[list[Row], list[str
     if not path.exists():
         return [], [], ""
     try:
-        summary = decoded(path.read_text())
+        summary = decoded(path.read_bytes())
         since, metrics = summary["setting"]["commit"], summary["metrics"]
         unlike = list(differences(summary["setting"], setting, ("commit",)).values())
     except (ValueError, LookupError, TypeError, AttributeError):

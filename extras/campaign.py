@@ -81,7 +81,7 @@ def play(campaign: Campaign, arm: str, seed: int, extra: str, runs: Path) -> Row
         argv = [*campaign.flags.split(), *flags.split(), "--seed", str(seed)]
         command = train_command(out, 1, argv, campaign.program)
         env = os.environ | {"OMP_NUM_THREADS": str(campaign.threads)}
-        with open(f"{out}.log", "a") as log:
+        with open(f"{out}.log", "a", encoding="utf-8") as log:
             code = subprocess.call(command, cwd=HERE, env=env, stdout=log, stderr=log)
         if code:
             raise Fault(f"{arm}, seed {seed}: {campaign.program} ended with {code}; see {out}.log")
@@ -97,7 +97,7 @@ def row_of(out: Path) -> Row:
 
     `evals`: [step, EM under the best instruction].
     """
-    summary = decoded((out / "summary.json").read_text())
+    summary = decoded((out / "summary.json").read_bytes())
     steps = [row for row in read_jsonl(out / "metrics.jsonl") if row["t"]]
     held = {name: round(means["em"], 4) for name, means in summary["held_out"].items()}
     evals = [[row["t"], row["test/em"]] for row in steps if "test/em" in row]
@@ -113,7 +113,7 @@ def row_of(out: Path) -> Row:
 
 def machine() -> str:
     info = Path("/proc/cpuinfo")
-    name = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
+    name = re.search(r"model name\s*: (.*)", info.read_text("utf-8")) if info.exists() else None
     return f"{os.cpu_count()} cores of {name[1] if name else platform.machine()}"
 
 
@@ -214,7 +214,7 @@ def main(argv: list[str] | None = None) -> None:
                     failed.append(e)
                     print(e, flush=True)
                     continue
-                with open(path, "a") as file:
+                with open(path, "a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
                 print(f"{row['arm']}, seed {row['seed']}: EM {row['em']:.2f}", flush=True)
         if rows := sorted(read_jsonl(path), key=lambda row: row["seed"]):

@@ -133,7 +133,7 @@ def export(model: Any, alpha: int, seed: int, base: str, path: Path) -> None:
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": alpha, "inference_mode": True,
         "target_modules": sorted({name.split(".")[-2] for name in adapted}), "base_model_name_or_path": base,
     }  # fmt: skip
-    (path / "adapter_config.json").write_text(json.dumps(config, indent=1))
-    (path / "README.md").write_text(LOSS.format(seed=seed))
+    (path / "adapter_config.json").write_text(json.dumps(config, indent=1), "utf-8")
+    (path / "README.md").write_text(LOSS.format(seed=seed), "utf-8")
     tensors = {f"base_model.model.{k}.weight": p.detach() for k, p in model.named_parameters() if is_adapter(k)}
     save_file(tensors, path / "adapter_model.safetensors")

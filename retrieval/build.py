@@ -99,7 +99,7 @@ def main(argv: list[str] | None = None) -> None:
     kept = partial / "index.json"
     try:
         partial.mkdir(parents=True, exist_ok=True)
-        if kept.exists() and kept.read_text() != json.dumps(manifest, indent=1):
+        if kept.exists() and kept.read_text("utf-8") != json.dumps(manifest, indent=1):
             raise Fault(f"{partial}: begun with another encoder, --family, --max_length or corpus; remove it")
         write(kept, json.dumps(manifest, indent=1))
         if encoders:

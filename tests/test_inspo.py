@@ -87,7 +87,7 @@ def wait_for_step(path: Path, t: int, process: subprocess.Popen) -> None:
 
 
 def children_of(process: subprocess.Popen) -> list[str]:
-    return Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="utf-8").split()
 
 
 @pytest.fixture(scope="module")

@@ -279,7 +279,7 @@ SLURM = {
 
 
 def descendants(pid: object) -> list[str]:
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()
     return [*children, *(other for child in children for other in descendants(child))]
 
 

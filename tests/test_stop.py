@@ -21,11 +21,11 @@ from training.policy import Policy
 
 
 def mapped(process, library: str) -> bool:
-    return library in Path(f"/proc/{process.pid}/maps").read_text()
+    return library in Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8")
 
 
 def has_child(process) -> bool:
-    return bool(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
+    return bool(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="utf-8").split())
 
 
 MOMENTS = {  # when it is signalled -> how the moment is known

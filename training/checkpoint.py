@@ -91,7 +91,7 @@ def digest(path: Path) -> str:
 def damage(path: Path, rank: int = 0, size: int = 1) -> list[str]:
     """Returns what is wrong with a checkpoint's files, of which this rank reads its share; [] if they are whole."""
     try:
-        digests = decoded((path / DIGESTS).read_text())
+        digests = decoded((path / DIGESTS).read_bytes())
         names = sorted(digests)
         if not {"state.pt", ".metadata"} <= set(names) or any("/" in name for name in names):
             raise ValueError

@@ -146,7 +146,7 @@ class Server:
         lost = self.lost = asyncio.Event()
 
         async def hold() -> None:
-            with tempfile.TemporaryFile("w+") as log:  # servers write on every request
+            with tempfile.TemporaryFile("w+", encoding="utf-8") as log:  # servers write on every request
                 try:
                     async with _client(self.target, log) as client:
                         client.session.validate_tool_result = _accept
