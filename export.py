@@ -40,15 +40,16 @@ def export_checkpoint(
     to = to or path / chosen.name
     if to.exists():
         raise Fault(f"{to} exists already; remove it, or choose another with --to")
-    config, computed = load_config(cfg.model), getattr(torch, cfg.dtype)
-    model, P = empty(config, torch.float32, "cpu"), Population(cfg.tau_s, cfg.window)
-    if cfg.lora_rank:  # its checkpoints lack the weights that did not change
-        model = lora.add(load_model(cfg.model).to(computed), cfg.lora_rank, cfg.lora_alpha, cfg.seed, cfg.dither)
-    tensors = {"model": {k: v for k, v in model.state_dict().items() if lora.is_adapter(k) or not cfg.lora_rank}}
+    P = Population(cfg.tau_s, cfg.window)
     try:
         if wrong := checkpoint.damage(chosen):
             raise CheckpointFault(f"{chosen} is damaged ({wrong[0]}): choose another with --step")
         P.load_state_dict(run.load_state(chosen)["population"])
+        config, computed = load_config(cfg.model), getattr(torch, cfg.dtype)
+        model = empty(config, torch.float32, "cpu")
+        if cfg.lora_rank:  # its checkpoints lack the weights that did not change
+            model = lora.add(load_model(cfg.model).to(computed), cfg.lora_rank, cfg.lora_alpha, cfg.seed, cfg.dither)
+        tensors = {"model": {k: v for k, v in model.state_dict().items() if lora.is_adapter(k) or not cfg.lora_rank}}
         checkpoint.load(tensors, chosen, alone=True)
     except CheckpointFault:
         if chosen.exists():
