@@ -375,7 +375,7 @@ def read_config(run: Path, kind: type[C] = Config, resume: bool = False) -> C:  
     if not path.is_file():
         raise Fault(f"{run} holds no run (no config.json)")
     try:
-        content = decoded(path.read_text())
+        content = decoded(path.read_bytes())
         if not isinstance(content, dict):
             raise ValueError("no object")
     except (OSError, ValueError) as e:

@@ -8,6 +8,7 @@ vllm serve runs/NAME/step-000100            # the directory loads in vLLM and in
 For a run with --lora_rank the weights are those that the policy computed with, adapters merged (models/lora.py).
 """
 
+from plumbing import stop  # isort: skip  (first: from here on a Ctrl-C is one line)
 import argparse
 from pathlib import Path
 
@@ -17,9 +18,8 @@ from config import Config, read_config
 from journal.directory import RunDirectory, step_of
 from models import lora
 from models.model import empty, export, load_config, load_model, load_tokenizer
-from plumbing import stop
-from plumbing.faults import Fault, one_line
-from plumbing.files import writing
+from plumbing.faults import CheckpointFault, Fault, one_line
+from plumbing.files import write
 from population import Population
 from training import checkpoint
 
@@ -40,24 +40,27 @@ def export_checkpoint(
     to = to or path / chosen.name
     if to.exists():
         raise Fault(f"{to} exists already; remove it, or choose another with --to")
-    if wrong := checkpoint.damage(chosen):
-        raise Fault(f"{chosen} is damaged ({wrong[0]}): choose another with --step")
-    state = run.load_state(chosen)
     P = Population(cfg.tau_s, cfg.window)
-    P.load_state_dict(state["population"])
-    config = load_config(cfg.model)
-    computed = getattr(torch, cfg.dtype)
-    model = empty(config, torch.float32, "cpu")
-    if cfg.lora_rank:  # its checkpoints lack the weights that did not change
-        model = lora.add(load_model(cfg.model).to(computed), cfg.lora_rank, cfg.lora_alpha, cfg.seed, cfg.dither)
-    tensors = {"model": {k: v for k, v in model.state_dict().items() if lora.is_adapter(k) or not cfg.lora_rank}}
-    checkpoint.load(tensors, chosen, alone=True)
-    with writing(to):
+    try:
+        if wrong := checkpoint.damage(chosen):
+            raise CheckpointFault(f"{chosen} is damaged ({wrong[0]}): choose another with --step")
+        P.load_state_dict(run.load_state(chosen)["population"])
+        config, computed = load_config(cfg.model), getattr(torch, cfg.dtype)
+        model = empty(config, torch.float32, "cpu")
+        if cfg.lora_rank:  # its checkpoints lack the weights that did not change
+            model = lora.add(load_model(cfg.model).to(computed), cfg.lora_rank, cfg.lora_alpha, cfg.seed, cfg.dither)
+        tensors = {"model": {k: v for k, v in model.state_dict().items() if lora.is_adapter(k) or not cfg.lora_rank}}
+        checkpoint.load(tensors, chosen, alone=True)
+    except CheckpointFault:
+        if chosen.exists():
+            raise
+        raise Fault(f"{chosen} has been replaced by newer ones, as the run goes on: export again") from None
+    with run.directory(str(to.absolute())) as new:
         if adapters:
-            lora.export(model, cfg.lora_alpha, cfg.seed, cfg.model, to)
+            lora.export(model, cfg.lora_alpha, cfg.seed, cfg.model, new)
         else:
-            export(config, model, load_tokenizer(cfg.model), to, computed)
-        (to / "I_star.txt").write_text(P.best().text + "\n")
+            export(config, model, load_tokenizer(cfg.model), new, computed)
+        write(new / "I_star.txt", P.best().text + "\n")
     return to, step_of(chosen), P.best().id
 
 

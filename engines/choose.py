@@ -5,7 +5,7 @@ import torch
 from config import Config, EngineKnobs
 from engines.vllm_engine import check_vllm, vllm_version
 from models.model import load_config
-from plumbing.faults import Fault
+from plumbing.faults import Fault, first_line
 
 NARROW = 256  # a model of fewer hidden units gains nothing from bfloat16 on a CPU
 
@@ -26,7 +26,7 @@ def without_cuda() -> str:
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as e:  # of an old driver it names the version
-        reason = str(e).splitlines()[0]
+        reason = first_line(e)
     return f"torch {torch.__version__} for CUDA {torch.version.cuda} finds no CUDA device ({reason})"
 
 

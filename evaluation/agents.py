@@ -56,7 +56,7 @@ def subject(what: str, served: str = "") -> Subject:
     path = Path(what)
     runs = (p for p in (path, path.parent) if (p / "config.json").is_file() and (p / "checkpoints").is_dir())
     run, file = next(runs, None), path / "I_star.txt"
-    I_star = file.read_text().strip() if file.is_file() else ""
+    I_star = file.read_text("utf-8").strip() if file.is_file() else ""
     if "://" in what:
         name = without_secrets(what).split("//")[1].split("/")[0].replace(":", "-")
         return Subject(name, what, Config(), served=served)

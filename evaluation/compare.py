@@ -1,5 +1,6 @@
 """Two evaluations or more side by side: paired differences, McNemar's test, seeds as a second level, power."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from evaluation.statistics import (
     right_or_wrong,
 )
 from journal.record import differences
-from journal.summary import label
+from journal.summary import SHARES, label
 from plumbing.faults import Fault
 from plumbing.files import read_jsonl
 from plumbing.outside import decoded
@@ -56,7 +57,7 @@ class Arm(NamedTuple):
 def read(path: Path) -> Evaluation:
     """Reads summary.json and results.jsonl; Fault if they do not hold a finished evaluation."""
     try:
-        summary = decoded((path / "summary.json").read_text())
+        summary = decoded((path / "summary.json").read_bytes())
         metric, sizes = summary["metrics"][0], {data: part["questions"] for data, part in summary["benchmarks"].items()}
         rows = read_jsonl(path / "results.jsonl")
         values = {data: np.array([float(row[metric]) for row in rows if row["data"] == data]) for data in sizes}
@@ -118,6 +119,7 @@ def cells(arm: Arm, first: Arm, data: list[str], difference: Difference) -> dict
     a, b = arm.of_seeds(data), first.of_seeds(data)
     x, y = arm.of_questions(data[0]), first.of_questions(data[0])
     seeds = between_seeds(a, b)
+    most = 1.0 if arm.evaluations[0].metric in SHARES else math.inf
     visible = difference.visible, seeds.visible
     tested, single = not np.isnan(seeds.p), len(data) == 1 and right_or_wrong(x, y)
     return {
@@ -125,10 +127,10 @@ def cells(arm: Arm, first: Arm, data: list[str], difference: Difference) -> dict
         "benchmark": data[0] if len(data) == 1 else "average",
         "questions": f"{difference.interval.n:,}",
         label(arm.evaluations[0].metric): f"{over_seeds(a).mean:.3f}, {over_seeds(b).mean:.3f}",
-        "difference over questions, 95 %": f"{difference.interval:+}",
+        "difference over questions, 95 %": f"{difference.interval.within(-most, most):+}",
         "p": p_value(difference.p),
         "only this right, only that": "{}, {}".format(*mcnemar(x, y)) if single else "",
-        "difference over seeds, 95 %": f"{seeds.interval:+}" if tested else "",
+        "difference over seeds, 95 %": f"{seeds.interval.within(-most, most):+}" if tested else "",
         "p over seeds": p_value(seeds.p),
         "visible: questions, seeds": ", ".join(f"{x:.3f}" for x in visible if np.isfinite(x)),
     }

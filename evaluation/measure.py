@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from evaluation.benchmarks import load
 from evaluation.statistics import Interval, interval, macro
 from journal.directory import RunDirectory
 from journal.record import describe, describe_model, differences
-from journal.summary import count_calls, label
+from journal.summary import SHARES, count_calls, label
 from plumbing import stop
 from plumbing.faults import Fault, Outage
 from plumbing.files import read_jsonl, writing
@@ -105,7 +106,7 @@ def read_earlier(files: RunDirectory, setting: Row) -> tuple[list[Row], list[str
     if not path.exists():
         return [], [], ""
     try:
-        summary = decoded(path.read_text())
+        summary = decoded(path.read_bytes())
         since, metrics = summary["setting"]["commit"], summary["metrics"]
         unlike = list(differences(summary["setting"], setting, ("commit",)).values())
     except (ValueError, LookupError, TypeError, AttributeError):
@@ -198,7 +199,10 @@ def summarize(rows: Sequence[Row], metrics: Sequence[str], tools: Sequence[str])
 
     `gold_recall` is the share of questions of which some retrieved passage holds a gold answer.
     """
-    out: Row = {name: interval([row[name] for row in rows])._asdict() for name in metrics} | {"questions": len(rows)}
+    out: Row = {"questions": len(rows)}
+    for name in metrics:
+        most = 1.0 if name in SHARES else math.inf
+        out[name] = interval([row[name] for row in rows]).within(1 - most, most)._asdict()
     for name in ("answered", *tools, "prompt_tokens", "sampled_tokens", "tokens"):
         out[name] = fmean(row[name] for row in rows)
     if "gold_found" in rows[0]:

@@ -40,6 +40,16 @@ class Interval(NamedTuple):
         return f"{self.mean:{style}} [{self.low:{style}}, {self.high:{style}}]" if known else f"{self.mean:{style}}"
 
 
+    def within(self, least: float, most: float) -> "Interval":
+        """Cuts the interval at the bounds of a measure: its true mean lies in them, so that the coverage stays.
+
+        Nothing is cut where it is infinite, or where the mean shows that those are not the bounds (percentages, say).
+        """
+        if math.isinf(self.low) or not least <= self.mean <= most:
+            return self
+        return self._replace(low=max(self.low, least), high=min(self.high, most))
+
+
 class Difference(NamedTuple):
     """How much higher a is than b, with the p-value of no difference and the smallest one that would have shown."""
 

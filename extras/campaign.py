@@ -9,6 +9,7 @@ A finished run leaves a row in rows/NAME.jsonl of --results and is not repeated;
 reported have seeds that nothing was tuned on; docs/results/README.md says what they show.
 """
 
+import plumbing  # noqa: F401  # isort: skip  (first: from here on a Ctrl-C is one line)
 import argparse
 import json
 import os
@@ -80,7 +81,7 @@ def play(campaign: Campaign, arm: str, seed: int, extra: str, runs: Path) -> Row
         argv = [*campaign.flags.split(), *flags.split(), "--seed", str(seed)]
         command = train_command(out, 1, argv, campaign.program)
         env = os.environ | {"OMP_NUM_THREADS": str(campaign.threads)}
-        with open(f"{out}.log", "a") as log:
+        with open(f"{out}.log", "a", encoding="utf-8") as log:
             code = subprocess.call(command, cwd=HERE, env=env, stdout=log, stderr=log)
         if code:
             raise Fault(f"{arm}, seed {seed}: {campaign.program} ended with {code}; see {out}.log")
@@ -96,7 +97,7 @@ def row_of(out: Path) -> Row:
 
     `evals`: [step, EM under the best instruction].
     """
-    summary = decoded((out / "summary.json").read_text())
+    summary = decoded((out / "summary.json").read_bytes())
     steps = [row for row in read_jsonl(out / "metrics.jsonl") if row["t"]]
     held = {name: round(means["em"], 4) for name, means in summary["held_out"].items()}
     evals = [[row["t"], row["test/em"]] for row in steps if "test/em" in row]
@@ -112,12 +113,13 @@ def row_of(out: Path) -> Row:
 
 def machine() -> str:
     info = Path("/proc/cpuinfo")
-    name = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
+    name = re.search(r"model name\s*: (.*)", info.read_text("utf-8")) if info.exists() else None
     return f"{os.cpu_count()} cores of {name[1] if name else platform.machine()}"
 
 
 def table(campaign: Campaign, rows: Sequence[Row]) -> str:
-    """Lists the arms, a line for each; intervals are over seeds, by Student's t, differences by Welch's.
+    """Lists the arms, a line for each; intervals are over seeds, by Student's t, differences by Welch's; both are
+    cut at the bounds of EM.
 
     "would have shown": the true difference that the test finds at 5 % in 80 % of the cases.
     """
@@ -127,8 +129,10 @@ def table(campaign: Campaign, rows: Sequence[Row]) -> str:
     lines = ["| | EM, by seed | mean, 95 % | inspo less this, 95 % | p (Holm) | would have shown | searches |"]
     lines.append("|---" * 7 + "|")
     for arm, x in em.items():
-        cells = [f"{arm}: {campaign.arms[arm][0]}", ", ".join(f"{y:.2f}" for y in x), f"{over_seeds(x):.2f}"]
-        cells += [f"{less[arm].interval:+.2f}" if arm in less else "", f"{p[arm]:.2g}" if arm in p else ""]
+        mean = over_seeds(x).within(0, 1)
+        cells = [f"{arm}: {campaign.arms[arm][0]}", ", ".join(f"{y:.2f}" for y in x), f"{mean:.2f}"]
+        cells.append(f"{less[arm].interval.within(-1, 1):+.2f}" if arm in less else "")
+        cells.append(f"{p[arm]:.2g}" if arm in p else "")
         cells.append(f"{less[arm].visible:.2f}" if arm in p else "")
         cells.append(f"{np.mean([row['searches'] for row in rows if row['arm'] == arm]):.1f}")
         lines.append(f"| {' | '.join(cells)} |")
@@ -210,7 +214,7 @@ def main(argv: list[str] | None = None) -> None:
                     failed.append(e)
                     print(e, flush=True)
                     continue
-                with open(path, "a") as file:
+                with open(path, "a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
                 print(f"{row['arm']}, seed {row['seed']}: EM {row['em']:.2f}", flush=True)
         if rows := sorted(read_jsonl(path), key=lambda row: row["seed"]):

@@ -71,7 +71,7 @@ def read(run: Path, args: argparse.Namespace) -> Iterator[Played]:
     questions = {q.id: q for q in task.questions("train")}
     texts = {I["id"]: I["text"] for event in read_jsonl(run / "population.jsonl") for I in event["P"]}
     for path in sorted((run / "trajectories").glob("step-*.jsonl.gz"), reverse=True):
-        with gzip.open(path, "rt") as file:
+        with gzip.open(path, "rt", encoding="utf-8") as file:
             for played in map(json.loads, file):
                 yield task, texts[played["instruction"]], questions[played["question"]], played
 
@@ -124,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             if (instruction, q.id) in done or not good or not whole:
                 left_out += 1
                 continue
-            with open(args.out, "a") as file:
+            with open(args.out, "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
             done.add((instruction, q.id))
             new += 1

@@ -185,6 +185,6 @@ def hold_out(lines: Sequence[int], seed: int) -> list[int]:
 def remember(run: RunDirectory, about: dict[str, Any]) -> None:
     """Writes what is learned into a run; Fault if a resumed one has learned from other rows."""
     file = run.path / DEMONSTRATIONS
-    if file.is_file() and decoded(file.read_text())["digest"] != about["digest"]:
+    if file.is_file() and decoded(file.read_bytes())["digest"] != about["digest"]:
         raise Fault(f"--demos {about['file']} has changed since this run began: restore it, or start a new run")
     run.write(DEMONSTRATIONS, json.dumps(about, indent=1))

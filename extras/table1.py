@@ -267,7 +267,7 @@ def config_of(method: str, flags: list[str]) -> Config:
     if method != "sft_reject":
         file = Path(f"{cfg.out or Path('runs') / method}.instruction.txt")
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(getattr(wording(cfg.model), "direct" if method == "sft" else "grpo") + "\n")
+        file.write_text(getattr(wording(cfg.model), "direct" if method == "sft" else "grpo") + "\n", "utf-8")
         cfg = dataclasses.replace(cfg, instruction=str(file))
     return cfg
 

@@ -358,7 +358,7 @@ def longest_mean(b: Batch, keep: Mask) -> Array:
 
 
 def truncated(b: Batch, keep: Mask) -> Array:
-    """Truncated importance sampling (verl, TRL): Eq. 2's average, weighted by min(pi_old / pi_engine, 2)."""
+    """Truncated importance sampling (verl): Eq. 2's average, weighted by min(pi_old / pi_engine, 2)."""
     return trajectory_mean(b, keep) * np.exp(b.pi_old[0] - b.engine).clip(max=2)
 
 

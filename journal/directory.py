@@ -50,9 +50,9 @@ class RunDirectory:
         self.path, self.keep = path, keep
         self.others: set[Path] = set()  # what was there before the run
         config = path / "config.json"
-        self.record: Row = decoded(config.read_text()) if config.is_file() else {}
+        self.record: Row = decoded(config.read_bytes()) if config.is_file() else {}
         self.id = self.record.get("id", "")  # that its checkpoints have too
-        self._lock: IO[str] | None = None
+        self._lock: IO[bytes] | None = None
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._saving: Future[None] | None = None
 
@@ -123,7 +123,7 @@ class RunDirectory:
 
     def lock(self) -> None:
         """Raises Fault if another process is writing to this directory; the lock ends with the process."""
-        self._lock = open(self.path / ".lock", "w")
+        self._lock = open(self.path / ".lock", "wb")
         try:
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held by a process, not by what it forks
         except (BlockingIOError, PermissionError):
@@ -158,7 +158,7 @@ class RunDirectory:
         with writing(path):
             shutil.rmtree(temporary, ignore_errors=True)
             try:
-                temporary.mkdir()
+                temporary.mkdir(parents=True)
                 yield temporary
                 remove(path)
                 os.replace(temporary, path)
@@ -169,7 +169,7 @@ class RunDirectory:
         """Appends a line to `name`.jsonl; raises DiskFault, also for a checkpoint that could not be written."""
         if self._saving and self._saving.done():
             self.settle()
-        with writing(self.path / f"{name}.jsonl"), open(self.path / f"{name}.jsonl", "a") as f:
+        with writing(self.path / f"{name}.jsonl"), open(self.path / f"{name}.jsonl", "a", encoding="utf-8") as f:
             f.write(json.dumps(row) + "\n")
 
     def rows(self, name: str) -> list[dict[str, Any]]:
@@ -180,7 +180,7 @@ class RunDirectory:
         """Writes trajectories/`name`.jsonl.gz, unless there are none."""
         path = self.path / "trajectories" / f"{name}.jsonl.gz"
         if rows:
-            with writing(path), gzip.open(path, "wt", compresslevel=1) as f:
+            with writing(path), gzip.open(path, "wt", encoding="utf-8", compresslevel=1) as f:
                 f.writelines(json.dumps(row) + "\n" for row in rows)
 
     # ---- checkpoints
@@ -210,7 +210,7 @@ class RunDirectory:
             digests = written()
             (path / "state.pt").write_bytes(state)
             digests["state.pt"] = checkpoint.digest(path / "state.pt")
-            (path / checkpoint.DIGESTS).write_text(json.dumps(digests, indent=1))
+            (path / checkpoint.DIGESTS).write_text(json.dumps(digests, indent=1), "utf-8")
         best = self.best()
         for old in self.checkpoints()[: -self.keep]:
             if old != best:

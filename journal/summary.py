@@ -15,6 +15,7 @@ Row = dict[str, Any]
 LINE = {  # column of metrics.jsonl -> how a line shows it
     "reward": "reward {:.2f}", "logp": "log-prob {:.3f}", "kl": "KL {:.4f}", "P": "|P| {}", "w_best": "best w {:.2f}",
 }  # fmt: skip
+SHARES = {"em": "EM", "f1": "F1"}  # metrics that lie between 0 and 1, as they are shown
 SIGNS = 6  # questions that must change, all one way, before a sign test at 5 % tells it from chance
 
 
@@ -145,7 +146,7 @@ def ending(summary: Row, path: Path) -> str:
 
 def label(metric: str) -> str:
     """Returns a metric's name as it is shown."""
-    return {"em": "EM", "f1": "F1"}.get(metric, metric)
+    return SHARES.get(metric, metric)
 
 
 def many(n: int, noun: str) -> str:

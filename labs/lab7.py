@@ -39,7 +39,7 @@ def _():
 
 @app.cell
 def _():
-    _lines = (HERE / "docs" / "results" / "rows" / "default.jsonl").read_text().splitlines()
+    _lines = (HERE / "docs" / "results" / "rows" / "default.jsonl").read_text("utf-8").splitlines()
     rows = [json.loads(line) for line in _lines]
     _at = {arm: [row["evals"] for row in rows if row["arm"] == arm] for arm in ("inspo", "static", "frozen")}
     steps = [t for t, *_ in _at["inspo"][0]]  # at which the runs were evaluated

@@ -124,7 +124,7 @@ def off(model: Any) -> Iterator[None]:
 
 
 def export(model: Any, alpha: int, seed: int, base: str, path: Path) -> None:
-    """Writes a model's adapters to a new directory, for peft to load on top of `base`, a path or hub id."""
+    """Writes a model's adapters to a directory, for peft to load on top of `base`, a path or hub id."""
     from safetensors.torch import save_file
 
     adapted = layers(model)
@@ -133,8 +133,7 @@ def export(model: Any, alpha: int, seed: int, base: str, path: Path) -> None:
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": alpha, "inference_mode": True,
         "target_modules": sorted({name.split(".")[-2] for name in adapted}), "base_model_name_or_path": base,
     }  # fmt: skip
-    path.mkdir(parents=True)
-    (path / "adapter_config.json").write_text(json.dumps(config, indent=1))
-    (path / "README.md").write_text(LOSS.format(seed=seed))
+    (path / "adapter_config.json").write_text(json.dumps(config, indent=1), "utf-8")
+    (path / "README.md").write_text(LOSS.format(seed=seed), "utf-8")
     tensors = {f"base_model.model.{k}.weight": p.detach() for k, p in model.named_parameters() if is_adapter(k)}
     save_file(tensors, path / "adapter_model.safetensors")

@@ -26,7 +26,7 @@ from kernels import grpo_head, token_logprobs
 from models import lora
 from models.packing import Packing, packed_attention
 from plumbing.chat import in_template
-from plumbing.faults import Fault
+from plumbing.faults import Fault, first_line
 from plumbing.hub import check_model
 
 LOGIT_SCALES = {  # how a family's config.json names the constant in its logits, and the power in which it enters
@@ -103,7 +103,7 @@ def load_model(path: str) -> Any:
     try:
         reason = _unsupported(model)
     except Exception as e:  # a family's code that cannot be called as `score` does
-        raise Fault(f"--model {path}: its forward pass fails ({type(e).__name__}: {_first_line(e)})") from e
+        raise Fault(f"--model {path}: its forward pass fails ({type(e).__name__}: {first_line(e)})") from e
     if reason:
         raise Fault(f"--model {path}: {reason}")
     return model
@@ -368,8 +368,4 @@ def _unloadable(path: str, what: str, e: Exception) -> Fault:
     if "trust_remote_code" in str(e):
         remedy = "it needs code of its own (auto_map), which is never run; choose a model that transformers knows"
         return Fault(f"--model {path}: {remedy}")
-    return Fault(f"--model {path}: no {what} can be loaded from it ({_first_line(e)}); check the path or id")
-
-
-def _first_line(e: Exception) -> str:
-    return (str(e).splitlines() or [""])[0]
+    return Fault(f"--model {path}: no {what} can be loaded from it ({first_line(e)}); check the path or id")

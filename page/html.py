@@ -67,19 +67,19 @@ def describe(run: Run, limit: int) -> tuple[Row, dict[str, str]]:
 
 def assemble(data: Row, pages: dict[str, str]) -> str:
     """Fills the template. The data cannot end their element or run: they hold no `<`, and a script needs its hash."""
-    script = "\n" + "\n".join(f"// ---- {name}\n{(STATIC / name).read_text().strip()}\n" for name in SCRIPTS)
+    script = "\n" + "\n".join(f"// ---- {name}\n{(STATIC / name).read_bytes().decode().strip()}\n" for name in SCRIPTS)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:"
     blocks = [f'<script type="text/plain" id="page-{k}">{text}</script>' for k, text in enumerate(pages.values())]
     values = {
         "policy": policy + "; connect-src 'self'; base-uri 'none'; form-action 'none'",
         "title": html.escape(" · ".join(run["name"] for run in data["runs"])),
-        "style": "\n".join((STATIC / name).read_text().strip() for name in STYLES),
+        "style": "\n".join((STATIC / name).read_text("utf-8").strip() for name in STYLES),
         "script": script, "data": embed(data), "pages": "\n".join(blocks),
-        "license": html.escape((STATIC / "vendor" / "uPlot.LICENSE").read_text().replace("--", "- -")),
+        "license": html.escape((STATIC / "vendor" / "uPlot.LICENSE").read_text("utf-8").replace("--", "- -")),
     }  # fmt: skip
     # In one pass: what is filled in is never looked at again.
-    return re.sub(r"\{\{(\w+)\}\}", lambda name: values[name[1]], (STATIC / "index.html").read_text())
+    return re.sub(r"\{\{(\w+)\}\}", lambda name: values[name[1]], (STATIC / "index.html").read_text("utf-8"))
 
 
 def embed(x: object) -> str:

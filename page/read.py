@@ -78,7 +78,7 @@ def number(x: Any) -> float | None:
 
 def _object(run: Run, name: str, without: str) -> Row:
     try:
-        return dict(decoded((run.path / name).read_text()))
+        return dict(decoded((run.path / name).read_bytes()))
     except (OSError, ValueError, TypeError):
         run.missing.append(f"{name} is missing or unreadable: {without}.")
         return {}
@@ -87,7 +87,7 @@ def _object(run: Run, name: str, without: str) -> Row:
 def _rows(run: Run, name: str, without: str) -> list[Row]:
     """The lines of a .jsonl file that name their step."""
     try:
-        lines = (run.path / name).read_text(errors="replace").splitlines()
+        lines = (run.path / name).read_text("utf-8", "replace").splitlines()
     except OSError:
         run.missing += [f"{name} is missing: {without}."] if without else []
         return []

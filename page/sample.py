@@ -54,7 +54,7 @@ def _rows(file: Path, limit: int) -> tuple[list[Row], int, bool]:
     and whether it is damaged."""
     lines, damaged = list[str](), False
     try:
-        with gzip.open(file, "rt", errors="replace") as stream:
+        with gzip.open(file, "rt", encoding="utf-8", errors="replace") as stream:
             lines.extend(stream)
     except (OSError, EOFError, zlib.error):
         damaged = True

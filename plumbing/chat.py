@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from plumbing.faults import Fault
+from plumbing.faults import Fault, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -29,7 +29,7 @@ def rendered(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], **options
             )
         )
     except Exception as e:  # a template is a program and can raise anything
-        why = f"{type(e).__name__}: {str(e).partition(chr(10))[0]}"
+        why = f"{type(e).__name__}: {first_line(e)}"
         message = f"the {messages[-1]['role']}'s message that ends {messages[-1]['content'].strip()[-60:]!r}"
         raise Fault(f"{template_of(tokenizer)} fails ({why}) on {message}; {REMEDY}") from e
 

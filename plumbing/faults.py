@@ -22,6 +22,11 @@ class Fault(Exception):
         return "\n  ".join([f"{len(lines)} things are missing or wrong:", *lines] if len(lines) > 1 else lines)
 
 
+def first_line(e: BaseException) -> str:
+    """Returns the first line of an exception's message that says something, or the exception's type."""
+    return (str(e).strip().splitlines() or [type(e).__name__])[0]
+
+
 def together(*checks: Callable[[], object]) -> None:
     """Runs every check and reports all failures at once."""
     lines: list[object] = []
@@ -79,19 +84,19 @@ def tell_torchrun(text: str) -> None:
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         about = {"timestamp": str(int(time.time())), "py_callstack": text}
         with contextlib.suppress(OSError):
-            Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": about}}))
+            Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": about}}), "utf-8")
 
 
 @contextlib.contextmanager
 def one_line(program: str = "") -> Iterator[None]:
     """Exits with code 1 and the fault's line on standard error, after `program: ` where one is named.
 
-    The block goes on if standard output closes first.
+    The block goes on if standard output closes first, or cannot spell a character.
     """
-    before = sys.stdout = sys.stdout or open(os.devnull, "w")  # None: closed (>&-)
+    before = sys.stdout = sys.stdout or open(os.devnull, "w", encoding="utf-8")  # None: closed (>&-)
     if isinstance(before, io.TextIOWrapper) and before is sys.__stdout__:
         buffer, at_once = io.BufferedWriter(Outlived(1, "w", closefd=False)), before.isatty() or before.write_through
-        sys.stdout = io.TextIOWrapper(buffer, before.encoding, before.errors, line_buffering=at_once)
+        sys.stdout = io.TextIOWrapper(buffer, before.encoding, "backslashreplace", line_buffering=at_once)
     try:
         yield
     except Fault as e:

@@ -24,7 +24,7 @@ def write(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     with writing(path):
         try:
-            temporary.write_text(text, encoding="utf-8")
+            temporary.write_text(text, "utf-8")
             os.replace(temporary, path)
         finally:
             with contextlib.suppress(OSError):
@@ -45,7 +45,7 @@ def parse_lines(lines: Iterable[str], key: str = "") -> list[dict[str, Any]]:
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """Returns the rows of a .jsonl file, none of a file that is not there; Fault where it cannot be read."""
     try:
-        return parse_lines(path.read_text(errors="replace").split("\n"))
+        return parse_lines(path.read_text("utf-8", "replace").split("\n"))
     except FileNotFoundError:
         return []
     except OSError as e:

@@ -9,7 +9,7 @@ import functools
 import re
 from pathlib import Path
 
-from plumbing.faults import Fault
+from plumbing.faults import Fault, first_line
 
 NAMED = re.compile(r"hf://datasets/(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w.-]+))?/(?P<file>.+)")
 MODEL = re.compile(r"\w[\w.-]*(/[\w.-]+)?")  # anything else is a path
@@ -52,8 +52,7 @@ def fetch(path: str) -> Path:
         try:
             return Path(hf_hub_download(name["repo"], name["file"], revision=name["revision"], repo_type="dataset"))
         except Exception as e:  # a name that is not there, a broken connection, a full disk
-            first = (str(e).strip().splitlines() or [type(e).__name__])[0]
-            reason = f"the hub does not give {name['file']} of {name['repo']} ({first})"
+            reason = f"the hub does not give {name['file']} of {name['repo']} ({first_line(e)})"
     raise Fault(f"{path}: {reason}; run this where it can be reached, or give a file of your own")
 
 

@@ -11,12 +11,13 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # a terminal, a cluster, a terminal that went away
-PROGRAMS = (".", "extras", "extras/real", "labs")  # where they are; in other folders they clean up by themselves
+# Where they are. In other folders they clean up by themselves.
+PROGRAMS = (".", "extras", "extras/real", "extras/world", "labs", "retrieval")
 LEADS = os.environ.get("RANK", "0") == "0"  # whether this process speaks for all of torchrun's
 
 
@@ -41,7 +42,7 @@ def listening() -> Iterator[None]:
     finally:
         _State.request = ""
         for number, handler in old.items():
-            signal.signal(number, signal.SIG_IGN if handler is _exit else handler)
+            signal.signal(number, signal.SIG_IGN if handler is EARLY else handler)
 
 
 @contextlib.contextmanager
@@ -86,7 +87,7 @@ def _print(text: str) -> None:
             os.write(2, text.encode())
 
 
-def _handle_by(handler: Callable[[int, FrameType | None], None]) -> dict[signal.Signals, Any]:
+def _handle_by(handler: Any) -> dict[signal.Signals, Any]:
     """Sets the handler of all signals that are not ignored; returns the handlers before."""
     old = {number: before for number in SIGNALS if (before := signal.getsignal(number)) is not signal.SIG_IGN}
     for number in old:
@@ -94,7 +95,10 @@ def _handle_by(handler: Callable[[int, FrameType | None], None]) -> dict[signal.
     return old
 
 
+# What a request does before `listening`. A rank may wait for the others in C++, where no handler of Python's runs; it
+# needs no line of its own, as torchrun prints some.
+EARLY = signal.SIG_DFL if "RANK" in os.environ else _exit
 _root = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 _program = getattr(sys.modules["__main__"], "__file__", None)
 if _program and os.path.relpath(os.path.dirname(os.path.realpath(_program)), _root) in PROGRAMS:  # not under pytest
-    _handle_by(_exit)
+    _handle_by(EARLY)

@@ -8,6 +8,7 @@ visible GPUs. After a kill the same command resumes with the vectors on disk; th
 starts over.
 """
 
+from plumbing import stop  # isort: skip  (first: from here on a Ctrl-C is one line)
 import argparse
 import json
 import os
@@ -103,7 +104,7 @@ def main(argv: list[str] | None = None) -> None:
     kept = partial / "index.json"
     try:
         partial.mkdir(parents=True, exist_ok=True)
-        if kept.exists() and kept.read_text() != json.dumps(manifest, indent=1):
+        if kept.exists() and kept.read_text("utf-8") != json.dumps(manifest, indent=1):
             raise Fault(f"{partial}: begun with another encoder, --family, --max_length or corpus; remove it")
         write(kept, json.dumps(manifest, indent=1))
         if encoders:
@@ -112,7 +113,7 @@ def main(argv: list[str] | None = None) -> None:
             texts = tqdm(corpus.texts(), total=len(corpus), desc="reading", unit=" passages")
             BM25.build(texts).index.save(partial, show_progress=False)
         os.replace(partial, out)
-    except KeyboardInterrupt:
+    except stop.Stopped:
         raise Fault(f"\nstopped; the same command resumes with the vectors in {partial}") from None
     except (OSError, RuntimeError) as e:  # RuntimeError: FAISS's, for instance if it does not know the --type
         where = f"{partial}, --type {args.type}" if encoders else partial
@@ -122,5 +123,5 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    with one_line():
+    with one_line(), stop.listening(), stop.may_stop():
         main()

@@ -5,7 +5,7 @@ import torch
 from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoConfig, AutoModel, AutoTokenizer
 from transformers.utils import logging
 
-from plumbing.faults import Fault
+from plumbing.faults import Fault, first_line
 
 FAMILIES = {  # query prefix, passage prefix, pooling
     "e5": ("query: ", "passage: ", "mean"),  # arXiv 2212.03533
@@ -46,7 +46,7 @@ class Encoder:
             self.max_length = min(max_length, self._tokenizer.model_max_length, places)
             self._forward(["a " * self.max_length])  # fails here rather than in the middle of a build
         except Exception as e:  # a damaged directory can raise anything
-            reason = str(e).strip().partition("\n")[0].rstrip(".") or type(e).__name__
+            reason = first_line(e).rstrip(".")
             if "trust_remote_code" in str(e):
                 reason = "it needs code of its own (auto_map), which is never run"
             todo = "give a Hugging Face id or a local directory of a BERT-type model, and a device of this machine"

@@ -109,7 +109,7 @@ def open_index(path: str, corpus: Corpus, encoder: str = "", family: str = "", d
 def _read_manifest(folder: Path, corpus: Corpus) -> dict:
     file = folder / "index.json"
     try:
-        manifest = json.loads(file.read_text())
+        manifest = json.loads(file.read_bytes())
     except (OSError, ValueError) as e:
         remedy = "give a directory made by retrieval/build.py, or a FAISS file"
         raise Fault(f"{file}: {getattr(e, 'strerror', e)}; {remedy}") from None

@@ -25,7 +25,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from config import PRESETS, Config
-from plumbing.faults import Fault, together
+from plumbing.faults import Fault, first_line, together
 from plumbing.outside import JOINERS, printable, without_secrets
 from plumbing.stop import may_stop
 from tasks.formats import Tags
@@ -269,7 +269,8 @@ def load(where: str, spec: str, kind: str) -> Any:
     try:
         target = getattr(importlib.import_module(module), name, None)
     except ImportError as e:
-        raise Fault(f"{where}: {module} cannot be imported ({e}); run in the directory that it is in") from None
+        remedy = "run in the directory that it is in"
+        raise Fault(f"{where}: {module} cannot be imported ({first_line(e)}); {remedy}") from None
     if not callable(target) or isinstance(target, type) != (kind == "class"):
         raise Fault(f"{where}: {name} is not a {kind} in {module}")
     return target

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from plumbing.faults import Fault
+from plumbing.faults import Fault, first_line
 from plumbing.hub import fetch
 from plumbing.outside import clean, decoded
 from plumbing.words import SIGNS, compose, split_words
@@ -77,7 +77,7 @@ def read_parquet(path: Path, columns: Collection[str] = COLUMNS) -> Iterator[tup
             for line, row in enumerate(rows, 1):
                 yield line, row | {name: decoded(row[name]) for name in as_json if row[name] is not None}
     except (OSError, ValueError, OverflowError) as e:  # pyarrow's, text that is not UTF-8, a date beyond Python's
-        raise Fault(f"{path}: not a readable parquet file ({str(e).splitlines()[0]}); write it again") from None
+        raise Fault(f"{path}: not a readable parquet file ({first_line(e)}); write it again") from None
 
 
 def _read_question(row: object, line: int) -> Question:

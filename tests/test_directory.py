@@ -159,7 +159,7 @@ def test_a_foreign_line_in_a_log_is_left_out(run, line):
     t, notes = rewind(run)
     assert t == 9 and notes == []
     assert [row["t"] for row in read_jsonl(path)] == list(range(10))
-    with open(path, "a") as f:
+    with open(path, "a", encoding="utf-8") as f:
         f.write(line[: len(line) // 2])  # a kill has cut the last one
     assert rewind(run) == (9, [])
 

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import os
 import re
 import shutil
 import signal
@@ -533,6 +534,41 @@ def test_compare_two_greedy_runs(tmp_path):
     [row] = cells_of(compare([evaluation(tmp_path / "a", "miles", nq=[0.5, 2, 7]), b]))
     assert row["miles"] == "3.833, 3.167" and row["difference over questions, 95 %"].startswith("+0.667 [")
     assert row["only this right, only that"] == ""  # McNemar's test is for right and wrong
+
+
+ANOTHER_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}  # of text that is ASCII
+READS = r"""
+import locale, pathlib, sys
+from evaluation.agents import subject
+from plumbing.faults import one_line
+from plumbing.files import read_jsonl, write
+assert locale.getpreferredencoding(False) != "utf-8", locale.getpreferredencoding(False)
+with one_line():
+    folder = pathlib.Path(sys.argv[1])
+    assert subject(sys.argv[1]).I_star == "Write \u201canswer\u201d: \u5317\u4eac"
+    write(folder / "x.jsonl", '{"text": "\u201c\u5317"}')
+    assert read_jsonl(folder / "x.jsonl") == [{"text": "\u201c\u5317"}]
+    print("printed: \u201c")
+"""
+
+
+def test_an_instruction_is_read_as_utf_8_in_any_locale(tmp_path):
+    (tmp_path / "I_star.txt").write_text("Write \u201canswer\u201d: \u5317\u4eac\n", "utf-8")
+    env = os.environ | ANOTHER_LOCALE
+    command = [sys.executable, "-c", READS, str(tmp_path)]
+    done = subprocess.run(command, env=env, cwd=HERE, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "printed: \\u201c\n"), done.stderr
+
+
+def test_a_difference_of_em_between_a_few_seeds_stays_within_one(tmp_path):
+    def arm(name, *seeds):
+        return ",".join(evaluation(tmp_path / f"{name}{k}", nq=[1] * n + [0] * (20 - n)) for k, n in enumerate(seeds))
+
+    [row] = cells_of(compare([arm("base", 1, 5), arm("good", 12, 19)]))
+    spread = np.hypot(0.35, 0.2) / 2  # standard errors 0.175 and 0.1
+    assert 0.625 + 4.3 * spread > 1  # with at most 2 degrees of freedom
+    shown = row["difference over seeds, 95 %"]
+    assert shown.startswith("+0.625 [") and shown.endswith(", +1.000]") and float(shown.split("[")[1].split(",")[0]) < 0
 
 
 def test_compare_seeds_as_a_level_of_their_own_with_holm_over_the_arms(tmp_path):

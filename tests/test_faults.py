@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from test_inspo import ENV, SMALL
 
+from plumbing.faults import first_line
+
 ROOT = Path(__file__).parent.parent
 WORK = """
 import sys, pathlib
@@ -70,3 +72,17 @@ def test_a_run_is_complete_though_nobody_reads_it_any_more(tmp_path):
     assert done.returncode == 0 and done.stdout.startswith("static: world")
     assert done.stderr == "standard output cannot be written (Broken pipe): continuing without it\n"
     assert all((tmp_path / "run" / name).exists() for name in ("summary.json", "I_star.txt", "policy", "report.html"))
+
+
+@pytest.mark.parametrize(
+    "message, line",
+    [
+        ("\nX requires y.\nInstall it.", "X requires y."),  # as transformers writes what is not installed
+        (" \r\n\t\n  first\r\nsecond", "first"),
+        ("one", "one"),
+        ("\n \n", "ImportError"),
+        ("", "ImportError"),
+    ],
+)
+def test_the_first_line_of_an_exception_says_something(message, line):
+    assert first_line(ImportError(message)) == line

@@ -88,6 +88,25 @@ def test_the_readme_names_the_size_of_what_a_run_imports():
     assert int(said[1].replace(",", "")) == pytest.approx(size, rel=0.05)
 
 
+def opened_as_text(node: ast.AST) -> bool:
+    """Whether a node opens a text file and leaves the encoding to the locale; ruff sees fewer of them."""
+    if not isinstance(node, ast.Call) or any(keyword.arg == "encoding" for keyword in node.keywords):
+        return False
+    name, given = getattr(node.func, "attr", getattr(node.func, "id", "")), [ast.unparse(arg) for arg in node.args]
+    modes = [mode for mode in given[1:] if re.fullmatch("'[rwaxbt+]+'", mode)]
+    return {
+        "read_text": not given, "write_text": len(given) == 1,
+        "open": isinstance(node.func, ast.Name) and not any("b" in mode for mode in modes),
+        "TemporaryFile": given == ["'w+'"],
+    }.get(name, False) or ast.unparse(node.func) == "gzip.open" and any("t" in mode for mode in modes)  # fmt: skip
+
+
+@pytest.mark.parametrize("path", code(), ids=str)
+def test_text_is_utf_8_whatever_the_locale(path):
+    tree = ast.parse((ROOT / path).read_text("utf-8"))
+    assert [node.lineno for node in ast.walk(tree) if opened_as_text(node)] == []
+
+
 # ---- the wings can go
 
 

@@ -29,6 +29,7 @@ from plumbing.files import read_jsonl
 from plumbing.servers import Child
 from tasks import draw, rng_of
 from tasks.questions import load_questions
+from training import checkpoint
 
 ROOT = Path(__file__).parent.parent
 FIXTURE = Path(__file__).parent / "fixture"
@@ -86,7 +87,7 @@ def wait_for_step(path: Path, t: int, process: subprocess.Popen) -> None:
 
 
 def children_of(process: subprocess.Popen) -> list[str]:
-    return Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="utf-8").split()
 
 
 @pytest.fixture(scope="module")
@@ -490,6 +491,38 @@ def test_export_says_in_one_line_what_it_cannot_do(whole, tmp_path, flags, says)
     assert says in stop.value.code and stop.value.code.startswith("export.py: ") and "\n" not in stop.value.code
     with pytest.raises(SystemExit, match="holds no run"):
         export.main([str(tmp_path)])
+
+
+@pytest.mark.parametrize("module, reader", [(checkpoint, "damage"), (checkpoint, "load_state"), (checkpoint, "load")])
+@pytest.mark.parametrize("removed", [True, False])
+def test_an_export_says_that_the_run_has_removed_the_checkpoint(whole, tmp_path, monkeypatch, module, reader, removed):
+    """It is removed before its digests, its state or its weights are read; or one of its files is damaged there."""
+    run, read = shutil.copytree(whole[0], tmp_path / "r"), getattr(module, reader)
+    chosen = run / "checkpoints" / "step-000010"
+
+    def late(*args, **kwargs):
+        for file in chosen.iterdir():
+            file.unlink() if removed else file.write_bytes(b"damaged")
+        if removed:
+            chosen.rmdir()
+        return read(*args, **kwargs)
+
+    monkeypatch.setattr(module, reader, late)
+    with pytest.raises(SystemExit) as stop:
+        export.main([str(run), "--to", str(tmp_path / "to")])
+    assert ("step-000010 has been replaced by newer ones" in stop.value.code) == removed
+    assert "\n" not in stop.value.code and not (tmp_path / "to").exists()
+
+
+def test_an_export_that_is_stopped_leaves_nothing(whole, tmp_path, monkeypatch):
+    """A Ctrl-C between its weights and its instruction."""
+    monkeypatch.setattr(export, "load_tokenizer", lambda path: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(SystemExit, match="stopped by SIGINT"):
+        export.main([str(whole[0]), "--to", str(tmp_path / "a" / "b")])
+    assert list((tmp_path / "a").iterdir()) == []
+    monkeypatch.undo()
+    export.main([str(whole[0]), "--to", str(tmp_path / "a" / "b")])
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["b"] and weights_of(tmp_path / "a" / "b")
 
 
 def test_the_best_checkpoint_is_the_best_on_valid_never_on_test(whole, tmp_path):

@@ -1,8 +1,10 @@
 """The policy's model: packed attention against single sequences, families of logits, refusals, export."""
 
+import json
 import re
 import shutil
 from datetime import datetime
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -303,11 +305,28 @@ def test_a_path_that_holds_no_model(tmp_path, load, what):
     assert f"no {what}" in refused(load, str(tmp_path))
 
 
+TEKKEN = {  # Mistral's format: a vocabulary of one byte
+    "config": {
+        "pattern": ".", "num_vocab_tokens": 1, "default_vocab_size": 9, "default_num_special_tokens": 8,
+        "version": "v3",
+    },
+    "vocab": [{"rank": 0, "token_bytes": "YQ==", "token_str": "a"}],
+}  # fmt: skip
+
+
+@pytest.mark.skipif(bool(find_spec("mistral_common")), reason="it is installed")
+def test_a_tokenizer_that_needs_a_package_names_it(tmp_path):
+    transformers.MistralConfig(vocab_size=300, num_hidden_layers=1).save_pretrained(tmp_path)
+    (tmp_path / "tekken.json").write_text(json.dumps(TEKKEN))
+    assert "requires the mistral-common library" in refused(load_tokenizer, str(tmp_path))
+
+
 @pytest.mark.parametrize(
     "template, reason",
     [
         (None, "no chat template"),
         ("{{ raise_exception('Only system\nprompts!') }}", "its chat template fails (TemplateError: Only system)"),
+        ("{{ raise_exception('\nOnly system') }}", "its chat template fails (TemplateError: Only system)"),
         ("{{ messages[0]['text'].strip() }}", "its chat template fails (UndefinedError: "),
         ("{% for m in messages if m['role'] == 'system' %}{{ m['content'] }}{% endfor %}", "drops or changes 'Which"),
         ("{{ messages[0]['content'].split('</think>')[-1] }}", "drops or changes ' <think>"),  # thoughts

@@ -45,7 +45,8 @@ def instruction(id: int, text: str, parent: object = None, born: int = 0, **more
 
 
 def read_lines(file: Path) -> list[dict]:
-    return [json.loads(line) for line in (gzip.open(file, "rt") if file.suffix == ".gz" else file.open())]
+    lines = gzip.open(file, "rt", encoding="utf-8") if file.suffix == ".gz" else file.open(encoding="utf-8")
+    return [json.loads(line) for line in lines]
 
 
 def game(path: Path) -> Path:

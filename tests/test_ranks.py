@@ -279,7 +279,7 @@ SLURM = {
 
 
 def descendants(pid: object) -> list[str]:
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()
     return [*children, *(other for child in children for other in descendants(child))]
 
 
@@ -345,6 +345,29 @@ def test_a_judge_that_raises_costs_several_ranks_nothing(tmp_path, monkeypatch):
     code, _, stderr = finish(torchrun(2, "inspo.py", "--out", whole, *flags), LIMIT)
     assert code == 0, stderr
     assert metrics(out) == metrics(whole)
+
+
+MISSING = """
+import os, time
+if os.environ["RANK"] == "{absent}":
+    time.sleep(12)  # then the other rank has imported torch, and waits for this one
+    raise ImportError("\\nnot on this rank")
+from tasks.search_qa import SearchQA
+"""
+
+
+@pytest.mark.parametrize("absent", [0, 1])
+def test_what_only_one_rank_misses_ends_the_others_at_once(tmp_path, monkeypatch, absent):
+    """The other rank waits in torch for a process group: torchrun would kill it after half a minute."""
+    (tmp_path / "missing.py").write_text(MISSING.replace("{absent}", str(absent)))
+    monkeypatch.setitem(ENV, "PYTHONPATH", f"{ROOT}:{tmp_path}")
+    process = torchrun(2, "inspo.py", "--task", "missing:SearchQA", "--out", tmp_path / "r")
+    for line in process.stderr:
+        if "missing cannot be imported (not on this rank)" in line:
+            break
+    said = time.time()
+    code, _, stderr = finish(process, 90)
+    assert code != 0 and time.time() - said < 15 and "SIGKILL" not in stderr
 
 
 def test_a_slow_optimizer_ends_no_run_of_several_ranks():

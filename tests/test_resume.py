@@ -289,7 +289,7 @@ def test_seconds_add_up_over_all_resumes_of_a_run(tmp_path):
     with pytest.raises(Fault):
         play(tmp_path / "r", Calls(30, stop.Stopped("stopped")))
     last = read_jsonl(tmp_path / "r" / "metrics.jsonl")[-1]
-    with open(tmp_path / "r" / "metrics.jsonl", "a") as f:  # of a step that a killed process has done
+    with open(tmp_path / "r" / "metrics.jsonl", "a", encoding="utf-8") as f:  # of a step that a killed process has done
         f.write(json.dumps({"t": last["t"] + 1, "time/total": last["time/total"] + 1000}) + "\n")
     began = time.perf_counter()
     play(tmp_path / "r", Calls())

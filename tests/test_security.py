@@ -95,10 +95,8 @@ def test_a_server_that_we_start_does_not_see_our_keys(tmp_path, monkeypatch):
     search = [str(HERE / "retrieval_server.py"), "--corpus", str(WORLD / "corpus.jsonl")]
     for argv in (["-m", "world.optimizer"], search):
         with Child(argv, tmp_path / "log") as child:
-            seen = dict(
-                line.split("=", 1)
-                for line in Path(f"/proc/{child._process.pid}/environ").read_text().split("\0") if "=" in line
-            )  # fmt: skip
+            lines = Path(f"/proc/{child._process.pid}/environ").read_text("utf-8").split("\0")
+            seen = dict(line.split("=", 1) for line in lines if "=" in line)
         assert "s3cr3t-of-mine" not in seen.values()
         assert seen["PATH"] == os.environ["PATH"] and seen["CUDA_VISIBLE_DEVICES"] == "7"
         assert seen["OMP_NUM_THREADS"] == "1"  # the cores are the trainer's

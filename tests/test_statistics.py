@@ -51,6 +51,33 @@ def test_seeds_are_students_even_at_zero_and_one_and_a_single_one_has_no_interva
     assert over_seeds([0.9]).low == -math.inf
 
 
+@pytest.mark.parametrize(
+    "x, least, most, low, high",
+    [
+        ([1.0, 1.0, 0.7], 0, 1, 0.9 - 4.302653 * 0.1, 1.0),  # t of 2 degrees of freedom, standard error 0.1
+        ([0.0, 0.0, 0.3], 0, 1, 0.0, 0.1 + 4.302653 * 0.1),
+        ([0.6, 0.4], 0, 1, 0.0, 1.0),  # t is 12.7: nothing is known
+        ([-0.9, -1.0], -1, 1, -1.0, -0.95 + 12.7062 * 0.05),
+        ([90, 100, 80], 0, 1, 90 - 4.302653 * 10 / 3**0.5, 90 + 4.302653 * 10 / 3**0.5),  # percentages
+        ([3.0, 5.0], 0, math.inf, 0.0, 4 + 12.7062),
+    ],
+)
+def test_an_interval_stays_within_the_bounds_of_what_is_measured(x, least, most, low, high):
+    found = over_seeds(x).within(least, most)
+    assert (found.low, found.high) == pytest.approx((low, high), abs=1e-4)
+    assert (found.mean, found.se, found.n) == over_seeds(x)[:1] + over_seeds(x)[3:]
+
+
+def test_an_interval_that_is_cut_covers_as_often():
+    """By simulation: EM of five runs that end near 1, whose true mean is 0.9."""
+    rng, hits = np.random.default_rng(5), [0, 0]
+    for _ in range(2000):
+        found = over_seeds(rng.beta(9, 1, 5))
+        for k, (_, low, high, *_) in enumerate((found, found.within(0, 1))):
+            hits[k] += low <= 0.9 <= high
+    assert hits[0] == hits[1] > 1700
+
+
 def test_paired_differences():
     a, b = [2, 1, 1, 1, 1], [1, 0, 2, 0, 0]  # d = 1, 1, -1, 1, 1: mean 0.6, variance 0.8, standard error 0.4, t = 1.5
     found = paired(a, b)

@@ -82,9 +82,27 @@ def test_a_run_that_was_started_here_needs_no_flag_until_its_config_is_changed(s
         check_origin(stranger, json.loads((stranger / "config.json").read_text()), given=())
 
 
-def test_without_a_writable_home_a_run_can_be_started_and_is_not_remembered(stranger, tmp_path):
+def not_writable(monkeypatch, folder):
+    (folder / "state").write_text("a file, where a folder is needed")
+
+
+def nowhere(monkeypatch, folder):
+    """As in a container whose user has no entry in /etc/passwd."""
+
+    def no_entry(uid):
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    for name in ("HOME", "XDG_STATE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", no_entry)
+    with pytest.raises(RuntimeError):
+        Path.home()
+
+
+@pytest.mark.parametrize("home", [not_writable, nowhere])
+def test_without_a_home_a_run_can_be_started_and_is_not_remembered(stranger, tmp_path, monkeypatch, home):
     change(stranger, task="helper:Task")
-    (tmp_path / "state").write_text("a file, where a folder is needed")
+    home(monkeypatch, tmp_path)
     remember(stranger)
     with pytest.raises(Fault):
         check_origin(stranger, json.loads((stranger / "config.json").read_text()), given=())

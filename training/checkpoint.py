@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
-from plumbing.faults import CheckpointFault, DiskFault
+from plumbing.faults import CheckpointFault, DiskFault, first_line
 from plumbing.outside import decoded
 
 DIGESTS = "digests.json"
@@ -91,7 +91,7 @@ def digest(path: Path) -> str:
 def damage(path: Path, rank: int = 0, size: int = 1) -> list[str]:
     """Returns what is wrong with a checkpoint's files, of which this rank reads its share; [] if they are whole."""
     try:
-        digests = decoded((path / DIGESTS).read_text())
+        digests = decoded((path / DIGESTS).read_bytes())
         names = sorted(digests)
         if not {"state.pt", ".metadata"} <= set(names) or any("/" in name for name in names):
             raise ValueError
@@ -146,5 +146,4 @@ def _reason(e: BaseException) -> str:
         e = next(iter(e.failures.values()))[0]
     if isinstance(e, OSError) and e.strerror:
         return e.strerror
-    first = (str(e).splitlines() or [""])[0]
-    return f"{type(e).__name__}: {first}"[:200]
+    return f"{type(e).__name__}: {first_line(e)}"[:200]

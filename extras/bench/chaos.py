@@ -36,7 +36,8 @@ class Run:
 
     def __init__(self, out: Path, ranks: int, flags: list[str]):
         self.out, self.began = out, time.monotonic()
-        self.output = tempfile.TemporaryFile("w+")  # not a pipe: servers that outlive a kill would keep it open
+        # Not a pipe: servers that outlive a kill would keep it open.
+        self.output = tempfile.TemporaryFile("w+", encoding="utf-8")
         self.process = subprocess.Popen(
             train_command(out, ranks, flags), stdout=self.output, stderr=subprocess.STDOUT, env=ENV, cwd=ROOT,
             start_new_session=True, preexec_fn=hear_signals,
@@ -125,8 +126,8 @@ def read_result(out: Path) -> dict[str, object]:
     rows = read_jsonl(out / "metrics.jsonl")
     return {
         "metrics": [{k: v for k, v in row.items() if not k.startswith(("time/", "search/"))} for row in rows],
-        "population": (out / "population.jsonl").read_text(),
-        "I_star": (out / "I_star.txt").read_text(),
+        "population": (out / "population.jsonl").read_text("utf-8"),
+        "I_star": (out / "I_star.txt").read_text("utf-8"),
         "weights": (out / "policy" / "model.safetensors").read_bytes(),
         "calls": sorted(calls),
         "paid once": len(set(calls)) == len(calls),

@@ -187,7 +187,7 @@ def attempt(part: Part, cards: int, limit: float, out: Path, env: dict[str, str]
     command = [sys.executable, *shlex.split(part.command if cuda else f"{part.command} {part.toy}")]
     code, seconds = timed(lambda: run(command, limit, path, env))
     row |= {"status": "FAIL", "log": str(path), "seconds": round(seconds, 1)}
-    log = path.read_text(errors="replace")
+    log = path.read_text("utf-8", "replace")
     if code is None:
         return row | {"line": f"not done after {limit:g} s; last: {error_line(log)}"}
     if code:
@@ -200,7 +200,7 @@ def attempt(part: Part, cards: int, limit: float, out: Path, env: dict[str, str]
 
 def run(command: list[str], limit: float, log: Path, env: dict[str, str]) -> int | None:
     """Runs a command and ends all that it started; returns its exit code, None if it was not done in time."""
-    with log.open("w") as file:
+    with log.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, env=env,
             start_new_session=True,
@@ -264,7 +264,7 @@ def main() -> int:
             rows.append(row)
     print(*(report(machine, row) for row in rows if row["status"] != "SKIP"), sep="\n")
     result = {"machine": machine, "parts": rows}
-    (out / "gpu.json").write_text(json.dumps(result, indent=1))
+    (out / "gpu.json").write_text(json.dumps(result, indent=1), "utf-8")
     print(json.dumps(result))
     return int(any(row["status"] == "FAIL" for row in rows))
 

@@ -26,7 +26,7 @@ def parser_of(doc: str | None) -> argparse.ArgumentParser:
 def write_instruction(folder: Path) -> Path:
     """Writes BEST to a file: under it the first policy scores, so there are gradients."""
     file = folder / "instruction.txt"
-    file.write_text(BEST)
+    file.write_text(BEST, "utf-8")
     return file
 
 

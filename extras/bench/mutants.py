@@ -80,7 +80,7 @@ def mutate(node):
 
 def find_mutants(path):
     """Yields (path, name of the function, description, code of the module)."""
-    module = ast.parse(Path(path).read_text())
+    module = ast.parse(Path(path).read_text("utf-8"))
     for function in ast.walk(module):
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef) and function.name not in PLUMBING:
             for node in ast.walk(function):

@@ -65,13 +65,13 @@ def serve(log: Path) -> Iterator[str]:
     cards = list(filter(None, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","))) or ["0", "1"]
     env = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "CUDA_VISIBLE_DEVICES": cards[1]}
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", world["model"], *shlex.split(flags)]
-    with log.open("w") as file:
+    with log.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, env=env)
     try:
         end = time.monotonic() + START
         while not answers(f"{url}/health"):
             if process.poll() is not None or time.monotonic() > end:
-                last = (log.read_text(errors="replace").strip().splitlines() or ["no output"])[-1]
+                last = (log.read_text("utf-8", "replace").strip().splitlines() or ["no output"])[-1]
                 raise Fault(f"vllm serve did not start: {last}")
             time.sleep(0.3)
         yield url

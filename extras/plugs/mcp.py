@@ -22,7 +22,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from plumbing.client import back_off
-from plumbing.faults import Fault, ToolDown
+from plumbing.faults import Fault, ToolDown, first_line
 from plumbing.outside import decoded, printable, without_secrets
 from tasks.functions import Failed, SchemaTool
 
@@ -154,7 +154,7 @@ class Server:
         lost = self.lost = asyncio.Event()
 
         async def hold() -> None:
-            with tempfile.TemporaryFile("w+") as log:  # servers write on every request
+            with tempfile.TemporaryFile("w+", encoding="utf-8") as log:  # servers write on every request
                 try:
                     async with _client(self.target, log) as client:
                         client.session.validate_tool_result = _accept
@@ -250,4 +250,4 @@ def _first(e: BaseException) -> str:
     """Returns the first line of an exception, of a group's first one."""
     while inner := getattr(e, "exceptions", ()):
         e = inner[0]
-    return (str(e).strip().splitlines() or [type(e).__name__])[0][:200]
+    return first_line(e)[:200]

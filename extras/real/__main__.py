@@ -100,7 +100,7 @@ def play(part: Part) -> None:
 
 def table(out: Path) -> str:
     """Writes the Markdown table of what was measured."""
-    cold, run = (decoded((out / name / "summary.json").read_text()) for name in ("cold", "inspo"))
+    cold, run = (decoded((out / name / "summary.json").read_bytes()) for name in ("cold", "inspo"))
     held = cold["held_out"]["first policy, first instruction"]
     rows = {
         "as it comes, closed book (`direct`)": evaluated(out, "direct"),
@@ -119,7 +119,7 @@ def table(out: Path) -> str:
 
 def evaluated(out: Path, which: str) -> tuple[int, float, float]:
     """Reads (questions, EM, searches) of an evaluation."""
-    summary = decoded((out / "evaluation" / which / "summary.json").read_text())
+    summary = decoded((out / "evaluation" / which / "summary.json").read_bytes())
     (row,) = summary["benchmarks"].values()
     return row["questions"], row["em"]["mean"], row["searches"]
 
@@ -136,15 +136,15 @@ def main(argv: list[str] | None = None) -> None:
     out = args.out.absolute()
     with one_line("extras.real"), stop.listening(), stop.may_stop():
         setting, note = {"optimizer_model": args.optimizer_model, "seed": args.seed}, out / "setting.json"
-        if note.exists() and decoded(note.read_text()) != setting:
+        if note.exists() and decoded(note.read_bytes()) != setting:
             raise Fault(f"{out} was started with another --seed or --optimizer_model: choose another --out")
         out.mkdir(parents=True, exist_ok=True)
-        note.write_text(json.dumps(setting))
+        note.write_text(json.dumps(setting), "utf-8")
         minutes = "20 to 30 minutes on two cores with AVX-512"
         print(f"SmolLM2-135M-Instruct on real facts, into {args.out}: {minutes}", flush=True)
         play_missing(parts(out, args.hub, args.optimizer_model, args.seed))
         result = table(out)
-        (out / "real.md").write_text(result + "\n")
+        (out / "real.md").write_text(result + "\n", "utf-8")
         run = out / "inspo"
         print(f"\n{result}\n\nthe run's page is {run}/report.html; python ask.py --run {run} questions its agent")
 

