@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from json_server import Handler, break_off, hang_up, json_servers, too_slow, trickle
+from json_server import Handler, break_off, hang_up, too_slow, trickle
 
 from plumbing import client as module
 from plumbing.client import Client, RequestFailed, back_off
