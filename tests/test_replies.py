@@ -5,7 +5,6 @@ import json
 import pytest
 from json_server import json_servers
 
-from extras.tasks.judged import score_of
 from plumbing.faults import OptimizerDown
 from plumbing.replies import read_reply, usage_of
 from reflect import Optimizer, parse, read_paid_calls
@@ -94,28 +93,8 @@ def test_what_is_no_reply_says_why(serve, shape):
     answer, shown = NO_REPLY[shape]
     with pytest.raises((LookupError, TypeError, ValueError), match=shown or None):
         read_reply(answer)
-    with pytest.raises((LookupError, TypeError, ValueError)):
-        score_of(answer)
     with pytest.raises(OptimizerDown, match=f"malformed answer .*{shown}"):
         Optimizer(serve((200, {}, json.dumps(answer))).url, "m", retries=0).ask("p", "t0")
-
-
-@pytest.mark.parametrize(
-    "message, score",
-    [
-        ({"content": [HM, text("Well.\nScore: 7")]}, 0.7),
-        ({"content": "[THINK]\nScore: 3\n[/THINK]Score: 7"}, 0.7),
-        ({"content": "<think>\nScore: 3\n</think>\n\n**Score: 7**"}, 0.7),
-        ({"content": "<think>Perhaps\nScore: 3"}, None),  # cut off in its thoughts
-        ({"content": None, "reasoning_content": "Score: 3"}, None),
-    ],
-)
-def test_a_judge_s_thoughts_hold_no_verdict(message, score):
-    if score is None:
-        with pytest.raises(ValueError, match="no line"):
-            score_of(said(message))
-    else:
-        assert score_of(said(message)) == score
 
 
 # ---- what is billed
