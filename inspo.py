@@ -168,7 +168,12 @@ class Evolution:
 
     def ask(self, I_parent: Instruction, prompt: str, golds: list[str], n: int) -> list[str]:
         """Returns at most `n` well-formed instructions of the optimizer's reply to a prompt that shows these golds."""
-        call = self.optimizer.ask(prompt, f"t{self.t} r{self.round}")
+        try:
+            call = self.optimizer.ask(prompt, f"t{self.t} r{self.round}")
+        except OptimizerDown as e:
+            if e.call:  # what could not be read was billed, too
+                self.log.call(self.t, self.round, I_parent, e.call)
+            raise
         self.log.call(self.t, self.round, I_parent, call)  # before anything else can fail: it has been paid for
         unfit = partial(self.task.format.unfit, task=self.task)
         accepted, rejected = read_candidates(

@@ -18,13 +18,13 @@ from config import Config, evolves, scripted
 from plumbing.client import Client
 from plumbing.faults import Fault, OptimizerDown, Outage
 from plumbing.outside import plain, printable, without_secrets
+from plumbing.replies import Reply, read_reply, usage_of, without_thoughts
 from plumbing.stop import may_stop
 from plumbing.words import split_words
 
 OPENAI = "https://api.openai.com/v1"
 MAX_REPLY = 200_000  # characters of a reply that are read and kept
 BLOCK = re.compile(r"<ins_([1-9]\d*)>((?:(?!</?ins_\d).)*)</ins_\1>", re.S)
-THOUGHTS = re.compile("<(/?)(think|thinking|reasoning)>")
 QUESTION = re.compile(r"^\W*question\s*:", re.I | re.M)
 CONTROL = re.compile(r"<[|｜][^<>]{1,64}[|｜]>|</?s>|<(?:bos|eos|pad|unk|(?:start|end)_of_turn)>|\[/?INST\]")
 RESULT = re.compile(r"<information>(.*?)</information>", re.S)
@@ -148,15 +148,9 @@ def cut_middle(text: str, keep: int) -> str:
 def parse(reply: str) -> list[str]:
     """Returns the texts of a reply's complete `<ins_k>...</ins_k>` blocks, k >= 1, in their order.
 
-    What a reasoning model thinks before it answers holds drafts, which do not count. Thoughts end at a closing tag
-    outside of blocks; templates that write the opening tag themselves leave a reply with only the closing one.
+    What a reasoning model thinks before it answers holds drafts, which do not count.
     """
-    outside, start = BLOCK.sub(lambda block: " " * len(block[0]), reply), 0
-    mark = THOUGHTS.search(outside)
-    if mark and (mark[1] or not outside[: mark.start()].strip()):
-        end = outside.find(f"</{mark[2]}>")
-        start = end if end >= 0 else len(reply)
-    return [text.strip() for _, text in BLOCK.findall(reply[start:])]
+    return [text.strip() for _, text in BLOCK.findall(without_thoughts(reply, BLOCK))]
 
 
 def read_candidates(
@@ -235,6 +229,7 @@ class Call:
     seconds: float  # retries included
     paid_before: bool  # the reply comes from an earlier process of this run
     cut: bool = False  # it ended at a limit: the endpoint's, or MAX_REPLY
+    refused: bool = False  # by the model, or by a filter
 
 
 class Optimizer:
@@ -251,49 +246,58 @@ class Optimizer:
     ):  # fmt: skip
         self.url, self.model, self.paid, self.max_tokens = url, model, paid or {}, max_tokens
         self.tokens = sum(call.prompt_tokens + call.completion_tokens for call in self.paid.values())
-        self._client = Client([url], timeout, retries, api_key, revive=revive)
+
+        def before_retry() -> str:
+            self.check_budget()
+            return revive()
+
+        self._client = Client([url], timeout, retries, api_key, revive=before_retry)
+
+    def check_budget(self) -> None:
+        """Raises OptimizerDown if `max_tokens` are used up."""
+        if self.max_tokens and self.tokens >= self.max_tokens:
+            raise OptimizerDown(f"--max_optimizer_tokens {self.max_tokens} is used up: {self.tokens} tokens")
 
     def ask(self, prompt: str, when: str) -> Call:
-        """Returns the call with its reply. `when` tells calls with the same prompt apart. Raises OptimizerDown."""
+        """Returns the call with its reply. `when` tells calls with the same prompt apart.
+
+        Raises OptimizerDown; its `call` has what replies that could not be read have cost.
+        """
         key = f"{when} " + hashlib.sha256(f"{self.model}\n{prompt}".encode()).hexdigest()[:16]
         if key in self.paid:
             return replace(self.paid[key], paid_before=True)
-        if self.max_tokens and self.tokens >= self.max_tokens:
-            raise OptimizerDown(f"--max_optimizer_tokens {self.max_tokens} is used up: {self.tokens} tokens")
-        start = time.perf_counter()
+        self.check_budget()
+        start, before, billed, down = time.perf_counter(), self.tokens, [0, 0], None
         body = {"model": self.model, "messages": [{"role": "user", "content": prompt}]}
+
+        def read(answer: Any) -> Reply:
+            for k, tokens in enumerate(usage_of(answer)):  # every try's, before anything can be wrong with it
+                billed[k] += tokens
+                self.tokens += tokens
+            return read_reply(answer)
+
         try:
             with may_stop():
-                reply, cut, usage = self._client.ask("/chat/completions", body, _read_completion)
-        except Outage as e:  # also from `revive`
-            raise OptimizerDown(str(e)) from e
+                reply = self._client.ask("/chat/completions", body, read)
+        except Outage as e:  # also from `before_retry`
+            reply, down = Reply(""), OptimizerDown(str(e))
+            key += f", unread at {self.tokens} tokens"  # no key of a call that is looked up
         call = Call(
             key=key,
             prompt=prompt,
-            reply=reply[:MAX_REPLY],
-            prompt_tokens=_tokens(usage.get("prompt_tokens"), prompt),
-            completion_tokens=_tokens(usage.get("completion_tokens"), reply),
+            reply=reply.text[:MAX_REPLY],
+            prompt_tokens=billed[0] or len(prompt) // 4,
+            completion_tokens=billed[1] or len(reply.text) // 4,
             seconds=round(time.perf_counter() - start, 3),
             paid_before=False,
-            cut=cut or len(reply) > MAX_REPLY,
+            cut=reply.cut or len(reply.text) > MAX_REPLY,
+            refused=reply.refused,
         )
-        self.tokens += call.prompt_tokens + call.completion_tokens
+        if down:
+            down.call = call if any(billed) else None
+            raise down
+        self.tokens = before + call.prompt_tokens + call.completion_tokens
         return call
-
-
-def _read_completion(answer: Any) -> tuple[str, bool, dict[str, Any]]:
-    if "choices" not in answer:
-        raise ValueError(answer["error"])
-    choice = answer["choices"][0]
-    reply = choice["message"]["content"] or ""
-    if not isinstance(reply, str):
-        raise TypeError("content is not text")
-    usage = answer.get("usage")
-    return reply, choice.get("finish_reason") == "length", usage if isinstance(usage, dict) else {}
-
-
-def _tokens(counted: Any, text: str) -> int:
-    return counted if type(counted) is int and 0 < counted < 10**9 else len(text) // 4
 
 
 def read_paid_calls(rows: Iterable[Any]) -> dict[str, Call]:

@@ -15,7 +15,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from config import RolloutKnobs
-from engines import Engine
+from engines import Engine, ServedTurn
 from tasks import Job, Question, Task, Trajectory, Turn
 from tasks.formats import Action, Tags
 
@@ -49,8 +49,11 @@ class Episode:
     def ended(self) -> bool:
         return bool(self.tau.stop) and not self.call
 
-    def act(self, ids: list[int], logps: list[float]) -> None:
-        """Adds a sampled turn: an answer ends the episode, a call is made, anything else gets a message."""
+    def act(self, ids: list[int], logps: list[float], stop: str) -> None:
+        """Adds a sampled turn: an answer ends the episode, a call is made, anything else gets a message.
+
+        `stop`: why the engine takes no more of it.
+        """
         tau, action = self.tau, self.form.read(ids)
         tau.act(ids, logps)
         turn, tool = Turn(action.text), action.tool
@@ -61,8 +64,8 @@ class Episode:
             return
         if tool:
             turn.tool, turn.argument = tool.tag, action.argument
-        if len(tau.turns) > self.max_turns:  # CHOICE-1 CHOICE-21
-            tau.stop = "turns"
+        if stop or len(tau.turns) > self.max_turns:  # CHOICE-1 CHOICE-21
+            tau.stop = stop or "turns"
         elif tool:
             self.call = tool.of(tau).submit(action.argument)
         else:
@@ -135,9 +138,10 @@ def play(
         contexts = {k: e.tau.ids for k, e in playing.items() if not (k in generating or e.call)}
         generating |= contexts.keys()
         # A row calls its tool the moment its turn ends, while other rows still generate.
-        for k, ids, logps in engine.generate(contexts, cfg.max_response, temperature):
+        for turn in engine.generate(contexts, cfg.max_response, temperature):
+            k, ids, logps = turn
             generating.remove(k)
-            episodes[k].act(ids, logps)
+            episodes[k].act(ids, logps, turn.stop if isinstance(turn, ServedTurn) else "")
             settle(k)
         calls = [e.call for e in playing.values() if e.call]
         # With all results back the next batch is independent of timing. Any other engine waits only if it has no row.

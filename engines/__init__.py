@@ -17,6 +17,12 @@ class FinishedTurn(NamedTuple):
     logps: list[float]  # log-probability of each, at the sampling temperature
 
 
+class ServedTurn(FinishedTurn):
+    """A turn of a server, which may take no more of its row: `stop` says why, as Trajectory's."""
+
+    stop = ""
+
+
 class Engine(Protocol):
     """Samples turns from the policy.
 

@@ -1,7 +1,7 @@
 """A model behind any OpenAI-compatible chat endpoint, as an Engine: for evaluations, never for training.
 
-Its weights and its tokens are elsewhere. Texts are therefore cut into words, whose numbers take the place of token ids,
-so a limit in tokens is one in words here. A row is a conversation: the prompt is the user's first message, a turn
+Its weights and its tokens are elsewhere. Texts are therefore cut into words, which take the place of token ids, so a
+limit in tokens is one in words here. A row is a conversation: the prompt is the user's first message, a turn
 is the assistant's, and an observation is the user's next one. A policy that was trained here saw its observations
 inside its own message, so evaluate it from its directory.
 """
@@ -15,14 +15,21 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from engines import FinishedTurn
+from engines import FinishedTurn, ServedTurn
 from engines.remote import RemoteTurns
 from plumbing.client import Client, RequestFailed
 from plumbing.faults import EngineFault, Fault
 from plumbing.outside import without_secrets
+from plumbing.replies import Reply, read_reply
 
 if TYPE_CHECKING:
     import torch
+
+# How servers say that a conversation is too long, and how they name an option that a model refuses.
+TOO_LONG = re.compile(r"HTTP 413|\btokens\b|context.?(?:length|size|window|limit)|too (?:long|large)", re.I)
+OPTION = re.compile(
+    r"(?:['\"`:]|\b(?:parameter|argument|field|support))s? ?(max_(?:completion_)?tokens|temperature|stop|seed)\b", re.I
+)
 
 
 class Words:
@@ -32,21 +39,11 @@ class Words:
     all_special_tokens: tuple[str, ...] = ()
     added_tokens_decoder: dict[int, Any] = {}
 
-    def __init__(self) -> None:
-        self.numbers: dict[str, int] = {}
-        self.words: list[str] = []
+    def __call__(self, text: str, add_special_tokens: bool = False) -> dict[str, list[Any]]:
+        return {"input_ids": re.findall(r"\s*\S+|\s+$", text)}
 
-    def __call__(self, text: str, add_special_tokens: bool = False) -> dict[str, list[int]]:
-        ids = []
-        for word in re.findall(r"\s*\S+|\s+$", text):
-            if word not in self.numbers:
-                self.numbers[word] = len(self.words)
-                self.words.append(word)
-            ids.append(self.numbers[word])
-        return {"input_ids": ids}
-
-    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
-        return "".join(self.words[i] for i in ids)
+    def decode(self, ids: list[Any], skip_special_tokens: bool = False) -> str:
+        return "".join(ids)
 
     def apply_chat_template(
         self, messages: list[dict[str, str]], add_generation_prompt: bool = True, tokenize: bool = False, **_: object
@@ -71,20 +68,24 @@ class ChatEngine:
     ):  # fmt: skip
         self.url, self.tokenizer, self.stop = without_secrets(url), tokenizer, stop
         self.client = Client([url], timeout, retries, api_key)
+        self.refused = {"max_completion_tokens"}  # options to leave out; this one is for models that refuse max_tokens
         self.name = self.choose(name)
         self.pool = ThreadPoolExecutor(threads)
         self.begin(0)
 
     def choose(self, name: str) -> str:
-        """Returns the model to ask; raises Fault if the server has another one."""
+        """Returns the model to ask. Raises Fault if the server has another one; some list nothing, or other names."""
         try:
             served = self.client.ask("/models", None, lambda answer: [str(row["id"]) for row in answer["data"]], 0)
+            remedy = f"not {name}" if name else "choose one"
+            fault = f"--served_model: {self.url} has {', '.join(served[:5]) or 'no model'}: {remedy}"
         except RequestFailed as e:
-            raise Fault(f"{e}; start the server, or check the URL (it ends in /v1 as a rule)") from None
-        if name in served or (not name and len(served) == 1):
-            return name or served[0]
-        remedy = f"not {name}" if name else "choose one"
-        raise Fault(f"--served_model: {self.url} has {', '.join(served[:5]) or 'no model'}: {remedy}")
+            served, fault = [], f"{e}; start the server, or check the URL (it ends in /v1 as a rule)"
+        if not name and len(served) == 1:
+            return served[0]
+        if name not in served and not (name and self.serves({"model": name})):
+            raise Fault(fault)
+        return name
 
     def begin(self, seed: int) -> None:
         """As Engine."""
@@ -99,7 +100,8 @@ class ChatEngine:
             content = self.tokenizer.decode(ids[self.sent.get(key, 0) :]).strip()
             messages.append({"role": "user", "content": content})
             self.sent[key] = len(ids)
-            body = {"model": self.name, "messages": list(messages), "max_tokens": max_new, "temperature": temperature}
+            body = {"model": self.name, "messages": list(messages), "temperature": temperature}
+            body |= dict.fromkeys(("max_tokens", "max_completion_tokens"), max_new)
             if self.stop:
                 body["stop"] = list(self.stop[:4])  # OpenAI takes no more
             if temperature:
@@ -112,16 +114,51 @@ class ChatEngine:
             yield turn
 
     def ask(self, key: int, body: dict[str, Any]) -> FinishedTurn:
-        """Returns the server's turn; raises EngineFault."""
+        """Returns the server's turn, the last one if it refuses this conversation alone; raises EngineFault."""
         try:
-            text = self.client.ask("/chat/completions", body, _read)
+            reply = self.request(body)
+            stop = "refused" * reply.refused
         except RequestFailed as e:
-            raise EngineFault(str(e)) from None
-        ids = self.tokenizer(self.closed(text))["input_ids"]
-        return FinishedTurn(key, ids, [0.0] * len(ids))
+            if e.transient or not self.serves(body):
+                raise EngineFault(str(e)) from None
+            reply, stop = Reply(""), "length" if TOO_LONG.search(str(e)) else "refused"
+        ids = self.tokenizer(self.closed(reply.text))["input_ids"]
+        turn = ServedTurn(key, ids, [0.0] * len(ids))
+        turn.stop = stop
+        return turn
+
+    def request(self, body: dict[str, Any], retries: int | None = None) -> Reply:
+        """Returns the reply to a request without the options that the model has refused; raises RequestFailed."""
+        sent = {key: value for key, value in body.items() if key not in self.refused}
+        try:
+            return self.client.ask("/chat/completions", sent, read_reply, retries)
+        except RequestFailed as e:
+            named = OPTION.search(str(e))
+            if e.transient or not named or named[1] not in sent or TOO_LONG.search(str(e)):
+                raise
+        if named[1] not in self.refused:  # another thread may have been told first
+            self.refused.add(named[1])
+            if named[1] == "max_tokens":
+                self.refused.remove("max_completion_tokens")
+            print(f"{body['model']} refuses {named[1]}: it is asked without", flush=True)
+        return self.request(body, retries)
+
+    def serves(self, body: dict[str, Any]) -> bool:
+        """Returns whether the server answers a greeting."""
+        try:
+            self.request(body | {"messages": [{"role": "user", "content": "Hi"}]}, 0)
+        except RequestFailed:
+            return False
+        return True
 
     def closed(self, text: str) -> str:
-        """Returns a turn with the stop string that the endpoint has cut off: the one whose opening tag has no end."""
+        """Returns a turn up to its first stop string, which some endpoints do not know as such.
+
+        Others cut it off: then it is that whose opening tag has no end.
+        """
+        for end in self.stop:
+            head, found, _ = text.partition(end)
+            text = head + found
         for end in self.stop:
             begin = end.replace("</", "<", 1) if end.startswith("</") else end.replace("end", "begin", 1)
             if begin != end and text.count(begin) > text.count(end):
@@ -136,10 +173,3 @@ class ChatEngine:
 
     def close(self) -> None:
         self.pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _read(answer: Any) -> str:
-    content = answer["choices"][0]["message"]["content"]
-    if content is not None and not isinstance(content, str):
-        raise TypeError("content is not text")
-    return content or ""

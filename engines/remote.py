@@ -2,7 +2,7 @@
 
 import queue
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from engines import FinishedTurn
 
@@ -12,10 +12,10 @@ class RemoteTurns:
 
     def __init__(self, pool: ThreadPoolExecutor):
         self.pool, self.running = pool, 0
-        self.ended: queue.SimpleQueue[FinishedTurn | Exception] = queue.SimpleQueue()
+        self.ended: queue.SimpleQueue[Future[FinishedTurn]] = queue.SimpleQueue()
 
     def start(self, fetch: Callable[[], FinishedTurn]) -> None:
-        self.pool.submit(self._run, fetch)
+        self.pool.submit(fetch).add_done_callback(self.ended.put)
         self.running += 1
 
     def finished(self) -> Iterator[FinishedTurn]:
@@ -26,13 +26,5 @@ class RemoteTurns:
                 turn = self.ended.get(timeout=wait)
             except queue.Empty:
                 return
-            if isinstance(turn, Exception):
-                raise turn
             self.running, wait = self.running - 1, 0
-            yield turn
-
-    def _run(self, fetch: Callable[[], FinishedTurn]) -> None:
-        try:
-            self.ended.put(fetch())
-        except Exception as e:  # `finished` raises it
-            self.ended.put(e)
+            yield turn.result()

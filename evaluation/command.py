@@ -9,7 +9,9 @@ WHAT is a run, a checkpoint that export.py wrote, a Hugging Face directory or id
 OpenAI-compatible chat endpoint (OPENAI_API_KEY). Greedy unless --temperature says otherwise. --out gets summary.json,
 table.md and results.jsonl, a line a question; the same command again continues where it was stopped, unless questions,
 gold answers, instruction, weights, passages, or the code of task, reward and tools have changed since (a model behind a
-URL is known by its name). Benchmarks that --data_dir lacks come from the Hugging Face hub.
+URL is known by its name). Options that a model at a URL refuses (temperature, stop, seed, max_tokens) are left out, and
+named; a conversation that its server refuses counts as wrong, with "length" or "refused" as its `stop`. Benchmarks that
+--data_dir lacks come from the Hugging Face hub.
 """
 
 import argparse

@@ -74,7 +74,9 @@ def evaluate(args: argparse.Namespace, methods: Mapping[str, Method]) -> Row:
         summary = summary_of(setting, metrics, [tool.plural for tool in tools_of(task)], rows)
         files.write("summary.json", json.dumps(finite(summary), indent=1))
         files.write("table.md", text := tabulate(summary))
-    print(f"\n{chosen.name}, {name}:\n\n{text}\n{out}: summary.json, table.md, results.jsonl")
+    refused = sum(row["stop"] == "refused" for row in rows)
+    note = f"the server refused {refused} of {len(rows)} conversations, which count as wrong\n" * (refused > 0)
+    print(f"\n{chosen.name}, {name}:\n\n{text}\n{note}{out}: summary.json, table.md, results.jsonl")
     return summary
 
 

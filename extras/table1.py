@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from config import STATIC, Config, knob, parse
-from engines import FinishedTurn
+from engines import FinishedTurn, ServedTurn
 from evaluation import command
 from evaluation.agents import METHODS, Agent, Method
 from extras.prompts import Prompt, wording
@@ -54,7 +54,7 @@ class Player:
         return encode(self.tokenizer, in_template(self.tokenizer, [message]) + prompt.reply.format(**slots))
 
     def turns(self, contexts: dict[int, list[int]], max_new: int) -> dict[int, FinishedTurn]:
-        """Samples one turn for each context (key -> ids); a context longer than `max_prompt` gets none."""
+        """Samples one turn for each context (key -> ids); one that is too long, or that a server refuses, gets none."""
         fitting = {k: ids for k, ids in contexts.items() if len(ids) <= self.cfg.max_prompt}
         keys, done = list(fitting), dict[int, FinishedTurn]()
         for first in range(0, len(keys), self.engine.max_rows):
@@ -65,7 +65,7 @@ class Player:
                 for turn in self.engine.generate(waiting, max_new, self.agent.temperature):
                     done[turn.key], turns = turn, turns + 1
                 waiting = {}
-        return done
+        return {k: turn for k, turn in done.items() if not (isinstance(turn, ServedTurn) and turn.stop)}
 
     def text(self, turn: FinishedTurn) -> str:
         return str(self.tokenizer.decode(turn.ids, skip_special_tokens=True)).strip()

@@ -225,7 +225,7 @@ class Log(contextlib.AbstractContextManager["Log"]):
         if accepted:
             return
         why = f"the first: {rejected[0]['reason']}" if rejected else "it has no <ins_k> block"
-        cut = "; it was cut off by a length limit" * call.cut
+        cut = "; it was cut off by a length limit" * call.cut + "; it was refused" * call.refused
         self.note(f"step {t:3d}  the optimizer's reply has no candidate, {len(rejected)} were rejected; {why}{cut}")
 
     def played(self, t: int, round: int, parent: Instruction, taus: Sequence[Trajectory]) -> None:

@@ -1,5 +1,6 @@
 """HTTP with JSON bodies, and the one rule of retries for every server that a run talks to."""
 
+import http.client
 import random
 import re
 from collections.abc import Callable, Iterable
@@ -15,6 +16,7 @@ from plumbing.outside import at, clean, decoded, without_secrets
 T = TypeVar("T")
 MAX_WAIT = 60.0  # seconds between two rounds, whatever a server asks for
 MAX_ANSWER = 64 << 20  # bytes of an answer, unpacked
+BUSY = (408, 409, 425, 429)  # statuses besides 5xx that another attempt may not meet
 
 
 class RequestFailed(Outage):
@@ -25,10 +27,36 @@ class RequestFailed(Outage):
         self.transient, self.retry_after = transient, retry_after
 
 
+def respond(sock: Any, **options: Any) -> http.client.HTTPResponse:
+    """Returns a response; the socket's time-out at this moment is for all of it, status line, headers and chunks."""
+    response = http.client.HTTPResponse(sock, **options)
+    raw: Any = response.fp.raw
+    read, end = raw.readinto, monotonic() + sock.gettimeout()
+
+    def readinto(buffer: Any) -> Any:
+        left = end - monotonic()
+        if left <= 0:
+            raise TimeoutError
+        sock.settimeout(left)
+        return read(buffer)
+
+    raw.readinto = readinto
+    return response
+
+
+class Connections(requests.adapters.HTTPAdapter):
+    """Connections whose responses come from `respond`: urllib3's own time-out is for two bytes in a row."""
+
+    def get_connection_with_tls_context(self, *args: Any, **options: Any) -> Any:
+        pool: Any = super().get_connection_with_tls_context(*args, **options)
+        pool.ConnectionCls = type("Connection", (type(pool).ConnectionCls,), {"response_class": staticmethod(respond)})
+        return pool
+
+
 class Client:
     """A client of one server, or of several that can stand in for each other.
 
-    Connection faults, time-outs, 429, 5xx and answers that cannot be read are transient: the next server is asked at
+    Connection faults, time-outs, BUSY, 5xx and answers that cannot be read are transient: the next server is asked at
     once. When all have failed, the client waits and asks them all again, up to `retries` times. It waits for a second,
     doubled every time and varied by half, or for as long as Retry-After asks; never longer than MAX_WAIT. Other
     statuses are final. `timeout` seconds are for a whole call, however slowly its answer trickles in;
@@ -53,7 +81,7 @@ class Client:
         if key:
             self.session.headers["Authorization"] = f"Bearer {key}"
         for scheme in ("http://", "https://"):  # as many connections as the caller has threads
-            self.session.mount(scheme, requests.adapters.HTTPAdapter(pool_maxsize=1024))
+            self.session.mount(scheme, Connections(pool_maxsize=1024))
 
     def ask(self, path: str, body: Any, read: Callable[[Any], T], retries: int | None = None) -> T:
         """Returns `read(answer)` of a POST of `body`, or of a GET where it is None; `retries` replaces the client's.
@@ -80,7 +108,7 @@ class Client:
     def _ask(self, path: str, body: Any, read: Callable[[Any], T]) -> T:
         url = at(self.urls[0], path)
         try:
-            return self._read(*self._exchange(url, body), read)
+            return self._exchange(url, body, read)
         except RequestFailed as e:
             if e.transient:
                 self.faults += 1
@@ -88,9 +116,9 @@ class Client:
             text = clean(without_secrets(f"{url}: {e}"), self.secrets)
             raise RequestFailed(text, e.transient, e.retry_after) from None
 
-    def _exchange(self, url: str, body: Any) -> tuple[requests.Response, bytes]:
-        method, content, end = "GET" if body is None else "POST", bytearray(), monotonic() + self.timeout
-        seconds = (min(5.0, self.timeout), self.timeout)  # to connect, between two bytes
+    def _exchange(self, url: str, body: Any, read: Callable[[Any], T]) -> T:
+        method, content = "GET" if body is None else "POST", bytearray()
+        seconds: Any = urllib3.Timeout(self.timeout, min(5.0, self.timeout))  # in all, to connect
         try:
             reply = self.session.request(method, url, json=body, timeout=seconds, stream=True, allow_redirects=False)
             with reply:
@@ -98,25 +126,21 @@ class Client:
                     content += part
                     if len(content) > MAX_ANSWER:
                         raise RequestFailed(f"its answer is larger than {MAX_ANSWER >> 20} MiB")
-                    if monotonic() > end:
-                        raise requests.ReadTimeout
         except (requests.ReadTimeout, urllib3.exceptions.ReadTimeoutError):
             raise RequestFailed(f"no whole answer in {self.timeout:g} s", self.retry_timeout) from None
         except ValueError as e:  # of an invalid URL, or a key that no header can hold
             raise RequestFailed(f"{type(e).__name__}: {e}") from None
         except (requests.RequestException, urllib3.exceptions.HTTPError) as e:
             raise RequestFailed(type(e).__name__, True) from None
-        return reply, bytes(content)
-
-    def _read(self, reply: requests.Response, content: bytes, read: Callable[[Any], T]) -> T:
+        # Something came: an answer, or why there is none.
         if reply.is_redirect:
             raise RequestFailed(f"HTTP {reply.status_code}: it redirects to {reply.headers['Location'][:200]}")
         if reply.status_code >= 300:
             text = f"HTTP {reply.status_code}: {' '.join(content.decode(errors='replace').split())[:200]}"
-            transient = reply.status_code == 429 or reply.status_code >= 500
+            transient = reply.status_code in BUSY or reply.status_code >= 500
             raise RequestFailed(text.rstrip(": "), transient, _retry_after(reply.headers.get("Retry-After", "")))
         try:
-            answer = content.decode() if read is str else decoded(content, parse_constant=_refuse)
+            answer = content.decode() if read is str else decoded(bytes(content), parse_constant=_refuse)
             if self.secrets or b"\\ud" in content.lower():  # large answers of an engine need no pass in Python
                 answer = clean(answer, self.secrets)
             return read(answer)

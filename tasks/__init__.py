@@ -97,7 +97,9 @@ class Trajectory:
     logps: list[float] = field(default_factory=list)  # the engine's log-probabilities; 0 where mask is 0
     acted: list[int] = field(default_factory=list)  # how many tokens each turn sampled
     turns: list[Turn] = field(default_factory=list)
-    stop: str = ""  # why it ended: "answer", "over" (the task ended it), "turns" (none left), "length" (context full)
+    # Why it ended: "answer", "over" (the task ended it), "turns" (none left), "length" (context full) "refused" (by
+    # the server of a model that is evaluated).
+    stop: str = ""
     response: str = ""  # everything after the prompt
     prediction: str | None = None
     state: Any = None  # the episode's, for the task alone; in the end plain data

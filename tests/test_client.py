@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from json_server import break_off, hang_up, too_slow, trickle
+from json_server import Handler, break_off, hang_up, too_slow, trickle
 
 from plumbing import client as module
 from plumbing.client import Client, RequestFailed, back_off
@@ -34,6 +34,15 @@ def client(*urls, timeout=5, retries=3, **more):
 
 def value(answer):
     return answer["value"]
+
+
+class KeepAlive(Handler):
+    protocol_version = "HTTP/1.1"
+
+
+def slowly(handler):
+    time.sleep(0.7)
+    return OK
 
 
 def free_port():
@@ -70,6 +79,9 @@ def test_threads_may_share_a_client(serve, waits):
 @pytest.mark.parametrize(
     "fault, words",
     [
+        ((408, {}, "try again"), "HTTP 408: try again"),
+        ((409, {}, '{"error": "try again"}'), 'HTTP 409: {"error": "try again"}'),
+        ((425, {}, ""), "HTTP 425"),
         ((429, {}, "slow down"), "HTTP 429: slow down"),
         ((500, {}, ""), "HTTP 500"),
         ((503, {}, "<html>\n  <b>over</b>\n"), "HTTP 503: <html> <b>over</b>"),
@@ -177,6 +189,45 @@ def test_the_deadline_is_that_of_the_whole_call_however_the_answer_trickles_in(s
         client(server.url, timeout=0.3).ask("/path", {}, value, retries=0)
     assert 0.25 < time.perf_counter() - began < 1.5
     assert client(serve(body, OK).url, timeout=0.3).ask("/path", {}, value) == 1
+
+
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "at_once, then",
+    [
+        (b"", b"HTTP/1.1 200 " + b"O" * 500),
+        (b"HTTP/1.1 200 OK\r\n", b"X: " + b"x" * 500),
+        (b"HTTP/1.1 200 OK\r\n", b"X: x\r\n" * 90),
+        (b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 20),
+        (b"HTTP/1.1 100 Continue\r\n\r\n" * 10**6, b""),  # as fast as it can
+        (CHUNKED, b"2;extension=" + b"x" * 500),
+        (CHUNKED, b"1\r\n \r\n" * 90),
+        (CHUNKED + b"2\r\n{}\r\n0\r\n", b"X: x\r\n" * 90),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n", b" " * 500),
+        (b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\n\r\n", gzip.compress(b"x" * 10**6)[:500]),
+        (b"HTTP/1.1 503 Busy\r\nContent-Length: 1000\r\n\r\n", b" " * 500),
+    ],
+)  # fmt: skip
+def test_the_deadline_holds_whatever_trickles_in(serve, at_once, then):
+    def answer(handler):
+        handler.wfile.write(at_once)
+        return trickle(then)(handler) or too_slow(handler)
+
+    server, began = serve(answer), time.perf_counter()
+    with pytest.raises(RequestFailed, match="/path: no whole answer in 0.4 s$"):
+        client(server.url, timeout=0.4).ask("/path", {}, value, retries=0)
+    assert 0.35 < time.perf_counter() - began < 1.5
+
+
+def test_each_call_has_a_deadline_of_its_own_on_a_connection_that_stays(serve):
+    """A slow call that is whole in time leaves its connection, and all of its time, to the next one."""
+    server = serve(*[slowly] * 4)
+    server.RequestHandlerClass = KeepAlive
+    asker = client(server.url, timeout=2)
+    assert [asker.ask("/path", {}, value) for _ in range(4)] == [1] * 4
+    assert len(server.clients) == 1
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])

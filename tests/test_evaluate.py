@@ -502,6 +502,152 @@ def test_words_come_back_whole_and_answers_that_are_no_chat_end_the_evaluation(s
     engine.close()
 
 
+def turns_of(engine, texts, temperature=0.0):
+    """Plays one turn of each row; returns (text, why the row ended) by row."""
+    contexts, ended = {k: engine.tokenizer(text)["input_ids"] for k, text in enumerate(texts)}, {}
+    engine.begin(0)
+    while len(ended) < len(texts):
+        for turn in engine.generate(contexts, 50, temperature):
+            ended[turn.key] = engine.tokenizer.decode(turn.ids), turn.stop
+        contexts = {}
+    return ended
+
+
+def chatting(servers, answer, name="qwen", models=MODELS, retries=0):
+    """Returns an engine whose server says answer(body) to each completion, and the bodies of what was asked."""
+    asked = []
+
+    def respond(handler):
+        if handler.command == "POST":
+            asked.append(json.loads(handler.body))
+        return answer(asked[-1]) if handler.command == "POST" else models
+
+    return ChatEngine(servers(respond).url, name, Words(), ("</search>", "</answer>"), retries=retries), asked
+
+
+def refusing(*names, words="Unsupported parameter: '{}' is not supported with this model.", status=400):
+    def answer(body):
+        refused = [name for name in names if name in body]
+        if not refused:
+            return said("<answer> x </answer> and more")
+        return status, {}, json.dumps({"error": {"message": words.format(refused[0]), "param": refused[0]}})
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    "answer, left",
+    [
+        (refusing("max_tokens", "stop", "temperature"), {"max_completion_tokens", "seed"}),  # gpt-5
+        (refusing("seed", words="Extra inputs are not permitted, field: '{}'", status=422),
+         {"max_tokens", "stop", "temperature"}),
+        (refusing("stop", words="Argument not supported on this model: {}"), {"max_tokens", "seed", "temperature"}),
+        (refusing("temperature", words="`{}` is deprecated for this model."), {"max_tokens", "seed", "stop"}),
+        (refusing("max_tokens", "max_completion_tokens", words="Unknown parameter: {}."),
+         {"seed", "stop", "temperature"}),
+        (lambda body: said("<answer> x </answer> and more"), {"max_tokens", "seed", "stop", "temperature"}),
+    ],
+)  # fmt: skip
+def test_what_a_model_refuses_is_left_out_from_then_on_and_said_once(servers, capfd, answer, left):
+    engine, asked = chatting(servers, answer)
+    assert turns_of(engine, ["Who?"], 1.0) == {0: ("<answer> x </answer>", "")}  # as if it had known where to stop
+    before = len(asked)
+    assert turns_of(engine, ["Who?"] * 8, 1.0) == dict.fromkeys(range(8), ("<answer> x </answer>", ""))
+    assert len(asked) == before + 8
+    assert all(body.keys() - {"model", "messages"} == left for body in asked[-8:])
+    assert capfd.readouterr().out.count("refuses") == before - 1
+    engine.close()
+
+
+LONG = "a very long question " * 20
+TOO_LONG = [
+    (400, "This model's maximum context length is 128 tokens. However, your prompt contains at least 129 input tokens"),
+    (400, "'max_tokens' or 'max_completion_tokens' is too large: 50. This model's maximum context length is 128"),
+    (400, "prompt is too long: 210000 tokens > 200000 maximum"),
+    (400, "the request exceeds the available context size, try increasing it"),
+    (413, "Payload Too Large"),
+    (422, "Input validation error: `inputs` tokens + `max_new_tokens` must be <= 128. Given: 129"),
+]
+FILTERED = [
+    (400, "The response was filtered due to the prompt triggering Azure OpenAI's content management policy."),
+    (403, "Your chosen model requires moderation and your input was flagged"),
+    (422, "the input cannot be processed: please stop"),
+]
+
+
+@pytest.mark.parametrize("status, words, stop", [(*row, "length") for row in TOO_LONG] + [
+    (*row, "refused") for row in FILTERED
+])  # fmt: skip
+def test_one_conversation_that_a_server_refuses_ends_and_the_others_go_on(servers, status, words, stop):
+    def answer(body):
+        if len(body["messages"][0]["content"]) > 128:
+            return status, {}, json.dumps({"error": {"message": words}})
+        return said("<answer> Bern </answer>")
+
+    engine, asked = chatting(servers, answer)
+    bern = ("<answer> Bern </answer>", "")
+    assert turns_of(engine, ["Short", LONG, "Hi", LONG]) == {0: bern, 1: ("", stop), 2: bern, 3: ("", stop)}
+    assert turns_of(engine, [LONG]) == {0: ("", stop)}  # also where no other is played
+    assert turns_of(engine, ["Short"]) == {0: bern}
+    assert {"max_tokens", "stop"} <= asked[-1].keys()
+    engine.close()
+
+
+@pytest.mark.parametrize("message", [{"content": "I"}, {"content": None, "refusal": "I cannot."}])
+def test_a_reply_that_was_filtered_ends_its_conversation(servers, message):
+    ended = "stop" if message.get("refusal") else "content_filter"
+    filtered = {"choices": [{"message": message, "finish_reason": ended}]}
+    engine, _ = chatting(servers, lambda body: filtered if "bad" in str(body) else said("A"))
+    assert turns_of(engine, ["bad", "good"]) == {0: (message["content"] or "", "refused"), 1: ("A", "")}
+    engine.close()
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 413, 422])
+def test_a_server_that_refuses_everything_ends_the_evaluation(servers, status):
+    engine, _ = chatting(servers, lambda body: (status, {}, "context length: 0 tokens"))
+    with pytest.raises(EngineFault, match=f"HTTP {status}: context length"):
+        turns_of(engine, ["Who?"])
+    engine.close()
+
+
+def test_refused_conversations_are_counted_and_continue_nowhere(servers, retriever, tmp_path):
+    """One of four: its row is there, it counts as wrong, and the same command plays nothing again."""
+    write_jsonl(tmp_path / "q.jsonl", [
+        {"id": str(k), "question": f"Who is {LONG if k == 2 else 'it'}?", "golden_answers": ["x"]} for k in range(4)
+    ])  # fmt: skip
+    asked = []
+
+    def answer(handler):
+        if handler.command == "GET":
+            return MODELS
+        asked.append(handler.body)
+        return (400, {}, "content policy") if LONG[:40].encode() in handler.body else said("<answer> x </answer>")
+
+    flags = [servers(answer).url, "--data", tmp_path / "q.jsonl", "--retriever", retriever, "--out", tmp_path / "o"]
+    text, fault = run(*flags)
+    assert not fault and "refused 1 of 4" in text
+    rows = read_jsonl(tmp_path / "o" / "results.jsonl")
+    assert [(row["stop"], row["em"], row["answered"]) for row in rows] == [
+        ("refused", 0.0, 0.0) if row["id"] == "2" else ("answer", 1.0, 1.0) for row in rows
+    ] and len(rows) == 4  # fmt: skip
+    before = len(asked)
+    assert not run(*flags)[1] and len(asked) == before
+
+
+@pytest.mark.parametrize(
+    "models", [{"object": "list", "data": []}, MODELS, [{"id": "qwen"}], (500, {}, "no cache"), (404, {}, "no such")]
+)
+def test_a_model_that_a_server_does_not_list_is_tried(servers, models):
+    """`transformers serve DIR` lists the hub's cache alone; others answer a bare list, or nothing."""
+    engine, asked = chatting(servers, lambda body: said("A"), "/models/policy", models)
+    assert turns_of(engine, ["Who?"]) == {0: ("A", "")} and asked[-1]["model"] == "/models/policy"
+    engine.close()
+    for name in ("/models/policy", ""):
+        if name or models is not MODELS:
+            with pytest.raises(Fault, match="--served_model|start the server"):
+                chatting(servers, lambda body: (404, {}, "no such model"), name, models)
+
+
 # ---- comparing
 
 

@@ -523,7 +523,7 @@ def test_an_optimizer_that_stays_away_is_down_and_the_fault_is_named(endpoint, w
     [
         "<html>gateway</html>", "[]", "null", '"hello"', "{}", '{"error": {"message": "quota"}}', '{"choices": []}',
         '{"choices": [{"text": "legacy"}]}', '{"choices": [{"message": "hello"}]}',
-        '{"choices": [{"message": {"content": [{"type": "text", "text": "parts"}]}}]}',
+        '{"choices": [{"message": {"content": 7}}]}',
     ],
 )  # fmt: skip
 def test_a_malformed_completion_is_never_taken_for_a_reply(endpoint, waits, text):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from plumbing.chat import rendered, template_of
 from plumbing.faults import Fault
 from plumbing.outside import as_data, clean, control, decoded
+from plumbing.replies import without_thoughts
 from tasks.formats import TOKEN_CHARACTERS, Action, Tags, encode, find_lost_tag
 from tasks.functions import SchemaTool
 from tasks.search_qa import SEARCH_R1
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.S)
 SECTION = re.compile(r"<tool_([\w-]+)>((?:(?!</?tool_[\w-]+>).)*)</tool_\1>", re.S)
 MARK = re.compile(r"</?tool_[\w-]+>")
+END = re.compile(r"\n\Z")
 OURS = ("tool_call", "tool_response")  # such tags are no section
 IN_TEMPLATE = SEARCH_R1.replace("call a search engine by <search> query </search>", "call the search tool").replace(
     " between <information> and </information>", ""
@@ -109,7 +111,7 @@ class Hermes(Tags):
 
         The answer is what `<answer>` holds, or else all of a turn that has ended, but for its thoughts.
         """
-        body = without_thoughts(text)
+        body = without_thoughts(f"{text}\n", END)
         if calls := CALL.findall(body):
             try:
                 tool, argument = call_of(calls[0], tools)
@@ -169,12 +171,6 @@ class Hermes(Tags):
 
 
 # ---- turns
-
-
-def without_thoughts(text: str) -> str:
-    """Returns what follows a turn's last thought; thoughts that do not end are followed by nothing."""
-    rest = text.rpartition("</think>")[2]
-    return rest.partition("<think>")[0]
 
 
 def call_of(text: str, tools: Sequence[Tool]) -> tuple[Tool, str]:

@@ -382,6 +382,24 @@ def test_a_verdict_is_the_last_line_of_a_reply_or_malformed(reply, score):
         assert score_of({"choices": [{"message": {"content": reply}}]}) == score
 
 
+HM = {"type": "thinking", "thinking": [{"type": "text", "text": "Score: 3"}]}
+
+
+@pytest.mark.parametrize(
+    "message, score",
+    [
+        ({"content": [HM, {"type": "text", "text": "Well.\nScore: 7"}]}, 0.7),
+        ({"content": "[THINK]\nScore: 3\n[/THINK]Score: 7"}, 0.7),
+        ({"content": "<think>\nScore: 3\n</think>\n\n**Score: 7**"}, 0.7),
+        ({"content": "<think>Perhaps\nScore: 3"}, None),  # cut off in its thoughts
+        ({"content": None, "reasoning_content": "Score: 3"}, None),
+    ],
+)
+def test_a_judge_s_thoughts_hold_no_verdict(message, score):
+    with pytest.raises(ValueError, match="no line") if score is None else contextlib.nullcontext():
+        assert score_of({"choices": [{"message": message}]}) == score
+
+
 # ---- afterwards
 
 

@@ -1,0 +1,76 @@
+"""What chat endpoints reply: one reader for the optimizer, a judge and served models.
+
+Servers differ in where they put thoughts, a refusal, an error and the price.
+"""
+
+import re
+from typing import Any, NamedTuple
+
+# Marks of thoughts, in any case: <think>, [THINK], <seed:think>, ◁think▷, <|begin_of_thought|>, <|START_THINKING|>;
+# gpt-oss, Gemma 4 and Apertus have others. A quoted mark is mentioned, and so is an opening one inside a sentence.
+TAG = r"(?:\w+[:_])?(?:think(?:ing)?|thoughts?|reason(?:ing)?|analysis|reflection|scratchpad)(?::\w+)?[|｜]?[>\]▷]"
+QUOTED = r"(?![`'\"”][\s.,;:!?)])"
+OPENING = re.compile(
+    rf"(?:^|(?<=[.!?:\0]))\s*(?:[<\[◁][|｜]?{TAG}|<\|channel\|?>(?:analysis|thought)|<\|inner_prefix\|>)"
+    rf"(?![.,;:!?)]){QUOTED}",
+    re.I | re.M,
+)
+CLOSING = re.compile(
+    rf"(?:[<\[◁][|｜]?(?:/|end_(?:of_)?){TAG}|(?:<\|channel\|>|assistant)final(?:<\|message\|>)?"
+    rf"|<channel\|>|<\|inner_suffix\|>){QUOTED}",
+    re.I,
+)
+TEXTS = ("text", "output_text")  # others are thoughts, references, images
+CUT = ("length", "max_tokens", "model_length", "model_context_window_exceeded")
+REFUSED = ("content_filter", "refusal", "safety", "prohibited_content", "sensitive")
+
+
+class Reply(NamedTuple):
+    text: str  # without the thoughts that the server tells apart
+    cut: bool = False  # it ended at a limit
+    refused: bool = False  # by the model, or by a filter
+
+
+def read_reply(answer: Any) -> Reply:
+    """Returns the reply that a chat completion holds.
+
+    Raises LookupError, TypeError or ValueError, with what the server says, if there is none.
+    """
+    answer = {**answer}
+    choice = {**(answer.get("choices") or [{}])[0]}
+    if error := answer.get("error") or choice.get("error") or (not choice and answer):
+        raise ValueError(error)
+    message, ended = {**choice["message"]}, str(choice.get("finish_reason")).lower()
+    text = message.get("content") or ""
+    if isinstance(text, list):
+        text = "".join(part["text"] for part in text if {**part}.get("type", "text") in TEXTS)
+    if not isinstance(text, str):
+        raise TypeError("content is not text")
+    return Reply(text, ended in CUT, bool(message.get("refusal")) or ended.startswith(REFUSED))
+
+
+def usage_of(answer: Any) -> tuple[int, int]:
+    """Returns the tokens of prompt and completion that an answer bills, whatever else it holds; 0: it does not say.
+
+    Some servers count thoughts in the total alone.
+    """
+    try:
+        usage = {**answer["usage"]}
+    except (LookupError, TypeError):
+        return 0, 0
+    counts = map(usage.get, ("prompt_tokens", "completion_tokens", "total_tokens"))
+    prompt, completion, total = (n if type(n) is int and 0 < n < 10**9 else 0 for n in counts)
+    return prompt, max(completion, total - prompt)
+
+
+def without_thoughts(text: str, part: re.Pattern[str]) -> str:
+    """Returns what follows a model's thoughts; those that do not end are followed by nothing.
+
+    Thoughts end at the last closing mark that a `part` of an answer follows: remarks mention marks, too, and so do
+    parts. Templates that write the opening mark themselves leave a reply with the closing one alone.
+    """
+    outside, start = part.sub(lambda found: "\0" * len(found[0]), text), 0
+    for mark in CLOSING.finditer(outside, 0, outside.rfind("\0") + 1):
+        start = mark.end()
+    opened = OPENING.search(outside, start)
+    return text[start : opened.start() if opened else None]
