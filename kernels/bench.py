@@ -18,6 +18,7 @@ import itertools
 import json
 import math
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -48,13 +49,18 @@ def make_batch(N, H, V, masked):
     return SimpleNamespace(hidden=X, weight=W, mask=mask, sequence_adv=adv, **tokens, kept=kept)
 
 
-def clip(rho, adv, **_):
-    return torch.minimum(rho * adv, rho.clamp(1 - EPS, 1 + EPS) * adv)
+def eq2(logp, old, adv, w, **_):
+    rho = torch.exp(logp - old)
+    S = torch.minimum(rho * adv, rho.clamp(1 - EPS, 1 + EPS) * adv)
+    return w * S, S, torch.zeros_like(S)
 
 
-def ours(b, surrogate=None):
+ONE_LAUNCH = None if CUDA else eq2  # elsewhere there is one way alone
+
+
+def ours(b, objective=ONE_LAUNCH):
     """Drops masked rows, as training does."""
-    return grpo_head(b.hidden[b.mask], b.weight, **b.kept, chunk=CHUNK, surrogate=surrogate)[0]
+    return grpo_head(b.hidden[b.mask], b.weight, **b.kept, chunk=CHUNK, objective=objective)[0]
 
 
 def plain_logp(b):
@@ -65,7 +71,7 @@ def plain_logp(b):
 
 def plain(b, logp=None):
     logp = plain_logp(b) if logp is None else logp
-    return -(b.w * clip(torch.exp(logp - b.old_logp), b.adv)).sum()
+    return -eq2(logp, b.old_logp, b.adv, b.w)[0].sum()
 
 
 def liger_fused(b):
@@ -113,9 +119,11 @@ def runs_of(b):
     passes, z, y = _rows(b.hidden.device), head_logits(b.hidden[:CHUNK].detach(), b.weight), b.targets[:CHUNK]
     tokens = {"adv": b.adv, "w": b.w, "old": b.old_logp} | dict.fromkeys(("eps_low", "eps_high"), b.adv * 0 + EPS)
     kw = {"temperature": 1.0, "beta": 0.0} | {name: x[:CHUNK] for name, x in tokens.items()}
+    two_passes = partial(_two_passes, passes, eq2)
+    loss_rows = passes.loss_rows if CUDA else two_passes
     return {
         "ours": (3, lambda: gradients(b, ours)),
-        "ours, two passes": (3, lambda: gradients(b, ours, clip)),
+        "ours, two passes": (3, lambda: gradients(b, ours, eq2)),
         "Liger fused": (3, lambda: gradients(b, liger_fused)),
         "logits + Liger Triton": (3, lambda: gradients(b, liger_triton)),
         "CCE + torch": (3, lambda: gradients(b, cce)),
@@ -123,8 +131,8 @@ def runs_of(b):
         "three bare products": (3, lambda: bare_products(b)),
         "ours, forward only": (1, lambda: token_logprobs(b.hidden[b.mask], b.weight, b.kept["targets"])[:1]),
         "torch, forward only": (1, lambda: (plain_logp(b).detach()[b.mask],)),
-        "rows": (0, lambda: passes.loss_rows(z, y, DTYPE, **kw)),  # they overwrite z, which costs no time
-        "rows, two passes": (0, lambda: _two_passes(passes, clip, z, y, DTYPE, **kw)),
+        "rows": (0, lambda: loss_rows(z, y, DTYPE, **kw)),  # they overwrite z, which costs no time
+        "rows, two passes": (0, lambda: two_passes(z, y, DTYPE, **kw)),
         "rows, a copy of the logits": (0, lambda: z.clone()),
     }
 
