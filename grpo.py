@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
@@ -29,6 +31,27 @@ def group_advantages(r: Array) -> Array:
     return A
 
 
+def clipped_surrogate(rho: Tensor, adv: Tensor, eps_low: Tensor, eps_high: Tensor, **_: Tensor) -> Tensor:
+    """Returns S of Eq. 2, (n,), of n tokens."""
+    clip = torch.clamp(rho, 1 - eps_low, 1 + eps_high)
+    return torch.minimum(rho * adv, clip * adv)
+
+
+def objective(
+    logp: Tensor, old: Tensor, ref: Tensor, w: Tensor, beta: float,
+    surrogate: Callable[..., Tensor] = clipped_surrogate, **tokens: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Returns what n tokens add to Eq. 2, their S and their KL, (n,) each; kernels/head.py differentiates it.
+
+    On a GPU kernels/rows_triton.py computes the same in one launch, unless the surrogate is another one.
+    """
+    rho = torch.exp(logp - old)  # Eq.3
+    S = surrogate(rho=rho, logp=logp, old=old, w=w, **tokens)
+    d = ref - logp
+    kl = torch.exp(d) - d - 1  # CHOICE-23
+    return w * (S - beta * kl), S, kl  # Eq.2
+
+
 def minibatches(taus: list[Trajectory], cfg: GRPOKnobs) -> list[list[Trajectory]]:
     """Returns the trajectories of a step in parts, one for each optimizer update: `cfg.mini` questions each."""
     n = cfg.mini * cfg.G  # CHOICE-10
@@ -43,7 +66,7 @@ def lr_at(t: int, cfg: GRPOKnobs) -> float:
     return cfg.lr * 0.5 * (1 + math.cos(math.pi * (t - rise) / (cfg.T - rise + 1)))
 
 
-def note_tokens(batch: list[Trajectory], extras: dict[str, torch.Tensor]) -> None:
+def note_tokens(batch: list[Trajectory], extras: dict[str, Tensor]) -> None:
     """Sets `tokens` of the watched trajectories of a micro-batch: what the update saw of each action token.
 
     logp: under pi_old; ratio: rho of Eq. 3; entropy (nats), kl and clipped (0 or 1) as the loss had them.
@@ -70,7 +93,7 @@ class Learner:
     A subclass trains towards another objective with its own `set_advantages`, `terms` or `surrogate`.
     """
 
-    surrogate: Callable[..., torch.Tensor] | None = None  # S of another Eq. 2, in torch: see kernels/head.py
+    surrogate: Callable[..., Tensor] = staticmethod(clipped_surrogate)
     MAX_GAP: ClassVar[dict[str, float]] = {"float32": 1e-3, "bfloat16": 0.1}  # mean nat a token, engine to trainer
 
     def __init__(self, model: Any, reference: Any, cfg: GRPOKnobs, max_gap: float = math.inf):
@@ -200,13 +223,8 @@ class Learner:
         out: Array = scores.cpu().numpy()
         return out
 
-    def loss(self, batch: list[Trajectory], terms: Terms) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def loss(self, batch: list[Trajectory], terms: Terms) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns (loss, extras) of a micro-batch, whose N action tokens have a row each in `terms`.
-
-        Eq. 2 is computed from the hidden states on, by `score` with kernels/head.py, together with its gradient:
-
-            loss = - sum_n w_n (min(rho_n A_n, clip(rho_n, 1 - eps, 1 + eps) A_n) - beta KL_n),
-            rho_n = pi(y_n) / pi_old(y_n),   KL_n = exp(d) - d - 1 with d = log pi_ref(y_n) - log pi(y_n)
 
         extras["old_logp"] (N,): log-probs under pi_old; extras["gap"] (N,): their distance to the engine's.
         """
@@ -215,13 +233,15 @@ class Learner:
             name: send(torch.from_numpy(x), self.device) if isinstance(x, np.ndarray) else x
             for name, x in terms.items()
         }
-        ref_logp = None  # the head averages the k3 estimate of the KL as it does the surrogate
-        if self.reference is not None:  # CHOICE-23
+        ref_logp = None
+        if self.reference is not None:
             with torch.no_grad(), lora.off(self.reference):
                 ref_logp, _ = self.reference.score(*packed, T)
+        fused = self.device.type == "cuda" and self.surrogate is clipped_surrogate
         loss, extras = self.model.score(
-            *packed, T, ref_logp=ref_logp, beta=self.cfg.beta, surrogate=self.surrogate, **tokens
-        )  # Eq.2
+            *packed, T, objective=None if fused else partial(objective, surrogate=self.surrogate),
+            ref_logp=ref_logp, beta=self.cfg.beta, **tokens,
+        )  # fmt: skip
         engine = torch.tensor([lp for tau in batch for lp, m in zip(tau.logps, tau.mask, strict=True) if m])  # (N,)
         old = extras["logp"] if terms["old_logp"] is None else tokens["old_logp"].to(extras["logp"].dtype)
         return loss, extras | {"old_logp": old, "gap": (old - send(engine, self.device)).abs()}

@@ -7,7 +7,7 @@ variants.py. Most are functions of a `Batch`, the trajectories as columns; the s
 
     set_advantages   a step's trajectories, on rank 0:  reward -> advantage -> credit over turns
     terms            a mini-batch's, on every rank:     selection -> weights -> clip bounds -> further columns
-    surrogate        of some tokens, by kernels/head.py, which differentiates it; without one, Eq. 2's
+    surrogate        S (n,) of some tokens, in place of Eq. 2's `grpo.clipped_surrogate`
 """
 
 if not __package__:
@@ -24,7 +24,7 @@ import torch
 
 from config import Config, knob, parse
 from extras import variants as v
-from grpo import Learner, Terms, group_advantages
+from grpo import Learner, Terms, clipped_surrogate, group_advantages
 from inspo import train
 from tasks import Trajectory
 from tasks.questions import holds_gold, normalize
@@ -206,7 +206,7 @@ class Objective:
     weight: Callable[[Batch, Mask], Array] = v.trajectory_mean  # (N,)
     clip: Callable[[Batch], tuple[Array, Array]] | tuple[float, ...] | None = None  # None: --eps; (): S has no bounds
     columns: Callable[[Batch, Array], v.Columns] = lambda b, w: {}  # w (N,) -> what else the surrogate reads, (N,)
-    surrogate: Callable[..., torch.Tensor] | None = None  # S (n,) of n tokens; None: Eq. 2's
+    surrogate: Callable[..., torch.Tensor] = clipped_surrogate
 
 
 # One line a method: what it does differently from GRPO. docs/objectives.md has the sources.

@@ -14,6 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from grpo import clipped_surrogate
+
 if TYPE_CHECKING:
     from extras.objectives import Batch
 
@@ -432,17 +434,12 @@ def fallen(b: Batch, w: Array) -> Columns:
     return {"lam": np.where(gated[b.tau], 0.1 / max(1, int(np.count_nonzero(gated))) / np.maximum(w, 1e-12), 0)}
 
 
-# ---- surrogates: S (n,) of n tokens, in torch; kernels/head.py has rho within e^+-40
-
-
-def clip(rho: Tensor, adv: Tensor, eps_low: Tensor, eps_high: Tensor) -> Tensor:
-    """Eq. 2."""
-    return torch.minimum(rho * adv, rho.clamp(1 - eps_low, 1 + eps_high) * adv)
+# ---- surrogates, as `grpo.clipped_surrogate` is that of Eq. 2; kernels/head.py keeps rho within e^+-40
 
 
 def gspo(logp: Tensor, log_s: Tensor, adv: Tensor, eps_low: Tensor, eps_high: Tensor, **_: Tensor) -> Tensor:
     """GSPO (Eq. 7 and 13): Eq. 2 with s, whose gradient each token has through itself."""
-    return clip(torch.exp(log_s + logp - logp.detach()), adv, eps_low, eps_high)
+    return clipped_surrogate(torch.exp(log_s + logp - logp.detach()), adv, eps_low, eps_high)
 
 
 def cispo(logp: Tensor, rho: Tensor, adv: Tensor, eps_high: Tensor, **_: Tensor) -> Tensor:
@@ -484,7 +481,7 @@ def hapo(rho: Tensor, adv: Tensor, h: Tensor, **_: Tensor) -> Tensor:
     """
     inside = (rho > 0.9) & (rho < 1.14)
     A = adv * torch.where((h > 0) != inside, 1 + h, 1)
-    return clip(rho, A, 0.2 * (1 - h.clamp(max=0)), 0.28 * (1 + h.clamp(min=0)))
+    return clipped_surrogate(rho, A, 0.2 * (1 - h.clamp(max=0)), 0.28 * (1 + h.clamp(min=0)))
 
 
 def icpo(
@@ -500,7 +497,7 @@ def llds(
     logp: Tensor, rho: Tensor, old: Tensor, adv: Tensor, lam: Tensor, eps_low: Tensor, eps_high: Tensor, **_: Tensor
 ) -> Tensor:  # fmt: skip
     """LLDS (2512.04220): Eq. 2 - lambda relu(log p_old - log p). Read in a third party's port, not in the paper."""
-    return clip(rho, adv, eps_low, eps_high) - lam * torch.relu(old - logp)
+    return clipped_surrogate(rho, adv, eps_low, eps_high) - lam * torch.relu(old - logp)
 
 
 def espl(logp: Tensor, engine: Tensor, adv: Tensor, **_: Tensor) -> Tensor:

@@ -53,18 +53,23 @@ def make_batch(N, H, V, masked):
     return SimpleNamespace(hidden=X, weight=W, mask=mask, sequence_adv=adv, **tokens, kept=kept)
 
 
-def clip(rho, adv, **_):
-    return torch.minimum(rho * adv, rho.clamp(1 - EPS, 1 + EPS) * adv)
+def eq2(logp, old, adv, w, **_):
+    rho = torch.exp(logp - old)
+    S = torch.minimum(rho * adv, rho.clamp(1 - EPS, 1 + EPS) * adv)
+    return w * S, S, torch.zeros_like(S)
 
 
 def loss_of_kept(b, logp):
-    """Returns Eq. 2 of the unmasked tokens, from their log-probs."""
-    return -(b.kept["w"] * clip(torch.exp(logp - b.kept["old_logp"]), b.kept["adv"])).sum()
+    """Returns the loss of the unmasked tokens, from their log-probs."""
+    return -eq2(logp, b.kept["old_logp"], b.kept["adv"], b.kept["w"])[0].sum()
 
 
-def ours(b, surrogate=None):
+ONE_LAUNCH = None if CUDA else eq2  # elsewhere there is one way alone
+
+
+def ours(b, objective=ONE_LAUNCH):
     """Drops masked rows, as training does."""
-    return grpo_head(b.hidden[b.mask], b.weight, **b.kept, chunk=CHUNK, surrogate=surrogate)[0]
+    return grpo_head(b.hidden[b.mask], b.weight, **b.kept, chunk=CHUNK, objective=objective)[0]
 
 
 def plain_logp(b):
@@ -136,9 +141,11 @@ def runs_of(b):
     passes, z, y = _rows(b.hidden.device), head_logits(b.hidden[:CHUNK].detach(), b.weight), b.targets[:CHUNK]
     tokens = {"adv": b.adv, "w": b.w, "old": b.old_logp} | dict.fromkeys(("eps_low", "eps_high"), b.adv * 0 + EPS)
     kw = {"temperature": 1.0, "beta": 0.0} | {name: x[:CHUNK] for name, x in tokens.items()}
+    two_passes = partial(_two_passes, passes, eq2)
+    loss_rows = passes.loss_rows if CUDA else two_passes
     return {
         "ours": (3, lambda: gradients(b, ours)),
-        "ours, two passes": (3, lambda: gradients(b, ours, clip)),
+        "ours, two passes": (3, lambda: gradients(b, ours, eq2)),
         "Liger fused": (3, lambda: gradients(b, liger_fused)),  # compiled, a sequence at a time
         "Liger fused, one chunk": (3, lambda: gradients(b, partial(liger_fused, chunk_size=SEQUENCES))),
         "Liger Triton + logits": (3, lambda: gradients(b, liger_triton)),
@@ -153,8 +160,8 @@ def runs_of(b):
         "three bare products": (3, lambda: bare_products(b)),
         "ours, forward only": (1, lambda: token_logprobs(b.hidden[b.mask], b.weight, b.kept["targets"])[:1]),
         "torch, forward only": (1, lambda: (plain_logp(b).detach()[b.mask],)),
-        "rows": (0, lambda: passes.loss_rows(z, y, DTYPE, **kw)),  # they overwrite z, which costs no time
-        "rows, two passes": (0, lambda: _two_passes(passes, clip, z, y, DTYPE, **kw)),
+        "rows": (0, lambda: loss_rows(z, y, DTYPE, **kw)),  # they overwrite z, which costs no time
+        "rows, two passes": (0, lambda: two_passes(z, y, DTYPE, **kw)),
         "rows, a copy of the logits": (0, lambda: z.clone()),
     }
 

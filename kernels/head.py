@@ -9,25 +9,23 @@ from functools import partial
 
 import torch
 
-from kernels.rows_torch import penalize
-
 
 def grpo_head(
-    hidden, weight, targets, *, adv, w, old_logp=None, ref_logp=None, temperature=1.0, eps_low=0.2, eps_high=0.2,
-    beta=0.0, surrogate=None, chunk=4096, **columns,
+    hidden, weight, targets, *, adv, w, objective=None, old_logp=None, ref_logp=None, temperature=1.0, eps_low=0.2,
+    eps_high=0.2, beta=0.0, chunk=4096, **columns,
 ):  # fmt: skip
     """Returns the GRPO loss of N action tokens, its gradient already computed (Eq. 2, with the rho of Eq. 3).
 
     With x = hidden @ weight.T / T, p = softmax(x), logp = log p[y], rho = exp(logp - old), H = -sum_j p[j] log p[j]:
 
-        L = -sum_n w * (S - beta * KL),    S = min(rho * adv, clip(rho, 1 - eps_low, 1 + eps_high) * adv)
+        L = -sum_n J,    J = w * (S - beta * KL),    S = min(rho * adv, clip(rho, 1 - eps_low, 1 + eps_high) * adv)
 
     The gradient needs no second look at the logits:
-      1. S and KL depend on x only through logp:          dlogp/dx[j] = 1[j = y] - p[j]
+      1. J depends on x only through logp:                dlogp/dx[j] = 1[j = y] - p[j]
       2. drho/dlogp = rho, so where min takes rho * adv:  dS/dlogp = rho * adv, and 0 where the clip holds
       3. KL = exp(d) - d - 1 with d = ref - logp (k3):    dKL/dlogp = 1 - exp(d)
-      4. so one number per token suffices:                c = w * (dS/dlogp - beta * dKL/dlogp)
-      5. another S may depend on H, which adds a second:  dH/dx[j] = -p[j] * (log p[j] + H),  a = w * dS/dH
+      4. so one number per token suffices:                c = dJ/dlogp = w * (dS/dlogp - beta * dKL/dlogp)
+      5. another J may depend on H, which adds a second:  dH/dx[j] = -p[j] * (log p[j] + H),  a = dJ/dH
       6. together, with the 1/T of x:                     dL/dz[j] = (p[j] * (c + a * (log p[j] + H)) - c 1[j = y]) / T
       7. and from the dz (n, V) of a chunk:               dX = dz @ weight,  dW = dz.T @ hidden
 
@@ -37,13 +35,17 @@ def grpo_head(
         (MixedPrecisionPolicy(cast_forward_inputs=False)): bf16 is too coarse for log-probs.
     adv, w, old_logp, ref_logp: (N,); eps_low, eps_high: scalars or (N,). No gradient flows into these.
     w: mask / normalizer * importance weight: any averaging scheme. Leaving out a row is cheaper than w = 0.
-    old_logp: None is the on-policy step, rho = 1 with the gradient of rho. ref_logp: None means no KL. Their
-        differences to logp are clamped to +-80, so that all numbers stay finite.
-    surrogate: another S, in torch: see `_two_passes`. columns: what else it reads, scalars or (N,).
+    objective: J in torch, see `_two_passes`; None: the formula above in one launch, which needs CUDA.
+    old_logp: None is the on-policy step, rho = 1 with the gradient of rho. ref_logp: None means no KL. Both are kept
+        within 40 of logp, so that the squares of their ratios are finite.
+    columns: what else the objective reads, scalars or (N,).
     chunk: rows at a time; takes the memory of one float32 matrix (chunk, V) on a GPU, of two elsewhere. Small chunks
         are slow: each reads weight and dW again.
     Returns L, a scalar, and detached (N,) tensors: logp, entropy (nats), kl, clipped (adv is not 0 and yet S is flat).
     """
+    passes = _rows(hidden.device)
+    if objective is None and not hasattr(passes, "loss_rows"):
+        raise ValueError(f"on {hidden.device} the head needs an objective")
     if beta and ref_logp is None:
         raise ValueError(f"beta = {beta} needs ref_logp")
     need_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
@@ -52,10 +54,11 @@ def grpo_head(
     # Under autocast the products would be bf16, and logp off by up to 0.1, half of eps.
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
         N, like = len(hidden), {"dtype": _wide(hidden.dtype), "device": hidden.device}
+        W = weight.to(_factor(hidden))
+        loss_rows = partial(_two_passes, passes, objective) if objective else passes.loss_rows
+        exact = like | {"dtype": torch.float64 if objective else torch.float32}
         tokens = dict(adv=adv, w=w, old=old_logp, ref=ref_logp, eps_low=eps_low, eps_high=eps_high) | columns
-        tokens = {k: _each(v, N, like) for k, v in tokens.items() if v is not None}
-        passes, W = _rows(hidden.device), weight.to(_factor(hidden))
-        loss_rows = partial(_two_passes, passes, surrogate) if surrogate else passes.loss_rows
+        tokens = {k: _each(v, N, exact) for k, v in tokens.items() if v is not None}
         dX = torch.empty(hidden.shape, **like) if need_grad else None  # (N, H)
         dW = None  # (V, H)
         J, logp, entropy, kl = torch.empty(4, N, **like)
@@ -64,7 +67,7 @@ def grpo_head(
             J[rows], logp[rows], entropy[rows], kl[rows], clipped[rows], dz = loss_rows(
                 z, targets[rows], W.dtype if need_grad else None, temperature=temperature, beta=beta,
                 **{k: v[rows] for k, v in tokens.items()},
-            )  # Eq.2  # fmt: skip
+            )  # fmt: skip
             if need_grad:
                 dX[rows] = _product_over_vocabulary(dz, W)
             if need_dW:
@@ -78,26 +81,27 @@ def grpo_head(
     return loss, {"logp": logp, "entropy": entropy, "kl": kl, "clipped": clipped}
 
 
-def _two_passes(passes, surrogate, z, targets, grad_dtype, *, w, temperature, beta, old=None, ref=None, **tokens):
-    """Returns what `loss_rows` does for any S: a pass for log-probs and entropies, S by autograd, a pass for dL/dz.
+def _two_passes(passes, objective, z, targets, grad_dtype, *, temperature, old=None, ref=None, **tokens):
+    """Returns what `loss_rows` does, for any J: a pass for log-probs and entropies, autograd, a pass for dL/dz.
 
-    surrogate(logp=, entropy=, rho=, old=, adv=, eps_low=, ...) -> S (n,) of n tokens, whose other arguments have no
-    gradient. A chunk may begin or end anywhere: what couples tokens comes as a column. rho is within e^+-40, so that
-    its square is finite.
+    objective(logp=, entropy=, old=, ref=, adv=, w=, eps_low=, ..., beta=) -> J, S, KL, (n,) each, of n tokens, all in
+    float64: exp(d) - d - 1 cancels in float32. Only logp and entropy have a gradient. A chunk may begin or end
+    anywhere: what couples tokens comes as a column.
     """
-    logp, entropy = (x.requires_grad_() for x in passes.logp_rows(z, targets, temperature))
-    old = logp.detach() if old is None else old
+    logp, entropy, softmax = passes.logp_rows(z, targets, temperature)
+    now, H = (x.detach().double().requires_grad_() for x in (logp, entropy))
+    least, most = now.detach() - 40, now.detach() + 40
+    old, ref = (now.detach() if x is None else x.clamp(least, most) for x in (old, ref))
     with torch.enable_grad():
-        rho = torch.exp((logp - old).clamp(-40, 40))
-        S = surrogate(logp=logp, entropy=entropy, rho=rho, old=old, w=w, **tokens)
-        dS, dH = torch.autograd.grad(S.sum(), (logp, entropy), materialize_grads=True)
-    logp, entropy = logp.detach(), entropy.detach()
-    J, kl, c = penalize(S.detach(), dS, logp, ref, w, beta)
+        J, S, kl = objective(logp=now, entropy=H, old=old, ref=ref, **tokens)
+        (dS,) = torch.autograd.grad(S.sum(), now, retain_graph=True, materialize_grads=True)
+        c, a = torch.autograd.grad(J.sum(), (now, H), allow_unused=True)
     clipped = (dS == 0) & (tokens["adv"] != 0)
     dz = None
     if grad_dtype is not None:
-        dz = passes.grad_rows(z, targets, logp, entropy, c, w * dH, temperature, grad_dtype)
-    return J, logp, entropy, kl, clipped, dz
+        c, a = (x if x is None else x.to(logp.dtype) for x in (c, a))
+        dz = passes.grad_rows(softmax, targets, logp, entropy, c, a, temperature, grad_dtype)
+    return J.detach(), logp, entropy, kl.detach(), clipped, dz
 
 
 @torch.no_grad()
@@ -110,7 +114,7 @@ def token_logprobs(hidden, weight, targets, temperature=1.0, chunk=4096):
         logp_rows, W = _rows(hidden.device).logp_rows, weight.to(_factor(hidden))
         logp, entropy = torch.empty(2, len(hidden), dtype=_wide(hidden.dtype), device=hidden.device)
         for rows, _, z in _chunks(hidden, W, chunk):
-            logp[rows], entropy[rows] = logp_rows(z, targets[rows], temperature)
+            logp[rows], entropy[rows] = logp_rows(z, targets[rows], temperature)[:2]
             del z  # before the next chunk allocates its logits
     return logp, entropy
 

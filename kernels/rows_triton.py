@@ -2,7 +2,7 @@
 
 One program per row. `loss_rows` reads a row twice in one launch: first for log-probability and entropy, which determine
 the one number that the gradient of Eq. 2 needs, then to write dL/dz over it. `logp_rows` and `grad_rows` are its two
-halves, for everything else. Symbols and steps are those of `head.grpo_head`; `rows_torch.py` does the same in torch.
+halves, for everything else, as in `rows_torch.py`. Symbols and steps are those of `head.grpo_head`.
 """
 
 import torch
@@ -74,14 +74,14 @@ def loss_kernel(
     adv, w = tl.load(ADV + row), tl.load(W + row)
     rho = 1.0 + 0.0 * adv
     if OLD is not None:
-        rho = tl.exp(tl.clamp(logp - tl.load(OLD + row), -80.0, 80.0))  # Eq.3; finite
+        rho = tl.exp(tl.clamp(logp - tl.load(OLD + row), -40.0, 40.0))  # Eq.3
     clip = tl.minimum(tl.maximum(rho, 1.0 - tl.load(EPS_LOW + row)), 1.0 + tl.load(EPS_HIGH + row))
     S = tl.minimum(rho * adv, clip * adv)  # Eq.2
     clipped = S != rho * adv  # at a tie, in particular rho = 1, the gradient is the unclipped one
     dS = tl.where(clipped, 0.0, rho * adv)
     kl = 0.0 * adv
     if REF is not None:
-        d = tl.clamp(tl.load(REF + row) - logp, -80.0, 80.0)
+        d = tl.clamp(tl.load(REF + row) - logp, -40.0, 40.0)
         series = d * d * (1 / 2 + d * (1 / 6 + d * (1 / 24 + d / 120)))  # near 0 exp(d) - d - 1 cancels
         kl = tl.where(tl.abs(d) < 0.1, series, tl.exp(d) - d - 1.0)
         if WITH_KL:  # with beta = 0 the KL is only reported, and may be infinite
@@ -113,7 +113,11 @@ def grad_kernel(Z, Y, DZ, LOGP, ENTROPY, C, A, V, dz_stride, inv_t, BLOCK: tl.co
 
 
 def loss_rows(z, targets, grad_dtype, *, adv, w, eps_low, eps_high, temperature, beta, old=None, ref=None):
-    """Returns the same as rows_torch.loss_rows; dL/dz overwrites z (n, V)."""
+    """Computes Eq. 2 of n tokens and its gradient with respect to their logits z (n, V), which dL/dz overwrites.
+
+    Returns J = w * (S - beta * KL), logp, entropy, KL and whether the token is clipped, (n,) each; and dL/dz (n, V) of
+    L = -sum J in grad_dtype, or None without one.
+    """
     n = len(z)
     J, logp, entropy, kl = torch.empty(4, n, device=z.device)
     clipped = torch.empty(n, dtype=torch.bool, device=z.device)
@@ -128,11 +132,11 @@ def loss_rows(z, targets, grad_dtype, *, adv, w, eps_low, eps_high, temperature,
 
 
 def logp_rows(z, targets, temperature):
-    """Returns log p[y] and the entropy, (n,) each, of the logits z (n, V), which stay as they are."""
+    """Returns log p[y] and the entropy, (n,) each, of the logits z (n, V), and what `grad_rows` reads: z."""
     logp, entropy = torch.empty(2, len(z), device=z.device)
     inv_t = 1 / float(temperature)
     logp_kernel[(len(z),)](z, targets.contiguous(), logp, entropy, z.shape[1], inv_t, BLOCK=_block(z), num_warps=WARPS)
-    return logp, entropy
+    return logp, entropy, z
 
 
 def grad_rows(z, targets, logp, entropy, c, a, temperature, grad_dtype):

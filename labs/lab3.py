@@ -9,7 +9,8 @@ with app.setup:
     import torch
 
     from config import Config
-    from kernels.rows_torch import loss_rows
+    from grpo import objective
+    from kernels import grpo_head
     from labs import desk
 
 
@@ -28,7 +29,7 @@ def _():
     \quad \text{(Eq. 2)}$$
 
     The mask $I$ is 1 on tokens that the policy sampled and 0 on what it was given. In the project the averages are
-    in `grpo.py`, `Learner.terms`; $S$, KL and the gradient are in `kernels/`, in Triton for GPUs and in torch.
+    in `grpo.py`, `Learner.terms`, and $S$ and KL in `objective`; the gradient is in `kernels/`.
 
     ## Before anything else: predict
 
@@ -228,9 +229,9 @@ def _():
     mo.md(r"""
     ## Against the kernel
 
-    `kernels/rows_triton.py` computes all of this on a GPU, loss and gradient in one pass over the logits;
-    `kernels/rows_torch.py` is the same for machines without one. Here it gets 16 tokens with a vocabulary of 300, and
-    so do you.
+    `kernels/rows_triton.py` computes all of this on a GPU, loss and gradient in one launch; without one
+    `kernels/head.py` differentiates the lines of `grpo.py`. Here it gets 16 tokens with a vocabulary of 300, and so do
+    you.
     """)
     return
 
@@ -245,18 +246,21 @@ def _(right_average, right_gradient, right_k3, right_surrogate):
     old, ref = logp - 0.4 * rng.normal(size=N), logp - 0.4 * rng.normal(size=N)
     A = np.repeat([1.0, -1.0], N // 2)  # two trajectories of 8 sampled tokens
     w = np.full(N, 1 / 16)  # 1/G 1/|tau|
-    columns = {"adv": A, "w": w, "old": old, "ref": ref, "eps_low": np.full(N, eps), "eps_high": np.full(N, eps)}
+    columns = {"adv": A, "w": w, "old_logp": old, "ref_logp": ref}
     columns = {name: torch.tensor(x) for name, x in columns.items()}
-    rows = loss_rows(torch.tensor(z), torch.tensor(y), torch.float32, temperature=1.0, beta=0.0, **columns)
-    theirs = {name: x.numpy() for name, x in zip(("J", "logp", "entropy", "kl", "clipped", "dz"), rows, strict=True)}
+    _logits, _one = torch.tensor(z, requires_grad=True), torch.eye(V, dtype=torch.float64)
+    _loss, theirs = grpo_head(
+        _logits, _one, torch.tensor(y), objective=objective, eps_low=eps, eps_high=eps, **columns
+    )
+    _loss.backward()
+    theirs = {"J": -_loss.item(), "dz": _logits.grad.numpy(), **{name: x.numpy() for name, x in theirs.items()}}
     yours = {
-        "J": w * surrogate(np.exp(logp - old), A, eps),
         "kl": k3(logp, ref),
         "dz": np.array([w[n] * gradient(z[n], y[n], old[n], A[n], eps) for n in range(N)]),
     }
     apart = {name: abs(theirs[name] - x).max() for name, x in yours.items()}
     _average = average(surrogate(np.exp(logp - old), A, eps).reshape(2, -1), np.ones((2, N // 2)))
-    apart["loss"] = abs(_average - theirs["J"].sum())
+    apart["loss"] = abs(_average - theirs["J"])
     return apart, eps, theirs
 
 
@@ -274,7 +278,7 @@ def _(apart, eps, predicted, theirs):
             desk.compare("S with A = -1 and rho = 1.5", predicted, found["S of the predicted token"]),
             desk.list_found(found, predicted),
             mo.md(
-                "A clipped token has no gradient. The kernel rounds its gradient to 32 bits, you to 64."
+                "A clipped token has no gradient."
             ),
         ]
     )

@@ -20,6 +20,7 @@ import engines.vllm_engine as vllm_engine
 import inspo
 import training.fit as fit
 from config import CARDS, Config, parse
+from grpo import objective
 from kernels import grpo_head
 from models import lora
 from models.model import empty, skeleton
@@ -363,7 +364,8 @@ def test_the_head_s_gradients_by_measurement():
     hidden = torch.randn(N, H, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(V, H, dtype=torch.bfloat16, requires_grad=True)
     with Live([hidden, weight]) as live:
-        loss, _ = grpo_head(hidden, weight, torch.zeros(N, dtype=torch.long), adv=torch.ones(N), w=torch.ones(N))
+        targets, ones = torch.zeros(N, dtype=torch.long), torch.ones(N)
+        loss, _ = grpo_head(hidden, weight, targets, objective=objective, adv=ones, w=ones)
         live.most = 0
         loss.backward()
     fitted = small_head(H, V, N, tied=True)

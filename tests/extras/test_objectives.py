@@ -10,6 +10,7 @@ import math
 import pickle
 import random
 import shutil
+from functools import partial
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from test_inspo import SMALL, finish, metrics
 from config import PRESETS, validate
 from extras import objectives
 from extras.objectives import OBJECTIVES, ObjectiveConfig, ObjectiveLearner
-from grpo import Learner, minibatches
+from grpo import Learner, minibatches, objective
 from kernels import grpo_head
 from models.model import load_policy
 from tasks import Question, Trajectory, Turn
@@ -124,7 +125,8 @@ def through_the_head(terms, surrogate, now):
     targets, tokens = torch.zeros(len(now), dtype=torch.long), {}
     for name, x in terms.items():
         tokens[name] = torch.from_numpy(x) if isinstance(x, np.ndarray) else x
-    loss, _ = grpo_head(z, torch.eye(2, dtype=torch.float64), targets, surrogate=surrogate, chunk=7, **tokens)
+    lines = partial(objective, surrogate=surrogate)
+    loss, _ = grpo_head(z, torch.eye(2, dtype=torch.float64), targets, objective=lines, chunk=7, **tokens)
     loss.backward()
     return z.grad[:, 0] / (1 - logp.exp())
 
