@@ -348,33 +348,28 @@ class Deaths(Calls):
         return whole, found
 
 
-@pytest.fixture
-def deaths(tmp_path, monkeypatch):
-    """Makes Deaths of runs in which no clock and no thread makes a difference."""
+def deaths_of(tmp_path, monkeypatch, **kind) -> Deaths:
+    """Returns the Deaths of runs in which no clock and no thread makes a difference."""
+    monkeypatch.setattr("page.html.write", lambda runs, out: out)
     monkeypatch.setattr("journal.log.time", SimpleNamespace(perf_counter=lambda: 0.0, time=lambda: 0.0))
     monkeypatch.setattr("journal.log.versions", dict)
     monkeypatch.setattr("journal.directory.describe_run", lambda task: {})
     monkeypatch.setattr("secrets.token_hex", lambda n: "0" * 8)
     monkeypatch.setattr(RunDirectory, "write_trajectories", lambda *args: None)
     monkeypatch.setattr("test_resume.ThreadPoolExecutor", Inline)
-    here = []
+    deaths = Deaths(tmp_path, **kind)
 
     def watched(function):
         def call(*args):
             done = function(*args)
-            here[-1].look(f"{function.__name__} {args[1]}")
+            deaths.look(f"{function.__name__} {args[1]}")
             return done
 
         return call
 
     monkeypatch.setattr(RunDirectory, "append", watched(RunDirectory.append))
     monkeypatch.setattr("os.replace", watched(os.replace))
-
-    def make(**kind):
-        here.append(Deaths(tmp_path, **kind))
-        return here[-1]
-
-    return make
+    return deaths
 
 
 class Inline:
@@ -409,5 +404,5 @@ def check_deaths(deaths: Deaths, every: int) -> None:
 
 
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
-def test_after_any_two_deaths_a_run_ends_the_same(deaths, every):
-    check_deaths(deaths(**STEPS), every)
+def test_after_any_two_deaths_a_run_ends_the_same(tmp_path, monkeypatch, every):
+    check_deaths(deaths_of(tmp_path, monkeypatch, **STEPS), every)
