@@ -256,6 +256,36 @@ def test_stopped_at_any_call_and_resumed_a_run_leaves_the_same(whole, tmp_path, 
         assert len(again.names) <= len(names) - n + 6, names[n - 1]  # an evaluation, or an evolution, is done again
 
 
+class Careless(Judged):
+    """Its code fails in step 6, whose update would be the second after a checkpoint."""
+
+    broken = ""
+
+    def metrics(self, tau):
+        found = super().metrics(tau)
+        if self.asked == "6 rollout" and self.broken in ("raises", "renames") and tau.group:
+            return {"mark": 1.0} if self.broken == "renames" else found["none"]
+        return found
+
+    def shown(self, tau):
+        if self.asked == "6 rollout" and self.broken == "shows":
+            raise RuntimeError("no words")
+        return super().shown(tau)
+
+
+@pytest.mark.parametrize("broken", ["raises", "renames", "shows"])
+def test_a_task_s_own_code_that_fails_costs_no_step_that_was_trained(whole, tmp_path, monkeypatch, broken):
+    monkeypatch.setattr("test_resume.Judged", Careless)
+    monkeypatch.setattr(Careless, "broken", broken)
+    with pytest.raises((KeyError, Fault, RuntimeError)), contextlib.redirect_stderr(io.StringIO()) as stderr:
+        play(tmp_path / "r", Calls())
+    assert step_of(RunDirectory(tmp_path / "r").checkpoints()[-1]) == 5
+    assert broken == "renames" or f"resume from step 5 with --out {tmp_path}/r" in stderr.getvalue()
+    monkeypatch.undo()
+    play(tmp_path / "r", Calls())
+    assert left(tmp_path / "r") == whole[0]
+
+
 def test_without_room_for_a_copy_training_waits_until_a_checkpoint_is_written(monkeypatch):
     """What is written is no copy then: a slow disk would get the weights of a later step. 4 bytes thrice a weight."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
