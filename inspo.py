@@ -67,7 +67,7 @@ def inspo(
             reward(task, taus)  # Alg.1 L7
             policy.learner.set_advantages(taus)  # Eq.3
             row = step_metrics(task, taus, cfg.G)  # a task's own code fails here, and not after the update
-            texts = [task.shown(tau) for tau in taus]
+            texts = list(map(task.shown, taus))
             update = policy.update(t, taus)  # Alg.1 L8 Eq.5
             P.attribute(taus)  # Alg.1 L9
             log.step(t, taus, P, row | update | policy.pace(taus))
@@ -82,8 +82,9 @@ def inspo(
             evolution.evolve(t, policy)
 
         evaluated = cfg.eval_every > 0 and t % cfg.eval_every == 0 and t < cfg.T  # `compare` evaluates the last one
-        for split in ("valid", "test") if evaluated else ():
-            log.evaluated(split, policy.evaluate(t, P.best(), split))
+        if evaluated:
+            for split in ("valid", "test"):
+                log.evaluated(split, policy.evaluate(t, P.best(), split))
         log.end_step(t, P)
         checkpoints.end_step(t, evaluated)
     return policy, P.best()  # Alg.1 L26
@@ -116,7 +117,7 @@ class Evolution:
                 f"the optimizer gave no reply to its first call: {e}; check OPENAI_BASE_URL, OPENAI_API_KEY and"
                 " --optimizer_model, or choose --mode static"
             ) from None
-        for text in paraphrases[: self.cfg.N_P - 1]:
+        for text in paraphrases:
             self.P.join(text, I_0.id, 0)
         self.log.started(self.P)
 

@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
+import torch
+
 from config import Config, holds_a_run, preset_of, program_of, read_config
 from journal.record import FREE, Row, describe_run, differences, with_absolute_paths
 from plumbing import stop
@@ -69,10 +71,12 @@ class RunDirectory:
                 run.discard()
             if empty or isinstance(e, (CheckpointFault, Diverged)):
                 raise
-            first = "make room and " if isinstance(e, DiskFault) else ""
+            saved, first = run.checkpoints(), "make room and " if isinstance(e, DiskFault) else ""
+            where = f"step {step_of(saved[-1])}" if saved else "the start"
+            how = f"{first}resume from {where} with --out {run.path} --resume"
             if isinstance(e, (Fault, stop.Stopped)):
-                raise Fault(f"\n{e}\n{first}{run.how_to_resume()}") from None
-            print(f"\n{run.how_to_resume()}", file=sys.stderr)
+                raise Fault(f"\n{e}\n{how}") from None
+            print(f"\n{how}", file=sys.stderr)
             raise
         finally:
             run.close()
@@ -195,35 +199,35 @@ class RunDirectory:
         evaluated = (path for path in self.checkpoints() if step_of(path) in value)
         return max(evaluated, key=lambda path: value[step_of(path)], default=None)
 
-    def load_state(self, path: Path) -> dict[str, Any]:
-        """Returns the state in a checkpoint; raises Fault if it cannot be read, or if it is another run's."""
-        state = checkpoint.load_state(path)
-        if state["run"] != self.id:
-            raise CheckpointFault(
-                f"{path} is of the run {state['run']}, not of {self.id}, the one in {self.path}: move it away"
-            )
+    def load_state(self, path: Path) -> Row:
+        """Returns the mark in a checkpoint; raises Fault if it cannot be read, or if it is another run's."""
+        try:
+            state: Row = torch.load(path / "state.pt", weights_only=True)
+            whose = state["run"]
+        except Exception as e:  # a damaged archive raises anything
+            raise CheckpointFault(f"{path}/state.pt cannot be read ({checkpoint.reason(e)})") from None
+        if whose != self.id:
+            raise CheckpointFault(f"{path} is of the run {whose}, not of {self.id}, that of {self.path}: move it away")
         return state
 
     def rewind(
         self, damage: Callable[[Path], list[str]], note: Callable[[str], None]
-    ) -> tuple[Path, dict[str, Any]] | None:
-        """Returns (checkpoint, its state) to resume from and drops log lines after it; None if there is none.
+    ) -> tuple[Path, Row] | None:
+        """Returns (checkpoint, its mark) to resume from and drops log lines after it; None if there is none.
 
         `damage` returns what is wrong with a checkpoint. One that is damaged is renamed, and `note` is told so; Fault
         if all are. Calls to the optimizer stay in reflections.jsonl: they have been paid for.
         """
-        bad: dict[Path, str] = {}
-        usable: tuple[Path, dict[str, Any]] | None = None
-        for path in reversed(self.checkpoints()):
-            if wrong := damage(path.absolute()):
-                bad[path] = wrong[0]
-            else:
-                usable = path, self.load_state(path)
-                if "ended" not in usable[1]:
-                    commit = self.record["commit"]
-                    raise CheckpointFault(f"{path} is of an earlier version: resume with that, commit {commit}")
-                break
-        if bad and not usable:
+        saved, bad = self.checkpoints(), dict[Path, str]()
+        while saved and (wrong := damage(saved[-1].absolute())):
+            bad[saved.pop()] = wrong[0]
+        mark: Row = {"t": -1, "lengths": {}}  # without a checkpoint step 0 is written again
+        if saved:
+            mark = self.load_state(saved[-1])
+            if "ended" not in mark:
+                commit = self.record["commit"]
+                raise CheckpointFault(f"{saved[-1]} is of an earlier version: resume with that, commit {commit}")
+        elif bad:
             reasons = "; ".join(f"{path.name}: {reason}" for path, reason in bad.items())
             raise CheckpointFault(
                 f"no checkpoint of {self.path} is whole ({reasons}): remove {self.path / 'checkpoints'} to start over"
@@ -235,7 +239,6 @@ class RunDirectory:
                 remove(aside)
                 path.rename(aside)
             note(f"note: checkpoint {path.name} is damaged ({reason}) and is now called {aside.name}")
-        mark: Row = usable[1] if usable else {"t": -1, "lengths": {}}  # without one step 0 is written again
         for name in LOGS:
             rows, n = self.rows(name), mark["lengths"].get(name, 0)
             kept = [row for row in rows[:n] if row["t"] <= mark["t"] or "call" in row]
@@ -244,13 +247,7 @@ class RunDirectory:
             kept += [row for row in rows[n:] if "call" in row]
             self.write(f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
             self.lengths[name] = len(kept)
-        return usable
-
-    def how_to_resume(self) -> str:
-        """Returns the flags that resume the run."""
-        saved = self.checkpoints()
-        where = f"step {step_of(saved[-1])}" if saved else "the start"
-        return f"resume from {where} with --out {self.path} --resume"
+        return (saved[-1], mark) if saved else None
 
 
 def remove(path: Path) -> None:

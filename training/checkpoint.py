@@ -47,18 +47,6 @@ def load(state: dict[str, Any], path: Path, alone: bool) -> None:
         raise CheckpointFault(f"{path} cannot be loaded ({reason(e)})") from None
 
 
-def load_state(path: Path) -> dict[str, Any]:
-    """Returns what is in a checkpoint's state.pt, numbers and texts; raises CheckpointFault."""
-    try:
-        state = torch.load(path / "state.pt", weights_only=True)
-        missing = {"t", "run", "population"} - set(state)
-    except Exception as e:  # a damaged archive raises anything
-        raise CheckpointFault(f"{path}/state.pt cannot be read ({reason(e)})") from None
-    if missing:
-        raise CheckpointFault(f"{path}/state.pt has no {sorted(missing)[0]!r}: use the version that wrote it")
-    return dict(state)
-
-
 def digest(path: Path) -> str:
     """Returns a file's CRC-32, in hexadecimal digits: it notices damage, and costs a fifth of a cryptographic hash."""
     crc = 0

@@ -387,7 +387,6 @@ class Policy:
         if self.in_step:
             if self.ranks.rank == 0:
                 self.ranks.broadcast(None)
-            self.writer.shutdown()
             self.engine.close()
             del self.engine, self.learner
             self.ranks.leave()
