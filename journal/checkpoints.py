@@ -26,7 +26,8 @@ class Checkpoints:
         self.run, self.policy, self.P, self.B, self.log = run, policy, P, B, log
         self.last: Row = {"t": 0}  # mark
         self.saved = self.last  # the mark of the newest checkpoint; before there is one, nothing is to be saved
-        self.saving: Future[None] | None = None
+        self.saving: Future[None] = Future()  # of the newest checkpoint
+        self.saving.set_result(None)
 
     def restore(self) -> tuple[int, int]:
         """Restores a run that is resumed; returns the step to play, and the last step that has been trained: (1, 0).
@@ -52,7 +53,7 @@ class Checkpoints:
 
         Raises the DiskFault of a checkpoint that could not be written.
         """
-        if self.saving and self.saving.done():
+        if self.saving.done():
             self.settle()
         changing = {"population": self.P.state_dict(), "memory": self.policy.learner.memory, **self.log.state_dict()}
         place = {"run": self.run.id, "t": t, "ended": ended, "lengths": dict(self.run.lengths)}
@@ -77,15 +78,13 @@ class Checkpoints:
         with contextlib.ExitStack() as stack:
             path = stack.enter_context(self.run.directory(f"checkpoints/step-{mark['t']:06d}"))
             policy.save(path)
-            self.saving = policy.writer.submit(self._complete, stack.pop_all(), path, policy.written, mark)
+            self.saving = policy.writer.submit(self._complete, stack.pop_all(), path, mark)
         self.saved = mark
 
-    def _complete(
-        self, stack: contextlib.ExitStack, path: Path, written: Future[dict[str, str]], mark: Row
-    ) -> None:
+    def _complete(self, stack: contextlib.ExitStack, path: Path, mark: Row) -> None:
         """Adds the mark to weights that have been written, and removes the checkpoints that this one replaces."""
         with stack:
-            digests = written.result()
+            digests = self.policy.written.result()
             torch.save(mark, content := io.BytesIO())
             (path / "state.pt").write_bytes(content.getvalue())
             digests["state.pt"] = checkpoint.digest(path / "state.pt")
@@ -97,9 +96,7 @@ class Checkpoints:
 
     def settle(self) -> None:
         """Waits until the checkpoint that is being written is there; raises the DiskFault that prevented it."""
-        if self.saving:
-            saving, self.saving = self.saving, None
-            saving.result()
+        self.saving.result()
 
     @contextlib.contextmanager
     def rescued(self) -> Iterator[None]:

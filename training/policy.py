@@ -302,8 +302,9 @@ class Policy:
             self.sleep()  # a state dict takes its room
         trained = sum(p.numel() for p in self.learner.model.parameters() if p.requires_grad)
         here = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) / self.ranks.size
-        room = 12 * trained * here < 0.8 * psutil.virtual_memory().available  # AdamW's moments, too, in float32
-        copied, state = self.ranks.broadcast(room), self.learner.state_dict()
+        room = 0.8 * psutil.virtual_memory().available
+        copied = self.ranks.broadcast(12 * trained * here < room)  # AdamW's moments, too, in float32
+        state = self.learner.state_dict()
         if copied:
             state = BlockingAsyncStager().stage(state)
         self.written = self.writer.submit(self.write, state, path)
