@@ -116,7 +116,7 @@ class Log(contextlib.AbstractContextManager["Log"]):
         if t == 1:
             longest = max(taus, key=lambda tau: len(tau.turns))
             self.note(f"step   1  tokens after a | are trained on:\n{show_mask(longest, self.tokenizer)}")
-        # Only rewards take time besides rollouts and update: a judge may take more than both.
+        # Rewards and metrics take time besides rollouts and update: a judge may take more than both.
         self.updated(t, taus, row | weights(P) | {"time/reward": seconds})
 
     def updated(self, t: int, taus: Sequence[Trajectory], row: dict[str, Any]) -> None:

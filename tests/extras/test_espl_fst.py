@@ -430,8 +430,8 @@ def test_stopped_inside_an_evolution_and_resumed_it_is_bit_identical_and_everyth
 
 
 KINDS = {  # of runs whose evolutions are their own; E-SPL's D_B asks nothing
-    "espl": (ESPLConfig, espl.population_of, espl.ESPL, dict(N_P=3, D_B=0, crossover=0.5, rivals=2)),
-    "fst": (FSTConfig, fst.population_of, fst.GEPA, dict(N_P=2, D_B=2)),
+    "espl": (ESPLConfig, espl.population_of, espl.ESPL, dict(D_B=0, crossover=0.5, rivals=2, G=4, seed=1)),
+    "fst": (FSTConfig, fst.population_of, fst.GEPA, dict(N_P=2, D_B=3, batch=6, mini=6, rounds=2, failures=1, seed=10)),
 }
 
 
@@ -439,5 +439,5 @@ KINDS = {  # of runs whose evolutions are their own; E-SPL's D_B asks nothing
 @pytest.mark.parametrize("name", KINDS)
 def test_after_any_two_deaths_a_run_ends_the_same(tmp_path, monkeypatch, name, every):
     config, population, evolution, knobs = KINDS[name]
-    cfg = config(**vars(CFG) | STEPS | knobs | dict(mode=name, G=4))
+    cfg = config(**vars(CFG) | STEPS | knobs | dict(mode=name))
     check_deaths(deaths_of(tmp_path, monkeypatch, config=cfg, population=population, evolution=evolution), every)
