@@ -420,7 +420,7 @@ class Inline:
 def check_deaths(deaths: Deaths, every: int) -> None:
     """Asserts that after two deaths a run leaves what it leaves undisturbed, for one in `every` of the first ones."""
     stopped = [stop.Stopped("stopped")]
-    whole, first = deaths.after(None, [*stopped, KeyboardInterrupt()])
+    whole, first = deaths.after(None, stopped if every > 1 else [*stopped, KeyboardInterrupt()])
     proven = set(first)
     for death, source in list(first.values())[every // 2 :: every]:
         end, second = deaths.after(source, stopped)

@@ -435,7 +435,7 @@ KINDS = {  # of runs whose evolutions are their own; E-SPL's D_B asks nothing
 }
 
 
-@pytest.mark.parametrize("every", [12, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [24, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", KINDS)
 def test_after_any_two_deaths_a_run_ends_the_same(tmp_path, monkeypatch, name, every):
     config, population, evolution, knobs = KINDS[name]
