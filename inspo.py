@@ -18,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from config import Config, parse
+from journal.summary import step_metrics
 from plumbing import stop
 from plumbing.faults import Fault, OptimizerDown, one_line, together
 from plumbing.hub import check_model
@@ -51,39 +52,41 @@ def inspo(
 ) -> tuple[Policy, Instruction]:  # Alg.1 L1
     """Trains `policy` on a task while its instructions, P, evolve; returns it with the best instruction."""
     D, P, B = evolution.D, evolution.P, evolution.B
-    first, stopped = checkpoints.restore()  # step 1; or the step to resume, and the phase in which it was stopped
+    first, trained = checkpoints.restore()  # 1 and 0, or those of the run that is resumed
     if not P.family:
         evolution.begin()  # Alg.1 L2
-    if not log.held_out:
         log.begin(policy.evaluate(0, P.family[0], "test"))
+        checkpoints.end_step(0)
     for t in range(first, cfg.T + 1):  # Alg.1 L3
-        if not stopped:
+        if t > trained:
             # Policy optimization with dynamic instructions                                      # Alg.1 L4
-            log.begin_step(t)
+            log.begin_step()
             questions = draw(D, cfg.batch, cfg.seed, t)
             jobs = P.draw(rng_of(cfg.seed, t, "instructions"), questions, cfg.G)  # Alg.1 L5
             taus = policy.rollout(t, "rollout", jobs)  # Alg.1 L6
             reward(task, taus)  # Alg.1 L7
             policy.learner.set_advantages(taus)  # Eq.3
+            row = step_metrics(task, taus, cfg.G)  # a task's own code fails here, and not after the update
+            texts = list(map(task.shown, taus))
             update = policy.update(t, taus)  # Alg.1 L8 Eq.5
             P.attribute(taus)  # Alg.1 L9
-            log.step(t, taus, P, update | policy.pace(taus))
+            log.step(t, taus, P, row | update | policy.pace(taus))
             if t % cfg.K_p == 0 and len(P) > cfg.N_parent:  # Alg.1 L10 CHOICE-4 CHOICE-5
                 ranked = P.ranked()  # Alg.1 L11 CHOICE-16
                 pruned = P.prune(ranked, cfg.N_parent, t)  # Alg.1 L12
                 log.pruned(t, P, pruned)
             # Experience-driven instruction generation                                           # Alg.1 L14
-            B.add(t, taus, task.shown)  # Alg.1 L15
-        if stopped != "evaluate" and t % cfg.K_e == 0 and t < cfg.T_e and evolution.optimizer:  # Alg.1 L16 CHOICE-2
+            B.add(t, taus, texts)  # Alg.1 L15
+            checkpoints.mark(t)
+        if t % cfg.K_e == 0 and t < cfg.T_e and evolution.optimizer:  # Alg.1 L16 CHOICE-2
             evolution.evolve(t, policy)
 
-        stopped = ""
         evaluated = cfg.eval_every > 0 and t % cfg.eval_every == 0 and t < cfg.T  # `compare` evaluates the last one
-        for split in ("valid", "test") if evaluated else ():
-            log.evaluated(split, policy.evaluate(t, P.best(), split))
+        if evaluated:
+            for split in ("valid", "test"):
+                log.evaluated(split, policy.evaluate(t, P.best(), split))
         log.end_step(t, P)
-        if evaluated or t % cfg.save_every == 0 or t == cfg.T:
-            checkpoints.save(t)
+        checkpoints.end_step(t, evaluated)
     return policy, P.best()  # Alg.1 L26
 
 
@@ -114,7 +117,7 @@ class Evolution:
                 f"the optimizer gave no reply to its first call: {e}; check OPENAI_BASE_URL, OPENAI_API_KEY and"
                 " --optimizer_model, or choose --mode static"
             ) from None
-        for text in paraphrases[: self.cfg.N_P - 1]:
+        for text in paraphrases:
             self.P.join(text, I_0.id, 0)
         self.log.started(self.P)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -166,12 +166,12 @@ class ReplayBuffer:
         self.capacity = capacity
         self.items: list[Experience] = []
 
-    def add(self, t: int, taus: Iterable[Trajectory], shown: Callable[[Trajectory], str]) -> None:
-        """Adds the trajectories of step t, in the words of `shown`; the oldest leave."""
-        for tau in taus:
+    def add(self, t: int, taus: Iterable[Trajectory], texts: Iterable[str]) -> None:
+        """Adds the trajectories of step t, as these texts tell them; the oldest leave."""
+        for tau, text in zip(taus, texts, strict=True):
             q = tau.question
             assert tau.instruction is not None
-            self.items.append(Experience(t, tau.instruction, q.id, shown(tau), q.golds, tau.reward, tau.failed))
+            self.items.append(Experience(t, tau.instruction, q.id, text, q.golds, tau.reward, tau.failed))
         self.items = self.items[-self.capacity :]  # CHOICE-29
 
     def failures(self, rng: np.random.Generator, n: int, parent: int) -> list[Experience]:
@@ -196,7 +196,7 @@ class ReplayBuffer:
         return list(dict.fromkeys(e.question for e in latest if e.question not in used))[:n]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"items": [asdict(e) for e in self.items]}
+        return {"items": [vars(e) for e in self.items]}  # as they are frozen
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.items = [Experience(**(row | {"golds": tuple(row["golds"])})) for row in state["items"]]

@@ -63,27 +63,26 @@ def imitate(
 ) -> tuple[Policy, Instruction]:
     """Trains `policy` on demonstrations, `batch` a step for T steps; returns it with the first instruction."""
     P = evolution.P
-    first, stopped = checkpoints.restore()
+    first, trained = checkpoints.restore()
     if not P.family:
         evolution.begin()
-    if not log.held_out:
         log.begin(policy.evaluate(0, P.best(), "test"))
+        checkpoints.end_step(0)
     for t in range(first, cfg.T + 1):
-        if not stopped:
-            log.begin_step(t)
+        if t > trained:
+            log.begin_step()
             taus = draw(dict(enumerate(examples)), cfg.batch, cfg.seed, t)
             update = policy.update(t, taus)
             if "logp_gap" in update:  # not where every optimizer step was skipped
                 # No engine sampled a demonstration: the "gap" to log-probs of 0 is the trainer's log-prob itself.
                 update["logp"] = -update.pop("logp_gap")
             log.updated(t, taus, update | {"time/update": policy.seconds["update"]})
-        stopped = ""
+            checkpoints.mark(t)
         evaluated = cfg.eval_every > 0 and t % cfg.eval_every == 0 and t < cfg.T
         for split in ("valid", "test") if evaluated else ():
             log.evaluated(split, policy.evaluate(t, P.best(), split))
         log.end_step(t, P)
-        if evaluated or t % cfg.save_every == 0 or t == cfg.T:
-            checkpoints.save(t)
+        checkpoints.end_step(t, evaluated)
     return policy, P.best()
 
 

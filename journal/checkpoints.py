@@ -1,68 +1,118 @@
-"""What a checkpoint holds, and when one is written: policy, population, buffer and the log's books."""
+"""What a checkpoint holds, and when one is written: the policy's weights with a mark, what a run can go on from."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import io
+import json
 from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
 
-from journal.directory import RunDirectory
+import torch
+
+from journal.directory import RunDirectory, remove
 from journal.log import Log
-from plumbing.faults import DiskFault, Fault, Outage
+from journal.record import Row
+from plumbing.faults import DiskFault
 from population import Instruction, Population, ReplayBuffer
+from training import checkpoint
 from training.policy import Policy
 
 
 class Checkpoints:
     def __init__(self, run: RunDirectory, policy: Policy, P: Population, B: ReplayBuffer, log: Log):
         self.run, self.policy, self.P, self.B, self.log = run, policy, P, B, log
+        self.last: Row = {"t": 0}  # mark
+        self.saved = self.last  # the mark of the newest checkpoint; before there is one, nothing is to be saved
+        self.saving: Future[None] = Future()  # of the newest checkpoint
+        self.saving.set_result(None)
 
-    def restore(self) -> tuple[int, str]:
-        """Restores a run that is resumed; returns the step to take, and where in it to start.
+    def restore(self) -> tuple[int, int]:
+        """Restores a run that is resumed; returns the step to play, and the last step that has been trained: (1, 0).
 
-        (1, "") for a run that begins; (t, "evolve") or (t, "evaluate") for one that was stopped inside step t.
+        They are one step where the checkpoint lacks its evolution and evaluation.
         """
         resumed = self.run.rewind(self.policy.damage, self.log.note)
         if not resumed:
-            return 1, ""
-        path, state = resumed
-        self.P.load_state_dict(state["population"])
-        self.B.load_state_dict(state["buffer"])
-        self.policy.learner.memory = state["memory"]
-        self.log.load_state_dict(state)
-        t, phase = state["t"], state["phase"]
+            return 1, 0
+        path, mark = resumed
+        t, ended = mark["t"], mark["ended"]
+        self.P.load_state_dict(mark["population"])
+        self.B.load_state_dict(mark["buffer"])
+        self.policy.learner.memory = mark["memory"]
+        self.log.load_state_dict(mark)
+        self.log.note(f"resumed {'after' if ended else 'inside'} step {t}")
         self.policy.load(path.absolute(), t)
-        return (t, phase) if phase else (t + 1, "")
+        self.last = self.saved = mark
+        return t + ended, t
 
-    def save(self, t: int) -> None:
-        """Begins to write the state after step t, or inside it, where the log says so."""
-        phase = self.log.phase if t == self.log.t else ""
-        state = {"population": self.P.state_dict(), "buffer": self.B.state_dict(), "memory": self.policy.learner.memory}
-        self.run.checkpoint(t, self.policy.save, state | self.log.state_dict() | {"phase": phase})
+    def mark(self, t: int, ended: bool = False) -> None:
+        """Keeps a copy of what a run can go on from: here step t has been trained, and evolves and is evaluated next.
+
+        Raises the DiskFault of a checkpoint that could not be written.
+        """
+        if self.saving.done():
+            self.settle()
+        changing = {"population": self.P.state_dict(), "memory": self.policy.learner.memory, **self.log.state_dict()}
+        place = {"run": self.run.id, "t": t, "ended": ended, "lengths": dict(self.run.lengths)}
+        self.last = copy.deepcopy(changing) | place | {"buffer": self.B.state_dict()}
+
+    def end_step(self, t: int, evaluated: bool = False) -> None:
+        """Marks that step t has ended; saves it every --save_every steps, where it was evaluated, and in the end."""
+        self.mark(t, ended=True)
+        if evaluated or (t and t % self.log.cfg.save_every == 0) or t == self.log.cfg.T:
+            self.save()
+
+    def save(self) -> None:
+        """Begins to write the last mark with the weights, unless it is on disk or an update has begun since.
+
+        A thread goes on with it: `settle` waits. Until then a kill leaves the checkpoint before. Nothing is saved once
+        the ranks have lost contact.
+        """
+        mark, policy = self.last, self.policy
+        if mark is self.saved or mark["t"] != policy.t or not policy.in_step:
+            return
+        self.settle()
+        with contextlib.ExitStack() as stack:
+            path = stack.enter_context(self.run.directory(f"checkpoints/step-{mark['t']:06d}"))
+            policy.save(path)
+            self.saving = policy.writer.submit(self._complete, stack.pop_all(), path, mark)
+        self.saved = mark
+
+    def _complete(self, stack: contextlib.ExitStack, path: Path, mark: Row) -> None:
+        """Adds the mark to weights that have been written, and removes the checkpoints that this one replaces."""
+        with stack:
+            digests = self.policy.written.result()
+            torch.save(mark, content := io.BytesIO())
+            (path / "state.pt").write_bytes(content.getvalue())
+            digests["state.pt"] = checkpoint.digest(path / "state.pt")
+            (path / checkpoint.DIGESTS).write_text(json.dumps(digests, indent=1), "utf-8")
+        best = self.run.best()
+        for old in self.run.checkpoints()[: -self.run.keep]:
+            if old != best:
+                remove(old)
+
+    def settle(self) -> None:
+        """Waits until the checkpoint that is being written is there; raises the DiskFault that prevented it."""
+        self.saving.result()
 
     @contextlib.contextmanager
     def rescued(self) -> Iterator[None]:
-        """Saves what a run has done if it is stopped inside, or fails: all but rollouts and evaluations under way.
-
-        Nothing is saved after an update that failed, nor once the ranks have lost contact.
-        """
-        log = self.log
+        """Saves the last mark where a run is stopped inside, or fails, and waits until it is written."""
         try:
             yield
-        except DiskFault:  # a checkpoint would not fit either
-            raise
-        except (Exception, SystemExit) as e:  # a request to stop is one, and a judge may exit
-            rolling = log.phase == "rollout"  # else P is whole: an evolution changes it once all rollouts are done
-            if not self.policy.in_step or (rolling and self.policy.t == log.t):
-                raise
-            if log.phase:
-                self.save(log.t - rolling)
-            if type(e) is Fault:  # of a judge or a task: once it is fixed, the run can go on
-                raise Outage(*e.args) from None
+        except BaseException as e:
+            with contextlib.suppress(Exception):  # what ended the run comes first
+                if not isinstance(e, DiskFault):  # a checkpoint would not fit either
+                    self.save()
+                self.settle()
             raise
 
     def export(self, I_star: Instruction) -> None:
         """Writes the result of a run: I_star.txt, and the policy as a plain Hugging Face directory."""
-        self.run.settle()
+        self.settle()
         self.run.write("I_star.txt", I_star.text + "\n")
         with self.run.directory("policy") as path:
             self.policy.export(path)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import gzip
-import io
 import itertools
 import json
 import os
@@ -14,8 +13,8 @@ import secrets
 import shutil
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
@@ -24,7 +23,7 @@ import torch
 from config import Config, holds_a_run, preset_of, program_of, read_config
 from journal.record import FREE, Row, describe_run, differences, with_absolute_paths
 from plumbing import stop
-from plumbing.faults import CheckpointFault, DiskFault, Fault, Outage
+from plumbing.faults import CheckpointFault, DiskFault, Diverged, Fault
 from plumbing.files import read_jsonl, write, writing
 from plumbing.outside import decoded, printable
 from plumbing.trust import remember
@@ -32,6 +31,7 @@ from plumbing.versions import commit
 from tasks import Task
 from training import checkpoint
 
+LOGS = ("metrics", "population", "reflections")  # .jsonl
 NOTED = ("commit", "code", "passages", "words", "instruction text")  # may differ in a resumed run: a note names them
 
 
@@ -52,9 +52,8 @@ class RunDirectory:
         config = path / "config.json"
         self.record: Row = decoded(config.read_bytes()) if config.is_file() else {}
         self.id = self.record.get("id", "")  # that its checkpoints have too
+        self.lengths: Counter[str] = Counter()  # how many rows each .jsonl file has
         self._lock: IO[bytes] | None = None
-        self._writer = ThreadPoolExecutor(1, "checkpoint")
-        self._saving: Future[None] | None = None
 
     @classmethod
     @contextlib.contextmanager
@@ -66,17 +65,18 @@ class RunDirectory:
         run = cls.open(cfg, preset_of(cfg.model), describe_run(task))
         try:
             yield run
-            run.settle()
         except (Exception, SystemExit) as e:
             empty = not (cfg.resume or run.rows("metrics") or run.rows("reflections"))
             if empty:  # it ended before it measured or paid for anything
                 run.discard()
-            if empty or (isinstance(e, Fault) and not isinstance(e, Outage)):
+            if empty or isinstance(e, (CheckpointFault, Diverged)):
                 raise
-            first = "make room and " if isinstance(e, DiskFault) else ""
+            saved, first = run.checkpoints(), "make room and " if isinstance(e, DiskFault) else ""
+            where = f"step {step_of(saved[-1])}" if saved else "the start"
+            how = f"{first}resume from {where} with --out {run.path} --resume"
             if isinstance(e, (Fault, stop.Stopped)):
-                raise Fault(f"\n{e}\n{first}{run.how_to_resume()}") from None
-            print(f"\n{run.how_to_resume()}", file=sys.stderr)
+                raise Fault(f"\n{e}\n{how}") from None
+            print(f"\n{how}", file=sys.stderr)
             raise
         finally:
             run.close()
@@ -139,8 +139,7 @@ class RunDirectory:
             self.path.rmdir()
 
     def close(self) -> None:
-        """Lets go of the lock, once nothing is being written."""
-        self._writer.shutdown()
+        """Lets go of the lock."""
         if self._lock:
             self._lock.close()
 
@@ -154,23 +153,25 @@ class RunDirectory:
     def directory(self, name: str) -> Iterator[Path]:
         """Yields an empty directory, which is called `name` in the end: a reader finds the old one, none or the new."""
         path = self.path / name
-        temporary = path.with_name(f".{path.name}.tmp").absolute()
+        temporary, old = (path.with_name(f".{path.name}{end}.tmp").absolute() for end in ("", ".old"))
         with writing(path):
+            remove(old)
             shutil.rmtree(temporary, ignore_errors=True)
             try:
                 temporary.mkdir(parents=True)
                 yield temporary
-                remove(path)
+                with contextlib.suppress(FileNotFoundError):
+                    os.replace(path, old)  # at once: removing it may take seconds
                 os.replace(temporary, path)
+                remove(old)
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)  # or a full disk stays full
 
     def append(self, name: str, row: dict[str, Any]) -> None:
-        """Appends a line to `name`.jsonl; raises DiskFault, also for a checkpoint that could not be written."""
-        if self._saving and self._saving.done():
-            self.settle()
+        """Appends a line to `name`.jsonl; raises DiskFault."""
         with writing(self.path / f"{name}.jsonl"), open(self.path / f"{name}.jsonl", "a", encoding="utf-8") as f:
             f.write(json.dumps(row) + "\n")
+        self.lengths[name] += 1
 
     def rows(self, name: str) -> list[dict[str, Any]]:
         """Returns the rows of `name`.jsonl that are of a run: those with a step."""
@@ -185,49 +186,11 @@ class RunDirectory:
 
     # ---- checkpoints
 
-    def checkpoint(self, t: int, save: Callable[[Path], Callable[[], dict[str, str]]], state: dict[str, Any]) -> None:
-        """Begins to write all that it takes to resume after step t, or inside it if `state` has a "phase".
-
-        `save` begins to put weights and optimizer into a directory, and returns what waits for the end of that and
-        returns the digests of the files. `settle` waits for all of it: until then a kill leaves the checkpoint before.
-        """
-        self.settle()
-        name = f"step-{t:06d}" + ("-unfinished" if state.get("phase") else "")
-        if (self.path / "checkpoints" / name).exists():
-            return
-        content = io.BytesIO()
-        torch.save(state | {"t": t, "run": self.id}, content)  # at once: the next step changes what is in it
-        with contextlib.ExitStack() as stack:
-            path = stack.enter_context(self.directory(f"checkpoints/{name}"))
-            written = save(path)
-            self._saving = self._writer.submit(self._complete, stack.pop_all(), path, written, content.getvalue())
-
-    def _complete(
-        self, stack: contextlib.ExitStack, path: Path, written: Callable[[], dict[str, str]], state: bytes
-    ) -> None:
-        """Adds what is missing in a checkpoint once its weights are `written`, and removes those that it replaces."""
-        with stack:
-            digests = written()
-            (path / "state.pt").write_bytes(state)
-            digests["state.pt"] = checkpoint.digest(path / "state.pt")
-            (path / checkpoint.DIGESTS).write_text(json.dumps(digests, indent=1), "utf-8")
-        best = self.best()
-        for old in self.checkpoints()[: -self.keep]:
-            if old != best:
-                remove(old)
-
-    def settle(self) -> None:
-        """Waits until the checkpoint that is being written is there; raises the DiskFault that prevented it."""
-        if self._saving:
-            saving, self._saving = self._saving, None
-            saving.result()
-
     def checkpoints(self) -> list[Path]:
         """Returns the complete checkpoints, oldest first; directories with other names do not count."""
         paths = (self.path / "checkpoints").glob("step-*")
-        pattern = r"step-\d{6,}(-unfinished)?"
-        complete = [path for path in paths if re.fullmatch(pattern, path.name) and path.is_dir()]
-        return sorted(complete, key=lambda path: (step_of(path), not path.name.endswith("-unfinished")))
+        pattern = r"step-\d{6,}(-unfinished)?"  # of earlier versions, which `rewind` refuses
+        return sorted((path for path in paths if re.fullmatch(pattern, path.name) and path.is_dir()), key=step_of)
 
     def best(self) -> Path | None:
         """Returns the checkpoint with the best mean of the task's first metric on the validation questions, if any."""
@@ -237,32 +200,35 @@ class RunDirectory:
         evaluated = (path for path in self.checkpoints() if step_of(path) in value)
         return max(evaluated, key=lambda path: value[step_of(path)], default=None)
 
-    def load_state(self, path: Path) -> dict[str, Any]:
-        """Returns the state in a checkpoint; raises Fault if it cannot be read, or if it is another run's."""
-        state = checkpoint.load_state(path)
-        if state["run"] != self.id:
-            raise CheckpointFault(
-                f"{path} is of the run {state['run']}, not of {self.id}, the one in {self.path}: move it away"
-            )
+    def load_state(self, path: Path) -> Row:
+        """Returns the mark in a checkpoint; raises Fault if it cannot be read, or if it is another run's."""
+        try:
+            state: Row = torch.load(path / "state.pt", weights_only=True)
+            whose = state["run"]
+        except Exception as e:  # a damaged archive raises anything
+            raise CheckpointFault(f"{path}/state.pt cannot be read ({checkpoint.reason(e)})") from None
+        if whose != self.id:
+            raise CheckpointFault(f"{path} is of the run {whose}, not of {self.id}, that of {self.path}: move it away")
         return state
 
     def rewind(
         self, damage: Callable[[Path], list[str]], note: Callable[[str], None]
-    ) -> tuple[Path, dict[str, Any]] | None:
-        """Returns (checkpoint, its state) to resume from and drops log lines after it; None if there is none.
+    ) -> tuple[Path, Row] | None:
+        """Returns (checkpoint, its mark) to resume from and drops log lines after it; None if there is none.
 
         `damage` returns what is wrong with a checkpoint. One that is damaged is renamed, and `note` is told so; Fault
         if all are. Calls to the optimizer stay in reflections.jsonl: they have been paid for.
         """
-        bad: dict[Path, str] = {}
-        usable: tuple[Path, dict[str, Any]] | None = None
-        for path in reversed(self.checkpoints()):
-            if wrong := damage(path.absolute()):
-                bad[path] = wrong[0]
-            else:
-                usable = path, self.load_state(path)
-                break
-        if bad and not usable:
+        saved, bad = self.checkpoints(), dict[Path, str]()
+        while saved and (wrong := damage(saved[-1].absolute())):
+            bad[saved.pop()] = wrong[0]
+        mark: Row = {"t": -1, "lengths": {}}  # without a checkpoint step 0 is written again
+        if saved:
+            mark = self.load_state(saved[-1])
+            if "ended" not in mark:
+                commit = self.record["commit"]
+                raise CheckpointFault(f"{saved[-1]} is of an earlier version: resume with that, commit {commit}")
+        elif bad:
             reasons = "; ".join(f"{path.name}: {reason}" for path, reason in bad.items())
             raise CheckpointFault(
                 f"no checkpoint of {self.path} is whole ({reasons}): remove {self.path / 'checkpoints'} to start over"
@@ -274,21 +240,15 @@ class RunDirectory:
                 remove(aside)
                 path.rename(aside)
             note(f"note: checkpoint {path.name} is damaged ({reason}) and is now called {aside.name}")
-        state: dict[str, Any] = usable[1] if usable else {"t": -1, "phase": ""}  # without one step 0 is written again
-        t, phase = state["t"], state["phase"]  # inside a step its row is still to come, and what its evolution logs
-        last = {"metrics": t - bool(phase), "population": t, "reflections": t - (phase == "evolve")}
-        for name in last:
-            kept = [row for row in self.rows(name) if row["t"] <= last[name] or "call" in row]
+        for name in LOGS:
+            rows, n = self.rows(name), mark["lengths"].get(name, 0)
+            kept = [row for row in rows[:n] if row["t"] <= mark["t"] or "call" in row]
+            if lost := n - len(kept):
+                note(f"note: {self.path / name}.jsonl has lost {lost} of its first {n} lines: they were damaged")
+            kept += [row for row in rows[n:] if "call" in row]
             self.write(f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
-        return usable
-
-    def how_to_resume(self) -> str:
-        """Returns the flags that resume the run, after waiting for a checkpoint that is being written."""
-        with contextlib.suppress(Exception):  # the fault that ends the run comes first
-            self.settle()
-        saved = self.checkpoints()
-        where = f"step {step_of(saved[-1])}" if saved else "the start"
-        return f"resume from {where} with --out {self.path} --resume"
+            self.lengths[name] = len(kept)
+        return (saved[-1], mark) if saved else None
 
 
 def remove(path: Path) -> None:

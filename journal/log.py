@@ -17,7 +17,7 @@ from config import Config, evolves, preset_of
 from journal.directory import RunDirectory
 from journal.screen import Screen
 from journal.silence import Silence
-from journal.summary import added_sentences, conclusion, count_calls, ending, label, line, lineage, many, step_metrics
+from journal.summary import added_sentences, conclusion, count_calls, ending, label, line, lineage, many, weights
 from journal.tokens import show_mask, token_data
 from journal.track import Tracker
 from plumbing.faults import Fault
@@ -59,8 +59,6 @@ class Log(contextlib.AbstractContextManager["Log"]):
         self.track = Tracker(cfg.tracker, run.path, run.id, asdict(cfg))
         self.silence = Silence()
         self.ledger = Ledger()
-        self.t = 0  # the step in progress, or the last one
-        self.phase = ""  # what is under way in it: "rollout" until it is logged, then "evolve", then "evaluate"
         self.row: dict[str, Any] = {}  # of metrics.jsonl
         self.clock = self.began
         self.held_out: dict[str, dict[str, float]] = {}  # rows of the final table
@@ -83,18 +81,16 @@ class Log(contextlib.AbstractContextManager["Log"]):
         self.note("\n".join(filter(None, lines)))
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a resumed run has to know; inside a step, as it was when the phase to repeat began."""
-        state = {"ledger": asdict(self.ledger), "row": self.row} if self.phase != "evolve" else self.before
-        return state | {"held_out": self.held_out, "spread": self.spread, "metrics": self.metrics}
+        """Returns the books that a resumed run goes on with."""
+        books = {"ledger": asdict(self.ledger), "row": self.row, "held_out": self.held_out}
+        return books | {"spread": self.spread, "metrics": self.metrics}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.ledger, self.row, self.t, self.phase = Ledger(**state["ledger"]), state["row"], state["t"], state["phase"]
-        self.held_out, self.spread, self.metrics = state["held_out"], state["spread"], state["metrics"]
+        self.ledger, self.row, self.held_out = Ledger(**state["ledger"]), dict(state["row"]), state["held_out"]
+        self.spread, self.metrics = state["spread"], state["metrics"]
         self.clock = time.perf_counter()
-        self.before = {"ledger": state["ledger"], "row": dict(self.row)}
         for row in self.run.rows("metrics"):
             self.silence.step(row)
-        self.note(f"resumed {'inside' if self.phase else 'after'} step {self.t}")
 
     def seconds(self) -> float:
         """Returns how long the processes of this run have taken together."""
@@ -109,19 +105,19 @@ class Log(contextlib.AbstractContextManager["Log"]):
 
     # ---- steps
 
-    def begin_step(self, t: int) -> None:
-        self.t, self.phase, self.clock = t, "rollout", time.perf_counter()
+    def begin_step(self) -> None:
+        self.clock = time.perf_counter()
 
-    def step(self, t: int, taus: Sequence[Trajectory], P: Population, update: dict[str, float]) -> None:
+    def step(self, t: int, taus: Sequence[Trajectory], P: Population, row: dict[str, Any]) -> None:
         """Logs the rollouts and the update of step t, with the weights as they are before any instruction is pruned."""
-        seconds = time.perf_counter() - self.clock - update["time/rollout"] - update["time/update"]
+        seconds = time.perf_counter() - self.clock - row["time/rollout"] - row["time/update"]
         self.ledger.training_rollouts += len(taus)
         self.ledger.tool_calls += sum(tau.served(tool.tag) for tau in taus for tool in self.task.tools)
         if t == 1:
             longest = max(taus, key=lambda tau: len(tau.turns))
             self.note(f"step   1  tokens after a | are trained on:\n{show_mask(longest, self.tokenizer)}")
-        # Only rewards take time besides rollouts and update: a judge may take more than both.
-        self.updated(t, taus, step_metrics(taus, P, self.cfg.G, self.task) | update | {"time/reward": seconds})
+        # Rewards and metrics take time besides rollouts and update: a judge may take more than both.
+        self.updated(t, taus, row | weights(P) | {"time/reward": seconds})
 
     def updated(self, t: int, taus: Sequence[Trajectory], row: dict[str, Any]) -> None:
         """Logs an update of the policy: what it learned from, and the step's row of metrics.jsonl."""
@@ -133,8 +129,7 @@ class Log(contextlib.AbstractContextManager["Log"]):
         self.track.trajectories(taus, t)
         if n := row.get("skipped_updates"):
             self.note(f"step {t:3d}  optimizer steps skipped, as loss or gradient were not finite: {n}")
-        self.row, self.phase, self.clock = row, "evolve", time.perf_counter()
-        self.before = {"ledger": asdict(self.ledger), "row": dict(row)}
+        self.row, self.clock = row, time.perf_counter()
 
     def evaluated(self, split: str, taus: Sequence[Trajectory]) -> None:
         """Logs an evaluation of the policy in training."""
@@ -147,7 +142,6 @@ class Log(contextlib.AbstractContextManager["Log"]):
         self.run.append("metrics", {"t": t} | row)
         numbers = {name: x for name, x in row.items() if isinstance(x, (int, float))}
         self.track.log(numbers | {f"w/{j}": w for j, w in row.get("w", {}).items()}, t)
-        self.phase = ""
         seconds = sum(row.get(f"time/{name}", 0.0) for name in ("rollout", "reward", "update", "evolve"))
         shown = line(row | {"P": len(P)}, [tool.plural for tool in self.task.tools])
         self.screen.step(t, f"{shown}  {seconds:.1f} s/step")
@@ -279,7 +273,6 @@ class Log(contextlib.AbstractContextManager["Log"]):
             text += f"\n{'':18}#{I.id:<3d} {score:4s}  + {added_sentences(I.text, parent)}"
         self.event(t, "evolve", P, text)
         self.spend("evolve")
-        self.phase = "evaluate"
 
     # ---- the end
 

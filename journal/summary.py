@@ -19,14 +19,10 @@ SHARES = {"em": "EM", "f1": "F1"}  # metrics that lie between 0 and 1, as they a
 SIGNS = 6  # questions that must change, all one way, before a sign test at 5 % tells it from chance
 
 
-def step_metrics(taus: Sequence[Trajectory], P: Population, G: int, task: Task) -> Row:
-    """Returns what the rollouts of a step show, by the names in metrics.jsonl and in the tracker.
-
-    `w`, `p` and `best` include this step's rewards: the weights by which P is ranked.
-    """
+def step_metrics(task: Task, taus: Sequence[Trajectory], G: int) -> Row:
+    """Returns what the rollouts of a step show, by the names in metrics.jsonl and in the tracker."""
     n = len(taus)
     groups = [taus[k : k + G] for k in range(0, n, G)]
-    best = P.best()
     return {
         **average_by_source(taus, [{"reward": tau.reward} for tau in taus]),
         **average_by_source(taus, measure(task, taus)),
@@ -39,13 +35,20 @@ def step_metrics(taus: Sequence[Trajectory], P: Population, G: int, task: Task) 
         "response_tokens": sum(sum(tau.mask) for tau in taus) / n,
         "context_tokens": sum(len(tau.ids) for tau in taus) / n,
         "zero_variance_groups": sum(len({tau.reward for tau in g}) == 1 for g in groups) / len(groups),
+        "n": {str(j): n for j, n in sorted(Counter(tau.instruction for tau in taus).items())},
+        "r_bar": {str(j): round(r, 4) for j, r in sorted(mean_rewards(taus).items())},
+    }
+
+
+def weights(P: Population) -> Row:
+    """Returns the weights of a population, and by which instruction it would be evaluated, for metrics.jsonl."""
+    best = P.best()
+    return {
         "P": len(P),
         "best": best.id,
         "w_best": best.w,
         "w": {str(I.id): round(I.w, 4) for I in P.active},
         "p": {str(I.id): round(float(p), 4) for I, p in zip(P.active, P.probabilities(), strict=True)},
-        "n": {str(j): n for j, n in sorted(Counter(tau.instruction for tau in taus).items())},
-        "r_bar": {str(j): round(r, 4) for j, r in sorted(mean_rewards(taus).items())},
     }
 
 

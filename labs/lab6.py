@@ -61,7 +61,7 @@ def _():
     _jobs = [Job(0, first, q, group) for group, q in enumerate(list(D.values())[:48])]
     _taus = player.play(1, "rollout", _jobs)
     P.attribute(_taus)
-    B.add(1, _taus, task.shown)
+    B.add(1, _taus, [task.shown(_tau) for _tau in _taus])
     failures = B.failures(rng_of(0, 1, "lab 6"), 12, 0)
     first_reward = P.family[0].w
     return B, D, P, cfg, failures, first, first_reward, player, task

@@ -59,6 +59,10 @@ class CheckpointFault(Fault):
     """A checkpoint cannot be loaded."""
 
 
+class Diverged(Fault):
+    """Training came to nothing; a run that is resumed would do so again."""
+
+
 class OptimizerDown(Outage):
     """The LLM-based optimizer gave no usable reply; training continues without it."""
 

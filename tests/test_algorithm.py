@@ -11,6 +11,7 @@ from config import Config
 from grpo import Learner
 from journal.checkpoints import Checkpoints
 from journal.log import Log
+from journal.summary import step_metrics
 from plumbing.faults import Fault, OptimizerDown
 from population import Population, ReplayBuffer
 from reflect import Call, Optimizer
@@ -92,9 +93,8 @@ class TableOptimizer:
 class Recorder:
     """A log that keeps (name, *arguments) of every call, and what it sees of P and B at that moment."""
 
-    def __init__(self, held_out=()):
-        """`held_out`: what a resumed run knows already."""
-        self.held_out, self.events, self.seen = held_out, [], []
+    def __init__(self, cfg=None):
+        self.cfg, self.events, self.seen = cfg, [], []
 
     def __getattr__(self, name):
         def record(*args):
@@ -114,10 +114,10 @@ class Recorder:
         return [args for event, *args in self.events if event == name]
 
 
-class Kept:
-    """Checkpoints of a run; `restored`: (P, B) of the one that is resumed; `at`: the step to take, and where in it."""
+class Kept(Checkpoints):
+    """Checkpoints of a run; `restored`: (P, B) of the one that is resumed; `at`: the step to play, the last trained."""
 
-    def __init__(self, P: Population, B: ReplayBuffer, log: Recorder, restored=None, at=(1, "")):
+    def __init__(self, P: Population, B: ReplayBuffer, log: Recorder, restored=None, at=(1, 0)):
         self.P, self.B, self.log, self.restored, self.at = P, B, log, restored, at
         log.P, log.B = P, B
 
@@ -126,9 +126,13 @@ class Kept:
             mine.load_state_dict(theirs.state_dict())
         return self.at
 
-    def save(self, t):
-        inspect.signature(Checkpoints.save).bind(self, t)
-        self.log.events.append(("save", t))
+    def mark(self, t, ended=False):
+        self.t = t
+        self.log.events.append(("mark", t, ended))
+        self.log.look("mark")
+
+    def save(self):
+        self.log.events.append(("save", self.t))
         self.log.look("save")
 
 
@@ -145,7 +149,7 @@ def replayed(*played: tuple[int, Question, int, float]) -> ReplayBuffer:
     B, task = ReplayBuffer(1000), Exam(Config(), {})
     for t, q, instruction, r in played:
         tau = Trajectory(instruction, q, 0, [], 0, reward=r, failed=r < 1, response=f"said by #{instruction}")
-        B.add(t, [tau], task.shown)
+        B.add(t, [tau], [task.shown(tau)])
     return B
 
 
@@ -226,7 +230,7 @@ def test_long_observations_of_the_task_s_own_tools_are_cut_in_the_prompt():
     long = f"<result>{'7 ' * 3000}</result> the middle <result>{'8 ' * 3000}</result>"
     B = replayed(*BUFFER)
     tau = Trajectory(0, FAILED["f0"], 0, [], 0, reward=-1.0, response=long, failed=True)
-    B.add(T_NOW, [tau], lambda tau: tau.response)
+    B.add(T_NOW, [tau], [tau.response])
     for task, kept in ((Counting, True), (Exam, False)):  # without tools the middle of the text goes
         e = Evolved({"old": 0.5}, {"old": 5}, buffer=B, task=task, failures=1, prompt_budget=500, rounds=1)
         [prompt] = e.optimizer.prompts
@@ -524,13 +528,13 @@ class WatchedPolicy(TablePolicy):
 
 
 def run(
-    right, *replies, restored=None, at=(1, ""), static=False, D=None, task=Exam, config=Config,
+    right, *replies, restored=None, at=(1, 0), static=False, D=None, task=Exam, config=Config,
     population=inspo.population_of, **knobs,
 ):  # fmt: skip
     """Returns (result of `inspo`, its policy, its log, its optimizer); right by default 0."""
     usual = dict(N_P=3, N_parent=1, batch=4, G=2, T=3, K_p=100, K_e=100, T_e=100, D_B=2, failures=1)
     cfg, D = config(**usual | knobs), D or questions("q", 6)
-    policy, log = WatchedPolicy({FIRST: 0} | right), Recorder(held_out=at != (1, ""))
+    policy, log = WatchedPolicy({FIRST: 0} | right), Recorder(cfg)
     policy.log, optimizer = log, None if static else TableOptimizer(*replies)
     evolution = inspo.Evolution(cfg, task := task(cfg, D), optimizer, population(cfg), log)
     checkpoints = Kept(evolution.P, evolution.B, log, restored, at)
@@ -551,12 +555,12 @@ def test_a_step_is_taken_in_the_order_of_algorithm_1():
     _, policy, log, _ = run(right, ["new"], restored=restored("all", "none"), T=1, K_p=1, K_e=1, N_P=2, batch=6)
     fresh, learned = {0: 0.0, 1: 0.0}, {0: 1.0, 1: 0.0}
     assert log.seen == [
-        ("begin", fresh, 0),
         ("begin_step", fresh, 0),
         ("rollout", fresh, 0),
         ("update", fresh, 0),
         ("step", learned, 0),  # attributed, and nobody has left yet
         ("pruned", {0: 1.0}, 0),
+        ("mark", {0: 1.0}, 1),
         ("call", {0: 1.0}, 1),  # the optimizer reads failures of this very step
         ("proposed", {0: 1.0}, 1),
         ("verify 0", {0: 1.0}, 1),
@@ -564,26 +568,27 @@ def test_a_step_is_taken_in_the_order_of_algorithm_1():
         ("verified", {0: 1.0}, 1),
         ("evolved", {0: 0.0, 2: 0.0}, 1),
         ("end_step", {0: 0.0, 2: 0.0}, 1),
+        ("mark", {0: 0.0, 2: 0.0}, 1),
         ("save", {0: 0.0, 2: 0.0}, 1),
     ]
-    [(t, taus, P, update)] = log.of("step")
+    [(t, taus, P, row)] = log.of("step")
     [(_, trained, _)] = policy.updates
-    assert (t, P, update) == (1, log.P, {"loss": 1.0, "time/update": 1.0}) and taus is trained
+    assert (t, P) == (1, log.P) and taus is trained and log.of("mark") == [[1, False], [1, True]]
+    assert row == step_metrics(Exam(log.cfg, {}), taus, log.cfg.G) | {"loss": 1.0, "time/update": 1.0}
 
 
-@pytest.mark.parametrize("stopped", ["evolve", "evaluate"])
-def test_a_run_that_was_stopped_inside_a_step_continues_there(stopped):
+def test_a_run_that_was_stopped_inside_a_step_evolves_and_evaluates_first():
     P, B = restored("all", "none")
-    B.add(1, [Trajectory(0, q, 0, [], 0, failed=True) for q in questions("q", 6).values()], lambda tau: "")
+    B.add(1, [Trajectory(0, q, 0, [], 0, failed=True) for q in questions("q", 6).values()], [""] * 6)
     knobs = dict(N_P=2, batch=6, T=2, K_p=1, K_e=1, T_e=100, eval_every=1)
     right = {"all": 6, "none": 0, "new": 6}
-    _, _, log, _ = run(right, ["new"], restored=(P, B), at=(1, stopped), **knobs)
-    evolution = ["call", "proposed", "verify 0", "played", "verified", "evolved"] * (stopped == "evolve")
+    _, _, log, _ = run(right, ["new"], restored=(P, B), at=(1, 1), **knobs)
+    evolution = ["call", "proposed", "verify 0", "played", "verified", "evolved"]
     done = [name for name, *_ in log.seen]
-    rest = [*evolution, "evaluated", "evaluated", "end_step", "save", "begin_step", "rollout", "update", "step"]
+    rest = [*evolution, "evaluated", "evaluated", "end_step", "mark", "save", "begin_step", "rollout", "update", "step"]
     assert done[: len(rest)] == rest
     assert [args[0] for args in log.of("step")] == [2]  # whose own evolution follows
-    assert [args[0] for args in log.of("evolved")] == [1, 2][stopped == "evaluate" :]
+    assert [args[0] for args in log.of("evolved")] == [1, 2]
 
 
 def test_every_question_is_played_G_times_under_one_instruction():
@@ -640,7 +645,9 @@ def test_pruning_and_evolution_keep_their_schedule():
     assert sizes == [*generation, *generation, *generation[:2]]
     assert steps_of(log, "pruned") == [2, 4, 6, 8, 10, 12]  # not at 14: |P| = N_parent
     assert steps_of(log, "evolved") == [4, 8]  # not at 12: t < T_e
-    assert steps_of(log, "begin_step") == steps_of(log, "step") == list(range(1, 15))
+    assert len(log.of("begin_step")) == 14 and steps_of(log, "step") == list(range(1, 15))
+    marks = [[0, True], *([t, ended] for t in range(1, 15) for ended in (False, True))]
+    assert log.of("mark") == marks
     assert sorted({I.left for I in log.P.family} - {None}) == [2, 4, 6, 8, 10, 12]
     for _, P, dropped in log.of("pruned"):
         assert P is log.P and dropped and not any(I in P.active for I in dropped)
@@ -681,7 +688,7 @@ def test_the_result_is_the_policy_and_the_instruction_of_greatest_weight():
 
 
 def test_static_mode_trains_one_instruction_and_never_evolves():
-    calendar = {"started", "begin", "begin_step", "step", "end_step", "save"}
+    calendar = {"started", "begin", "mark", "begin_step", "step", "end_step", "save"}
     for T_e in (0, 100):  # whatever T_e is
         (_, I), policy, log, _ = run({}, static=True, N_P=1, N_parent=1, T=6, K_p=1, K_e=1, T_e=T_e)
         assert I.text == FIRST and {name for name, *_ in log.events} == calendar
@@ -692,7 +699,7 @@ def test_a_restored_run_continues_with_its_own_population_and_buffer():
     _, policy, log, optimizer = run({"a": 0, "b": 0}, ["x"], restored=restored("a", "b"), T=1)
     assert [I.text for I in log.P.active] == ["a", "b"] and not optimizer.prompts and not log.of("started")
     assert len(log.B.items) == 8 and {job.text for job in policy.rollouts[0][2]} <= {"a", "b"}
-    _, _, log, _ = run({"a": 0}, restored=restored("a"), at=(3, ""), T=4)
+    _, _, log, _ = run({"a": 0}, restored=restored("a"), at=(3, 2), T=4)
     assert steps_of(log, "step") == [3, 4]
 
 

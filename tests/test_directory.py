@@ -16,6 +16,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,14 +24,18 @@ import torch.distributed.checkpoint as dcp
 
 from config import Config, knob, parse, read_config
 from export import export_checkpoint
+from journal.checkpoints import Checkpoints
 from journal.directory import RunDirectory, step_of
 from journal.record import with_absolute_paths
 from plumbing.faults import CheckpointFault, DiskFault, Fault, Outage
 from plumbing.files import read_jsonl
+from population import Population, ReplayBuffer
 from tasks import load_task
 from training import checkpoint
+from training.policy import Policy
+from training.ranks import Ranks
 
-STATE = {"population": {}, "phase": ""}
+STATE = {"population": {}, "ended": True, "lengths": {}}
 
 
 def tensors(value: float) -> dict:
@@ -39,14 +44,39 @@ def tensors(value: float) -> dict:
     return {"model": {"w": torch.full((64, 64), value), "b": torch.zeros(3)}, "optimizer": optimizer}
 
 
-def of(value: float, wait=lambda: None):
-    """Returns a policy's `save`, of one with these tensors, which writes when `wait` has returned."""
-    return lambda path: lambda: (wait(), checkpoint.save(tensors(value), path, 0, alone=True))[1]
+class Fixed:
+    """A policy of two tensors: what `save` writes is t, once `wait` has returned."""
+
+    in_step, synced = True, False
+    sleep, save, damage = Policy.sleep, Policy.save, Policy.damage
+
+    def __init__(self):
+        self.t, self.wait, self.seconds, self.writer = 0, lambda: None, {}, ThreadPoolExecutor(1)
+        self.ranks = Ranks("cpu", 1)
+        state = lambda: tensors(float(self.t))  # noqa: E731
+        self.learner = SimpleNamespace(memory={}, model=torch.nn.Linear(1, 1), state_dict=state)
+
+    def write(self, state, path):
+        self.wait()
+        return Policy.write(self, state, path)
 
 
-def save(run: RunDirectory, t: int, **state) -> Path:
-    run.checkpoint(t, of(float(t)), STATE | state)
-    run.settle()
+def checkpoints_of(run: RunDirectory) -> Checkpoints:
+    log = SimpleNamespace(state_dict=dict, cfg=Config(), note=lambda text: None)
+    return Checkpoints(run, Fixed(), Population(0.2, 5), ReplayBuffer(9), log)
+
+
+def begin(run: RunDirectory, t: int, wait=lambda: None, ended=True, before: Checkpoints | None = None) -> Checkpoints:
+    """Begins to save step t; `before`: with the checkpoints of the steps before."""
+    checkpoints = before or checkpoints_of(run)
+    checkpoints.policy.t, checkpoints.policy.wait = t, wait
+    checkpoints.mark(t, ended)
+    checkpoints.save()
+    return checkpoints
+
+
+def save(run: RunDirectory, t: int, ended=True) -> Path:
+    begin(run, t, ended=ended).settle()
     return run.checkpoints()[-1]
 
 
@@ -56,8 +86,8 @@ def made(tmp_path_factory):
     run = RunDirectory.open(Config(out=str(tmp_path_factory.mktemp("made") / "r"), keep=3), "x")
     for t in range(10):
         run.append("metrics", {"t": t})
-    for t in (3, 6, 9):
-        save(run, t)
+        if t in (3, 6, 9):
+            save(run, t)
     run.close()
     return run.path
 
@@ -130,16 +160,46 @@ def test_a_foreign_directory_is_no_checkpoint_and_pushes_none_out(run):
     assert rewind(run)[0] == 10 and all((run.path / "checkpoints" / name).is_dir() for name in foreign)
 
 
-def test_an_unfinished_step_comes_before_the_whole_one_and_its_rows_are_written_again(run):
+def test_a_step_that_has_not_ended_is_replaced_by_the_one_that_has_and_its_rows_are_written_again(run):
+    rewind(run)
+    run.append("population", {"t": 10, "event": "prune"})
+    assert save(run, 10, ended=False).name == "step-000010"
     for name in ("metrics", "population", "reflections"):
-        (run.path / f"{name}.jsonl").write_text("".join(json.dumps({"t": t}) + "\n" for t in range(12)))
+        run.append(name, {"t": 10})
     run.append("reflections", {"t": 10, "call": {}})
-    save(run, 10, phase="evolve")
     rewind(run)
     last = {name: run.rows(name)[-1] for name in ("metrics", "population", "reflections")}
-    assert last == {"metrics": {"t": 9}, "population": {"t": 10}, "reflections": {"t": 10, "call": {}}}
+    assert last == {
+        "metrics": {"t": 9}, "population": {"t": 10, "event": "prune"}, "reflections": {"t": 10, "call": {}}
+    }  # fmt: skip
+    run.append("metrics", {"t": 10})
     save(run, 10)
-    assert [path.name for path in run.checkpoints()][-2:] == ["step-000010-unfinished", "step-000010"]
+    assert [path.name for path in run.checkpoints()] == [f"step-{t:06d}" for t in (6, 9, 10)]  # none is pushed out
+    assert run.load_state(run.checkpoints()[-1])["ended"] and not list(run.path.rglob("*.tmp"))
+    rewind(run)
+    assert run.rows("metrics")[-1] == {"t": 10} and run.rows("reflections") == [{"t": 10, "call": {}}]
+
+
+@pytest.mark.parametrize("harm", ["{", "\x00" * 8, "", '{"t": "4"}', "[4]"])
+@pytest.mark.parametrize("place", [0, 4, 9])
+def test_a_row_that_was_lost_before_the_checkpoint_is_named(run, harm, place):
+    lines = (run.path / "metrics.jsonl").read_text().splitlines()
+    lines[place] = harm
+    (run.path / "metrics.jsonl").write_text("\n".join([*lines, '{"t": 10}', ""]))  # of a step after it
+    note = f"note: {run.path}/metrics.jsonl has lost 1 of its first 10 lines: they were damaged"
+    assert rewind(run) == (9, [note])
+    assert [row["t"] for row in run.rows("metrics")] == [t for t in range(10) if t != place]
+
+
+@pytest.mark.parametrize("name", ["step-000012", "step-000012-unfinished"])
+def test_a_checkpoint_of_an_earlier_version_is_refused_with_its_commit(run, name):
+    path = shutil.copytree(run.checkpoints()[-1], run.path / "checkpoints" / name)
+    state = torch.load(path / "state.pt") | {"t": 12, "phase": "evolve"}
+    torch.save({k: x for k, x in state.items() if k not in ("ended", "lengths")}, path / "state.pt")
+    with_digests(path)
+    with pytest.raises(CheckpointFault, match=f"{name} is of an earlier version") as e:
+        rewind(run)
+    assert str(e.value).endswith(f"commit {run.record['commit']}")
 
 
 def test_a_log_that_cannot_be_read_is_named(run):
@@ -297,7 +357,7 @@ def test_a_pickle_in_a_checkpoint_runs_nothing(run, tmp_path, place, caplog):
     with_digests(path)
     assert checkpoint.damage(path) == []
     with pytest.raises(CheckpointFault) as e:
-        checkpoint.load_state(path)
+        run.load_state(path)
         checkpoint.load(tensors(0.0), path, alone=True)
     assert not touched.exists() and "\n" not in str(e.value)
     shown = [row for row in caplog.records if not row.name.startswith("c10d-NullHandler")]
@@ -332,8 +392,9 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(small_disk):
     save(run, 3)
     (small_disk / "filler").write_bytes(bytes(170_000))
     with pytest.raises(DiskFault, match="cannot write .*step-000006") as e:
+        before = None
         for t in range(6, 60, 3):
-            run.checkpoint(t, of(1.0), STATE)  # a fault is that of the one before
+            before = begin(run, t, before=before)  # a fault is that of the one before
     assert "\n" not in str(e.value)
     assert [path.name for path in (run.path / "checkpoints").iterdir()] == ["step-000003"]
     assert rewind(run)[0] == 3
@@ -353,17 +414,37 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_half_written(small_disk):
 # ---- beside training
 
 
-def test_a_checkpoint_is_there_once_it_is_whole_and_holds_what_was_there_when_it_began(run):
-    go, population = threading.Event(), {"family": [1]}
-    run.checkpoint(12, of(12.0, go.wait), STATE | {"population": population})
-    population["family"].append(2)  # the next step goes on
+def test_a_checkpoint_is_there_once_it_is_whole_and_holds_what_was_there_at_its_mark(run):
+    go, checkpoints = threading.Event(), checkpoints_of(run)
+    checkpoints.P.join("first", None, 0)
+    checkpoints.policy.learner.memory = {"seen": [1]}
+    begin(run, 12, go.wait, before=checkpoints)
+    checkpoints.P.join("second", None, 13)  # the next step goes on
+    checkpoints.policy.learner.memory["seen"].append(2)
     run.append("metrics", {"t": 13})
     assert rewind(run)[0] == 9 and [path.name for path in (run.path / "checkpoints").glob(".*")] == [".step-000012.tmp"]
     go.set()
-    run.checkpoint(15, of(15.0), STATE)  # one at a time: it waits
-    assert run.load_state(run.path / "checkpoints/step-000012")["population"] == {"family": [1]}
-    run.close()  # waits, too
+    begin(run, 15, before=checkpoints)  # one at a time: it waits
+    state = run.load_state(run.path / "checkpoints/step-000012")
+    assert [I["text"] for I in state["population"]["family"]] == ["first"] and state["memory"] == {"seen": [1]}
+    checkpoints.settle()
     assert rewind(run)[0] == 15 and [step_of(path) for path in run.checkpoints()] == [9, 12, 15]
+
+
+def test_a_mark_is_saved_once_and_not_after_the_weights_have_moved(run):
+    checkpoints, times = begin(run, 12), []
+    checkpoints.policy.wait = lambda: times.append(checkpoints.policy.t)
+    checkpoints.save()  # it is on disk
+    checkpoints.mark(12, ended=True)
+    for t, in_step in ((13, True), (-1, True), (12, False)):  # an update has begun; reset; the ranks have lost contact
+        checkpoints.policy.t, checkpoints.policy.in_step = t, in_step
+        checkpoints.save()
+    checkpoints.settle()
+    assert not times
+    checkpoints.policy.in_step = True
+    checkpoints.save()
+    checkpoints.settle()
+    assert times == [12]
 
 
 @contextlib.contextmanager
@@ -393,8 +474,7 @@ def test_a_process_killed_while_it_writes_leaves_the_checkpoint_before(run):
             ready()
             signal.pause()
 
-        other.checkpoint(12, of(12.0, hang), STATE)
-        return other
+        return other, begin(other, 12, hang)
 
     with forked(play):
         pass
@@ -410,30 +490,30 @@ def test_a_fault_of_the_thread_is_raised_by_the_next_step_and_comes_second_to_an
     def fails():
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    run.checkpoint(12, of(1.0, fails), STATE)
+    checkpoints = begin(run, 12, fails)
     with pytest.raises(DiskFault, match="cannot write .*step-000012 .No space left"):
         while True:
-            run.append("metrics", {"t": 9})
+            checkpoints.mark(13)
     cfg = dataclasses.replace(read_config(run.path), out=str(run.path), resume=True)
     run.close()
     for wait, saved in ((fails, 9), (lambda: time.sleep(0.2), 12)):
         text = f"\nanother\nresume from step {saved} with"
-        with pytest.raises(Fault, match=text), RunDirectory.opened(cfg, None) as run:
-            run.checkpoint(12, of(12.0, wait), STATE)
+        with pytest.raises(Fault, match=text), RunDirectory.opened(cfg, None) as run, begin(run, 12, wait).rescued():
             raise Outage("another")
         assert rewind(run)[0] == saved  # whatever ended the run, it was waited for
 
 
-def test_a_directory_that_save_leaves_half_done_is_removed(run):
-    def fails(path):
-        (path / "half").write_text("x")
+@pytest.mark.parametrize("late", ["save", "write"])
+def test_a_directory_that_save_leaves_half_done_is_removed(run, late):
+    checkpoints = checkpoints_of(run)
+
+    def fails(*args):
+        (args[-1] / "half").write_text("x")
         raise OSError(errno.EIO, "Input/output error")
 
-    for late in (False, True):
-        with pytest.raises(DiskFault, match="Input/output error"):
-            run.checkpoint(12, (lambda path: lambda: fails(path)) if late else fails, STATE)
-            assert late
-            run.settle()
+    setattr(checkpoints.policy, late, fails)
+    with pytest.raises(DiskFault, match="Input/output error"):
+        begin(run, 12, before=checkpoints).settle()
     assert not list(run.path.rglob("*.tmp")) and len(run.checkpoints()) == 3
 
 

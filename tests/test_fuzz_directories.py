@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_directory import checkpoints_of
 
 from config import WORLD, Config, read_config
 from export import export_checkpoint
@@ -33,8 +34,17 @@ def state(t: int) -> dict:
     item = {"t": t, "instruction": 0, "question": "q", "text": "x", "golds": ["a"], "reward": 0.0, "failed": True}
     return {
         "population": {"family": [I], "active": [0]}, "buffer": {"items": [item]}, "ledger": {}, "start": {"em": 0.1},
-        "seconds": 1.0, "memory": {}, "metrics": ["em"], "spread": {}, "phase": "",
+        "seconds": 1.0, "memory": {}, "metrics": ["em"], "spread": {}, "t": t, "ended": True,
     }  # fmt: skip
+
+
+def save(run: RunDirectory, t: int, weights: dict) -> None:
+    """Writes a checkpoint after step t."""
+    checkpoints = checkpoints_of(run)
+    checkpoints.last = state(t) | {"run": run.id, "lengths": dict(run.lengths)}
+    checkpoints.policy.t, checkpoints.policy.learner.state_dict = t, lambda: weights
+    checkpoints.save()
+    checkpoints.settle()
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +57,8 @@ def whole(tmp_path_factory):
         run.append("metrics", {"t": t} | (row if t else {"test/em": 0.1, "metrics": ["em"]}))
         run.append("population", {"t": t, "event": "prune", "text": "", "P": [{"id": 0, "parent": None, "born": 0}]})
         run.append("reflections", {"t": t, "accepted": ["a"]})
-    for t in STEPS:
-        run.checkpoint(t, lambda path, t=t: lambda: checkpoint.save(tensors(t), path, 0, alone=True), state(t))
+        if t in STEPS:
+            save(run, t, tensors(t))
     run.close()
     return path
 
@@ -115,8 +125,7 @@ def resume(path: Path) -> int | None:
         assert P.family[0].text == "Search." and B.items[0].t == t
         assert all(row["t"] <= t for row in run.rows("metrics"))
         run.append("metrics", {"t": t + 1})
-        run.checkpoint(t + 1, lambda path: lambda: checkpoint.save(tensors(t + 1), path, 0, alone=True), state(t + 1))
-        run.settle()
+        save(run, t + 1, tensors(t + 1))
         return t
     finally:
         run.close()
@@ -167,7 +176,7 @@ def test_a_damaged_run_is_exported_right_or_refused(tmp_path, capsys):
     model, path = load_model(str(WORLD / "policy")), tmp_path / "whole"
     run = RunDirectory.open(Config(out=str(path), model=str(WORLD / "policy"), lr=0.0), "x")
     weights = {"model": dict(model.state_dict())}
-    run.checkpoint(3, lambda path: lambda: checkpoint.save(weights, path, 0, alone=True), state(3))
+    save(run, 3, weights)
     run.close()
     faults = 0
     for seed in range(N // 100):

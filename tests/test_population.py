@@ -268,7 +268,7 @@ def buffer(*steps, capacity=1000):
     """Returns a buffer after steps 1, 2, ... with these trajectories."""
     B = ReplayBuffer(capacity)
     for t, taus in enumerate(steps, 1):
-        B.add(t, taus, words)
+        B.add(t, taus, map(words, taus))
     return B
 
 
@@ -284,7 +284,7 @@ def test_an_experience_is_a_trajectory_as_the_optimizer_reads_it():
 def test_the_buffer_keeps_the_latest_trajectories_up_to_its_capacity():
     B = buffer(*[[tau(f"q{t}a"), tau(f"q{t}b")] for t in range(1, 5)], capacity=5)
     assert named(B.items) == ["q2b", "q3a", "q3b", "q4a", "q4b"]
-    B.add(9, [tau(f"r{k}") for k in range(8)], words)  # a step of more than the capacity
+    B.add(9, [tau(f"r{k}") for k in range(8)], ["r"] * 8)  # a step of more than the capacity
     assert named(B.items) == ["r3", "r4", "r5", "r6", "r7"]
 
 

@@ -9,10 +9,12 @@ import gzip
 import hashlib
 import io
 import json
+import os
 import re
+import shutil
 import statistics
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +33,8 @@ from plumbing.faults import Fault, Outage
 from plumbing.files import read_jsonl
 from reflect import Call, read_paid_calls
 from tasks import Question, Task, Trajectory, Turn
-from training import checkpoint, policy
+from training import policy
+from training.ranks import Ranks
 
 QUESTIONS = [Question(f"q{k}", f"Which {k}?", source=f"s{k // 7}", data=f"right {k}") for k in range(20)]
 FIRST = "Think in <think> </think>, answer in <answer> </answer>."
@@ -53,6 +56,9 @@ class Calls:
         self.names.append(name)
         if len(self.names) == self.n:
             raise self.fault
+
+    def look(self, place: str) -> None:
+        """Is told of places besides calls, at which a process may be killed."""
 
 
 class Judged(Task):
@@ -78,11 +84,21 @@ class Judged(Task):
 
 
 class Policy:
-    """One number; what it answers depends on it, on the question, the instruction and the purpose."""
+    """One number; what it answers depends on it, on the question, the instruction and the purpose. It saves itself as
+    the real one does."""
+
+    in_step, shared, synced = True, True, True
+    sleep, evaluate = lambda self: None, policy.Policy.evaluate
+    save, load, damage = policy.Policy.save, policy.Policy.load, policy.Policy.damage
 
     def __init__(self, calls: Calls, task: Judged):
         self.calls, self.task, self.cfg, self.weight, self.t = calls, task, task.cfg, 1.0, 0
-        self.learner = SimpleNamespace(memory={}, set_advantages=self.set_advantages)
+        self.ranks, self.seconds, self.writer = Ranks("cpu", 1), {}, ThreadPoolExecutor(1)
+        self.learner = SimpleNamespace(
+            memory={}, set_advantages=self.set_advantages, model=torch.nn.Linear(1, 1),
+            state_dict=lambda: {"w": self.weight, "optimizer": {"lr": 0.1}},
+            load_state_dict=lambda state: vars(self).update(weight=state["w"]),
+        )  # fmt: skip
 
     def set_advantages(self, taus):
         memory = self.learner.memory
@@ -104,36 +120,24 @@ class Policy:
 
     def update(self, t, taus):
         self.t = t
+        self.calls.look(f"{t} update")
         self.weight += t * sum(tau.advantage * tau.group for tau in taus) + 1
         return {"loss": self.weight, "kl": 0.0}
-
-    evaluate = policy.Policy.evaluate
 
     def pace(self, taus):
         return {"time/rollout": 0.1, "time/update": 0.1}
 
-    def save(self, path):
-        state = {"w": self.weight, "optimizer": {"lr": 0.1}}
-        return lambda: checkpoint.save(state, path, 0, alone=True)
-
-    def damage(self, path):
-        return checkpoint.damage(path)
-
-    def load(self, path, t):
-        state = {"w": 0.0, "optimizer": {"lr": 0.0}}
-        checkpoint.load(state, path, alone=True)
-        self.weight, self.t = state["w"], t
+    def write(self, state, path):
+        self.calls.look(f"write {path.name}")
+        digests = policy.Policy.write(self, state, path)
+        self.calls.look(f"wrote {path.name}")
+        return digests
 
     def export(self, path):
         (path / "weights").write_text(str(self.weight))
 
-    in_step = True
-
     def reset(self):
-        self.weight = 1.0
-
-    def faults(self):
-        return 0
+        self.weight, self.t = 1.0, -1
 
 
 class Optimizer:
@@ -151,20 +155,20 @@ class Optimizer:
         return Call(when, prompt, reply, 10, 20, 0.5, False)
 
 
-def play(out: Path, calls: Calls, **knobs) -> None:
+def play(out: Path, calls: Calls, config=CFG, population=population_of, evolution=Evolution, **knobs) -> None:
     """A run in this process, or the rest of one, as inspo.train plays it."""
-    cfg = replace(CFG, out=str(out), resume=(out / "config.json").exists(), **knobs)
+    cfg = replace(config, out=str(out), resume=(out / "config.json").exists(), **knobs)
     task = Judged(cfg, calls)
     with stop.listening(), RunDirectory.opened(cfg, task) as run:
         policy, optimizer = Policy(calls, task), Optimizer(calls, read_paid_calls(run.rows("reflections")))
         log = Log(cfg, run, task, TOKENIZER)
-        evolution = Evolution(cfg, task, optimizer, population_of(cfg), log)
-        checkpoints = Checkpoints(run, policy, evolution.P, evolution.B, log)
+        evolving = evolution(cfg, task, optimizer, population(cfg), log)
+        checkpoints = Checkpoints(run, policy, evolving.P, evolving.B, log)
         with checkpoints.rescued():
-            _, I_star = inspo(cfg, task, policy, evolution, checkpoints, log)
+            _, I_star = inspo(cfg, task, policy, evolving, checkpoints, log)
             checkpoints.export(I_star)
-            compare(cfg.T, policy, evolution.P.family[0], I_star, log)
-            log.finish(evolution.P, I_star)
+            compare(cfg.T, policy, evolving.P.family[0], I_star, log)
+            log.finish(evolving.P, I_star)
 
 
 def left(out: Path) -> dict[str, object]:
@@ -252,23 +256,47 @@ def test_stopped_at_any_call_and_resumed_a_run_leaves_the_same(whole, tmp_path, 
         assert len(again.names) <= len(names) - n + 6, names[n - 1]  # an evaluation, or an evolution, is done again
 
 
+class Careless(Judged):
+    """Its code fails in step 6, whose update would be the second after a checkpoint."""
+
+    broken = ""
+
+    def metrics(self, tau):
+        found = super().metrics(tau)
+        if self.asked == "6 rollout" and self.broken in ("raises", "renames") and tau.group:
+            return {"mark": 1.0} if self.broken == "renames" else found["none"]
+        return found
+
+    def shown(self, tau):
+        if self.asked == "6 rollout" and self.broken == "shows":
+            raise RuntimeError("no words")
+        return super().shown(tau)
+
+
+@pytest.mark.parametrize("broken", ["raises", "renames", "shows"])
+def test_a_task_s_own_code_that_fails_costs_no_step_that_was_trained(whole, tmp_path, monkeypatch, broken):
+    monkeypatch.setattr("test_resume.Judged", Careless)
+    monkeypatch.setattr(Careless, "broken", broken)
+    with pytest.raises((KeyError, Fault, RuntimeError)), contextlib.redirect_stderr(io.StringIO()) as stderr:
+        play(tmp_path / "r", Calls())
+    assert step_of(RunDirectory(tmp_path / "r").checkpoints()[-1]) == 5
+    assert broken == "renames" or f"resume from step 5 with --out {tmp_path}/r" in stderr.getvalue()
+    monkeypatch.undo()
+    play(tmp_path / "r", Calls())
+    assert left(tmp_path / "r") == whole[0]
+
+
 def test_without_room_for_a_copy_training_waits_until_a_checkpoint_is_written(monkeypatch):
     """What is written is no copy then: a slow disk would get the weights of a later step. 4 bytes thrice a weight."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    model, begun = torch.nn.Linear(10, 80, bias=False), []
-
-    def begin_to_save(path, copied):
-        begun.append(copied)
-        mine.written = pool.submit(lambda: time.sleep(0.2) or {"__0_0": "digest"})
-
-    mine = SimpleNamespace(learner=SimpleNamespace(model=model), begin_to_save=begin_to_save)
-    mine.ranks = SimpleNamespace(size=8)  # 4 of them on this node, and so half of the 9,600 bytes
-    with ThreadPoolExecutor(1) as pool:
-        for free, copied in ((0.55 * 9600 / 0.8, True), (0.45 * 9600 / 0.8, False)):
-            monkeypatch.setattr(policy.psutil, "virtual_memory", lambda free=free: SimpleNamespace(available=free))
-            written = policy.Policy.save(mine, Path("step-1"))
-            assert begun[-1] is copied and mine.written.done() is not copied
-            assert written() == {"__0_0": "digest"}
+    mine = Policy(Calls(), Judged(CFG, Calls()))
+    mine.learner.model = torch.nn.Linear(10, 80, bias=False)
+    mine.write = lambda state, path: time.sleep(0.2) or {"__0_0": "digest"}
+    mine.ranks = SimpleNamespace(rank=0, size=8, broadcast=lambda x=None: x, gather=lambda x: [x])  # 4 on this node,
+    for free, copied in ((0.55 * 9600 / 0.8, True), (0.45 * 9600 / 0.8, False)):  # and so half of the 9,600 bytes
+        monkeypatch.setattr(policy.psutil, "virtual_memory", lambda free=free: SimpleNamespace(available=free))
+        mine.save(Path("step-1"))
+        assert mine.written.done() is not copied and mine.written.result() == {"__0_0": "digest"}
 
 
 def test_stopped_at_every_call_again_and_again_a_run_still_ends_the_same(whole, tmp_path):
@@ -295,3 +323,116 @@ def test_seconds_add_up_over_all_resumes_of_a_run(tmp_path):
     play(tmp_path / "r", Calls())
     seconds = json.loads((tmp_path / "r" / "summary.json").read_text())["seconds"]
     assert seconds - last["time/total"] - 1000 > time.perf_counter() - began
+
+
+# ---- every death, and every death after it
+
+# Steps 1 and 2 prune and evolve, and step 2 is evaluated; step 3 is the last one.
+STEPS = dict(batch=2, mini=2, T=3, K_p=1, T_e=3, K_e=1, D_B=2, N_P=3, rounds=1, eval_every=2, save_every=9, seed=4)
+
+
+class Deaths(Calls):
+    """Plays runs, and keeps the directory that each death leaves: a kill at any place, or a fault in the n-th call."""
+
+    def __init__(self, folder: Path, **kind):
+        self.folder, self.kind, self.out = folder, kind, folder / "run"
+
+    def live(self, source: Path | None, n: int = 0, fault: BaseException | None = None, left=None) -> list[str]:
+        """Plays the rest of the run in `source`; returns its places. `left` gets what kills would leave there."""
+        super().__init__(n, fault)
+        self.left = left
+        shutil.rmtree(self.out, ignore_errors=True)
+        if source:
+            shutil.copytree(source, self.out)
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            play(self.out, self, **self.kind)
+        return self.names
+
+    def __call__(self, name: str) -> None:
+        self.look(name)
+        super().__call__(name)
+
+    def look(self, place: str) -> None:
+        if self.left is not None and self.out.exists():
+            self.keep(f"killed at {place}", self.left)
+
+    def keep(self, death: str, found: dict[str, tuple[str, Path]]) -> None:
+        """Copies the directory to `found`, by what a resumed run knows: rows, and checkpoints with their marks."""
+        files = sorted([*self.out.glob("*.jsonl"), *self.out.glob("checkpoints/**/*")])
+        texts = [file.read_bytes() if file.suffix in (".jsonl", ".pt") else b"" for file in files]
+        key = hashlib.sha256(b"".join([*map(bytes, files), *texts])).hexdigest()
+        if key not in found:
+            found[key] = death, shutil.copytree(self.out, self.folder / f"{time.monotonic_ns()}")
+
+    def after(self, source: Path | None, faults) -> tuple[dict[str, object], dict[str, tuple[str, Path]]]:
+        """Returns what the rest of a run leaves in the end, and what every death in it would leave."""
+        found = {}
+        names = self.live(source, left=found)
+        whole = left(self.out)
+        for n, name in enumerate(names, 1):
+            for fault in faults if "judge" not in name else ():  # a judge is asked right after rollouts
+                with contextlib.suppress(SystemExit, Fault, KeyboardInterrupt):
+                    self.live(source, n, fault)
+                if self.out.exists():
+                    self.keep(f"{fault!r} at {name}", found)
+        return whole, found
+
+
+def deaths_of(tmp_path, monkeypatch, **kind) -> Deaths:
+    """Returns the Deaths of runs in which no clock and no thread makes a difference."""
+    monkeypatch.setattr("page.html.write", lambda runs, out: out)
+    monkeypatch.setattr("journal.log.time", SimpleNamespace(perf_counter=lambda: 0.0, time=lambda: 0.0))
+    monkeypatch.setattr("journal.log.versions", dict)
+    monkeypatch.setattr("journal.directory.describe_run", lambda task: {})
+    monkeypatch.setattr("secrets.token_hex", lambda n: "0" * 8)
+    monkeypatch.setattr(RunDirectory, "write_trajectories", lambda *args: None)
+    monkeypatch.setattr("test_resume.ThreadPoolExecutor", Inline)
+    deaths = Deaths(tmp_path, **kind)
+
+    def watched(function):
+        def call(*args):
+            done = function(*args)
+            deaths.look(f"{function.__name__} {args[1]}")
+            return done
+
+        return call
+
+    monkeypatch.setattr(RunDirectory, "append", watched(RunDirectory.append))
+    monkeypatch.setattr("os.replace", watched(os.replace))
+    return deaths
+
+
+class Inline:
+    """A thread that has always done its work already."""
+
+    def __init__(self, threads: int):
+        pass
+
+    def submit(self, function, *args) -> Future:
+        future = Future()
+        try:
+            future.set_result(function(*args))
+        except Exception as e:
+            future.set_exception(e)
+        return future
+
+
+def check_deaths(deaths: Deaths, every: int) -> None:
+    """Asserts that after two deaths a run leaves what it leaves undisturbed, for one in `every` of the first ones."""
+    stopped = [stop.Stopped("stopped")]
+    whole, first = deaths.after(None, stopped if every > 1 else [*stopped, KeyboardInterrupt()])
+    proven = set(first)
+    for death, source in list(first.values())[every // 2 :: every]:
+        end, second = deaths.after(source, stopped)
+        assert end == whole, death
+        for key in second.keys() - proven:
+            deaths.live(second[key][1])
+            assert left(deaths.out) == whole, (death, second[key][0])
+        proven |= set(second)
+        for _, copy in second.values():
+            shutil.rmtree(copy)
+
+
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
+def test_after_any_two_deaths_a_run_ends_the_same(tmp_path, monkeypatch, every):
+    check_deaths(deaths_of(tmp_path, monkeypatch, **STEPS), every)

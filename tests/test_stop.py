@@ -157,7 +157,7 @@ def test_a_request_inside_a_del_is_granted_at_the_next_place(listening):
         pass
 
 
-# ---- in every phase of a step, by the parts of a run themselves
+# ---- at every moment of a step, by the parts of a run themselves
 
 
 def signal_in(monkeypatch, owner, name: str, n: int, when, number: int) -> None:
@@ -188,27 +188,28 @@ def whole(tmp_path_factory):
 
 
 ANY = lambda *args, **kwargs: True  # noqa: E731
-CASES = {  # phase -> the call in which a signal comes, which, and the checkpoint that the run leaves
-    "rollout": (Policy, "rollout", 1, purposes("3 rollout"), signal.SIGINT, "step-000002"),
+CASES = {  # the call in which a signal comes, which, and the checkpoint that the run leaves; has its step ended?
+    "rollout": (Policy, "rollout", 1, purposes("3 rollout"), signal.SIGINT, (2, True)),
     # The update is finished; the evolution of step 3 waits.
-    "update": (Policy, "update", 3, ANY, signal.SIGTERM, "step-000003-unfinished"),
-    "verify": (Policy, "rollout", 1, purposes("3 verify 0", "3 verify 1"), signal.SIGHUP, "step-000003-unfinished"),
-    "evaluate": (Policy, "rollout", 1, purposes("2 evaluate"), signal.SIGINT, "step-000002-unfinished"),
-    "optimizer": (reflect.Optimizer, "ask", 2, ANY, signal.SIGTERM, "step-000003-unfinished"),
-    "save": (Policy, "save", 1, lambda policy, path: "000004" in path.name, signal.SIGHUP, "step-000004"),
+    "update": (Policy, "update", 3, ANY, signal.SIGTERM, (3, False)),
+    "verify": (Policy, "rollout", 1, purposes("3 verify 0", "3 verify 1"), signal.SIGHUP, (3, False)),
+    "evaluate": (Policy, "rollout", 1, purposes("2 evaluate"), signal.SIGINT, (2, False)),
+    "optimizer": (reflect.Optimizer, "ask", 2, ANY, signal.SIGTERM, (3, False)),
+    "save": (Policy, "save", 1, lambda policy, path: "000004" in path.name, signal.SIGHUP, (4, True)),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("phase", CASES)
-def test_a_signal_in_any_phase_is_resumed_to_the_bit(whole, tmp_path, phase):
-    out, (*call, number, saved) = tmp_path / "r", CASES[phase]
+@pytest.mark.parametrize("moment", CASES)
+def test_a_signal_at_any_moment_is_resumed_to_the_bit(whole, tmp_path, moment):
+    out, (*call, number, saved) = tmp_path / "r", CASES[moment]
     with pytest.MonkeyPatch.context() as patch:
         signal_in(patch, *call, number)
         said, _, stderr = run_here("--out", out, *SHORT)
     lines = str(said).strip().splitlines()
     assert lines[0] == f"stopped by {number.name}" and len(lines) == 2 and "--resume" in lines[1], (said, stderr)
-    assert [path.name for path in RunDirectory(out).checkpoints()][-1] == saved
+    mark = RunDirectory(out).load_state(RunDirectory(out).checkpoints()[-1])
+    assert (mark["t"], mark["ended"]) == saved
     code, _, stderr = run_here("--out", out, "--resume")
     assert code == 0, (code, stderr)
     assert metrics(out) == metrics(whole)

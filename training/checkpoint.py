@@ -1,4 +1,4 @@
-"""Weights and optimizer on disk, in the shares of torch.distributed.checkpoint, with a digest of every file.
+"""Checkpoints as they are read: the shares of torch.distributed.checkpoint, with a digest of every file.
 
 A checkpoint may come from somebody else: what is pickled in it is read by allowlist, so that no code in it runs.
 """
@@ -17,9 +17,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
-from plumbing.faults import CheckpointFault, DiskFault, first_line
+from plumbing.faults import CheckpointFault, first_line
 from plumbing.outside import decoded
 
 DIGESTS = "digests.json"
@@ -38,25 +37,6 @@ TYPES = {  # all that torch.distributed.checkpoint pickles into .metadata
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process saves checkpoints without a group
 
 
-def stage(state: dict[str, Any]) -> dict[str, Any]:
-    """Returns a copy of `state` in the CPU's memory, only this rank's shares, that no later step changes."""
-    copied: dict[str, Any] = BlockingAsyncStager().stage(state)
-    return copied
-
-
-def save(state: dict[str, Any], path: Path, rank: int, alone: bool, group: Any = None) -> dict[str, str]:
-    """Writes this rank's shares of `state` into a directory; returns the digests of its files. Raises DiskFault.
-
-    `alone`: there is no process group; `group`: that in which ranks agree on who writes what, if it is not the first.
-    """
-    try:
-        dcp.save(state, checkpoint_id=str(path), no_dist=alone, process_group=group)
-        files = [*path.glob(f"__{rank}_*"), *([path / ".metadata"] if rank == 0 else [])]
-        return {file.name: digest(file) for file in files}
-    except (CheckpointException, OSError) as e:
-        raise DiskFault(f"cannot write {path} ({_reason(e)})") from None
-
-
 def load(state: dict[str, Any], path: Path, alone: bool) -> None:
     """Fills the tensors of `state` with the shares under `path`; raises CheckpointFault."""
     try:
@@ -64,19 +44,7 @@ def load(state: dict[str, Any], path: Path, alone: bool) -> None:
         reader.read_metadata()  # first: torch would log what is raised there, twice, with a traceback
         dcp.load(state, storage_reader=reader, planner=_Planner(), no_dist=alone)
     except (Exception, CheckpointException) as e:  # a damaged pickle raises anything; torch's is no Exception
-        raise CheckpointFault(f"{path} cannot be loaded ({_reason(e)})") from None
-
-
-def load_state(path: Path) -> dict[str, Any]:
-    """Returns what is in a checkpoint's state.pt, numbers and texts; raises CheckpointFault."""
-    try:
-        state = torch.load(path / "state.pt", weights_only=True)
-        missing = {"t", "phase", "run", "population"} - set(state)
-    except Exception as e:  # a damaged archive raises anything
-        raise CheckpointFault(f"{path}/state.pt cannot be read ({_reason(e)})") from None
-    if missing:
-        raise CheckpointFault(f"{path}/state.pt has no {sorted(missing)[0]!r}: use the version that wrote it")
-    return dict(state)
+        raise CheckpointFault(f"{path} cannot be loaded ({reason(e)})") from None
 
 
 def digest(path: Path) -> str:
@@ -140,7 +108,7 @@ class _Planner(DefaultLoadPlanner):
         super().load_bytes(read_item, plain)
 
 
-def _reason(e: BaseException) -> str:
+def reason(e: BaseException) -> str:
     """Returns an exception in a few words: of a CheckpointException, the first failure's."""
     if isinstance(e, CheckpointException):
         e = next(iter(e.failures.values()))[0]

@@ -19,7 +19,10 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import psutil
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from config import Config
 from engines import Engine
@@ -30,7 +33,7 @@ from models import lora
 from models.layers import fuse
 from models.model import empty, export, fill, load_config, load_model, load_tokenizer, shard, skeleton, weights
 from plumbing import stop
-from plumbing.faults import DiskFault, Fault
+from plumbing.faults import DiskFault, Diverged, Fault
 from population import Instruction
 from rollout import rollout, spread
 from tasks import Job, Task, Trajectory, reward, rng_of, take_subset
@@ -184,7 +187,7 @@ class Policy:
         if first and first is not model:
             vars(first).pop("score", None)  # a cycle: after vLLM's gc.freeze() the policy would stay for ever
         self.engine = engine(self, first)
-        self.t = 0  # the last step whose update has begun
+        self.t = 0  # the last step whose update has begun; -1: the weights are those of no step
         self.seconds: dict[str, float] = {}  # of each method's last call
         self.in_step = True  # whether all ranks wait for the next call
         self.progress: Callable[[str, int, int], None] = lambda purpose, done, total: None  # told of rollouts under way
@@ -238,7 +241,7 @@ class Policy:
         """Takes step t of GRPO on the rewarded trajectories (Eq. 2); returns the metrics of the whole batch.
 
         `tokens` of a sample of the trajectories, some 10 in whole groups, then holds what the update saw of them.
-        Raises Fault when MAX_SKIPPED optimizer steps in a row had no finite gradient.
+        Raises Diverged when MAX_SKIPPED optimizer steps in a row had no finite gradient.
         """
         self.t = t
         self.sleep()
@@ -251,7 +254,7 @@ class Policy:
             for k, tokens in noted.items():
                 taus[k].tokens = tokens
         if (n := self.learner.memory.get("skipped", 0)) >= MAX_SKIPPED:
-            raise Fault(
+            raise Diverged(
                 f"\nstep {t}: loss or gradient were not finite in {n} optimizer steps in a row, all of them skipped;"
                 " start a new run with a lower --lr, or look at the rewards of this one (trajectories/)"
             )
@@ -295,33 +298,35 @@ class Policy:
             self.synced = self.shared
             self.engine.sleep()
 
-    def save(self, path: Path) -> Callable[[], dict[str, str]]:
+    @on_all_ranks(of_rank_0)
+    def save(self, path: Path) -> None:
         """Begins to write weights and optimizer, as they are now, into a directory, for any number of ranks to load.
 
-        Returns what waits until all ranks have written and returns the digests of the files; it raises DiskFault. What
-        is written is a copy in the CPU's memory; where that has no room, training waits until all is written.
+        A thread writes a copy in the CPU's memory; where that has no room, training waits until all is written. On
+        rank 0 `written` waits for all ranks, and returns the digests of the files or raises DiskFault.
         """
-        trained = sum(p.numel() for p in self.learner.model.parameters() if p.requires_grad)
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) / self.ranks.size
-        copied = 12 * trained * here < 0.8 * psutil.virtual_memory().available  # AdamW's moments, too, in float32
-        self.begin_to_save(path, copied)
-        if not copied:
-            wait([self.written])
-        return self.written.result
-
-    @on_all_ranks(of_rank_0)
-    def begin_to_save(self, path: Path, copied: bool) -> None:
-        """Writes this rank's shares in a thread, as they are or `copied`."""
         with contextlib.suppress(Exception):  # an engine that died does not cost the checkpoint
             self.sleep()  # a state dict takes its room
+        trained = sum(p.numel() for p in self.learner.model.parameters() if p.requires_grad)
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) / self.ranks.size
+        room = 0.8 * psutil.virtual_memory().available
+        copied = self.ranks.broadcast(12 * trained * here < room)  # AdamW's moments, too, in float32
         state = self.learner.state_dict()
-        self.written = self.writer.submit(self.write, checkpoint.stage(state) if copied else state, path)
+        if copied:
+            state = BlockingAsyncStager().stage(state)
+        self.written = self.writer.submit(self.write, state, path)
+        if not copied:
+            wait([self.written])
 
     def write(self, state: dict[str, Any], path: Path) -> dict[str, str]:
         """Writes this rank's shares; on rank 0 it returns the digests of all files and raises a fault of any rank."""
         answer: dict[str, str] | Exception
         try:
-            answer = checkpoint.save(state, path, self.ranks.rank, alone=not self.ranks.grouped, group=self.ranks.saves)
+            dcp.save(state, checkpoint_id=str(path), no_dist=not self.ranks.grouped, process_group=self.ranks.saves)
+            files = [*path.glob(f"__{self.ranks.rank}_*"), *([path / ".metadata"] if self.ranks.rank == 0 else [])]
+            answer = {file.name: checkpoint.digest(file) for file in files}
+        except (CheckpointException, OSError) as e:
+            answer = DiskFault(f"cannot write {path} ({checkpoint.reason(e)})")
         except Exception as e:  # rank 0 waits for an answer
             answer = e
         digests: dict[str, str] = {}
@@ -357,7 +362,7 @@ class Policy:
     @on_all_ranks(of_rank_0)
     def reset(self) -> None:
         """Restores the first policy, for evaluation alone: the optimizer keeps its moments."""
-        first = fault = None
+        self.t, first, fault = -1, None, None
         try:
             first = first_policy(self.cfg, self.ranks)
         except Fault as e:  # on rank 0, while the others would wait for its weights
@@ -390,7 +395,6 @@ class Policy:
         if self.in_step:
             if self.ranks.rank == 0:
                 self.ranks.broadcast(None)
-            self.writer.shutdown()
             self.engine.close()
             del self.engine, self.learner
             self.ranks.leave()

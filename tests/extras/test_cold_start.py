@@ -440,6 +440,6 @@ def test_a_step_whose_updates_were_all_skipped_has_no_log_prob(tmp_path):
     cfg = dataclasses.replace(config_of(["--demos", "x.jsonl"]), T=1, batch=1, save_every=2, out=str(tmp_path))
     policy = SimpleNamespace(update=lambda t, taus: {"lr": 1e-4, "skipped_updates": 1}, seconds={"update": 0.5})
     evolution, checkpoints, log = MagicMock(), MagicMock(), MagicMock(held_out={"begun": {}})
-    checkpoints.restore.return_value = 1, ""
+    checkpoints.restore.return_value = 1, 0
     supervised.imitate(cfg, [object()], policy, evolution, checkpoints, log)
     assert log.updated.call_args.args[2] == {"lr": 1e-4, "skipped_updates": 1, "time/update": 0.5}

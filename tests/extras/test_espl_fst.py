@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from test_algorithm import FIRST, TAGS, Exam, Kept, Recorder, TableOptimizer, WatchedPolicy, questions
 from test_inspo import ENV, ROOT, SMALL, metrics
+from test_resume import CFG, STEPS, check_deaths, deaths_of
 from test_stop import mapped
 
 import inspo
@@ -23,6 +24,7 @@ from extras.bench.chaos import hear_signals
 from extras.espl import ESPLConfig, Pool, crossover_prompt, mate, mutation_prompt
 from extras.fst import Front, FSTConfig, feedback_prompt, instance_wins
 from extras.objectives import ObjectiveLearner
+from journal.directory import RunDirectory
 from journal.log import Ledger
 from plumbing import stop
 from plumbing.faults import Fault, OptimizerDown
@@ -53,14 +55,14 @@ class FlakyPolicy(WatchedPolicy):
         return tau
 
 
-def run(name, right, *replies, restored=None, at=(1, ""), policy=FlakyPolicy, **knobs):
+def run(name, right, *replies, restored=None, at=(1, 0), policy=FlakyPolicy, **knobs):
     """Returns (policy and instruction, policy, log, optimizer) of a whole run."""
     kind, population, usual = SCRIPTS[name]
     cfg = type(usual)(**vars(usual) | knobs)
     policy = policy({FIRST: 0} | right)
     policy.learner = object.__new__(ObjectiveLearner)  # for its rule of the advantages
     policy.learner.cfg, policy.learner.memory = cfg, {}
-    log, optimizer, task = Recorder(held_out=at != (1, "")), TableOptimizer(*replies), Exam(cfg, questions("q", 6))
+    log, optimizer, task = Recorder(cfg), TableOptimizer(*replies), Exam(cfg, questions("q", 6))
     log.ledger, log.rows = Ledger(), []
     log.run = SimpleNamespace(append=lambda name, row: log.rows.append(row))
     policy.log, evolution = log, kind(cfg, task, optimizer, population(cfg), log)
@@ -86,7 +88,7 @@ def shown(tau):
 def step_of(table):
     """The same as step 3 in the replay buffer."""
     B = ReplayBuffer(100)
-    B.add(3, played(table), shown)
+    B.add(3, played(table), map(shown, played(table)))
     return B
 
 
@@ -224,19 +226,19 @@ def test_a_crossover_has_two_parents_and_comes_before_the_mutation():
     assert (Q.family, Q.ids, Q.ratings) == (P.family, P.ids, P.ratings)
 
 
-@pytest.mark.parametrize("stopped", ["evolve", "evaluate"])
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_run_that_was_stopped_inside_a_step_continues_there(name, stopped):
+def test_a_run_that_was_stopped_inside_a_step_continues_there(name):
     P = programs(1, Front(0.2, 5) if name == "fst" else None)
     P.family[0].text, B, [child] = FIRST, ReplayBuffer(1000), names(1)
-    B.add(2, played({0: {f"q{k}": [1, 0] for k in range(6)}}), shown)
+    step = played({0: {f"q{k}": [1, 0] for k in range(6)}})
+    B.add(2, step, map(shown, step))
     _, policy, log, optimizer = run(
-        name, {child: 6}, [child], restored=(P, B), at=(2, stopped), T=3, eval_every=2, save_every=5
+        name, {child: 6}, [child], restored=(P, B), at=(2, 2), T=3, eval_every=2, save_every=5
     )
     before = [event for event, *_ in log.events]
     before = before[: before.index("begin_step")]
-    assert ("joined" in before) == (stopped == "evolve") and "started" not in before
-    assert before[-4:] == ["evaluated", "evaluated", "end_step", "save"] and not {"step", "begin_step"} & set(before)
+    assert "joined" in before and "started" not in before
+    assert before[-5:] == ["evaluated", "evaluated", "end_step", "mark", "save"] and "step" not in before
     assert [args[0] for args in log.of("step")] == [3] and [args[0] for args in log.of("save")] == [2, 3]
     assert all(when.startswith("t2 r") for when in optimizer.whens)
 
@@ -411,7 +413,7 @@ def test_stopped_inside_an_evolution_and_resumed_it_is_bit_identical_and_everyth
     monkeypatch.setattr(inspo.Evolution, "ask", ask)
     with pytest.raises((Fault, SystemExit), match="--resume"):
         script.main([*flags, "--out", str(out)])
-    assert any(path.name.endswith("unfinished") for path in (out / "checkpoints").iterdir())
+    assert not RunDirectory(out).load_state(RunDirectory(out).checkpoints()[-1])["ended"]
     monkeypatch.undo()
     script.main([*flags, "--out", str(out), "--resume"])
     assert metrics(out) == metrics(whole)
@@ -425,3 +427,17 @@ def test_stopped_inside_an_evolution_and_resumed_it_is_bit_identical_and_everyth
         assert ledger["verification_rollouts"] == sum(row.get("rollouts", 0) for row in rows)
         assert ledger["optimizer_calls"] == len(keys) and ledger["training_rollouts"] == 6 * 6 * 4
         shutil.rmtree(path / "checkpoints")
+
+
+KINDS = {  # of runs whose evolutions are their own; E-SPL's D_B asks nothing
+    "espl": (ESPLConfig, espl.population_of, espl.ESPL, dict(D_B=0, crossover=0.5, rivals=2, G=4, seed=1)),
+    "fst": (FSTConfig, fst.population_of, fst.GEPA, dict(N_P=2, D_B=3, batch=6, mini=6, rounds=2, failures=1, seed=10)),
+}
+
+
+@pytest.mark.parametrize("every", [24, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", KINDS)
+def test_after_any_two_deaths_a_run_ends_the_same(tmp_path, monkeypatch, name, every):
+    config, population, evolution, knobs = KINDS[name]
+    cfg = config(**vars(CFG) | STEPS | knobs | dict(mode=name))
+    check_deaths(deaths_of(tmp_path, monkeypatch, config=cfg, population=population, evolution=evolution), every)

@@ -232,8 +232,8 @@ def policy_of(cfg, ranks):
         policy.skeleton(shapes(cfg.model)), cfg.lora_rank, cfg.lora_alpha, cfg.seed
     ).to_empty(device="cpu")
     policy.weights = lambda *args, **kwargs: iter(())
-    policy.checkpoint.stage = lambda state: state  # a fake tensor may not leave its thread, and is not written
-    policy.checkpoint.save = lambda *args, **kwargs: {}
+    policy.BlockingAsyncStager = lambda: SimpleNamespace(stage=lambda state: state)  # fake tensors may not leave their
+    policy.Policy.write = lambda self, state, path: {}  # thread, and are not written
     policy.checkpoint.load = lambda *args, **kwargs: None
     policy.vllm = policy.plain_torch = lambda *args: Nothing()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
@@ -297,7 +297,7 @@ def main():
         with phase("update"):  # a mini-batch and a half: the second is scored before the first is learned from
             trained.update(1, taus)
         with phase("save"):
-            trained.save(Path())()
+            trained.save(Path())
         learner = trained.learner
         model, reference = learner.model, learner.reference
         weights = [p for p in model.parameters() if p.requires_grad]
