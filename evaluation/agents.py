@@ -4,19 +4,21 @@ import contextlib
 import dataclasses
 import os
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from config import PRESETS, Config, TaskKnobs, evolves, out_of_range, read_config
+from config import PRESETS, Config, TaskKnobs, check_settings, evolves, out_of_range, read_config
 from engines import Engine
 from plumbing.faults import Fault
 from plumbing.hub import check_model
-from plumbing.outside import without_secrets
+from plumbing.outside import clean, without_secrets
 from plumbing.servers import Servers
 from plumbing.trust import check_origin
 from rollout import rollout
-from tasks import Job, Question, Task, Trajectory, choose_instruction, read_instruction
+from tasks import Job, Question, Task, Trajectory, choose_instruction, load_task, name_of, read_instruction
+from tasks.search_qa import SearchQA
 
 # Flags of inspo.py that matter here; a run's own values are the defaults. The second half changes no result.
 PLAYED = (
@@ -74,8 +76,8 @@ def subject(what: str, served: str = "") -> Subject:
 
 
 @dataclasses.dataclass
-class Agent:
-    """A model that plays a task under an instruction.
+class Agent(contextlib.AbstractContextManager["Agent"]):
+    """A model that plays a task under an instruction, until it is closed.
 
     `tools`: where it searches, in a line; `seed`: of its samples; `progress` is told how many episodes have ended.
     """
@@ -88,6 +90,15 @@ class Agent:
     seed: int
     tools: str = ""
     progress: Callable[[int], Any] = lambda ended: None
+    close: Callable[[], None] = lambda: None  # ends its engine and its tools' servers
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def ask(self, text: str) -> Trajectory:
+        """Plays a held-out question, of this id or text, or a new one; its `prediction` is the answer. Raises Fault."""
+        [tau] = self.play([question_of(self.task, text, held_out(self.task))])
+        return tau
 
     def play(self, questions: Sequence[Question]) -> list[Trajectory]:
         """Plays each question once, as in training."""
@@ -127,13 +138,47 @@ def instruction_of(chosen: Subject, task: Task, method: Method, file: str = "") 
     return chosen.I_star if method.I_star else choose_instruction(task)
 
 
-@contextlib.contextmanager
+def held_out(task: Task) -> list[Question]:
+    """Returns the held-out questions; none where their file is gone, since others can be asked."""
+    with contextlib.suppress(Fault):
+        return task.questions("test")
+    return []
+
+
+def question_of(task: Task, text: str, held_out: list[Question]) -> Question:
+    """Returns the held-out question of this id or text, or a new one; Fault if the task's are more than text."""
+    text = clean(text.strip())  # the shell's bytes may not be text
+    question = text if text.endswith("?") or not isinstance(task, SearchQA) else text + "?"
+    if matches := [q for q in held_out if text == q.id or question == q.text]:
+        return matches[0]
+    if any(q.data is not None for q in held_out):
+        example = held_out[0].id
+        raise Fault(f"a question of {task.cfg.task} is more than its text: give the id of one, such as {example}")
+    return Question("asked", question, source="asked")
+
+
+def load(path: str | Path, task: Any = None, temperature: float = 0.0, seed: int = 0, **settings: Any) -> Agent:
+    """Returns the agent of a finished run, or of a checkpoint that export.py has written, under its best instruction.
+
+    `task`: as `inspo.train` takes it; by default the run's. `settings`: in which it may differ from the run. Raises
+    Fault. Close the agent, or use it in a `with`.
+    """
+    chosen = subject(str(path))
+    if not chosen.I_star:
+        raise Fault(f"{path} holds no finished run (no I_star.txt)")
+    if task is not None:
+        settings["task"] = name_of(task)
+    settings = {"engine": "torch"} | check_settings(Config, settings)
+    cfg = chosen.configured(SimpleNamespace(**settings), settings)
+    return agent(chosen, load_task(cfg, task), chosen.I_star, temperature, seed)
+
+
 def agent(
     chosen: Subject, task: Task, instruction: str, temperature: float, seed: int, stop: tuple[str, ...] | None = None
-) -> Iterator[Agent]:
-    """Yields the agent that plays a task; closes its engine and its tools' servers.
+) -> Agent:
+    """Returns the agent that plays a task, to be closed. Raises Fault where something is missing.
 
-    `stop`: what ends its turns, by default what the task's tools need. Raises Fault where something is missing.
+    `stop`: what ends its turns, by default what the task's tools need.
     """
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
@@ -142,7 +187,7 @@ def agent(
         open_engine = chat if "://" in chosen.weights else local
         engine, tokenizer = open_engine(chosen, task.cfg, task.format.stop(task) if stop is None else stop)
         stack.callback(engine.close)
-        yield Agent(engine, tokenizer, task, instruction, temperature, seed, tools)
+        return Agent(engine, tokenizer, task, instruction, temperature, seed, tools, close=stack.pop_all().close)
 
 
 def chat(chosen: Subject, cfg: Config, stop: tuple[str, ...]) -> tuple[Any, Any]:

@@ -56,7 +56,8 @@ def describe(task: Task, questions: Mapping[str, Sequence[Question]], instructio
         **{
             f"code of {name}": digest_file(Path(file))
             for name in sorted(modules & sys.modules.keys())
-            if name.partition(".")[0] not in sys.stdlib_module_names and (file := sys.modules[name].__file__)
+            if name.partition(".")[0] not in sys.stdlib_module_names
+            and (file := getattr(sys.modules[name], "__file__", ""))  # none in a notebook
         },
     }
 
