@@ -311,8 +311,8 @@ def preset_of(model: str) -> str:
 def parse(argv: list[str] | None = None, kind: type[C] = Config, **changes: Any) -> C:  # type: ignore[assignment]
     """Returns what `configure` makes of the flags; a fault is one line and exit code 2, before anything is loaded."""
     parser = _parser(kind, changes)
-    flags = {k: v for k, v in vars(parser.parse_args(argv)).items() if v is not None}
-    if flags.pop("help_all", False):
+    flags = vars(parser.parse_args(argv))
+    if "help_all" in flags:
         _parser(kind, changes, everything=True).print_help()
         parser.exit()
     try:
@@ -349,32 +349,42 @@ def configure(kind: type[C] = Config, changes: Mapping[str, Any] = {}, /, **give
 
 
 def check_settings(kind: type[Config], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns settings given from Python, in the types of their knobs; raises Fault where one has no knob or type."""
+    """Returns what is given from Python as knobs have it: in their types, a task's class or object as module:Class.
+
+    Raises Fault.
+    """
     types: dict[str, Any] = {f.name: f.type for f in dataclasses.fields(kind)} | {"preset": str}
+    settings = {}
     for name, value in given.items():
         if name not in types:
             names = {known.lower(): known for known in (*types, "learner", "population", "evolution")}
             nearest = difflib.get_close_matches(name.lower(), names, 1, cutoff=0)[0]
             raise Fault(f"{name}: there is no such setting; the nearest is {names[nearest]} (docs/python.md)")
+        if name == "task" and not isinstance(value, str):
+            owner = value if isinstance(value, type) else type(value)
+            value = f"{owner.__module__}:{owner.__qualname__}"
         if not isinstance(value, TYPES[types[name]]) or isinstance(value, bool) != (types[name] is bool):
             raise Fault(f"{name}: give a value of type {types[name].__name__}, not {type(value).__name__}")
-    if given.get("preset", "world") not in PRESETS:
-        raise Fault(f"preset {given['preset']!r:.40}: choose {', '.join(PRESETS)}")
-    return {name: types[name](value) for name, value in given.items()}
+        settings[name] = types[name](value)
+    if settings.get("preset", "world") not in PRESETS:
+        raise Fault(f"preset {settings['preset']!r:.40}: choose {', '.join(PRESETS)}")
+    return settings
 
 
 def _parser(kind: type[Config], changes: dict[str, Any], everything: bool = False) -> Parser:
     """Returns the parser of all flags; its help has those that most runs need, or with `everything` all."""
     program, layout = program_of(kind), argparse.RawTextHelpFormatter
-    parser = Parser(program, usage=f"{program} [--flag value ...]", allow_abbrev=False, formatter_class=layout)
+    parser = Parser(
+        program, usage=f"{program} [--flag value ...]", allow_abbrev=False, formatter_class=layout,
+        argument_default=argparse.SUPPRESS,
+    )  # fmt: skip
     parser.description = (
         "INSPO: train a search agent while its instruction evolves (arXiv 2512.01945).\n"
         "Without flags: the embedded world. [default; the paper's, where the world's differs]"
     )
-    parser.add_argument("--help_all", action="store_true", default=None, help="also show the flags that few runs need")
-    parser.add_argument(
-        "--preset", choices=PRESETS, help="the preset whose other settings apply to a --model of another name or folder"
-    )
+    parser.add_argument("--help_all", action="store_true", help="also show the flags that few runs need")
+    text = "the preset whose other settings apply to a --model of another name or folder"
+    parser.add_argument("--preset", choices=PRESETS, help=text)
     add_flags(parser, kind, PRESETS["world"] | changes, HERE, everything)
     return parser
 

@@ -11,16 +11,15 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from config import Config, configure, parse
-from evaluation.agents import load as load  # `from inspo import load`
+from config import Config, parse
 from plumbing import stop
 from plumbing.faults import Fault, OptimizerDown, one_line
 from plumbing.servers import Servers
@@ -36,7 +35,7 @@ from reflect import (
     read_candidates,
     reflection_prompt,
 )
-from tasks import Job, Question, Task, draw, name_of, reward, rng_of
+from tasks import Job, Question, Task, draw, reward, rng_of
 from training.start import prepare
 
 if TYPE_CHECKING:  # torch takes seconds to import; --help does not wait for it
@@ -213,6 +212,7 @@ def make_policy(cfg: Config, ranks: Ranks, task: Task, learner: type[Learner] | 
     from grpo import Learner
     from training.policy import Policy, fsdp, plain_torch, vllm, whole
 
+    status("loading the policy")
     models, engine = fsdp if ranks.grouped else whole, vllm if cfg.engine == "vllm" else plain_torch
     return Policy(cfg, ranks, task, learner or Learner, models, engine)
 
@@ -225,6 +225,13 @@ class Result(NamedTuple):
     summary: dict[str, Any]
 
 
+def follow(ranks: Ranks, task: Task, learner: type[Learner] | None) -> None:
+    """Makes pi_theta together with rank 0, and does what that calls, until it closes."""
+    cfg, address = ranks.broadcast()
+    task.connect(address)
+    make_policy(cfg, ranks, task, learner).follow()
+
+
 def train(
     cfg: Config | None = None,
     learner: type[Learner] | None = None,
@@ -232,19 +239,16 @@ def train(
     evolution: type[Evolution] = Evolution,
     algorithm: Callable[..., tuple[Policy, Instruction]] = inspo,
     *,
-    task: Any = None,
     listening: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     **settings: Any,
 ) -> Result | None:
-    """Trains with the settings of `cfg`, or with `settings`, named as flags (docs/python.md). Raises Fault.
+    """Trains as the settings say, named as the flags are, or a whole `cfg` (docs/python.md). Raises Fault.
 
-    `task`: a Task, its class or its name. `listening`: `stop.listening` where signals are a program's. Rank 0 runs
-    `algorithm`; the other ranks do what its policy asks of them and return None, as all do for `dry_run`.
+    `task`, among them, may be a class or an object. `algorithm` runs on rank 0; on the others None is returned, as it
+    is for `dry_run`. A program passes `stop.listening`, so that signals stop it; a caller's process keeps its handlers.
     """
     began = time.perf_counter()
-    if task is not None:
-        settings["task"] = name_of(task)
-    started = prepare(replace(cfg, **settings) if cfg else configure(**settings), task)
+    started = prepare(cfg, settings)
     if not started:
         return None
     from journal.checkpoints import Checkpoints
@@ -254,17 +258,13 @@ def train(
     cfg, fitted, why, task, ranks = started
     with listening(), ranks.fail_at_once(), contextlib.ExitStack() as stack:
         if ranks.rank:
-            fitted, address = ranks.broadcast()
-            task.connect(address)
-            make_policy(fitted, ranks, task, learner).follow()
+            follow(ranks, task, learner)
             return None
         with stop.may_stop():
             run = stack.enter_context(RunDirectory.opened(cfg, task))
             serve = stack.enter_context(Servers(run.path / "servers.log"))
-            status("starting servers")
             tools = task.start(serve)
             optimizer = connect(cfg, serve, run.rows("reflections"))
-            status("loading the policy")
             ranks.broadcast((fitted, task.address()))
             policy = stack.enter_context(contextlib.closing(make_policy(fitted, ranks, task, learner)))
         log = stack.enter_context(Log(cfg, run, task, policy.tokenizer))
@@ -278,6 +278,11 @@ def train(
             compare(cfg.T, policy, evolving.P.family[0], I_star, log)
             log.finish(evolving.P, I_star)
     return Result(run.path.absolute(), I_star.text, json.loads((run.path / "summary.json").read_text()))
+
+
+def load(path: str | Path, **settings: Any) -> Any:
+    """Returns the agent of a finished run, as evaluation/agents.py says; found by name: a run needs none of that."""
+    return importlib.import_module("evaluation.agents").load(path, **settings)
 
 
 def main(argv: list[str] | None = None, kind: type[Config] = Config, /, *parts: Any, **changes: Any) -> None:

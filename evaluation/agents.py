@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import os
 import tempfile
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from plumbing.outside import clean, without_secrets
 from plumbing.servers import Servers
 from plumbing.trust import check_origin
 from rollout import rollout
-from tasks import Job, Question, Task, Trajectory, choose_instruction, load_task, name_of, read_instruction
+from tasks import Job, Question, Task, Trajectory, choose_instruction, load_task, read_instruction
 from tasks.search_qa import SearchQA
 
 # Flags of inspo.py that matter here; a run's own values are the defaults. The second half changes no result.
@@ -40,7 +40,7 @@ class Subject:
 
     def configured(self, given: object, names: Collection[str], **knobs: Any) -> Config:
         """Applies the flags of these names that were given, then `knobs`. Raises Fault if they cannot be."""
-        flags = {name: value for name in names if (value := getattr(given, name)) is not None}
+        flags = {name: value for name in names if (value := getattr(given, name, None)) is not None}
         if self.run:
             check_origin(self.run, {name: getattr(self.cfg, name) for name in names}, flags)
         cfg = dataclasses.replace(self.cfg, **flags | knobs)
@@ -77,7 +77,7 @@ def subject(what: str, served: str = "") -> Subject:
 
 @dataclasses.dataclass
 class Agent(contextlib.AbstractContextManager["Agent"]):
-    """A model that plays a task under an instruction, until it is closed.
+    """A model that plays a task under an instruction.
 
     `tools`: where it searches, in a line; `seed`: of its samples; `progress` is told how many episodes have ended.
     """
@@ -90,7 +90,7 @@ class Agent(contextlib.AbstractContextManager["Agent"]):
     seed: int
     tools: str = ""
     progress: Callable[[int], Any] = lambda ended: None
-    close: Callable[[], None] = lambda: None  # ends its engine and its tools' servers
+    close: Callable[[], None] = lambda: None  # of one that `load` returned
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -157,28 +157,31 @@ def question_of(task: Task, text: str, held_out: list[Question]) -> Question:
     return Question("asked", question, source="asked")
 
 
-def load(path: str | Path, task: Any = None, temperature: float = 0.0, seed: int = 0, **settings: Any) -> Agent:
+def load(path: str | Path, temperature: float = 0.0, seed: int = 0, **settings: Any) -> Agent:
     """Returns the agent of a finished run, or of a checkpoint that export.py has written, under its best instruction.
 
-    `task`: as `inspo.train` takes it; by default the run's. `settings`: in which it may differ from the run. Raises
-    Fault. Close the agent, or use it in a `with`.
+    `settings`: those in which it differs from the run, as `inspo.train` takes them. Raises Fault. Close the agent, or
+    use it in a `with`.
     """
     chosen = subject(str(path))
     if not chosen.I_star:
         raise Fault(f"{path} holds no finished run (no I_star.txt)")
-    if task is not None:
-        settings["task"] = name_of(task)
-    settings = {"engine": "torch"} | check_settings(Config, settings)
-    cfg = chosen.configured(SimpleNamespace(**settings), settings)
-    return agent(chosen, load_task(cfg, task), chosen.I_star, temperature, seed)
+    knobs = {"engine": "torch"} | check_settings(Config, settings)
+    cfg = chosen.configured(SimpleNamespace(**knobs), {*PLAYED, *SERVED, *knobs})
+    task = load_task(cfg, settings.get("task"))
+    stack = contextlib.ExitStack()
+    player = stack.enter_context(agent(chosen, task, chosen.I_star, temperature, seed))
+    player.close = stack.close
+    return player
 
 
+@contextlib.contextmanager
 def agent(
     chosen: Subject, task: Task, instruction: str, temperature: float, seed: int, stop: tuple[str, ...] | None = None
-) -> Agent:
-    """Returns the agent that plays a task, to be closed. Raises Fault where something is missing.
+) -> Iterator[Agent]:
+    """Yields the agent that plays a task; closes its engine and its tools' servers.
 
-    `stop`: what ends its turns, by default what the task's tools need.
+    `stop`: what ends its turns, by default what the task's tools need. Raises Fault where something is missing.
     """
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
@@ -187,7 +190,7 @@ def agent(
         open_engine = chat if "://" in chosen.weights else local
         engine, tokenizer = open_engine(chosen, task.cfg, task.format.stop(task) if stop is None else stop)
         stack.callback(engine.close)
-        return Agent(engine, tokenizer, task, instruction, temperature, seed, tools, close=stack.pop_all().close)
+        yield Agent(engine, tokenizer, task, instruction, temperature, seed, tools)
 
 
 def chat(chosen: Subject, cfg: Config, stop: tuple[str, ...]) -> tuple[Any, Any]:

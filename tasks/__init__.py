@@ -221,12 +221,6 @@ class Task(ABC):
         return {"reward": tau.reward}
 
 
-def name_of(task: Any) -> str:
-    """Returns the module:Class of a task that is given from Python, for a run's record; a name is returned as it is."""
-    kind = task if isinstance(task, type) else type(task)
-    return task if kind is str else f"{kind.__module__}:{kind.__qualname__}"
-
-
 def load_task(cfg: Config, given: Any = None) -> Task:
     """Returns the task that --task, --tools and --reward name. Raises Fault, or what the task's own code raises.
 

@@ -2,23 +2,24 @@
 
 What is missing is told before anything is loaded, in the order in which it can be known:
 
-1. --task, --tools, --reward, --format and --instruction: what they name can be imported and read
-2. the questions: there are some to train and to test on, each with an id of its own
-3. the task's own needs: passages and an index to search, or a server
-4. the model: it is on this disk, or the hub can be reached
-5. the optimizer: there is an endpoint to call, and a key
-6. the GPU, for a preset that takes a CPU weeks; 2 to 6 are one list, before torch is imported
-7. device, precision and engine: this machine has what the flags ask for
-8. memory: what trains and samples fits on each GPU, computed from shapes (training/fit.py)
-9. the model's positions: a first prompt leaves room for a turn
-10. the disk: the checkpoints fit
+1. each setting has a knob, a type and a value that it can have (config.py)
+2. --task, --tools, --reward, --format and --instruction: what they name can be imported and read
+3. the questions: there are some to train and to test on, each with an id of its own
+4. the task's own needs: passages and an index to search, or a server
+5. the model: it is on this disk, or the hub can be reached
+6. the optimizer: there is an endpoint to call, and a key
+7. the GPU, for a preset that takes a CPU weeks; 3 to 7 are one list, before torch is imported
+8. device, precision and engine: this machine has what the flags ask for
+9. memory: what trains and samples fits on each GPU, computed from shapes (training/fit.py)
+10. positions and disk: a first prompt leaves room for a turn, and the checkpoints fit
 """
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from config import PRESETS, Config
+from config import PRESETS, Config, check_settings, configure
 from plumbing.faults import together
 from plumbing.hub import check_model
 from plumbing.status import status
@@ -29,13 +30,17 @@ if TYPE_CHECKING:
     from training.ranks import Ranks
 
 
-def prepare(cfg: Config, given: Any = None) -> "tuple[Config, Config, str, Task, Ranks] | None":
-    """Checks all that a run needs (rank 0), joins the ranks; prints the memory and returns None for --dry_run.
+def prepare(
+    given: Config | None, settings: Mapping[str, Any]
+) -> "tuple[Config, Config, str, Task, Ranks] | None":
+    """Checks all that a run needs, on rank 0, and joins the ranks. Raises Fault.
 
     Returns the configuration to record, the same with --engine, --recompute and --micro_tokens decided, why this
-    engine, the task, and the ranks. `given`: a task in place of --task's name. Raises Fault.
+    engine, the task, and the ranks; for --dry_run it prints the memory and returns None. `settings` replace `given`
+    ones, or a preset's.
     """
-    task = load_task(cfg, given)
+    cfg = replace(given, **check_settings(type(given), settings)) if given else configure(**settings)
+    task = load_task(cfg, settings.get("task"))
     task.instruction = choose_instruction(task)
     leads = os.environ.get("RANK", "0") == "0"
     if leads and not cfg.dry_run:
