@@ -374,7 +374,7 @@ def _(Alliteration):
         with inspo.load(_run.path) as _agent:
             answer = _agent.ask("Name the mayor of the city?").prediction
     answer
-    return (answer,)
+    return
 
 
 @app.cell(hide_code=True)
