@@ -10,14 +10,13 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from evaluation.agents import METHODS, agent, instruction_of, subject
+from evaluation.agents import held_out, load, question_of
 from plumbing import stop
 from plumbing.faults import Fault, one_line
-from plumbing.outside import clean, printable
+from plumbing.outside import printable
 from plumbing.status import status
 from plumbing.threads import choose_threads, use_threads
-from tasks import Question, Task, Trajectory, load_task, measure, reward
-from tasks.search_qa import SearchQA
+from tasks import Trajectory, measure, reward
 
 FLAGS = {  # of inspo.py that may differ from the run's
     "task": "module:Class", "tools": "what it can call", "reward": "module:function", "format": "how calls are written",
@@ -30,18 +29,6 @@ def newest_run() -> str:
     if not runs:
         raise Fault("no finished run under runs/; make train makes one, or name one with --run")
     return str(runs[-1].parent)
-
-
-def question_of(task: Task, text: str, held_out: list[Question]) -> Question:
-    """The held-out question of this id or text, or a new one. Fault if the task's questions are more than text."""
-    text = clean(text.strip())  # the shell's bytes may not be text
-    question = text if text.endswith("?") or not isinstance(task, SearchQA) else text + "?"
-    if matches := [q for q in held_out if text == q.id or question == q.text]:
-        return matches[0]
-    if any(q.data is not None for q in held_out):
-        example = held_out[0].id
-        raise Fault(f"a question of {task.cfg.task} is more than its text: give the id of one, such as {example}")
-    return Question("asked", question, source="asked")
 
 
 def read_questions() -> Iterator[str]:
@@ -65,28 +52,23 @@ def ask(args: argparse.Namespace) -> None:
     run = args.run or newest_run()
     if not Path(run).is_dir():
         raise Fault(f"--run {run}: no such directory")
-    chosen = subject(run)
-    if not chosen.I_star:
-        raise Fault(f"{run} holds no finished run (no I_star.txt)")
-    task = load_task(chosen.configured(args, FLAGS, engine="torch"))
-    instruction, held_out = instruction_of(chosen, task, METHODS["inspo"]), list[Question]()
-    with contextlib.suppress(Fault):  # their file may be gone, and others can be asked
-        held_out = task.questions("test")
-    with agent(chosen, task, instruction, args.temperature, args.seed) as player:
+    given = {name: value for name in FLAGS if (value := getattr(args, name)) is not None}
+    with load(run, temperature=args.temperature, seed=args.seed, **given) as player:
         status("")
-        print(printable(f"{chosen.name}\n\n{instruction}"))
+        print(printable(f"{Path(run).resolve().name}\n\n{player.instruction}"))
+        known = held_out(player.task)
         for text in [args.question] if args.question else read_questions():
             try:
-                q = question_of(task, text, held_out)
+                q = question_of(player.task, text, known)
             except Fault as e:
                 print(printable(f"  {e}"))
                 continue
             [tau] = player.play([q])
             print(printable(f"\n  asked   {q.text}"))
             show(tau)
-            if q in held_out:
-                reward(task, [tau])
-                [metrics] = measure(task, [tau])
+            if q in known:
+                reward(player.task, [tau])
+                [metrics] = measure(player.task, [tau])
                 print(printable(f"  scored  {', '.join(f'{name} {x:.3g}' for name, x in metrics.items())}"))
 
 

@@ -6,11 +6,14 @@ else a Config holds. A Config is all of them, so that a run has one flat set of 
 
 import argparse
 import dataclasses
+import difflib
 import importlib.util
 import inspect
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -263,6 +266,8 @@ class Config(KeepKnobs, EngineKnobs, ReflectionKnobs, PopulationKnobs, GRPOKnobs
 # What config.json has besides the knobs.
 ABOUT: dict[str, Any] = {"program": "inspo.py", "commit": "unknown", "id": "", "content": {}}
 C = TypeVar("C", bound=Config)
+# What a knob of a type takes from Python.
+TYPES: dict[Any, Any] = {bool: bool, int: Integral, float: Real, str: (str, os.PathLike)}
 
 # Search-R1's questions, from the Hugging Face hub: 169,615 of NQ and HotpotQA to train on, and the 51,713 of the
 # paper's seven benchmarks, of which an evaluation asks a sample.
@@ -306,36 +311,42 @@ def preset_of(model: str) -> str:
 
 
 def parse(argv: list[str] | None = None, kind: type[C] = Config, **changes: Any) -> C:  # type: ignore[assignment]
-    """Returns the `kind` of Config that the flags make; a fault is one line and exit code 2, before anything is loaded.
-
-    `changes`: what a program changes in every preset; flags override it.
-    """
+    """Returns what `configure` makes of the flags; a fault is one line and exit code 2, before anything is loaded."""
     parser = _parser(kind, changes)
-    flags = {k: v for k, v in vars(parser.parse_args(argv)).items() if v is not None}
-    if flags.pop("help_all", False):
+    flags = vars(parser.parse_args(argv))
+    if "help_all" in flags:
         _parser(kind, changes, everything=True).print_help()
         parser.exit()
-    named = flags.pop("preset", flags.get("model", kind.model))
-    preset, unused = dict(PRESETS.get(named, {})), []
-    if os.path.abspath(flags.get("train", "")) != preset.get("train") != flags.get("train", preset.get("train")):
-        unused = [name for name in DATA if preset.pop(name, "") and name not in flags]
-    preset |= changes | (STATIC if flags.get("mode") == "static" else {})
-    if flags.get("model") in PRESETS:
-        flags["model"] = PRESETS[flags["model"]]["model"]
-    if flags.get("lora_rank", 0) > 0:
-        preset["lr"] = LORA_LR.get(named, float(f"{10 * preset.get('lr', kind.lr):.6g}"))
     try:
-        settings = preset
-        if flags.get("resume") and flags.get("out"):
-            settings = dataclasses.asdict(read_config(run := Path(flags["out"]), kind, resume=True))
-            check_origin(run, settings, given=flags)
-        cfg = kind(**settings | flags)
-        if evolves(cfg) and not cfg.optimizer_model and not os.environ.get("OPENAI_BASE_URL"):
-            cfg = dataclasses.replace(cfg, optimizer_model=OPTIMIZER)
+        return configure(kind, changes, **flags)
     except Fault as e:
         parser.error(str(e))
+
+
+def configure(kind: type[C] = Config, changes: Mapping[str, Any] = {}, /, **given: Any) -> C:  # type: ignore[assignment]
+    """Returns the `kind` of Config with the settings that are given, over those of their preset. Raises Fault.
+
+    `changes`: what a program changes in every preset.
+    """
+    given = check_settings(kind, given)
+    named = given.pop("preset", given.get("model", kind.model))
+    preset, unused = {**PRESETS.get(named, {})}, []
+    if os.path.abspath(given.get("train", "")) != preset.get("train") != given.get("train", preset.get("train")):
+        unused = [name for name in DATA if preset.pop(name, "") and name not in given]
+    preset |= {**changes, **(STATIC if given.get("mode") == "static" else {})}
+    if given.get("model") in PRESETS:
+        given["model"] = PRESETS[given["model"]]["model"]
+    if given.get("lora_rank", 0) > 0:
+        preset["lr"] = LORA_LR.get(named, float(f"{10 * preset.get('lr', kind.lr):.6g}"))
+    settings = preset
+    if given.get("resume") and given.get("out"):
+        settings = dataclasses.asdict(read_config(run := Path(given["out"]), kind, resume=True))
+        check_origin(run, settings, given)
+    cfg = kind(**settings | given)
+    if evolves(cfg) and not cfg.optimizer_model and not os.environ.get("OPENAI_BASE_URL"):
+        cfg = dataclasses.replace(cfg, optimizer_model=OPTIMIZER)
     if fault := validate(cfg):
-        parser.error(fault)
+        raise Fault(fault)
     if not cfg.resume:
         if unused and LEADS:
             print(f"note: --train is not the preset's, so its {', '.join(unused)} are not used", flush=True)
@@ -344,18 +355,43 @@ def parse(argv: list[str] | None = None, kind: type[C] = Config, **changes: Any)
     return cfg
 
 
+def check_settings(kind: type[Config], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what is given from Python as knobs have it: in their types, a task's class or object as module:Class.
+
+    Raises Fault.
+    """
+    types: dict[str, Any] = {f.name: f.type for f in dataclasses.fields(kind)} | {"preset": str}
+    settings = {}
+    for name, value in given.items():
+        if name not in types:
+            names = {known.lower(): known for known in (*types, "learner", "population", "evolution")}
+            nearest = difflib.get_close_matches(name.lower(), names, 1, cutoff=0)[0]
+            raise Fault(f"{name}: there is no such setting; the nearest is {names[nearest]} (docs/python.md)")
+        if name == "task" and not isinstance(value, str):
+            owner = value if isinstance(value, type) else type(value)
+            value = f"{owner.__module__}:{owner.__qualname__}"
+        if not isinstance(value, TYPES[types[name]]) or isinstance(value, bool) != (types[name] is bool):
+            raise Fault(f"{name}: give a value of type {types[name].__name__}, not {type(value).__name__}")
+        settings[name] = types[name](value)
+    if settings.get("preset", "world") not in PRESETS:
+        raise Fault(f"preset {settings['preset']!r:.40}: choose {', '.join(PRESETS)}")
+    return settings
+
+
 def _parser(kind: type[Config], changes: dict[str, Any], everything: bool = False) -> Parser:
     """Returns the parser of all flags; its help has those that most runs need, or with `everything` all."""
     program, layout = program_of(kind), argparse.RawTextHelpFormatter
-    parser = Parser(program, usage=f"{program} [--flag value ...]", allow_abbrev=False, formatter_class=layout)
+    parser = Parser(
+        program, usage=f"{program} [--flag value ...]", allow_abbrev=False, formatter_class=layout,
+        argument_default=argparse.SUPPRESS,
+    )  # fmt: skip
     parser.description = (
         "INSPO: train a search agent while its instruction evolves (arXiv 2512.01945).\n"
         "Without flags: the embedded world. [default; the paper's, where the world's differs]"
     )
-    parser.add_argument("--help_all", action="store_true", default=None, help="also show the flags that few runs need")
-    parser.add_argument(
-        "--preset", choices=PRESETS, help="the preset whose other settings apply to a --model of another name or folder"
-    )
+    parser.add_argument("--help_all", action="store_true", help="also show the flags that few runs need")
+    text = "the preset whose other settings apply to a --model of another name or folder"
+    parser.add_argument("--preset", choices=PRESETS, help=text)
     add_flags(parser, kind, PRESETS["world"] | changes, HERE, everything)
     return parser
 

@@ -11,17 +11,18 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import importlib
+import json
+import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from config import Config, parse
 from journal.summary import step_metrics
 from plumbing import stop
-from plumbing.faults import Fault, OptimizerDown, one_line, together
-from plumbing.hub import check_model
+from plumbing.faults import Fault, OptimizerDown, one_line
 from plumbing.servers import Servers
 from plumbing.status import status
 from population import Candidate, Experience, Instruction, Population, ReplayBuffer
@@ -29,15 +30,14 @@ from reflect import (
     Optimizer,
     connect,
     describe,
-    find_endpoint,
     history_prompt,
     normalize,
     paraphrase_prompt,
     read_candidates,
     reflection_prompt,
 )
-from tasks import Job, Question, Task, check_questions, choose_instruction, draw, load_task, reward, rng_of
-from training.device import check_preset_device
+from tasks import Job, Question, Task, draw, reward, rng_of
+from training.start import prepare
 
 if TYPE_CHECKING:  # torch takes seconds to import; --help does not wait for it
     from grpo import Learner
@@ -210,9 +210,9 @@ def compare(T: int, policy: Policy, I_0: Instruction, I_star: Instruction, log: 
         log.compared("first policy, I_star", policy.evaluate(T, I_star, "test"))
 
 
-def population_of(cfg: Config) -> Population:
-    """Returns an empty population that follows Eq. 4 and 6."""
-    return Population(cfg.tau_s, cfg.window)
+def population_of(cfg: Config, kind: Callable[..., Population] = Population) -> Population:
+    """Returns an empty population that follows Eq. 4 and 6, or `kind`: a subclass, or a function of `cfg`."""
+    return kind(cfg.tau_s, cfg.window) if isinstance(kind, type) else kind(cfg)
 
 
 def make_policy(cfg: Config, ranks: Ranks, task: Task, learner: type[Learner] | None = None) -> Policy:
@@ -220,74 +220,83 @@ def make_policy(cfg: Config, ranks: Ranks, task: Task, learner: type[Learner] | 
     from grpo import Learner
     from training.policy import Policy, fsdp, plain_torch, vllm, whole
 
+    status("loading the policy")
     models, engine = fsdp if ranks.grouped else whole, vllm if cfg.engine == "vllm" else plain_torch
     return Policy(cfg, ranks, task, learner or Learner, models, engine)
 
 
-def main(argv: list[str] | None = None) -> None:
-    train(parse(argv))
+class Result(NamedTuple):
+    """What a run leaves: its directory, the best instruction, and summary.json."""
+
+    path: Path
+    instruction: str
+    summary: dict[str, Any]
+
+
+def follow(ranks: Ranks, task: Task, learner: type[Learner] | None) -> None:
+    """Makes pi_theta together with rank 0, and does what that calls, until it closes."""
+    cfg, address = ranks.broadcast()
+    task.connect(address)
+    make_policy(cfg, ranks, task, learner).follow()
 
 
 def train(
-    cfg: Config,
+    cfg: Config | None = None,
     learner: type[Learner] | None = None,
-    population: Callable[..., Population] = population_of,
+    population: Callable[..., Population] = Population,
     evolution: type[Evolution] = Evolution,
     algorithm: Callable[..., tuple[Policy, Instruction]] = inspo,
-) -> None:
-    """Starts what a run needs and trains with `algorithm` on rank 0; other ranks do what its policy asks of them."""
+    *,
+    listening: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    **settings: Any,
+) -> Result | None:
+    """Trains as the settings say, named as the flags are, or a whole `cfg` (docs/python.md). Raises Fault.
+
+    `task`, among them, may be a class or an object. `algorithm` runs on rank 0; on the others None is returned, as it
+    is for `dry_run`. A program passes `stop.listening`, so that signals stop it; a caller's process keeps its handlers.
+    """
+    began = time.perf_counter()
+    started = prepare(cfg, settings)
+    if not started:
+        return None
+    from journal.checkpoints import Checkpoints
+    from journal.directory import RunDirectory
+    from journal.log import Log
+
+    cfg, fitted, why, task, ranks = started
+    with listening(), ranks.fail_at_once(), contextlib.ExitStack() as stack:
+        if ranks.rank:
+            follow(ranks, task, learner)
+            return None
+        with stop.may_stop():
+            run = stack.enter_context(RunDirectory.opened(cfg, task))
+            serve = stack.enter_context(Servers(run.path / "servers.log"))
+            tools = task.start(serve)
+            optimizer = connect(cfg, serve, run.rows("reflections"))
+            ranks.broadcast((fitted, task.address()))
+            policy = stack.enter_context(contextlib.closing(make_policy(fitted, ranks, task, learner)))
+        log = stack.enter_context(Log(cfg, run, task, policy.tokenizer))
+        policy.progress, log.began = log.screen.rollouts, began
+        log.introduce(f"{policy.describe()}, {fitted.engine} engine: {why}", tools, describe(optimizer))
+        evolving = evolution(cfg, task, optimizer, population_of(cfg, population), log)
+        checkpoints = Checkpoints(run, policy, evolving.P, evolving.B, log)
+        with checkpoints.rescued():
+            policy, I_star = algorithm(cfg, task, policy, evolving, checkpoints, log)
+            checkpoints.export(I_star)
+            compare(cfg.T, policy, evolving.P.family[0], I_star, log)
+            log.finish(evolving.P, I_star)
+    return Result(run.path.absolute(), I_star.text, json.loads((run.path / "summary.json").read_bytes()))
+
+
+def load(path: str | Path, **settings: Any) -> Any:
+    """Returns the agent of a finished run, as evaluation/agents.py says; found by name: a run needs none of that."""
+    return importlib.import_module("evaluation.agents").load(path, **settings)
+
+
+def main(argv: list[str] | None = None, kind: type[Config] = Config, /, *parts: Any, **changes: Any) -> None:
+    """Trains by the flags of `kind`, with these `parts` of `train` and `changes` in every preset."""
     with one_line():
-        task = load_task(cfg)
-        task.instruction = choose_instruction(task)
-        leads = os.environ.get("RANK", "0") == "0"
-        if leads and not cfg.dry_run:
-            status("reading the questions")
-            together(
-                lambda: check_questions(task), task.check, lambda: check_model(cfg.model), lambda: find_endpoint(cfg),
-                lambda: check_preset_device(cfg),
-            )  # fmt: skip
-        status("importing torch")
-        import torch
-
-        from engines.choose import device_of, dtype_of
-        from journal.checkpoints import Checkpoints
-        from journal.directory import RunDirectory
-        from journal.log import Log
-        from training.checks import check, print_memory
-        from training.ranks import Ranks
-
-        if cfg.dry_run:
-            return print_memory(cfg) if leads else None
-        if torch.get_num_threads() != cfg.threads:  # it was imported before the run was configured
-            torch.set_num_threads(cfg.threads)
-        device = device_of(cfg)
-        ranks = Ranks(device, cfg.patience, dtype_of(cfg, device) if leads else "")
-        cfg = replace(cfg, dtype=ranks.dtype)  # a resumed run and an export take the run's, on any machine
-        with stop.listening(), ranks.fail_at_once(), contextlib.ExitStack() as stack:
-            if ranks.rank:
-                fitted, address = ranks.broadcast()
-                task.connect(address)
-                return make_policy(fitted, ranks, task, learner).follow()
-            with stop.may_stop():
-                fitted, why = check(cfg, ranks, task)
-                run = stack.enter_context(RunDirectory.opened(cfg, task))
-                serve = stack.enter_context(Servers(run.path / "servers.log"))
-                status("starting servers")
-                tools = task.start(serve)
-                optimizer = connect(cfg, serve, run.rows("reflections"))
-                status("loading the policy")
-                ranks.broadcast((fitted, task.address()))
-                policy = stack.enter_context(contextlib.closing(make_policy(fitted, ranks, task, learner)))
-            log = stack.enter_context(Log(cfg, run, task, policy.tokenizer))
-            policy.progress = log.screen.rollouts
-            log.introduce(f"{policy.describe()}, {fitted.engine} engine: {why}", tools, describe(optimizer))
-            evolving = evolution(cfg, task, optimizer, population(cfg), log)
-            checkpoints = Checkpoints(run, policy, evolving.P, evolving.B, log)
-            with checkpoints.rescued():
-                policy, I_star = algorithm(cfg, task, policy, evolving, checkpoints, log)
-                checkpoints.export(I_star)
-                compare(cfg.T, policy, evolving.P.family[0], I_star, log)
-                log.finish(evolving.P, I_star)
+        train(parse(argv, kind, **changes), *parts, listening=stop.listening)
 
 
 if __name__ == "__main__":

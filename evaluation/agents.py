@@ -6,17 +6,19 @@ import os
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from config import PRESETS, Config, TaskKnobs, evolves, out_of_range, read_config
+from config import PRESETS, Config, TaskKnobs, check_settings, evolves, out_of_range, read_config
 from engines import Engine
 from plumbing.faults import Fault
 from plumbing.hub import check_model
-from plumbing.outside import without_secrets
+from plumbing.outside import clean, without_secrets
 from plumbing.servers import Servers
 from plumbing.trust import check_origin
 from rollout import rollout
-from tasks import Job, Question, Task, Trajectory, choose_instruction, read_instruction
+from tasks import Job, Question, Task, Trajectory, choose_instruction, load_task, read_instruction
+from tasks.search_qa import SearchQA
 
 # Flags of inspo.py that matter here; a run's own values are the defaults. The second half changes no result.
 PLAYED = (
@@ -38,7 +40,7 @@ class Subject:
 
     def configured(self, given: object, names: Collection[str], **knobs: Any) -> Config:
         """Applies the flags of these names that were given, then `knobs`. Raises Fault if they cannot be."""
-        flags = {name: value for name in names if (value := getattr(given, name)) is not None}
+        flags = {name: value for name in names if (value := getattr(given, name, None)) is not None}
         if self.run:
             check_origin(self.run, {name: getattr(self.cfg, name) for name in names}, flags)
         cfg = dataclasses.replace(self.cfg, **flags | knobs)
@@ -74,7 +76,7 @@ def subject(what: str, served: str = "") -> Subject:
 
 
 @dataclasses.dataclass
-class Agent:
+class Agent(contextlib.AbstractContextManager["Agent"]):
     """A model that plays a task under an instruction.
 
     `tools`: where it searches, in a line; `seed`: of its samples; `progress` is told how many episodes have ended.
@@ -88,6 +90,15 @@ class Agent:
     seed: int
     tools: str = ""
     progress: Callable[[int], Any] = lambda ended: None
+    close: Callable[[], None] = lambda: None  # of one that `load` returned
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def ask(self, text: str) -> Trajectory:
+        """Plays a held-out question, of this id or text, or a new one; its `prediction` is the answer. Raises Fault."""
+        [tau] = self.play([question_of(self.task, text, held_out(self.task))])
+        return tau
 
     def play(self, questions: Sequence[Question]) -> list[Trajectory]:
         """Plays each question once, as in training."""
@@ -125,6 +136,43 @@ def instruction_of(chosen: Subject, task: Task, method: Method, file: str = "") 
     if method.I_star and not chosen.I_star:
         raise Fault(f"{chosen.name} has no I_star.txt to play under; give an instruction with --instruction")
     return chosen.I_star if method.I_star else choose_instruction(task)
+
+
+def held_out(task: Task) -> list[Question]:
+    """Returns the held-out questions; none where their file is gone, since others can be asked."""
+    with contextlib.suppress(Fault):
+        return task.questions("test")
+    return []
+
+
+def question_of(task: Task, text: str, held_out: list[Question]) -> Question:
+    """Returns the held-out question of this id or text, or a new one; Fault if the task's are more than text."""
+    text = clean(text.strip())  # the shell's bytes may not be text
+    question = text if text.endswith("?") or not isinstance(task, SearchQA) else text + "?"
+    if matches := [q for q in held_out if text == q.id or question == q.text]:
+        return matches[0]
+    if any(q.data is not None for q in held_out):
+        example = held_out[0].id
+        raise Fault(f"a question of {task.cfg.task} is more than its text: give the id of one, such as {example}")
+    return Question("asked", question, source="asked")
+
+
+def load(path: str | Path, temperature: float = 0.0, seed: int = 0, **settings: Any) -> Agent:
+    """Returns the agent of a finished run, or of a checkpoint that export.py has written, under its best instruction.
+
+    `settings`: those in which it differs from the run, as `inspo.train` takes them. Raises Fault. Close the agent, or
+    use it in a `with`.
+    """
+    chosen = subject(str(path))
+    if not chosen.I_star:
+        raise Fault(f"{path} holds no finished run (no I_star.txt)")
+    knobs = {"engine": "torch"} | check_settings(Config, settings)
+    cfg = chosen.configured(SimpleNamespace(**knobs), {*PLAYED, *SERVED, *knobs})
+    task = load_task(cfg, settings.get("task"))
+    stack = contextlib.ExitStack()
+    player = stack.enter_context(agent(chosen, task, chosen.I_star, temperature, seed))
+    player.close = stack.close
+    return player
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import inspo
 from config import STATIC, RolloutKnobs, knob, parse
 from extras.table1 import SupervisedConfig
+from plumbing import stop
 from plumbing.faults import Fault, one_line
 from plumbing.outside import as_data, clean, control
 from plumbing.status import status
@@ -168,7 +169,7 @@ def main(argv: list[str] | None = None) -> None:
             status("reading the demonstrations")
             task = load_task(cfg)
             demos = read_demonstrations(cfg, task, load_tokenizer(cfg.model, task.format.stop(task)))
-    inspo.train(cfg, Demonstrated, algorithm=partial(learn, demos))
+        inspo.train(cfg, Demonstrated, algorithm=partial(learn, demos), listening=stop.listening)
 
 
 if __name__ == "__main__":

@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 import trueskill
 
-from config import Config, knob, parse
+import inspo
+from config import Config, knob
 from extras.objectives import ObjectiveConfig, ObjectiveLearner
-from inspo import Evolution, train
+from inspo import Evolution
 from plumbing.faults import OptimizerDown
 from population import Array, Experience, Instruction, Population, mean_rewards
 from reflect import format_examples, make_token_counter, normalize, shorten
@@ -278,7 +279,7 @@ def population_of(cfg: ESPLConfig) -> Pool:
 
 
 def main(argv: list[str] | None = None) -> None:
-    train(parse(argv, ESPLConfig, **PRESET), ObjectiveLearner, population_of, ESPL)
+    inspo.main(argv, ESPLConfig, ObjectiveLearner, population_of, ESPL, **PRESET)
 
 
 if __name__ == "__main__":

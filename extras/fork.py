@@ -12,6 +12,7 @@ from typing import Any
 
 from config import Config, knob, parse
 from inspo import train
+from plumbing import stop
 from plumbing.faults import Fault, one_line
 from tasks import load
 
@@ -32,17 +33,13 @@ def load_parts(cfg: ForkConfig) -> dict[str, Any]:
         if not bases:
             raise Fault(f"--parts {spec}: extends neither Learner nor Population nor Evolution")
         kinds[bases[0]].append(part)
-    parts: dict[str, Any] = {name.lower(): type(name, tuple(some), {}) for name, some in kinds.items() if some}
-    if kind := parts.get("population"):
-        parts["population"] = lambda cfg: kind(cfg.tau_s, cfg.window)
-    return parts
+    return {name.lower(): type(name, tuple(some), {}) for name, some in kinds.items() if some}
 
 
 def main(argv: list[str] | None = None) -> None:
-    cfg = parse(argv, ForkConfig)
     with one_line():
-        parts = load_parts(cfg)
-    train(cfg, **parts)
+        cfg = parse(argv, ForkConfig)
+        train(cfg, **load_parts(cfg), listening=stop.listening)
 
 
 if __name__ == "__main__":

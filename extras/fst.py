@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from config import knob, parse
+import inspo
+from config import knob
 from extras.espl import NEVER, FromOne, check_buffer
 from extras.objectives import ObjectiveConfig, ObjectiveLearner
-from inspo import train
 from plumbing.faults import OptimizerDown
 from population import Array, Experience, Population, ReplayBuffer
 from reflect import format_examples, normalize
@@ -166,7 +166,7 @@ def population_of(cfg: FSTConfig) -> Front:
 
 
 def main(argv: list[str] | None = None) -> None:
-    train(parse(argv, FSTConfig, **PRESET), ObjectiveLearner, population_of, GEPA)
+    inspo.main(argv, FSTConfig, ObjectiveLearner, population_of, GEPA, **PRESET)
 
 
 if __name__ == "__main__":

@@ -22,10 +22,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from config import Config, knob, parse
+import inspo
+from config import Config, knob
 from extras import variants as v
 from grpo import Learner, Terms, clipped_surrogate, group_advantages
-from inspo import train
 from tasks import Trajectory
 from tasks.questions import holds_gold, normalize
 
@@ -299,7 +299,7 @@ class ObjectiveLearner(Learner):
 
 
 def main(argv: list[str] | None = None) -> None:
-    train(parse(argv, ObjectiveConfig), learner=ObjectiveLearner)
+    inspo.main(argv, ObjectiveConfig, ObjectiveLearner)
 
 
 if __name__ == "__main__":

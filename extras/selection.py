@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 from scipy.special import bdtr, stdtrit  # P(X <= k), quantiles of Student's t; scipy.stats is slow to import
 
-from config import knob, parse
+import inspo
+from config import knob
 from extras.design import Design
 from extras.objectives import ObjectiveConfig, ObjectiveLearner
-from inspo import train
 from population import Array, Candidate, Instruction, Population
 from tasks import Job, Question, Trajectory
 
@@ -225,7 +225,7 @@ def population_of(cfg: SelectionConfig) -> Population:
 
 
 def main(argv: list[str] | None = None) -> None:
-    train(parse(argv, SelectionConfig), ObjectiveLearner, population_of)
+    inspo.main(argv, SelectionConfig, ObjectiveLearner, population_of)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,9 @@ from engines import FinishedTurn, ServedTurn
 from evaluation import command
 from evaluation.agents import METHODS, Agent, Method
 from extras.prompts import Prompt, wording
+from plumbing import stop
 from plumbing.chat import in_template
+from plumbing.faults import one_line
 from tasks import Question, Trajectory, Turn
 from tasks.formats import encode
 from tasks.search_qa import SearchQA
@@ -278,12 +280,13 @@ def train(argv: list[str]) -> None:
     cfg = config_of(parser.parse_args(argv[:1]).method, argv[1:])
     import inspo
 
+    parts: dict[str, Any] = {}
     if isinstance(cfg, SupervisedConfig):
         from extras.supervised import Demonstrated, supervised  # with torch, which takes seconds to import
 
-        inspo.train(cfg, Demonstrated, algorithm=supervised)
-    else:
-        inspo.train(cfg)
+        parts = {"learner": Demonstrated, "algorithm": supervised}
+    with one_line():
+        inspo.train(cfg, **parts, listening=stop.listening)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -5,11 +5,13 @@ app = marimo.App(width="medium", app_title="Lab 8: your own task")
 
 with app.setup:
     from itertools import combinations
+    from tempfile import TemporaryDirectory
     from types import SimpleNamespace
 
     import marimo as mo
     import numpy as np
 
+    import inspo
     from labs import desk, play
     from population import Population
     from tasks import Question, Task, Trajectory, reward, rng_of  # noqa: F401 (`reward` is for you)
@@ -283,6 +285,7 @@ def _(
     desk.need("The run", right_questions, right_worth, right_shown, right_step)
 
     class Alliteration(Task):
+        instruction = instructions[0]
         tools = ()
 
         def questions(self, split):
@@ -311,7 +314,7 @@ def _(
                 "p": P.probabilities(),
             }
         )
-    return history, task, taus
+    return Alliteration, history, task, taus
 
 
 @app.cell
@@ -350,6 +353,27 @@ def _(history, predicted, task, taus):
             mo.md(f"A failure as the optimizer would read it:\n\n```\n{task.shown(_lost)}\n```" if _lost else ""),
         ]
     )
+    return
+
+
+@app.cell(hide_code=True)
+def _():
+    mo.md(r"""
+    ## The same from Python
+
+    `inspo.train` is what `python inspo.py` calls: all of Algorithm 1, with evaluations, files and a page. It takes your
+    class, and settings by the names of the flags (docs/python.md). Two steps, and a question to the agent they leave.
+    """)
+    return
+
+
+@app.cell
+def _(Alliteration):
+    with TemporaryDirectory() as _folder:
+        _run = inspo.train(task=Alliteration, preset="world", mode="static", T=2, batch=2, mini=2, out=f"{_folder}/run")
+        with inspo.load(_run.path) as _agent:
+            answer = _agent.ask("Name the mayor of the city?").prediction
+    answer
     return
 
 

@@ -48,7 +48,7 @@ def add_flags(parser: Parser, kind: type, shown: Mapping[str, Any], root: Path, 
             text = argparse.SUPPRESS
             if everything or not f.metadata["more"]:
                 text = describe(f, shown.get(f.name, f.default), root).replace("%", "%%")
-            group.add_argument(f"--{f.name}", default=None, help=text, **flag)
+            group.add_argument(f"--{f.name}", help=text, **flag)
 
 
 def describe(f: dataclasses.Field[Any], default: Any, root: Path) -> str:

@@ -14,6 +14,7 @@ from typing import IO, Any, cast
 from urllib.parse import urlsplit
 
 from plumbing.faults import Fault, Outage
+from plumbing.status import status
 
 LISTENING = re.compile(r"^listening on (http://\S+)$", re.M)  # a server prints it once it accepts connections
 # What a child sees of the environment: where programs, caches and devices are. Not keys, nor anything it does not need.
@@ -127,6 +128,7 @@ class Servers(contextlib.AbstractContextManager["Servers"]):
     def __call__(self, *argv: str, deadline: float = 60.0) -> str:
         last = self._running.get(argv)
         if not last or not last.alive():
+            status("starting a server")
             port = urlsplit(last.url).port or 0 if last else 0
             try:
                 self._running[argv] = Child([*argv], self.log, deadline, port)

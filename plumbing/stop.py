@@ -16,8 +16,10 @@ from types import FrameType
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # a terminal, a cluster, a terminal that went away
-# Where they are. In other folders they clean up by themselves.
-PROGRAMS = (".", "extras", "extras/real", "extras/world", "labs", "retrieval")
+PROGRAMS = (  # ours, or where they are; others clean up by themselves, and so does a script of a user's
+    "inspo.py", "ask.py", "evaluate.py", "export.py", "report.py", "retrieval_server.py", "extras", "extras/real",
+    "extras/world", "labs", "retrieval",
+)  # fmt: skip
 LEADS = os.environ.get("RANK", "0") == "0"  # whether this process speaks for all of torchrun's
 
 
@@ -100,5 +102,6 @@ def _handle_by(handler: Any) -> dict[signal.Signals, Any]:
 EARLY = signal.SIG_DFL if "RANK" in os.environ else _exit
 _root = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 _program = getattr(sys.modules["__main__"], "__file__", None)
-if _program and os.path.relpath(os.path.dirname(os.path.realpath(_program)), _root) in PROGRAMS:  # not under pytest
+_program = _program and os.path.relpath(os.path.realpath(_program), _root)  # none in a notebook
+if _program and {_program, os.path.dirname(_program)} & {*PROGRAMS}:
     _handle_by(EARLY)

@@ -5,6 +5,8 @@ import os
 
 import psutil
 
+_chosen = ""  # what a run of this process has put into OMP_NUM_THREADS, where the user had not
+
 
 @functools.cache
 def count_idle_cores() -> int:
@@ -18,7 +20,7 @@ def count_idle_cores() -> int:
 def choose_threads(most: int = 0) -> int:
     """OMP_NUM_THREADS, where it is set; otherwise one thread per idle core, at most `most` (0: no limit)."""
     given = os.environ.get("OMP_NUM_THREADS", "")
-    if given.isdigit() and int(given):
+    if given != _chosen and given.isdigit() and int(given):
         return int(given)
     idle = count_idle_cores()
     return min(idle, most or idle)
@@ -31,6 +33,8 @@ def use_threads(threads: int) -> None:
     is slower than on one. On idle cores a long wait for each other makes two threads a third faster; where other
     programs want the cores it costs them and this one dearly.
     """
-    os.environ["OMP_NUM_THREADS"] = str(threads)
+    global _chosen
+    if os.environ.get("OMP_NUM_THREADS") != str(threads):
+        os.environ["OMP_NUM_THREADS"] = _chosen = str(threads)
     if threads > 1:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000" if count_idle_cores() >= threads else "1000")

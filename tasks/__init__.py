@@ -7,6 +7,7 @@ the policy is trained for: rollouts, rewards, failures and metrics all come from
 from __future__ import annotations
 
 import asyncio
+import copy
 import importlib
 import inspect
 import math
@@ -17,6 +18,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -225,10 +227,15 @@ class Task(ABC):
         return {"reward": tau.reward}
 
 
-def load_task(cfg: Config) -> Task:
-    """Returns the task that --task, --tools and --reward name. Raises Fault, or what the task's own code raises."""
+def load_task(cfg: Config, given: Any = None) -> Task:
+    """Returns the task that --task, --tools and --reward name. Raises Fault, or what the task's own code raises.
+
+    `given`: from Python, a class in place of that name, or a task, of which it returns a copy.
+    """
     where = f"--task {cfg.task}"
-    kind = load(where, cfg.task, "class")
+    kind = given if isinstance(given, type) else type(given)
+    if given is None or kind is str:
+        kind = load(where, cfg.task, "class")
     if not issubclass(kind, Task):
         if not hasattr(kind, "reset"):
             raise Fault(f"{where}: it neither extends tasks.Task nor has a reset(), as TRL's environments do")
@@ -238,7 +245,12 @@ def load_task(cfg: Config) -> Task:
     specs = [spec for spec in cfg.tools.split(",") if ":" in spec]
     if specs:  # the task gets those that have no module
         cfg = replace(cfg, tools=",".join(spec for spec in cfg.tools.split(",") if ":" not in spec) or "none")
-    task: Task = kind(cfg)
+    task: Task
+    if isinstance(given, Task):
+        task = copy.copy(given)
+        task.__class__, task.cfg = kind, cfg  # `kind` may have the reward of --reward
+    else:
+        task = kind(cfg)
     questions = task.questions  # asked once a split: it may draw them
     task.questions = cache(lambda split: list(questions(split) or ()))  # type: ignore[method-assign]
     for spec in specs:
@@ -274,7 +286,8 @@ def load(where: str, spec: str, kind: str) -> Any:
         remedy = "run in the directory that it is in"
         raise Fault(f"{where}: {module} cannot be imported ({first_line(e)}); {remedy}") from None
     if not callable(target) or isinstance(target, type) != (kind == "class"):
-        raise Fault(f"{where}: {name} is not a {kind} in {module}")
+        remedy = "; give the module that it is in" * (module == "__main__")
+        raise Fault(f"{where}: {name} is not a {kind} in {module}{remedy}")
     return target
 
 
@@ -292,7 +305,14 @@ def replace_reward(kind: type[Task], spec: str) -> type[Task]:
 
 def wait_for(result: Any) -> Any:
     """Returns the result of a user's function, `async` or not."""
-    return asyncio.run(result) if inspect.iscoroutine(result) else result
+    if not inspect.iscoroutine(result):
+        return result
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(result)
+    with ThreadPoolExecutor(1) as thread:  # in a notebook this one has a loop already
+        return thread.submit(asyncio.run, result).result()
 
 
 def choose_instruction(task: Task) -> str:

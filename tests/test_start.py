@@ -27,9 +27,7 @@ from tasks import Question
 from tasks.search import Search, try_search
 from tasks.search_qa import SEARCH_R1, SearchQA
 from training import checks
-from training.checks import check, check_disk, disk
-from training.device import check_device
-from training.ranks import Ranks
+from training.checks import check, check_device, check_disk, disk
 from world.optimizer import reply_to
 
 QWEN = Qwen2Config(  # 0.5B's, with 2 of its 24 blocks
@@ -103,13 +101,13 @@ def test_a_server_with_other_field_names_ends_the_run_at_its_start(serve, reply)
 
 def test_an_instruction_that_leaves_no_room_for_a_turn_ends_the_run_at_its_start():
     cfg = parse(["--mode", "static"])
-    task, tokenizer, ranks = SearchQA(cfg), load_tokenizer(str(WORLD / "policy")), Ranks("cpu", 1)
+    task, tokenizer = SearchQA(cfg), load_tokenizer(str(WORLD / "policy"))
     shortest = min(len(encode_prompt(tokenizer, task, task.instruction, q)) for q in task.questions("train")[:64])
-    assert check(replace(cfg, max_prompt=shortest), ranks, task)[0].engine == "torch"
+    assert check(replace(cfg, max_prompt=shortest), "cpu", task)[0].engine == "torch"
     with pytest.raises(Fault, match=f"--max_prompt 10: .* are {shortest} tokens at least, .*; raise it"):
-        check(replace(cfg, max_prompt=10), ranks, task)
+        check(replace(cfg, max_prompt=10), "cpu", task)
     with pytest.raises(Fault, match="--max_prompt 1000 .*: the model ends at 1024"):
-        check(replace(cfg, max_prompt=1000), ranks, task)
+        check(replace(cfg, max_prompt=1000), "cpu", task)
 
 
 def test_a_large_model_is_not_trained_on_a_cpu_that_nobody_asked_for():
@@ -120,7 +118,7 @@ def test_a_large_model_is_not_trained_on_a_cpu_that_nobody_asked_for():
     check_device(replace(cfg, device="cpu"))
     check_device(parse([]))
     with pytest.raises(Fault, match="the hub cannot be reached|no causal LM can be loaded"):
-        check(replace(cfg, device="cpu"), Ranks("cpu", 1), SearchQA(cfg))
+        check(replace(cfg, device="cpu"), "cpu", SearchQA(cfg))
 
 
 @pytest.mark.ranks
@@ -173,7 +171,7 @@ def test_a_gpu_that_is_full_when_vllm_wakes_is_out_of_memory():
 def test_servers_of_vllm_are_not_left_out_without_a_word():
     cfg = parse(["--vllm", "http://ann:Geheim42@127.0.0.1:9"])
     with pytest.raises(Fault, match="the engine would be torch .*; add --engine vllm") as e:
-        check(replace(cfg, device="cpu"), Ranks("cpu", 1), SearchQA(cfg))
+        check(replace(cfg, device="cpu"), "cpu", SearchQA(cfg))
     assert "Geheim" not in str(e.value)
 
 

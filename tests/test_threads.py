@@ -18,6 +18,7 @@ from plumbing import threads
 def fresh(monkeypatch):
     """As a program starts: nothing measured, nothing set."""
     monkeypatch.setattr(threads, "count_idle_cores", functools.cache(threads.count_idle_cores.__wrapped__))
+    monkeypatch.setattr(threads, "_chosen", "")
     for name in ("OMP_NUM_THREADS", "GOMP_SPINCOUNT"):
         monkeypatch.setenv(name, "0")  # so that what the test leaves there goes
         monkeypatch.delenv(name)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 from config import CARDS, Config
-from engines.choose import choose_engine
+from engines.choose import choose_engine, device_of, without_cuda
 from models import lora
 from models.model import load_config, load_tokenizer, skeleton
 from plumbing.faults import Fault
@@ -19,9 +20,9 @@ from plumbing.status import status
 from rollout import encode_prompt
 from tasks import Task
 from tasks.formats import encode
-from training.device import check_device
 from training.fit import shapes, with_room
-from training.ranks import Ranks
+
+WIDE = 896  # hidden units of a model whose step takes a CPU hours: the 0.5B's
 
 
 def print_memory(cfg: Config) -> None:
@@ -85,23 +86,30 @@ def find_doubts(task: Task, tokenizer: Any) -> Iterator[str]:
             yield f"{unknown / len(ids):.0%} of the tokens of the {what} are unknown to --model {task.cfg.model}"
 
 
-def check(cfg: Config, ranks: Ranks, task: Task) -> tuple[Config, str]:
+def check_device(cfg: Config) -> None:
+    """Raises Fault if a CPU that the user did not ask for would have to train a large model."""
+    if not cfg.device and device_of(cfg) == "cpu" and shapes(cfg.model).get_text_config().hidden_size >= WIDE:
+        raise Fault(f"--model {cfg.model}: {without_cuda()}; fix that, or take weeks with --device cpu")
+
+
+def check(cfg: Config, device: str, task: Task) -> tuple[Config, str]:
     """Returns `cfg` with --engine and --recompute decided, and why this engine; Fault if the run cannot work.
 
     It cannot with too little memory or disk or too few positions, nor where the first instruction leaves no room for a
     turn.
     """
     check_device(cfg)
-    engine, why = choose_engine(cfg, ranks.device)
+    engine, why = choose_engine(cfg, device)
     if engine == "torch" and cfg.vllm != "colocate":
         raise Fault(
             f"--vllm {without_secrets(cfg.vllm)}: the engine would be torch ({why}); add --engine vllm, or leave it out"
         )
-    if ranks.device == "cuda":
+    if device == "cuda":
         memory = torch.cuda.get_device_properties(0).total_memory / 1e9
         # torch's layers keep more than Liger's
         used = dataclasses.replace(cfg, fused_layers=cfg.fused_layers * bool(importlib.util.find_spec("liger_kernel")))
-        used, fit = with_room(used, shapes(cfg.model), engine, ranks.size, memory)
+        gpus = int(os.environ.get("WORLD_SIZE", 1))
+        used, fit = with_room(used, shapes(cfg.model), engine, gpus, memory)
         if fault := fit.fault():
             raise Fault(fault)
         cfg = dataclasses.replace(cfg, recompute=used.recompute, micro_tokens=used.micro_tokens)

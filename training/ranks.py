@@ -90,6 +90,7 @@ class Ranks:
             yield
         except BaseException as e:
             if self.size == 1:
+                self.leave()  # the caller may train again
                 raise
             if isinstance(e, Fault) or (isinstance(e, Stopped) and not self.rank):
                 tell_torchrun(text := printable(str(e)))
@@ -102,7 +103,7 @@ class Ranks:
 
     def leave(self) -> None:
         """Shuts down all ranks. Drop the models first: gloo's threads abort if a model's streams are still alive."""
-        if self.grouped:
+        if self.grouped and dist.is_initialized():
             gc.collect()  # a sharded model refers to itself
             dist.barrier(self.answers)
             dist.destroy_process_group()

@@ -102,7 +102,7 @@ def test_f1_is_the_reward_and_opo_weighs_the_baseline_by_length():
 def test_parts_of_one_kind_become_one_class():
     names = "extras.examples.margin:Margin,extras.examples.ucb:UCB,extras.examples.opo:OPO"
     parts = fork.load_parts(parse(["--parts", names], fork.ForkConfig))
-    P = parts["population"](SimpleNamespace(tau_s=0.5, window=7))
+    P = inspo.population_of(SimpleNamespace(tau_s=0.5, window=7), parts["population"])
     assert isinstance(P, Margin) and isinstance(P, UCB) and (P.tau_s, P.window) == (0.5, 7)
     assert set(parts) == {"population", "learner"}
 

@@ -1,0 +1,344 @@
+"""`train` and `load` in a caller's process: objects for names, faults, interrupts, one call after another."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from test_inspo import ENV, ROOT, SMALL, metrics
+
+import inspo
+from config import Config, configure, parse
+from grpo import Learner
+from journal.directory import RunDirectory
+from plumbing import stop, threads
+from plumbing.faults import Fault
+from population import Population
+from reflect import Optimizer
+from tasks import Question, Task, load_task
+from tasks.search_qa import SearchQA
+from training.policy import Policy
+
+FLAGS = dict(zip(SMALL[::2], SMALL[1::2], strict=True))
+SETTINGS = {f.name: f.type(FLAGS[f"--{f.name}"]) for f in fields(Config) if f"--{f.name}" in FLAGS}
+SETTINGS |= dict(T=4, T_e=4, save_every=2, eval_every=2)
+TINY = dict(preset="world", mode="static", T=1, batch=2, mini=2, G=2, eval_n=2, max_response=4)
+HANDLERS = [signal.getsignal(number) for number in stop.SIGNALS]
+
+
+class Echo(Task):
+    """Says the word; made with a prize, as an object may be."""
+
+    instruction = "Say the word, inside <answer> and </answer>."
+
+    def __init__(self, cfg, prize=1.0):
+        super().__init__(cfg)
+        self.prize = prize
+
+    def questions(self, split):
+        return [Question(f"{split} {k}", f"word {k}") for k in range(3)]
+
+    def reward(self, taus):
+        return [self.prize * bool(tau.prediction) for tau in taus]
+
+
+def test_the_page_and_the_readme_show_what_runs(tmp_path):
+    """As scripts, in a folder of the user's; only the sizes in the README are made smaller."""
+    [page] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(), re.S)
+    assert len((ROOT / "docs" / "python.md").read_text().splitlines()) <= 60
+    task, lines = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    assert len(lines.splitlines()) == 5
+    (tmp_path / "backwards.py").write_text(task)
+    small = lines.replace("T=80", "T=1, batch=2, mini=2")
+    for script in (page, small):
+        env = ENV | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    runs = sorted((tmp_path / "runs").iterdir())
+    assert [json.loads((run / "config.json").read_text())["task"] for run in runs] == [
+        "__main__:Backwards", "backwards:Backwards",
+    ]  # fmt: skip
+
+
+# ---- settings
+
+
+def test_settings_are_those_of_the_flags():
+    """Whatever the program: presets, the rates of LoRA, what --mode static changes."""
+    for flags in (
+        "", "--mode static --T 7", "--model smollm2-135m --lr 1e-4", "--lora_rank 8", "--offload_reference",
+        "--preset world --model m", "--preset world --model m --lora_rank 4 --N_P 3",
+    ):  # fmt: skip
+        words = flags.split()
+        given = {name[2:]: True for name in words if name == "--offload_reference"}
+        pairs = [] if given else zip(words[::2], words[1::2], strict=True)
+        types = {f.name: f.type for f in fields(Config)} | {"preset": str}
+        given |= {name[2:]: types[name[2:]](value) for name, value in pairs}
+        assert configure(**given) == parse(words)
+    exact = configure(T=np.int64(3), lr=1, out=Path("a") / "b", temperature=np.float32(0.5))
+    assert (exact.T, exact.lr, exact.out, exact.temperature) == (3, 1.0, "a/b", 0.5)
+    assert {type(getattr(exact, f.name)) for f in fields(exact) if f.type is int} == {int}
+
+
+REFUSED = {
+    "a name with a letter too few": (dict(lora_rnk=8), "lora_rnk: .*nearest is lora_rank"),
+    "one in another case": (dict(t=3), "t: .*nearest is T \\("),
+    "one of train's own": (dict(learnr=Learner), "learnr: .*nearest is learner"),
+    "a preset": (dict(preset="wrld"), "preset 'wrld': choose world, "),
+    "text for a number": (dict(T="4"), "T: give a value of type int, not str"),
+    "a fraction": (dict(T=2.5), "T: give a value of type int, not float"),
+    "a truth": (dict(T=True), "T: give a value of type int, not bool"),
+    "a number for a truth": (dict(resume=1), "resume: give a value of type bool, not int"),
+    "nothing": (dict(out=None), "out: give a value of type str, not NoneType"),
+    "a list": (dict(tools=["search"]), "tools: give a value of type str, not list"),
+    "a value out of range": (dict(T=0), "--T 0: must be at least 1"),
+    "a choice": (dict(mode="statik"), "--mode statik: choose inspo or static"),
+    "a run that is none": (dict(out="nowhere", resume=True), "nowhere holds no run"),
+    "a task that is none": (dict(task=3), "--task builtins:int: it neither extends"),
+    "a class that is no task": (dict(task=dict), "--task builtins:dict: it neither extends"),
+    "a name of nothing": (dict(task="nowhere:Task"), "--task nowhere:Task: nowhere cannot be imported"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_is_a_fault_of_one_line(case):
+    settings, says = REFUSED[case]
+    with pytest.raises(Fault, match=f"^{says}") as e:
+        inspo.train(**dict(mode="static") | settings)
+    assert "\n" not in str(e.value) and HANDLERS == [signal.getsignal(number) for number in stop.SIGNALS]
+
+
+def test_all_that_is_missing_is_one_fault(monkeypatch):
+    for name in ("OPENAI_API_KEY", "OPENAI_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(Fault) as e:
+        inspo.train(model="no/such/model")
+    assert [line for line in ("--train", "--test", "search", "--model", "optimizer") if line not in str(e.value)] == []
+
+
+# ---- objects in place of names
+
+
+def test_a_task_is_a_class_an_object_or_a_name():
+    cfg = configure(model="world", mode="static")
+    kept = Echo(Config(), prize=0.5)
+    for given, prize in ((Echo, 1.0), (kept, 0.5)):
+        task = load_task(cfg, given)
+        assert type(task) is Echo and (task.prize, task.cfg) == (prize, cfg)
+        assert configure(task=given).task == f"{__name__}:Echo"
+    assert kept.cfg == Config()  # a run gets a copy
+    assert type(load_task(cfg, cfg.task)) is SearchQA
+    scored = load_task(configure(model="world", reward=f"{__name__}:seven"), kept)
+    assert scored.reward([None]) == [7.0] and isinstance(scored, Echo) and scored.prize == 0.5
+
+
+def seven(taus):
+    return [7.0 for _ in taus]
+
+
+class Counted(Learner):
+    updates = 0
+
+    def update(self, *args):
+        type(self).updates += 1
+        return super().update(*args)
+
+
+class Wide(Population):
+    made: list = []
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.made.append(args)
+
+
+class Bare(inspo.Evolution):
+    begun: list = []
+
+    def begin(self):
+        self.begun.append(self.cfg)
+        super().begin()
+
+
+def test_a_run_uses_the_callers_classes_and_returns_what_it_leaves(tmp_path):
+    parts = dict(learner=Counted, population=Wide, evolution=Bare)
+    result = inspo.train(task=Echo(Config(), prize=2.0), **parts, **TINY, out=tmp_path / "r", seed=np.int64(3))
+    assert result.path == tmp_path / "r" and result.path.is_absolute()
+    assert result.instruction == (result.path / "I_star.txt").read_text().strip() == Echo.instruction
+    assert result.summary == json.loads((result.path / "summary.json").read_text()) and result.summary["seed"] == 3
+    assert Counted.updates == 1 and Wide.made == [(Config.tau_s, Config.window)] and len(Bare.begun) == 1
+    assert json.loads((result.path / "config.json").read_text())["task"] == f"{__name__}:Echo"
+
+
+def test_a_class_of_a_function_is_trained_and_loaded_by_the_class_alone(tmp_path):
+    class Local(Echo):
+        pass
+
+    path = inspo.train(task=Local, **TINY, out=str(tmp_path / "r")).path
+    with pytest.raises(Fault, match="<locals>.Local is not a class in test_python$"):
+        inspo.load(path)
+    with inspo.load(path, task=Local, temperature=0.5, max_turns=1) as agent:
+        assert agent.task.cfg.max_turns == 1 and agent.instruction == Echo.instruction
+        known, new = agent.ask("test 1"), agent.ask("another word")
+        assert known.question == Question("test 1", "word 1") and new.question.text == "another word"
+        assert [tau.stop for tau in agent.play(agent.task.questions("test"))] and known.turns
+    with pytest.raises(Fault, match="^max_turn: .*nearest is max_turns"):
+        inspo.load(path, task=Local, max_turn=1)
+    with pytest.raises(Fault, match="holds no finished run"):
+        inspo.load(tmp_path)
+
+
+def test_an_agent_answers_as_ask_py_does_and_its_servers_end_with_it(tmp_path):
+    result = inspo.train(**SETTINGS | dict(T=1, mode="static", K_p=9), out=tmp_path / "r")
+    q = SearchQA(configure()).questions("test")[0]
+    agent = inspo.load(result.path)
+    [url] = agent.task.search.urls
+    tau = agent.ask(q.id)
+    said = subprocess.run(
+        [sys.executable, "ask.py", "--run", str(result.path), q.id], cwd=ROOT, env=ENV, capture_output=True, text=True
+    )
+    assert f"asked   {q.text}" in said.stdout and (tau.prediction or "the end") in said.stdout, said.stderr
+    agent.close()
+    with pytest.raises(OSError):
+        __import__("requests").get(f"{url}/health", timeout=5)
+
+
+# ---- one call after another
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return inspo.train(**SETTINGS, out=tmp_path_factory.mktemp("runs") / "whole").path
+
+
+def same(one: Path, other: Path) -> None:
+    """As they are written by an undisturbed run, to the bit; but paid calls stay paid."""
+    assert metrics(one) == metrics(other)
+    for name in ("population.jsonl", "I_star.txt", "policy/model.safetensors"):
+        assert (one / name).read_bytes() == (other / name).read_bytes(), name
+
+
+def test_a_second_call_computes_the_same_and_leaves_no_thread(whole, tmp_path):
+    before = {thread.name for thread in threading.enumerate()}
+    began = time.perf_counter()
+    result = inspo.train(**SETTINGS, out=tmp_path / "again")
+    assert result.summary["seconds"] <= time.perf_counter() - began + 0.1  # of this call, not of the process
+    same(result.path, whole)
+    left = {thread for thread in threading.enumerate() if thread.name not in before | {"tqdm_monitor"}}
+    assert all(thread.daemon and "_send_batches" in thread.name for thread in left)  # of a search, idle
+    assert HANDLERS == [signal.getsignal(number) for number in stop.SIGNALS]
+
+
+def test_a_call_from_another_thread_works_and_installs_no_handler(tmp_path):
+    seen, done = [], []
+
+    def watched(*args):
+        seen.append([signal.getsignal(number) for number in stop.SIGNALS])
+        return inspo.inspo(*args)
+
+    def work():
+        done.append(inspo.train(task=Echo, algorithm=watched, **TINY, out=tmp_path / "r"))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [HANDLERS] and done[0].path == tmp_path / "r"
+
+
+def test_a_second_call_has_the_threads_it_asks_for(monkeypatch):
+    monkeypatch.setattr(threads, "_chosen", "")
+    monkeypatch.setattr(threads, "count_idle_cores", lambda: 4)
+    monkeypatch.setenv("OMP_NUM_THREADS", "0")
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert [configure(threads=n).threads for n in (1, 3, 2)] == [1, 3, 2]
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")  # now the user's
+    assert configure(threads=1).threads == 4
+
+
+def test_after_a_call_that_failed_another_one_works(tmp_path, monkeypatch):
+    """In bfloat16, with a process group, in every place from where the ranks have met."""
+    wide = TINY | dict(task=Echo, dtype="bfloat16")
+
+    def fail(*args, **kwargs):
+        raise Fault("it does not work today")
+
+    for k, (owner, name) in enumerate(
+        [(RunDirectory, "opened"), (Echo, "start"), (Learner, "__init__"), (Policy, "rollout"), (Learner, "update")]
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, fail)
+            with pytest.raises(Fault, match="it does not work today"):
+                inspo.train(**wide, out=tmp_path / f"r{k}")
+        assert not torch.distributed.is_initialized()
+    assert inspo.train(**wide, out=tmp_path / "r").summary["steps"] == 1
+
+
+# ---- an interrupt
+
+
+MOMENTS = {  # the call in which Ctrl-C comes
+    "rollout": (Policy, "rollout", 3), "update": (Learner, "loss", 3), "optimizer": (Optimizer, "ask", 2),
+    "evaluation": (Policy, "evaluate", 2), "save": (RunDirectory, "checkpoint", 1), "export": (Policy, "export", 1),
+    "start": (SearchQA, "start", 1), "comparison": (Policy, "evaluate", 4),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_an_interrupt_leaves_a_run_that_resumes(whole, tmp_path, monkeypatch, moment):
+    owner, name, n = MOMENTS[moment]
+    inner, calls = getattr(owner, name), []
+
+    def method(*args, **kwargs):
+        calls.append(name)
+        if len(calls) == n:
+            os.kill(os.getpid(), signal.SIGINT)
+        return inner(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, method)
+        with pytest.raises(KeyboardInterrupt):
+            inspo.train(**SETTINGS, out=tmp_path / "r")
+    assert len(calls) == n and not multiprocessing_children()
+    again = (tmp_path / "r" / "config.json").exists()
+    same(inspo.train(**SETTINGS, out=tmp_path / "r", resume=again).path, whole)
+
+
+def multiprocessing_children() -> list[str]:
+    """Servers that this process has left behind."""
+    return Path(f"/proc/self/task/{os.getpid()}/children").read_text("utf-8").split()
+
+
+def test_a_script_of_the_users_keeps_its_handlers_and_a_program_has_ours(tmp_path):
+    shutil.copytree(ROOT / "plumbing", tmp_path / "plumbing")
+    text = "import plumbing, signal\nprint([signal.getsignal(n).__name__ for n in (signal.SIGINT,)])\n"
+    for name, handler in (("mine.py", "default_int_handler"), ("inspo.py", "_exit"), ("extras/fork.py", "_exit")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+        env = {k: v for k, v in os.environ.items() if k != "RANK"} | {"PYTHONPATH": str(tmp_path)}
+        done = subprocess.run([sys.executable, name], cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.stdout == f"['{handler}']\n", (name, done.stderr)
+
+
+def test_in_a_notebook_whose_thread_has_a_loop_an_async_reward_is_awaited():
+    import asyncio
+
+    async def cell():
+        return load_task(configure(model="world", reward=f"{__name__}:later"), Echo).reward([None, None])
+
+    assert asyncio.run(cell()) == [0.25, 0.25]
+    assert load_task(configure(model="world", reward=f"{__name__}:later"), Echo).reward([None]) == [0.25]
+
+
+async def later(taus):
+    return [0.25 for _ in taus]

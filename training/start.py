@@ -1,0 +1,77 @@
+"""What a run does before its first step, or why there will be none.
+
+What is missing is told before anything is loaded, in the order in which it can be known:
+
+1. each setting has a knob, a type and a value that it can have (config.py)
+2. --task, --tools, --reward, --format and --instruction: what they name can be imported and read
+3. the questions: there are some to train and to test on, each with an id of its own
+4. the task's own needs: passages and an index to search, or a server
+5. the model: it is on this disk, or the hub can be reached
+6. the optimizer: there is an endpoint to call, and a key
+7. the GPU, for a preset that takes a CPU weeks; 3 to 7 are one list, before torch is imported
+8. device, precision and engine: this machine has what the flags ask for
+9. memory: what trains and samples fits on each GPU, computed from shapes (training/fit.py)
+10. positions and disk: a first prompt leaves room for a turn, and the checkpoints fit
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from config import PRESETS, Config, check_settings, configure
+from plumbing.faults import together
+from plumbing.hub import check_model
+from plumbing.status import status
+from reflect import find_endpoint
+from tasks import Task, check_questions, choose_instruction, load_task
+
+if TYPE_CHECKING:
+    from training.ranks import Ranks
+
+
+def prepare(
+    given: Config | None, settings: Mapping[str, Any]
+) -> "tuple[Config, Config, str, Task, Ranks] | None":
+    """Checks all that a run needs, on rank 0, and joins the ranks. Raises Fault.
+
+    Returns the configuration to record, the same with --engine, --recompute and --micro_tokens decided, why this
+    engine, the task, and the ranks; for --dry_run it prints the memory and returns None. `settings` replace `given`
+    ones, or a preset's.
+    """
+    cfg = replace(given, **check_settings(type(given), settings)) if given else configure(**settings)
+    task = load_task(cfg, settings.get("task"))
+    task.instruction = choose_instruction(task)
+    leads = os.environ.get("RANK", "0") == "0"
+    if leads and not cfg.dry_run:
+        status("reading the questions")
+        together(
+            lambda: check_questions(task), task.check, lambda: check_model(cfg.model), lambda: find_endpoint(cfg),
+            lambda: check_preset_device(cfg),
+        )  # fmt: skip
+    status("importing torch")
+    import torch
+
+    from engines.choose import device_of, dtype_of
+    from training.checks import check, print_memory
+    from training.ranks import Ranks
+
+    if cfg.dry_run and leads:
+        print_memory(cfg)
+    if cfg.dry_run:
+        return None
+    if torch.get_num_threads() != cfg.threads:  # it was imported before the run was configured
+        torch.set_num_threads(cfg.threads)
+    fitted, why, device = cfg, "", device_of(cfg)
+    if leads:
+        cfg = replace(cfg, dtype=dtype_of(cfg, device))  # a resumed run and an export take the run's, on any machine
+        fitted, why = check(cfg, device, task)
+    return cfg, fitted, why, task, Ranks(device, cfg.patience, cfg.dtype)
+
+
+def check_preset_device(cfg: Config) -> None:
+    """Raises Fault for a large preset without a GPU; their sizes are known before anything is fetched or imported."""
+    if cfg.model in {preset["model"] for name, preset in PRESETS.items() if name.startswith("qwen")}:
+        from training.checks import check_device
+
+        check_device(cfg)
