@@ -101,7 +101,7 @@ class Evolution:
         self.optimizer: Any = optimizer  # None: nothing evolves
         self.B, self.D = ReplayBuffer(cfg.buffer), {q.id: q for q in task.questions("train")}
         self.t = self.round = 0  # the evolution under way; 0: of the first population
-        self.used: set[str] = set()  # the texts used in it, normalized: none is proposed again
+        self.used = set[str]()  # the texts used in it, normalized: none is proposed again
 
     def begin(self) -> None:
         """Fills P with P_0: the first instruction, up to N_P - 1 paraphrases of it from one call to the optimizer.
@@ -125,12 +125,12 @@ class Evolution:
         """Replaces P by its parents and verified revisions of them; without a revision P and W stay as they are."""
         cfg, P, B = self.cfg, self.P, self.B
         P_parent = P.ranked()[: cfg.N_parent]  # Alg.1 L17
-        P_new: list[Candidate] = []
+        P_new = list[Candidate]()
         self.t, self.used = t, {normalize(I.text) for I in P_parent}
         shortfall = "too few revisions verified"
         for round in range(cfg.rounds):
             room = cfg.N_P - len(P_parent) - len(P_new)
-            if room == 0:  # Alg.1 L18 CHOICE-6
+            if not room:  # Alg.1 L18 CHOICE-6
                 break
             self.round, rng = round, rng_of(cfg.seed, t, f"evolve {round}")
             I_parent = P_parent[rng.integers(len(P_parent))]  # Alg.1 L19
