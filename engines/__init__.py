@@ -34,11 +34,11 @@ class Engine(Protocol):
     def generate(self, contexts: dict[int, list[int]], max_new: int, temperature: float) -> Iterator[FinishedTurn]:
         """Starts a turn for every row in `contexts` (key -> its whole context) and yields turns as they finish.
 
-        A turn finishes with a stop string (which stays in it), with EOS, or after `max_new` tokens. A lockstep engine
-        yields all turns before the iterator ends, and forgets rows that `contexts` leaves out. Any other engine
-        generates a little, yields the turns that have finished, possibly none, and continues on the next call, for
-        which `contexts` may be empty. The cached part of a context is not recomputed. Temperature 0 is greedy, with
-        log-probabilities at temperature 1.
+        A turn finishes with a stop string (which stays in it), with one of `turn_ends`, or after `max_new` tokens.
+        A lockstep engine yields all turns before the iterator ends, and forgets rows that `contexts` leaves out. Any
+        other engine generates a little, yields the turns that have finished, possibly none, and continues on the next
+        call, for which `contexts` may be empty. The cached part of a context is not recomputed. Temperature 0 is
+        greedy, with log-probabilities at temperature 1.
         """
 
     def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:

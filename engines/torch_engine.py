@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from engines import FinishedTurn
 from kernels import head_logits
 from models.model import logit_scale
+from plumbing.chat import turn_ends
 
 
 class RowCache:
@@ -88,7 +89,7 @@ class RowCache:
 class TorchEngine:
     """An Engine that samples from a Hugging Face causal LM, in lockstep.
 
-    `stop`: strings that end a turn, as the tokenizer's EOS does; `max_rows`: rows of one batch.
+    `stop`: strings that end a turn, as `turn_ends` do; `max_rows`: rows of one batch.
     """
 
     lockstep = True
@@ -139,7 +140,7 @@ class TorchEngine:
 
     def ended(self, ids: list[int]) -> bool:
         """Returns whether the last of a turn's tokens so far ends the turn."""
-        if ids[-1] == self.tokenizer.eos_token_id:
+        if ids[-1] in turn_ends(self.tokenizer):
             return True
         if ids[-1] not in self.may_stop:
             return False

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from engines import FinishedTurn
 from models.model import load_config, logit_scale
+from plumbing.chat import turn_ends
 from plumbing.faults import EngineFault, Fault
 
 VERSION = "0.32"  # this file relies on internals: reloading, packed weights, weight transfer
@@ -53,8 +54,8 @@ class StaleWeights(EngineFault):
 class VllmEngine:
     """An Engine: vLLM in this process; its weights are uninitialized until `load`.
 
-    `path`: directory or id of the policy; `stop`: strings that end a turn, as the tokenizer's EOS does; `max_len`:
-    tokens of the longest context and its turn; `memory`: share of the device's memory for vLLM. Under torchrun all
+    `path`: directory or id of the policy; `stop`: strings that end a turn, as `turn_ends` do; `max_len`: tokens
+    of the longest context and its turn; `memory`: share of the device's memory for vLLM. Under torchrun all
     ranks construct their engines together, and call `load` together.
     """
 
@@ -198,9 +199,8 @@ def sampling(engine: Any, max_new: int, temperature: float) -> dict[str, Any]:
         "stop": list(engine.stop),
         "include_stop_str_in_output": True,
         "skip_special_tokens": False,
-        # Only the tokenizer's EOS ends a turn; by default vLLM adds those of generation_config.json.
-        "ignore_eos": True,
-        "stop_token_ids": [engine.tokenizer.eos_token_id],
+        "ignore_eos": True,  # what vLLM takes for it
+        "stop_token_ids": list(turn_ends(engine.tokenizer)),
     }
 
 

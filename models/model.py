@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from kernels import grpo_head, token_logprobs
 from models import lora
 from models.packing import Packing, packed_attention
-from plumbing.chat import in_template
+from plumbing.chat import in_template, turn_ends
 from plumbing.faults import Fault
 from plumbing.hub import check_model
 
@@ -49,6 +49,7 @@ def load_tokenizer(path: str, stop: tuple[str, ...] = ()) -> Any:
     _silence_transformers()
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        turn_ends(tokenizer)
     except Exception as e:  # a damaged directory can raise anything
         raise _unloadable(path, "tokenizer", e) from e
     if not tokenizer.chat_template:
@@ -329,6 +330,8 @@ def export(config: Any, model: Any, tokenizer: Any, path: Path | None, computed:
         plain = skeleton(config, dtype)
         plain.load_state_dict(state, assign=True, strict=False)
         plain.tie_weights()
+        ends = turn_ends(tokenizer)
+        plain.generation_config.eos_token_id = ends[0] if len(ends) == 1 else list(ends)
         plain.save_pretrained(path)
         tokenizer.save_pretrained(path)
 
