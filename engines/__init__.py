@@ -26,7 +26,6 @@ class Engine(Protocol):
 
     max_rows: int  # rows that one batch may hold
     lockstep: bool  # samples depend on which rows are generated together: start all turns of a round in one call
-    unproven: int  # weights of the last `load` that could not be compared with those the engine computes with
 
     def begin(self, seed: int) -> None:
         """Forgets all rows, even unfinished ones, and seeds the samples that follow."""

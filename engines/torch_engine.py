@@ -43,9 +43,9 @@ class RowCache:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes (B, heads, T, dim) at `columns`; returns the columns in use, (B, heads, width, dim)."""
         if layer not in self.layers:
-            B, heads, _, dim = key.shape
-            shape = (B, heads, self.width, dim)
-            self.layers[layer] = key.new_zeros(shape), value.new_zeros(shape)
+            B, heads, *_ = key.shape
+            keys, values = (x.new_zeros(B, heads, self.width, x.shape[-1]) for x in (key, value))
+            self.layers[layer] = keys, values
         keys, values = self.layers[layer]
         keys[self.rows, :, self.columns] = key.transpose(1, 2)
         values[self.rows, :, self.columns] = value.transpose(1, 2)
@@ -93,7 +93,6 @@ class TorchEngine:
     """
 
     lockstep = True
-    unproven = 0  # `load` copies into the parameters that the forward pass reads
 
     def __init__(self, model: Any, tokenizer: Any, stop: tuple[str, ...], max_rows: int = 512):
         self.model, self.tokenizer, self.stop, self.max_rows = model, tokenizer, stop, max_rows
