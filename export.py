@@ -48,7 +48,8 @@ def export_checkpoint(
         config, computed = load_config(cfg.model), getattr(torch, cfg.dtype)
         model = empty(config, torch.float32, "cpu")
         if cfg.lora_rank:  # its checkpoints lack the weights that did not change
-            model = lora.add(load_model(cfg.model).to(computed), cfg.lora_rank, cfg.lora_alpha, cfg.seed, cfg.dither)
+            model = load_model(cfg.model, cfg.max_prompt + cfg.max_response).to(computed)
+            lora.add(model, cfg.lora_rank, cfg.lora_alpha, cfg.seed, cfg.dither)
         tensors = {"model": {k: v for k, v in model.state_dict().items() if lora.is_adapter(k) or not cfg.lora_rank}}
         checkpoint.load(tensors, chosen, alone=True)
     except CheckpointFault:

@@ -32,7 +32,6 @@ class Engine(Protocol):
 
     max_rows: int  # rows that one batch may hold
     lockstep: bool  # samples depend on which rows are generated together: start all turns of a round in one call
-    unproven: int  # weights of the last `load` that could not be compared with those the engine computes with
 
     def begin(self, seed: int) -> None:
         """Forgets all rows, even unfinished ones, and seeds the samples that follow."""
@@ -40,11 +39,11 @@ class Engine(Protocol):
     def generate(self, contexts: dict[int, list[int]], max_new: int, temperature: float) -> Iterator[FinishedTurn]:
         """Starts a turn for every row in `contexts` (key -> its whole context) and yields turns as they finish.
 
-        A turn finishes with a stop string (which stays in it), with EOS, or after `max_new` tokens. A lockstep engine
-        yields all turns before the iterator ends, and forgets rows that `contexts` leaves out. Any other engine
-        generates a little, yields the turns that have finished, possibly none, and continues on the next call, for
-        which `contexts` may be empty. The cached part of a context is not recomputed. Temperature 0 is greedy, with
-        log-probabilities at temperature 1.
+        A turn finishes with a stop string (which stays in it), with one of `turn_ends`, or after `max_new` tokens.
+        A lockstep engine yields all turns before the iterator ends, and forgets rows that `contexts` leaves out. Any
+        other engine generates a little, yields the turns that have finished, possibly none, and continues on the next
+        call, for which `contexts` may be empty. The cached part of a context is not recomputed. Temperature 0 is
+        greedy, with log-probabilities at temperature 1.
         """
 
     def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:

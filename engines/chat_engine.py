@@ -60,7 +60,6 @@ class ChatEngine:
 
     max_rows = sys.maxsize
     lockstep = False
-    unproven = 0
 
     def __init__(
         self, url: str, name: str, tokenizer: Words, stop: tuple[str, ...], *, api_key: str = "", threads: int = 32,

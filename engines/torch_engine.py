@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from engines import FinishedTurn
 from kernels import head_logits
 from models.model import logit_scale
+from plumbing.chat import turn_ends
 
 
 class RowCache:
@@ -42,9 +43,9 @@ class RowCache:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes (B, heads, T, dim) at `columns`; returns the columns in use, (B, heads, width, dim)."""
         if layer not in self.layers:
-            B, heads, _, dim = key.shape
-            shape = (B, heads, self.width, dim)
-            self.layers[layer] = key.new_zeros(shape), value.new_zeros(shape)
+            B, heads, *_ = key.shape
+            keys, values = (x.new_zeros(B, heads, self.width, x.shape[-1]) for x in (key, value))
+            self.layers[layer] = keys, values
         keys, values = self.layers[layer]
         keys[self.rows, :, self.columns] = key.transpose(1, 2)
         values[self.rows, :, self.columns] = value.transpose(1, 2)
@@ -88,11 +89,10 @@ class RowCache:
 class TorchEngine:
     """An Engine that samples from a Hugging Face causal LM, in lockstep.
 
-    `stop`: strings that end a turn, as the tokenizer's EOS does; `max_rows`: rows of one batch.
+    `stop`: strings that end a turn, as `turn_ends` do; `max_rows`: rows of one batch.
     """
 
     lockstep = True
-    unproven = 0  # `load` copies into the parameters that the forward pass reads
 
     def __init__(self, model: Any, tokenizer: Any, stop: tuple[str, ...], max_rows: int = 512):
         self.model, self.tokenizer, self.stop, self.max_rows = model, tokenizer, stop, max_rows
@@ -139,7 +139,7 @@ class TorchEngine:
 
     def ended(self, ids: list[int]) -> bool:
         """Returns whether the last of a turn's tokens so far ends the turn."""
-        if ids[-1] == self.tokenizer.eos_token_id:
+        if ids[-1] in turn_ends(self.tokenizer):
             return True
         if ids[-1] not in self.may_stop:
             return False

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from engines import FinishedTurn
 from models.model import load_config, logit_scale
+from plumbing.chat import turn_ends
 from plumbing.faults import EngineFault, Fault
 
 VERSION = "0.32"  # this file relies on internals: reloading, packed weights, weight transfer
@@ -53,8 +54,8 @@ class StaleWeights(EngineFault):
 class VllmEngine:
     """An Engine: vLLM in this process; its weights are uninitialized until `load`.
 
-    `path`: directory or id of the policy; `stop`: strings that end a turn, as the tokenizer's EOS does; `max_len`:
-    tokens of the longest context and its turn; `memory`: share of the device's memory for vLLM. Under torchrun all
+    `path`: directory or id of the policy; `stop`: strings that end a turn, as `turn_ends` do; `max_len`: tokens
+    of the longest context and its turn; `memory`: share of the device's memory for vLLM. Under torchrun all
     ranks construct their engines together, and call `load` together.
     """
 
@@ -74,7 +75,6 @@ class VllmEngine:
         torch.set_num_threads = set_num_threads
         self.dtype, self.cuda = self.engine.model_config.dtype, torch.cuda.is_available()
         self.tokenizer, self.stop, self.scale = tokenizer, stop, logit_scale(load_config(path))
-        self.unproven = 0
         self.asleep = 0  # bytes that it gives back asleep: torch goes on counting them
         self.begin(seed)
 
@@ -118,7 +118,7 @@ class VllmEngine:
     def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         """As Engine; a tied head comes with the embedding.
 
-        Raises StaleWeights, naming the first layer, unless the engine's layers compute with these weights.
+        Raises StaleWeights, naming the first of them, unless the engine's layers compute with all these weights.
         """
         self.begin(self.seed)
         asleep = self.engine.is_sleeping()
@@ -127,13 +127,17 @@ class VllmEngine:
         [model] = self.engine.collective_rpc("get_model")
         with torch.no_grad():
             proof = Proof(self.dtype, self.scale)
-            self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": proof.record(weights)})
+            try:
+                self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": proof.record(weights)})
+            except (ValueError, LookupError, AssertionError) as e:  # of the family's own loader
+                why = " ".join(str(e).split())[:200]
+                raise StaleWeights(f"vLLM does not take the weights ({why}); take --engine torch") from e
             rebuild_heads(model)
         if asleep:
             self.wake("kv_cache")
         if not self.engine.reset_prefix_cache():
             raise EngineFault("vLLM could not drop the prefix cache of the old weights")
-        self.unproven = proof.check(model)
+        proof.check(model)
 
     def wake(self, part: str) -> None:
         """Takes back the memory of "weights" or "kv_cache"; raises torch's OutOfMemoryError where it is gone."""
@@ -198,9 +202,8 @@ def sampling(engine: Any, max_new: int, temperature: float) -> dict[str, Any]:
         "stop": list(engine.stop),
         "include_stop_str_in_output": True,
         "skip_special_tokens": False,
-        # Only the tokenizer's EOS ends a turn; by default vLLM adds those of generation_config.json.
-        "ignore_eos": True,
-        "stop_token_ids": [engine.tokenizer.eos_token_id],
+        "ignore_eos": True,  # what vLLM takes for it
+        "stop_token_ids": list(turn_ends(engine.tokenizer)),
     }
 
 
@@ -237,8 +240,8 @@ class Proof:
             yield name, tensor
 
     @torch.inference_mode()
-    def check(self, model: Any) -> int:
-        """Returns how many weights could not be compared; raises StaleWeights for the first layer that differs."""
+    def check(self, model: Any) -> None:
+        """Raises StaleWeights for the first layer that differs, or else for the first weight that was not found."""
         from vllm.model_executor.layers.linear import LinearBase
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
@@ -277,9 +280,10 @@ class Proof:
             logits = model.compute_logits(unit_vectors(rows.shape[1], self.dtype, device))
             require_equal("lm_head.weight", columns * self.scale, logits)
             unproven.pop(head, None)
-        if missing and not unproven:  # otherwise the layer may be packed in an unknown way, under a name that is left
-            raise StaleWeights(f"{missing[0]} was not sent to the engine")
-        return len(unproven)
+        for name in unproven:  # renamed, split or packed in an unknown way
+            raise StaleWeights(f"{name} was sent and not found in the engine; take --engine torch")
+        for name in missing:
+            raise StaleWeights(f"{name} was not sent to the engine")
 
 
 def probed(n: int) -> torch.Tensor:

@@ -57,7 +57,6 @@ class VllmServer:
         parallel = [config["parallel_config"] for config in configs]
         self.workers = [of["world_size"] * of["data_parallel_size"] for of in parallel]
         self.source = WeightSource(model, getattr(torch, configs[0]["model_config"]["dtype"].removeprefix("torch.")))
-        self.unproven = len(self.source.parameters)
         self.sender = self.connect()
         # What the servers said at first, or when they last said anything else, and a sample of the weights then.
         self.answers, self.known = self.probe(), Sample()

@@ -5,7 +5,7 @@
 A row of --demos is {"messages": [{"role": "system" | "user" | "assistant" | "tool", "content": text}, ...]}; other
 columns are ignored, except "id" and "data_source", which name its trajectory. What precedes the first assistant
 message is the prompt. Assistant messages are learned; a tool's is what the call before it returned, with or without its
-tag. The ids are those that a rollout of these texts has, and the EOS after a last assistant message.
+tag. The ids are those that a rollout of these texts has, and what ends a turn after a last assistant message.
 """
 
 if not __package__:
@@ -23,6 +23,7 @@ import inspo
 from config import STATIC, RolloutKnobs, knob, parse
 from extras.table1 import SupervisedConfig
 from plumbing import stop
+from plumbing.chat import turn_ends
 from plumbing.faults import Fault, one_line
 from plumbing.outside import as_data, clean, control
 from plumbing.status import status
@@ -103,8 +104,8 @@ def untag(text: str, tag: str) -> str:
 
 
 def encode_row(row: Any, k: int, task: Task, tokenizer: "Tokenizer", cfg: RolloutKnobs) -> Trajectory:
-    """Encodes the k-th row as a rollout does, each part by itself; its last EOS is learned too, and that of every turn
-    where no string ends one.
+    """Encodes the k-th row as a rollout does, each part by itself; the end of its last turn is learned too, and that of
+    every turn where no string ends one.
 
     Raises ValueError, and Fault where the chat template refuses the prompt.
     """
@@ -125,7 +126,7 @@ def encode_row(row: Any, k: int, task: Task, tokenizer: "Tokenizer", cfg: Rollou
             raise ValueError(f"an assistant message holds {what}, which the chat template writes; take it out")
         written = encode(tokenizer, turn.text)
         if not form.stop(task) or (turn is turns[-1] and not turn.result):
-            written.append(tokenizer.eos_token_id)
+            written.append(turn_ends(tokenizer)[0])
         tau.act(written, [0.0] * len(written))
         if turn.result:
             as_it_stands: Any = SimpleNamespace(result_tag=tools[turn.tool].result_tag, show="".join)

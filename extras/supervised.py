@@ -21,6 +21,7 @@ from journal.checkpoints import Checkpoints
 from journal.directory import RunDirectory
 from journal.log import Log
 from journal.summary import many
+from plumbing.chat import turn_ends
 from plumbing.faults import Fault
 from plumbing.files import read_jsonl
 from plumbing.outside import decoded
@@ -94,7 +95,7 @@ def gold_answers(cfg: Config, task: Task, policy: Policy, D: list[Question]) -> 
         ids = encode_prompt(tokenizer, task, task.instruction, q)
         tau = demonstration(q, k, ids, [0] * len(ids), len(ids), q.golds[0])
         tau.response = target.format(answer=q.golds[0])
-        written = [*encode(tokenizer, tau.response), tokenizer.eos_token_id]
+        written = [*encode(tokenizer, tau.response), turn_ends(tokenizer)[0]]
         tau.act(written, [0.0] * len(written))
         examples.append(tau)
     return examples

@@ -8,6 +8,7 @@ B = 0 the policy is W to the bit. (Adding B (A x) to W x, as peft and vLLM do, l
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -77,12 +78,14 @@ def add(model: Any, rank: int, alpha: int, seed: int = 0, dithers: int = 1) -> A
     """Freezes a model and puts float32 adapters on every linear layer but the head, in place; returns it.
 
     A is random and B zero, so that the model computes what it did before. With `rank` 0 it adds none. Unless it
-    `dithers`, a merged weight is rounded.
+    `dithers`, a merged weight is rounded. Raises Fault where no layer takes adapters of this rank.
     """
     if not rank:
         return model
     head = model.get_output_embeddings()
     linear = [layer for layer in model.modules() if type(layer) is nn.Linear and layer is not head]
+    if not linear:
+        raise Fault(f"--lora_rank {rank}: {type(model).__name__} has no nn.Linear layer; train all its weights")
     if rank > (widest := max(max(layer.weight.shape) for layer in linear)):
         raise Fault(f"--lora_rank {rank}: no layer of the model is wider than {widest}; choose a lower rank")
     generator = torch.Generator().manual_seed(seed)
@@ -109,6 +112,18 @@ def is_adapter(name: str) -> bool:
 def layers(model: Any) -> dict[str, LoRALinear]:
     """Returns the layers with adapters, by the names of their weights; {} without LoRA."""
     return {f"{name}.weight": layer for name, layer in model.named_modules() if isinstance(layer, LoRALinear)}
+
+
+def coverage(model: Any) -> str:
+    """Returns in words what adapters train of a model: in a mixture of experts, whose weights are no linear layers,
+    attention alone."""
+    ends = id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)
+    matrices = {name: p for name, p in model.named_parameters() if p.ndim > 1 and not is_adapter(name)}
+    sizes = {name: p.numel() for name, p in matrices.items() if id(p) not in ends}
+    adapted = layers(model)
+    frozen = sorted({re.sub(r".*\.\d+\.", "", name) for name in sizes if name not in adapted})
+    share = sum(sizes[name] for name in adapted) / sum(sizes.values())
+    return f"LoRA on {share:.0%} of the layers' weights" + f" (not on {', '.join(frozen)})" * bool(frozen)
 
 
 @contextlib.contextmanager

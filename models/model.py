@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from kernels import grpo_head, token_logprobs
 from models import lora
 from models.packing import Packing, packed_attention
-from plumbing.chat import in_template
+from plumbing.chat import in_template, turn_ends
 from plumbing.faults import Fault, first_line
 from plumbing.hub import check_model
 
@@ -35,7 +35,7 @@ LOGIT_SCALES = {  # how a family's config.json names the constant in its logits,
     "hyperclovax": ("logits_scaling", 1),
 }
 
-
+LOGITS = "logits?_(scal|soft|mup)|soft_?cap|lm_head_mul"  # what sounds like a family's own idea of them
 PART = 2**18  # weights that are dithered at a time: they stay in a CPU's cache
 
 
@@ -49,6 +49,7 @@ def load_tokenizer(path: str, stop: tuple[str, ...] = ()) -> Any:
     _silence_transformers()
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        turn_ends(tokenizer)
     except Exception as e:  # a damaged directory can raise anything
         raise _unloadable(path, "tokenizer", e) from e
     if not tokenizer.chat_template:
@@ -64,25 +65,37 @@ def load_tokenizer(path: str, stop: tuple[str, ...] = ()) -> Any:
 
 
 def load_config(path: str) -> Any:
-    """Returns the Hugging Face config of a policy, without its weights; raises Fault where there is none."""
+    """Returns the Hugging Face config of a policy, without its weights; raises Fault where there is none.
+
+    It has no dropout and no noise: the policy in training is the one that sampled.
+    """
     from transformers import AutoConfig
 
     check_model(path)
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as e:  # a damaged directory can raise anything
         raise _unloadable(path, "causal LM", e) from e
+    text = config.get_text_config()
+    for name, value in list(vars(text).items()):
+        if isinstance(value, float) and re.search("drop|jitter", name):
+            setattr(text, name, 0.0)
+    return config
 
 
-def load_model(path: str) -> Any:
-    """Returns a causal LM with its weights, float32 on the CPU; raises Fault if `score` would be wrong for it."""
+def load_model(path: str, longest: int = 0) -> Any:
+    """Returns a causal LM with its weights, float32 on the CPU; raises Fault if `score` would be wrong for it.
+
+    `longest`: tokens of the longest sequence; 0: as many as the model takes.
+    """
     from transformers import AttentionInterface, AutoModelForCausalLM
 
     _silence_transformers()
     AttentionInterface.register("packed", packed_attention)
+    config = load_config(path)
     try:
         model, loaded = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, attn_implementation="packed", output_loading_info=True,
+            path, config=config, dtype=torch.float32, attn_implementation="packed", output_loading_info=True,
             ignore_mismatched_sizes=True, trust_remote_code=False,
         )  # fmt: skip
     except Exception as e:  # a damaged directory can raise anything
@@ -95,24 +108,40 @@ def load_model(path: str) -> Any:
             first = min(name if isinstance(name, str) else name[0] for name in names)
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise Fault(f"--model {path}: weights are {what}: {first}{more}; use a complete copy of the model")
+    described = dict(skeleton(load_config(path)).named_parameters())
+    if odd := described.keys() ^ dict(model.named_parameters()).keys():
+        raise Fault(
+            f"--model {path}: its config.json (tie_word_embeddings = {config.tie_word_embeddings}) and its weights"
+            f" disagree about {min(odd)}: correct one of them"
+        )
     # Memory-mapped weights may be unaligned, and the CPU then rounds matmuls differently. Copy them, so that resumed
     # runs are bit-identical.
     for p in model.parameters():
         p.data = p.data.clone()
     model.score = MethodType(score, model)
+    text = model.config.get_text_config()
+    longest = longest or getattr(text, "max_position_embeddings", 0) or 1
+    windowed = [part for part in (text, *model.modules()) if getattr(part, "sliding_window", None)]
+    windows = [part.sliding_window for part in windowed]
     try:
-        reason = _unsupported(model)
+        for part in windowed:  # so that a few tokens show what they do
+            part.sliding_window = 3
+        reason = _unsupported(model, longest)
     except Exception as e:  # a family's code that cannot be called as `score` does
         raise Fault(f"--model {path}: its forward pass fails ({type(e).__name__}: {first_line(e)})") from e
+    finally:
+        for part, window in zip(windowed, windows, strict=True):
+            part.sliding_window = window
+        model.eval()
     if reason:
         raise Fault(f"--model {path}: {reason}")
     return model
 
 
-def load_policy(path: str, device: str, stop: tuple[str, ...] = ()) -> tuple[Any, Any]:
+def load_policy(path: str, device: str, stop: tuple[str, ...] = (), longest: int = 0) -> tuple[Any, Any]:
     """Returns (model, tokenizer), the whole model on one device."""
     tokenizer = load_tokenizer(path, stop)
-    return load_model(path).to(device), tokenizer
+    return load_model(path, longest).to(device), tokenizer
 
 
 def logit_scale(config: Any) -> float:
@@ -128,11 +157,12 @@ def logit_scale(config: Any) -> float:
 
 
 @torch.no_grad()
-def _unsupported(model: Any) -> str:
+def _unsupported(model: Any, longest: int) -> str:
     """Returns why `score` would be wrong for this model, as running it on two short sequences shows; "" if it is right.
 
     The model's own logits, with eager attention, have to be `logit_scale` times its head's output, and its hidden
-    states have to be the same when both sequences are packed into one row.
+    states have to be the same in training, when both are packed into one row with the last token of a sequence of
+    `longest`.
     """
     head, scale, lengths = model.get_output_embeddings(), logit_scale(model.config), [4, 7]
     if head is None:
@@ -167,15 +197,19 @@ def _unsupported(model: Any) -> str:
                 factor = ((z * x).sum() / (x * x).sum()).item()
                 multiple = f"{factor:.4g} times its head's output, not {scale:.4g} times"
                 wrong = multiple if _close(z, factor * x) else "not a multiple of its head's output"
-                return f"its logits are {wrong}, which the loss does not know{_logit_settings(model.config)}"
-    packing = Packing(lengths)
-    packed = model.base_model(
-        input_ids=ids[None], position_ids=packing.positions[None], use_cache=False, packing=packing
-    ).last_hidden_state[0]
+                return f"its logits are {wrong}, which the loss does not know{_settings(model.config, LOGITS)}"
     alone = torch.cat([h.chunk(2)[0] for h in hidden])
-    if not _close(packed, alone):
-        return f"packed sequences change its hidden states ({model.config.model_type} has more than causal attention)"
-    return ""
+    row, packing = torch.cat([ids, ids[:1]]), Packing([*lengths, 1])
+    model.train()
+    for last in (longest - 1, 0):
+        packing.positions[-1] = last
+        packed = model.base_model(
+            input_ids=row[None], position_ids=packing.positions[None], use_cache=False, packing=packing
+        ).last_hidden_state[0]
+        if _close(packed[:-1], alone):
+            rule = "its positions depend on the longest sequence of a batch"
+            return "" if last == longest - 1 else f"{rule}{_settings(model.config, 'rope_type|original_max_pos')}"
+    return f"packed sequences change its hidden states ({model.config.model_type} has more than causal attention)"
 
 
 def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -183,10 +217,11 @@ def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool((a - b).abs().max() <= 1e-3 * b.abs().max())
 
 
-def _logit_settings(config: Any) -> str:
+def _settings(config: Any, sounding: str) -> str:
     """Returns the settings of a config that sound like an explanation, as " (name = value, ...)"."""
-    settings = config.get_text_config().to_dict().items()
-    likely = [f"{k} = {v}" for k, v in settings if v and re.search("logits?_(scal|soft|mup)|soft_?cap|lm_head_mul", k)]
+    settings = config.get_text_config().to_dict()
+    settings |= settings.get("rope_parameters") or {}
+    likely = [f"{k} = {v}" for k, v in settings.items() if v and re.search(sounding, k)]
     return f" ({', '.join(likely)})" if likely else ""
 
 
@@ -327,8 +362,12 @@ def export(config: Any, model: Any, tokenizer: Any, path: Path | None, computed:
             state[name] = tensor.to("cpu", dtype, copy=True)
     if path:
         plain = skeleton(config, dtype)
+        persistent = plain.state_dict().keys()
+        state |= {name: buffer.cpu() for name, buffer in model.named_buffers() if name in persistent}
         plain.load_state_dict(state, assign=True, strict=False)
         plain.tie_weights()
+        ends = turn_ends(tokenizer)
+        plain.generation_config.eos_token_id = ends[0] if len(ends) == 1 else list(ends)
         plain.save_pretrained(path)
         tokenizer.save_pretrained(path)
 

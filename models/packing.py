@@ -120,7 +120,7 @@ def grouped_attention(
     groups = heads // key.shape[1]
     if groups > 1:
         query, mask = query.reshape(B, -1, groups * T, dim), torch.cat([mask] * groups, -2)
-    return F.scaled_dot_product_attention(query, key, value, mask, scale=scaling).reshape(B, heads, T, dim)
+    return F.scaled_dot_product_attention(query, key, value, mask, scale=scaling).reshape(B, heads, T, -1)
 
 
 def packed_attention(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect
 from collections.abc import Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from plumbing.faults import Fault, first_line
+from plumbing.outside import control
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -22,16 +25,40 @@ def rendered(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], **options
     `options`: what else it is given. A template that asks for the date gets TODAY: a resumed run has the prompts that
     it began with. Raises Fault where the template fails.
     """
+    options = {"add_generation_prompt": True, "strftime_now": TODAY.strftime} | options
     try:
-        return str(
-            tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=False, strftime_now=TODAY.strftime, **options
-            )
-        )
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
     except Exception as e:  # a template is a program and can raise anything
         why = f"{type(e).__name__}: {first_line(e)}"
         message = f"the {messages[-1]['role']}'s message that ends {messages[-1]['content'].strip()[-60:]!r}"
         raise Fault(f"{template_of(tokenizer)} fails ({why}) on {message}; {REMEDY}") from e
+
+
+@functools.lru_cache(maxsize=16)
+def turn_ends(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Returns the tokens that end a turn of the policy, whoever samples it: the control token that the chat template
+    writes after an assistant's message, the tokenizer's EOS, and `eos_token_id` of the model's generation_config.json.
+
+    A turn that we write ends with the first of them.
+    """
+    from transformers import GenerationConfig
+
+    said, folder = "It is Lake Baikal.", tokenizer.name_or_path
+    asked = [{"role": "user", "content": "Which lake is the deepest?"}, {"role": "assistant", "content": said}]
+    try:
+        after = rendered(tokenizer, asked, add_generation_prompt=False).partition(said)[2]
+    except Fault:  # a template for questions alone
+        after = ""
+    try:
+        declared = GenerationConfig.from_pretrained(folder).eos_token_id
+    except OSError:
+        if Path(folder, "generation_config.json").is_file():  # it is damaged
+            raise
+        declared = None
+    closing = control(tokenizer).search(after)
+    ends = [tokenizer.convert_tokens_to_ids(closing[0])] if closing else []
+    ends += [tokenizer.eos_token_id, *(declared if isinstance(declared, list) else [declared])]
+    return tuple(dict.fromkeys(end for end in ends if end is not None))
 
 
 def template_of(tokenizer: Tokenizer) -> str:

@@ -2,16 +2,24 @@
 
 import inspect
 import itertools
+import json
 import random
+import re
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
 from tiny_model import STOP
+from transformers import AutoTokenizer, GenerationConfig
 
 from engines import Engine
 from engines.torch_engine import TorchEngine
-from engines.vllm_engine import VllmEngine
+from engines.vllm_engine import VllmEngine, sampling
 from engines.vllm_server import VllmServer
+from models.model import export, load_config, load_model, load_tokenizer
+from plumbing.chat import turn_ends
 
 INSTRUCTION = "Think in <think> </think>, search with <search> </search>, answer in <answer> </answer>."
 QUESTIONS = [
@@ -196,6 +204,65 @@ def test_a_stop_string_or_eos_ends_the_turn_and_stays_in_it(policy, engine, end,
     [(row, got, logps)] = engine.generate({3: tokenizer("Who?")["input_ids"]}, 100, 0.0)
     assert (row, got, len(logps)) == (3, ids, len(ids))
     assert got[-1] == tokenizer.eos_token_id if not end else tokenizer.decode(got).endswith(end)
+
+
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+LLAMA = "{% for m in messages %}<|start_header_id|>{{ m.role }}\n\n{{ m.content | trim }}<|eot_id|>{% endfor %}"
+GEMMA = "{% for m in messages %}<start_of_turn>{{ m.role }}\n{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
+PHI = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}{{ eos_token }}"
+GLM = "[gMASK]{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
+ASKING = "{{ messages[0].content }}{% if messages[1:] %}{{ raise_exception('one message') }}{% endif %}"
+EOS, END = "<|endoftext|>", "<|im_end|>"
+ENDS = {  # model -> template, EOS, eos_token_id of generation_config.json (None: no such file), what ends a turn
+    "Qwen 2.5": (CHATML, END, [END, EOS], [END, EOS]),
+    "Qwen 2.5, base": (CHATML, EOS, EOS, [END, EOS]),
+    "SmolLM 2": (CHATML, END, END, [END]),
+    "Gemma 3": (GEMMA, "<eos>", ["<eos>", "<end_of_turn>"], ["<end_of_turn>", "<eos>"]),
+    "Gemma 3, template alone": (GEMMA, "<eos>", None, ["<end_of_turn>", "<eos>"]),
+    "Llama 3.1": (LLAMA, "<|eot_id|>", ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"],
+                  ["<|eot_id|>", "<|end_of_text|>", "<|eom_id|>"]),
+    "Phi 3": (PHI, EOS, [EOS, "<|assistant|>", "<|end|>"], ["<|end|>", EOS, "<|assistant|>"]),
+    "GLM 4": (GLM, EOS, [EOS, "<|user|>", "<|observation|>"], [EOS, "<|user|>", "<|observation|>"]),
+    "a template that fails on answers": (ASKING, EOS, END, [EOS, END]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_what_ends_a_turn_is_the_same_for_engines_and_for_whoever_loads_an_exported_policy(name, tiny_path, tmp_path):
+    template, eos, declared, ends = ENDS[name]
+    path = shutil.copytree(tiny_path, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.add_special_tokens({"additional_special_tokens": sorted({*re.findall(r"<\|?\w+\|?>", template), *ends})})
+    tokenizer.chat_template, tokenizer.eos_token = template, eos
+    tokenizer.save_pretrained(path)
+    id_of, config = tokenizer.convert_tokens_to_ids, path / "generation_config.json"
+    config.unlink()
+    if declared:
+        config.write_text(json.dumps({"eos_token_id": id_of(declared)}))
+    tokenizer, model = load_tokenizer(str(path), STOP), load_model(str(path))
+    assert turn_ends(tokenizer) == tuple(id_of(ends))
+    engine = TorchEngine(model, tokenizer, STOP)
+    assert [i for i in range(len(tokenizer)) if engine.ended([i])] == sorted(id_of(ends))
+    assert sampling(engine, 10, 1.0)["stop_token_ids"] == id_of(ends)
+    export(load_config(str(path)), model, tokenizer, tmp_path / "exported", torch.float32)
+    assert turn_ends(load_tokenizer(str(tmp_path / "exported"))) == tuple(id_of(ends))
+    served = GenerationConfig.from_pretrained(tmp_path / "exported").eos_token_id
+    assert (served if isinstance(served, list) else [served]) == id_of(ends)
+
+
+@pytest.mark.skipif(not find_spec("trl"), reason="TRL is not installed")
+@pytest.mark.parametrize("name, end", [
+    ("gemma3", "<end_of_turn>"), ("phi3", "<|end|>"), ("llama3_1", "<|eot_id|>"), ("qwen2_5", END), ("qwen3", END),
+    ("deepseekv3", "<｜end▁of▁sentence｜>"), ("cohere", "<|END_OF_TURN_TOKEN|>"), ("gemma4_v5", "<turn|>"),
+    ("glm4moe", EOS), ("lfm2", END),
+])  # fmt: skip
+def test_templates_as_models_ship_them_say_what_ends_a_turn(name, end, tiny_path):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_path)
+    folder = Path(find_spec("trl").submodule_search_locations[0]) / "chat_templates"
+    tokenizer.chat_template = (folder / f"{name}.jinja").read_text()
+    marks = set(re.findall(r"<[|｜][^<>{}]+?[|｜]>|<\w+_of_turn>|<turn\|>|<\|turn>", tokenizer.chat_template))
+    tokenizer.add_special_tokens({"additional_special_tokens": sorted(marks)})
+    assert tokenizer.convert_ids_to_tokens(turn_ends(tokenizer)) == list(dict.fromkeys([end, EOS]))
 
 
 def test_a_stop_string_is_found_however_its_tokens_are_cut(tiny, small, monkeypatch):

@@ -12,6 +12,7 @@ from unittest.mock import ANY, Mock, call
 import numpy as np
 import pytest
 import torch
+import transformers
 from test_grpo import batch_of, eq2, scaled, settings_of
 from test_inspo import SMALL, finish, metrics, start, weights_of
 from test_ranks import CFG, LIMIT, together, torchrun
@@ -26,7 +27,7 @@ from grpo import Learner, minibatches
 from inspo import make_policy
 from models import lora
 from models.model import load_policy, weights
-from plumbing.faults import DiskFault
+from plumbing.faults import DiskFault, Fault
 from tasks import load_task
 from training import checkpoint
 from training.policy import Policy
@@ -156,6 +157,22 @@ def test_the_adapters_gradients_are_the_weights_by_the_chain_rule(world, recompu
         ):
             got = mine[f"{path}.{part}"]
             assert (got - want).norm() <= 1e-6 * want.norm() > 0, (name, part)
+
+
+@pytest.mark.parametrize("family, said", [
+    ("Qwen2", "LoRA on 100% of the layers' weights"), ("GPT2", None), ("Bloom", "LoRA on 100% of the layers' weights"),
+    ("Qwen3Moe", "LoRA on 40% of the layers' weights (not on mlp.experts.down_proj, mlp.experts.gate_up_proj, "
+     "mlp.gate.weight)"),
+])  # fmt: skip
+def test_what_gets_adapters_is_said_and_a_model_that_takes_none_is_refused(family, said):
+    shape = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=16)
+    experts = dict(num_experts=2, moe_intermediate_size=32, num_experts_per_tok=1) if "Moe" in family else {}
+    model = AutoModelForCausalLM.from_config(getattr(transformers, f"{family}Config")(**shape, **experts))
+    if said:
+        assert lora.coverage(lora.add(model, 2, 4)) == said
+    else:
+        with pytest.raises(Fault, match="has no nn.Linear layer"):
+            lora.add(model, 2, 4)
 
 
 # ---- checkpoints

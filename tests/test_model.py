@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tiny_model import STOP
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -192,6 +193,13 @@ SHAPES = dict(
     num_key_value_heads=1, head_dim=32, max_position_embeddings=512, bos_token_id=0, eos_token_id=2, pad_token_id=0,
 )  # fmt: skip
 EXPERTS = dict(num_experts=4, num_local_experts=4, num_experts_per_tok=2)
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": [4.0] * 16, "factor": 16.0,
+        "original_max_position_embeddings": 32}  # fmt: skip
+MLA = {  # values narrower than keys; and a buffer that is part of the weights
+    "num_key_value_heads": 2, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 32,
+    "v_head_dim": 24, "n_group": 1, "topk_group": 1, "n_routed_experts": 4, "first_k_dense_replace": 1,
+    "moe_intermediate_size": 64,
+}  # fmt: skip
 SUPPORTED = {  # family -> settings, logit scale
     "Qwen2": ({}, 1.0),
     "Qwen3": ({}, 1.0),
@@ -203,6 +211,10 @@ SUPPORTED = {  # family -> settings, logit scale
     "HyperCLOVAX": ({"logits_scaling": 0.25}, 0.25),  # multiplies, where Granite divides
     "Mistral": ({"sliding_window": 8}, 1.0),  # shorter than the sequences
     "Gemma3Text": ({"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}, 1.0),
+    "Starcoder2": ({"sliding_window": 8, "residual_dropout": 0.3}, 1.0),
+    "GPT2": ({"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.3}, 1.0),  # dropout, as the published ones have
+    "Mixtral": (EXPERTS | {"router_jitter_noise": 0.5}, 1.0),
+    "DeepseekV3": (MLA | EXPERTS, 1.0),
 }
 REFUSED = {  # family -> settings, what the line says
     "Granite": ({"logits_scaling": 8.0}, r"0\.125 times its head's output, not 1 times.*logits_scaling = 8\.0"),
@@ -216,6 +228,10 @@ REFUSED = {  # family -> settings, what the line says
     "GptOss": (EXPERTS, "packed sequences change its hidden states"),  # attention sinks
     "Bloom": ({"n_head": 2}, "packed sequences change its hidden states"),  # positions as biases of the attention
     "Llama4Text": (EXPERTS, "its forward pass fails"),
+    "Phi3": (
+        {"rope_parameters": LONG | {"rope_theta": 1e4}, "original_max_position_embeddings": 32},
+        "positions depend on the longest sequence.*original_max_position_embeddings = 32, rope_type = longrope",
+    ),
 }
 
 
@@ -248,13 +264,18 @@ def test_a_supported_family_is_scored_and_sampled_with_its_own_logits(family, ti
     where = torch.tensor([i for i in range(sum(LENGTHS)) if i + 1 not in torch.tensor(LENGTHS).cumsum(0)])
     ids = torch.cat(rows)
     want = torch.cat([own_logps(own, row, 0.7).gather(1, row[1:, None])[:, 0] for row in rows])
-    logp, _ = score(model, ids, Packing(LENGTHS), where, ids[where + 1], 0.7)
-    torch.testing.assert_close(logp.double(), want, atol=1e-4, rtol=0)
+    for mode in (True, False):  # in training the policy is the one that sampled
+        logp, _ = score(model.train(mode), ids, Packing(LENGTHS), where, ids[where + 1], 0.7)
+        torch.testing.assert_close(logp.double(), want, atol=1e-4, rtol=0)
     assert want.std() > 0.2 * scale  # not all alike
 
     weights = dict(adv=torch.ones(len(where)), w=torch.ones(len(where)))
     _, extras = score(model, ids, Packing(LENGTHS), where, ids[where + 1], 0.7, **weights)
     torch.testing.assert_close(extras["logp"].double(), want, atol=1e-4, rtol=0)
+
+    export(load_config(path), model, tokenizer, tmp_path / "exported", torch.float32)
+    again = load_model(str(tmp_path / "exported")).state_dict()
+    assert all(torch.equal(again[name], tensor) for name, tensor in model.state_dict().items())
 
     engine, context = TorchEngine(model, tokenizer, STOP), rows[2].tolist()
     for _, sampled, logps in engine.generate(dict.fromkeys(range(4), context), 8, 0.7):
@@ -271,8 +292,36 @@ def test_an_unsupported_family_is_refused(family, tiny_path, tmp_path, monkeypat
     assert re.search(reason, line), line
 
 
-def test_the_probe_leaves_the_model_alone(tiny_path):
-    model = load_model(tiny_path)
+def test_positions_that_depend_on_the_longest_sequence_are_right_up_to_where_they_do(tiny_path, tmp_path):
+    path = make_family("Phi3", REFUSED["Phi3"][0], tiny_path, tmp_path / "phi")
+    load_model(path, 32)
+    assert "positions depend" in refused(load_model, path, 33)
+
+
+@pytest.mark.parametrize("family", ["Qwen2", "Cohere", "Gemma3Text"])
+def test_a_config_that_ties_the_head_and_a_file_with_one_of_its_own_disagree(family, tiny_path, tmp_path):
+    path = make_family(family, {"tie_word_embeddings": True, "logit_scale": 1.0}, tiny_path, tmp_path / family)
+    weights = load_file(file := tmp_path / family / "model.safetensors")
+    for head, tied in ((weights["model.embed_tokens.weight"].clone(), True), (torch.randn(600, 64), False)):
+        save_file(weights | {"lm_head.weight": head}, file, metadata={"format": "pt"})
+        if tied:
+            model = load_model(path)
+            assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    line = refused(load_model, path)
+    assert "config.json (tie_word_embeddings = True)" in line and "lm_head.weight" in line
+
+
+def test_a_damaged_generation_config_is_not_passed_over(tiny_path, tmp_path):
+    path = shutil.copytree(tiny_path, tmp_path / "damaged")
+    (path / "generation_config.json").write_text("{")
+    assert "generation_config.json" in refused(load_tokenizer, str(path))
+
+
+@pytest.mark.parametrize("family", ["Mistral", "Gemma3Text"])
+def test_the_probe_leaves_the_model_alone(family, tiny_path, tmp_path):
+    model = load_model(make_family(family, SUPPORTED[family][0], tiny_path, tmp_path / family))
+    assert {part.sliding_window for part in model.modules() if hasattr(part, "sliding_window")} <= {8, None}
+    assert model.config.sliding_window == 8 and not model.training
     assert model.config._attn_implementation == "packed" and not model.base_model._forward_hooks
     assert all(p.grad is None for p in model.parameters())
 

@@ -109,7 +109,8 @@ def first_policy(cfg: Config, ranks: Ranks) -> Any:
     """Returns the policy before training, whole and on the CPU, on rank 0; None on the others."""
     if ranks.rank:
         return None
-    return lora.add(load_model(cfg.model), cfg.lora_rank, cfg.lora_alpha, cfg.seed, cfg.dither)
+    model = load_model(cfg.model, cfg.max_prompt + cfg.max_response)
+    return lora.add(model, cfg.lora_rank, cfg.lora_alpha, cfg.seed, cfg.dither)
 
 
 def choose_dither_seed(cfg: Config, ranks: Ranks) -> int | None:
@@ -376,9 +377,9 @@ class Policy:
         """Returns in words what is trained, and on what."""
         parameters, ranks = list(self.learner.model.parameters()), self.ranks
         trained = sum(p.numel() for p in parameters if p.requires_grad) / 1e6
-        lora = f", {trained:,.2f}M of LoRA trained" if self.cfg.lora_rank else ""
+        adapters = f", {trained:,.2f}M of {lora.coverage(self.learner.model)}" if self.cfg.lora_rank else ""
         devices = f"{ranks.size} x " * (ranks.size > 1) + ranks.device
-        return f"{sum(p.numel() for p in parameters) / 1e6:,.2f}M parameters{lora}, {devices}, {ranks.dtype}"
+        return f"{sum(p.numel() for p in parameters) / 1e6:,.2f}M parameters{adapters}, {devices}, {ranks.dtype}"
 
     def follow(self) -> None:
         """Does on another rank what rank 0 calls, until it closes."""

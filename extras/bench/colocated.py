@@ -85,7 +85,6 @@ def main() -> None:
     x["awake_again_gb"] = used(cuda) - before
     x["estimate_awake_gb"] = sum(part.rollout for part in parts) / 1e9
     x["estimate_asleep_gb"] = sum(part.update for part in parts) / 1e9
-    x["unproven"] = engine.unproven
     engine.close()
     print(json.dumps(x | {"missed": find_missed(x)}))
 

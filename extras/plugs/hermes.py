@@ -1,7 +1,8 @@
 """`--format hermes`: calls as JSON in `<tool_call>`, schemas and results where the model's own chat template has them.
 
-The instruction is the system message, the question the user's. A turn ends with EOS. What has been sampled is never
-rendered again: its ids stay, and those that follow come from a dummy conversation, rendered once for each template.
+The instruction is the system message, the question the user's. A turn ends with one of `turn_ends`. What has been
+sampled is never rendered again: its ids stay, and those that follow come from a dummy conversation, rendered once for
+each template.
 
 With `--format hermes_tools` the descriptions of the tools evolve, too: an instruction then ends with `<tool_NAME>what
 it does</tool_NAME>` for each, and the optimizer, which is asked to keep tags, revises both in one text.
@@ -15,7 +16,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from plumbing.chat import rendered, template_of
+from plumbing.chat import rendered, template_of, turn_ends
 from plumbing.faults import Fault
 from plumbing.outside import as_data, clean, control, decoded
 from plumbing.replies import without_thoughts
@@ -131,7 +132,7 @@ class Hermes(Tags):
     def __init__(self, tokenizer: Tokenizer, task: Task):
         """Raises Fault, in one line, where the chat template cannot do this."""
         super().__init__(tokenizer, task)
-        self.eos = str(tokenizer.eos_token)
+        self.ends = tokenizer.convert_ids_to_tokens(turn_ends(tokenizer))
         self.pattern = control(tokenizer, self.words(task.tools))
         self.begin, self.end = frame(tokenizer) if task.tools else ("", "")
         names = [schema_of(tool)["name"] for tool in task.tools]
@@ -141,7 +142,7 @@ class Hermes(Tags):
             check_printed(tokenizer, function)
 
     def read(self, ids: Sequence[int]) -> Action:
-        ended = bool(ids) and ids[-1] == self.tokenizer.eos_token_id
+        ended = bool(ids) and ids[-1] in turn_ends(self.tokenizer)
         text = self.tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=False)
         return self.parse(text, self.task.tools, ended)
 
@@ -154,7 +155,7 @@ class Hermes(Tags):
 
     def _message(self, action: Action, text: str, limit: int) -> list[int]:
         """Returns the ids of the tool's message, `limit` at most, and of what opens the next turn."""
-        begin = ("" if action.ended else self.eos) + self.begin
+        begin = ("" if action.ended else self.ends[0]) + self.begin
         shown = as_data(action.note, self.pattern) + text[: limit * TOKEN_CHARACTERS]
         ids = encode(self.tokenizer, begin + shown + self.end)
         if len(ids) <= limit:
@@ -165,9 +166,9 @@ class Hermes(Tags):
     def response(self, ids: Sequence[int]) -> str:
         """Returns a text without the template's control tokens, whoever reads it: results are in <tool_response>."""
         text: str = self.tokenizer.decode(ids, skip_special_tokens=False)
-        for mark, shown in ((self.eos + self.begin, "\n<tool_response>\n"), (self.end, "\n</tool_response>\n")):
-            text = text.replace(mark, shown) if mark.strip() else text
-        return text.removesuffix(self.eos)
+        for end in self.ends:
+            text = text.removesuffix(end).replace(end + self.begin, "\n<tool_response>\n")
+        return text.replace(self.end, "\n</tool_response>\n") if self.end.strip() else text
 
 
 # ---- turns
@@ -238,12 +239,13 @@ def malformed(instruction: str, tools: Sequence[Tool]) -> str:
 
 @functools.lru_cache(maxsize=16)
 def frame(tokenizer: Tokenizer) -> tuple[str, str]:
-    """Returns what the chat template writes between EOS and a tool's result, and after that, up to the next turn.
+    """Returns what the chat template writes between the end of a turn and a tool's result, and after that, up to the
+    next turn.
 
-    Raises Fault unless the template prints tools, writes a call as `read` reads it, ends a turn with EOS, keeps the
-    tool's message after it whole, and leaves what precedes a turn as it was.
+    Raises Fault unless the template prints tools, writes a call as `read` reads it, ends it as `turn_ends` says, keeps
+    the tool's message after it whole, and leaves what precedes a turn as it was.
     """
-    where, eos = template_of(tokenizer), str(tokenizer.eos_token)
+    where, eos = template_of(tokenizer), str(tokenizer.convert_ids_to_tokens(turn_ends(tokenizer)[0]))
     key = {"type": "string", "description": "A key"}
     parameters = {"type": "object", "properties": {"key": key}, "required": ["key"]}
     schema = {"name": "lookup", "description": "Looks a key up.", "parameters": parameters}

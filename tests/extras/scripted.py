@@ -7,7 +7,7 @@ from tasks.formats import encode
 class Says:
     """An engine that says the given turns of every row, each encoded as a tokenizer does."""
 
-    max_rows, lockstep, unproven = 512, True, 0
+    max_rows, lockstep = 512, True
 
     def __init__(self, tokenizer, *texts):
         self.tokenizer, self.texts = tokenizer, texts

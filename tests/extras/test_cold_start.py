@@ -72,12 +72,19 @@ def row(job, tau, task):
 
 
 def same(tau, demo, tokenizer, end=True):
-    """Returns whether a demonstration has a rollout's turns, ids and mask, and the EOS behind them."""
+    """Returns whether a demonstration has a rollout's turns, ids and mask, and behind them the end that the chat
+    template gives a turn."""
     told = [(turn.text, turn.tool, turn.argument) for turn in tau.turns]
     assert [(turn.text, turn.tool, turn.argument) for turn in demo.turns] == told
     assert (demo.stop, demo.prediction) == (tau.stop, tau.prediction)
-    eos = [tokenizer.eos_token_id] * end
-    return (demo.ids, demo.mask, demo.prompt_tokens) == (tau.ids + eos, tau.mask + [1] * end, tau.prompt_tokens)
+    ends = [end_of(tokenizer)] * end
+    return (demo.ids, demo.mask, demo.prompt_tokens) == (tau.ids + ends, tau.mask + [1] * end, tau.prompt_tokens)
+
+
+def end_of(tokenizer):
+    """Returns the token with which the world's policy ends a turn, or that of Qwen's template (its EOS is another)."""
+    vocabulary = tokenizer.get_vocab()
+    return vocabulary.get("<|im_end|>", vocabulary.get("<eos>"))
 
 
 def whole(played):
@@ -170,7 +177,7 @@ def test_a_tool_s_message_has_its_tag_or_not_and_blanks_behind_a_turn_do_not_cou
     learned = tokenizer.decode([i for i, m in zip(plain.ids, plain.mask, strict=True) if m])
     assert "found it" not in learned and "found it" in tokenizer.decode(plain.ids)
     assert [shown.response.count(tag) for tag in ("<answer>", "</information>", "<search>")] == [1, 1, 1]
-    assert plain.ids[-1] == tokenizer.eos_token_id and plain.ids.count(tokenizer.eos_token_id) == 1
+    assert plain.ids[-1] == end_of(tokenizer) and plain.ids[plain.prompt_tokens :].count(end_of(tokenizer)) == 1
 
 
 def test_a_row_that_a_tool_ends_has_no_eos_and_a_system_message_is_part_of_the_prompt(tiny):
