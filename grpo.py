@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.tensor import DTensor
 
 from config import GRPOKnobs
+from kernels import k3
 from models import lora
 from models.packing import micro_batches, pack, send
 from plumbing.faults import EngineFault
@@ -38,18 +39,18 @@ def clipped_surrogate(rho: Tensor, adv: Tensor, eps_low: Tensor, eps_high: Tenso
 
 
 def objective(
-    logp: Tensor, old: Tensor, ref: Tensor, w: Tensor, beta: float,
-    surrogate: Callable[..., Tensor] = clipped_surrogate, **tokens: Tensor,
+    logp: Tensor, old: Tensor, ref: Tensor, beta: float, surrogate: Callable[..., Tensor] = clipped_surrogate,
+    **tokens: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns what n tokens add to Eq. 2, their S and their KL, (n,) each; kernels/head.py differentiates it.
+    """Returns what n tokens add to Eq. 2 but for their weight (`terms`), their S and their KL, (n,) each.
 
-    On a GPU kernels/rows_triton.py computes the same in one launch, unless the surrogate is another one.
+    kernels/head.py differentiates it. On a GPU kernels/rows_triton.py computes the same in one launch, unless the
+    surrogate is another one.
     """
     rho = torch.exp(logp - old)  # Eq.3
-    S = surrogate(rho=rho, logp=logp, old=old, w=w, **tokens)
-    d = ref - logp
-    kl = torch.exp(d) - d - 1  # CHOICE-23
-    return w * (S - beta * kl), S, kl  # Eq.2
+    S = surrogate(rho=rho, logp=logp, old=old, **tokens)
+    kl: Tensor = k3.apply(ref - logp)  # CHOICE-23
+    return S - beta * kl, S, kl  # Eq.2
 
 
 def minibatches(taus: list[Trajectory], cfg: GRPOKnobs) -> list[list[Trajectory]]:

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from config import Config, parse
-from journal.summary import step_metrics
 from plumbing import stop
 from plumbing.faults import Fault, OptimizerDown, one_line
 from plumbing.servers import Servers
@@ -66,7 +65,7 @@ def inspo(
             taus = policy.rollout(t, "rollout", jobs)  # Alg.1 L6
             reward(task, taus)  # Alg.1 L7
             policy.learner.set_advantages(taus)  # Eq.3
-            row = step_metrics(task, taus, cfg.G)  # a task's own code fails here, and not after the update
+            row = log.measure(taus)  # a task's own code fails here, and not after the update
             texts = list(map(task.shown, taus))
             update = policy.update(t, taus)  # Alg.1 L8 Eq.5
             P.attribute(taus)  # Alg.1 L9

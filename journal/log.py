@@ -17,7 +17,18 @@ from config import Config, evolves, preset_of
 from journal.directory import RunDirectory
 from journal.screen import Screen
 from journal.silence import Silence
-from journal.summary import added_sentences, conclusion, count_calls, ending, label, line, lineage, many, weights
+from journal.summary import (
+    added_sentences,
+    conclusion,
+    count_calls,
+    ending,
+    label,
+    line,
+    lineage,
+    many,
+    step_metrics,
+    weights,
+)
 from journal.tokens import show_mask, token_data
 from journal.track import Tracker
 from plumbing.faults import Fault
@@ -108,16 +119,20 @@ class Log(contextlib.AbstractContextManager["Log"]):
     def begin_step(self) -> None:
         self.clock = time.perf_counter()
 
+    def measure(self, taus: Sequence[Trajectory]) -> dict[str, Any]:
+        """Returns what a step's row says of its rewarded rollouts."""
+        self.rewarded = time.perf_counter()
+        return step_metrics(self.task, taus, self.cfg.G)
+
     def step(self, t: int, taus: Sequence[Trajectory], P: Population, row: dict[str, Any]) -> None:
         """Logs the rollouts and the update of step t, with the weights as they are before any instruction is pruned."""
-        seconds = time.perf_counter() - self.clock - row["time/rollout"] - row["time/update"]
         self.ledger.training_rollouts += len(taus)
         self.ledger.tool_calls += sum(tau.served(tool.tag) for tau in taus for tool in self.task.tools)
         if t == 1:
             longest = max(taus, key=lambda tau: len(tau.turns))
             self.note(f"step   1  tokens after a | are trained on:\n{show_mask(longest, self.tokenizer)}")
-        # Rewards and metrics take time besides rollouts and update: a judge may take more than both.
-        self.updated(t, taus, row | weights(P) | {"time/reward": seconds})
+        # Only rewards take time besides rollouts, metrics and update: a judge may take more than all of them.
+        self.updated(t, taus, row | weights(P) | {"time/reward": self.rewarded - self.clock - row["time/rollout"]})
 
     def updated(self, t: int, taus: Sequence[Trajectory], row: dict[str, Any]) -> None:
         """Logs an update of the policy: what it learned from, and the step's row of metrics.jsonl."""

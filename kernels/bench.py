@@ -53,15 +53,15 @@ def make_batch(N, H, V, masked):
     return SimpleNamespace(hidden=X, weight=W, mask=mask, sequence_adv=adv, **tokens, kept=kept)
 
 
-def eq2(logp, old, adv, w, **_):
+def eq2(logp, old, adv, **_):
     rho = torch.exp(logp - old)
     S = torch.minimum(rho * adv, rho.clamp(1 - EPS, 1 + EPS) * adv)
-    return w * S, S, torch.zeros_like(S)
+    return S, S, torch.zeros_like(S)
 
 
 def loss_of_kept(b, logp):
     """Returns the loss of the unmasked tokens, from their log-probs."""
-    return -eq2(logp, b.kept["old_logp"], b.kept["adv"], b.kept["w"])[0].sum()
+    return -(b.kept["w"] * eq2(logp, b.kept["old_logp"], b.kept["adv"])[0]).sum()
 
 
 ONE_LAUNCH = None if CUDA else eq2  # elsewhere there is one way alone

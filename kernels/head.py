@@ -35,7 +35,7 @@ def grpo_head(
         (MixedPrecisionPolicy(cast_forward_inputs=False)): bf16 is too coarse for log-probs.
     adv, w, old_logp, ref_logp: (N,); eps_low, eps_high: scalars or (N,). No gradient flows into these.
     w: mask / normalizer * importance weight: any averaging scheme. Leaving out a row is cheaper than w = 0.
-    objective: J in torch, see `_two_passes`; None: the formula above in one launch, which needs CUDA.
+    objective: J / w in torch, see `_two_passes`; None: the formula above in one launch, which needs CUDA.
     old_logp: None is the on-policy step, rho = 1 with the gradient of rho. ref_logp: None means no KL. Both are kept
         within 40 of logp, so that the squares of their ratios are finite.
     columns: what else the objective reads, scalars or (N,).
@@ -56,9 +56,8 @@ def grpo_head(
         N, like = len(hidden), {"dtype": _wide(hidden.dtype), "device": hidden.device}
         W = weight.to(_factor(hidden))
         loss_rows = partial(_two_passes, passes, objective) if objective else passes.loss_rows
-        exact = like | {"dtype": torch.float64 if objective else torch.float32}
         tokens = dict(adv=adv, w=w, old=old_logp, ref=ref_logp, eps_low=eps_low, eps_high=eps_high) | columns
-        tokens = {k: _each(v, N, exact) for k, v in tokens.items() if v is not None}
+        tokens = {k: _each(v, N, like) for k, v in tokens.items() if v is not None}
         dX = torch.empty(hidden.shape, **like) if need_grad else None  # (N, H)
         dW = None  # (V, H)
         J, logp, entropy, kl = torch.empty(4, N, **like)
@@ -81,27 +80,41 @@ def grpo_head(
     return loss, {"logp": logp, "entropy": entropy, "kl": kl, "clipped": clipped}
 
 
-def _two_passes(passes, objective, z, targets, grad_dtype, *, temperature, old=None, ref=None, **tokens):
-    """Returns what `loss_rows` does, for any J: a pass for log-probs and entropies, autograd, a pass for dL/dz.
+def _two_passes(passes, objective, z, targets, grad_dtype, *, w, temperature, old=None, ref=None, **tokens):
+    """Returns what `loss_rows` does, for any J / w: a pass for log-probs and entropies, autograd, a pass for dL/dz.
 
-    objective(logp=, entropy=, old=, ref=, adv=, w=, eps_low=, ..., beta=) -> J, S, KL, (n,) each, of n tokens, all in
-    float64: exp(d) - d - 1 cancels in float32. Only logp and entropy have a gradient. A chunk may begin or end
-    anywhere: what couples tokens comes as a column.
+    objective(logp=, entropy=, old=, ref=, adv=, w=, eps_low=, ..., beta=) -> J / w, S, KL, (n,) each, of n tokens.
+    Only logp and entropy have a gradient. A chunk may begin or end anywhere: what couples tokens comes as a column.
     """
     logp, entropy, softmax = passes.logp_rows(z, targets, temperature)
-    now, H = (x.detach().double().requires_grad_() for x in (logp, entropy))
-    least, most = now.detach() - 40, now.detach() + 40
-    old, ref = (now.detach() if x is None else x.clamp(least, most) for x in (old, ref))
+    least, most = logp - 40, logp + 40
+    old, ref = (logp if x is None else x.clamp(least, most) for x in (old, ref))
+    now, H = (x.detach().requires_grad_() for x in (logp, entropy))
     with torch.enable_grad():
-        J, S, kl = objective(logp=now, entropy=H, old=old, ref=ref, **tokens)
+        value, S, kl = objective(logp=now, entropy=H, old=old, ref=ref, w=w, **tokens)
         (dS,) = torch.autograd.grad(S.sum(), now, retain_graph=True, materialize_grads=True)
-        c, a = torch.autograd.grad(J.sum(), (now, H), allow_unused=True)
+        c, a = torch.autograd.grad(value.sum(), (now, H), allow_unused=True)
     clipped = (dS == 0) & (tokens["adv"] != 0)
     dz = None
     if grad_dtype is not None:
-        c, a = (x if x is None else x.to(logp.dtype) for x in (c, a))
+        c, a = (x if x is None else w * x for x in (c, a))
         dz = passes.grad_rows(softmax, targets, logp, entropy, c, a, temperature, grad_dtype)
-    return J.detach(), logp, entropy, kl.detach(), clipped, dz
+    return w * value.detach(), logp, entropy, kl.detach(), clipped, dz
+
+
+class k3(torch.autograd.Function):
+    """exp(d) - d - 1, the estimate k3 of a KL, and its gradient exp(d) - 1: exact near d = 0, where both cancel."""
+
+    @staticmethod
+    def forward(ctx, d):
+        rise = torch.expm1(d)
+        ctx.save_for_backward(rise)
+        return rise - d
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0]
 
 
 @torch.no_grad()

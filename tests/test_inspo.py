@@ -25,6 +25,7 @@ import export
 import inspo
 from engines.vllm_engine import vllm_version
 from grpo import Learner
+from journal.directory import RunDirectory
 from plumbing.files import read_jsonl
 from plumbing.servers import Child
 from tasks import draw, rng_of
@@ -493,7 +494,7 @@ def test_export_says_in_one_line_what_it_cannot_do(whole, tmp_path, flags, says)
         export.main([str(tmp_path)])
 
 
-@pytest.mark.parametrize("module, reader", [(checkpoint, "damage"), (checkpoint, "load_state"), (checkpoint, "load")])
+@pytest.mark.parametrize("module, reader", [(checkpoint, "damage"), (RunDirectory, "load_state"), (checkpoint, "load")])
 @pytest.mark.parametrize("removed", [True, False])
 def test_an_export_says_that_the_run_has_removed_the_checkpoint(whole, tmp_path, monkeypatch, module, reader, removed):
     """It is removed before its digests, its state or its weights are read; or one of its files is damaged there."""

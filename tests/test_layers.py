@@ -13,6 +13,7 @@ from ranks_fit import Live
 from test_model import SHAPES, make_family
 
 from config import Config
+from grpo import objective
 from models.layers import FAMILIES, fuse
 from models.model import empty, load_model, score, skeleton
 from models.packing import Packing
@@ -68,7 +69,7 @@ def logps_and_gradients(model):
     weights = dict(adv=torch.randn(len(where), generator=g), w=torch.rand(len(where), generator=g))
     ids, where = ids.to(DEVICE), where.to(DEVICE)
     weights = {name: x.to(DEVICE) for name, x in weights.items()}
-    loss, extras = score(model, ids, Packing(LENGTHS, device=DEVICE), where, ids[where + 1], 0.9, **weights)
+    loss, extras = score(model, ids, Packing(LENGTHS, device=DEVICE), where, ids[where + 1], 0.9, objective=objective, **weights)
     loss.backward()
     return extras["logp"], {name: p.grad for name, p in model.named_parameters()}
 

@@ -15,6 +15,7 @@ from journal.log import Ledger, Log
 from journal.silence import Silence
 from models.model import load_model
 from plumbing.faults import Fault
+from population import Population
 from reflect import parse
 from tasks import read_instruction
 from tasks.questions import load_questions
@@ -206,10 +207,12 @@ def test_a_run_whose_policy_writes_no_tag_says_so(tmp_path, capsys):
 def test_measuring_the_rollouts_is_no_part_of_the_reward_s_seconds(monkeypatch):
     order, logged = [], []
     monkeypatch.setattr("journal.log.step_metrics", lambda *args: order.append("metrics") or {})
-    monkeypatch.setattr("journal.log.time", SimpleNamespace(perf_counter=lambda: order.append("clock") or 9.5))
+    monkeypatch.setattr("journal.log.time", SimpleNamespace(perf_counter=lambda: order.append("clock") or 6.0))
     log = object.__new__(Log)
     log.ledger, log.task, log.cfg, log.clock = Ledger(), SimpleNamespace(tools=[]), SimpleNamespace(G=2), 1.5
     log.updated = lambda *args: logged.append(args)
-    Log.step(log, 3, [], None, {"time/rollout": 4.0, "time/update": 3.5})
+    P = Population(0.5, 5)
+    P.join("x", None, 0)
+    Log.step(log, 3, [], P, log.measure([]) | {"time/rollout": 4.0, "time/update": 3.5})
     [(t, taus, row)] = logged
     assert order == ["clock", "metrics"] and (t, taus, row["time/reward"]) == (3, [], 0.5)

@@ -116,7 +116,7 @@ def check(cfg: Config, device: str, task: Task) -> tuple[Config, str]:
     longest = getattr(load_config(cfg.model), "max_position_embeddings", None)
     if longest and cfg.max_prompt + cfg.max_response > longest:
         raise Fault(f"--max_prompt {cfg.max_prompt} + --max_response {cfg.max_response}: the model ends at {longest}")
-    tokenizer = load_tokenizer(cfg.model)
+    tokenizer = load_tokenizer(cfg.model, task.format.stop(task))
     shortest = min(len(encode_prompt(tokenizer, task, task.instruction, q)) for q in task.questions("train")[:64])
     if shortest > cfg.max_prompt:
         raise Fault(
