@@ -397,7 +397,8 @@ def test_a_run_s_rollouts_become_demonstrations_if_their_reward_says_so(played, 
 
 
 def test_a_model_behind_a_chat_endpoint_plays_and_its_successes_are_kept(task, world, tmp_path):
-    """The first question is answered right after a search, the second wrong, the third after a result that it made up: the turn ends with its call."""
+    """The first question is answered right after a search, the second wrong; the third's first turn ends with its call,
+    not with the result and the answer that it goes on with."""
     questions = [q for q in load_questions(WORLD / "train.jsonl") if q.source == "world-1hop"][:3]
     train, out, [one, _, three] = tmp_path / "train.jsonl", tmp_path / "demos.jsonl", [q.golds[0] for q in questions]
     asked = [{"id": q.id, "question": q.text, "golden_answers": list(q.golds)} for q in questions]
@@ -405,7 +406,9 @@ def test_a_model_behind_a_chat_endpoint_plays_and_its_successes_are_kept(task, w
     texts = {
         questions[0].text: ("<think> hm </think> <search> base of it", f"<answer>{one}</answer> and more"),
         questions[1].text: ("<answer>wrong</answer>",),
-        questions[2].text: (f"<search> a </search><information> b </information><answer>{three}</answer>", "<answer>no</answer>"),
+        questions[2].text: (
+            f"<search> a </search><information> b </information><answer>{three}</answer>", "<answer>no</answer>",
+        ),
     }
 
     def answer(messages):
