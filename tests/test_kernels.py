@@ -288,7 +288,7 @@ def test_eq2_token_by_token(old, beta, rows):
     kw["old_logp"] = logp - rho.log() if old else None
     got = differentiate(grpo_head, *args, **kw, eps_low=low, eps_high=high, beta=beta)
 
-    loss, rows = 0.0, []
+    loss, expected = 0.0, []
     for n in range(N):
         A, w, ref, now = (float(x[n]) for x in (adv, kw["w"], kw["ref_logp"], logp))
         ratio = math.exp(now - float(kw["old_logp"][n])) if old else 1.0
@@ -296,8 +296,8 @@ def test_eq2_token_by_token(old, beta, rows):
         kl = math.expm1(ref - now) - (ref - now)
         loss -= w * (min(ratio * A, min(max(ratio, 1 - low), 1 + high) * A) - beta * kl)
         c = w * ((0 if clipped else ratio * A) + beta * math.expm1(ref - now))
-        rows.append((kl, clipped, -c * (1 - math.exp(now)), c * (1 - math.exp(now))))
-    kl, clipped, *dz = torch.tensor(rows, dtype=torch.float64).T
+        expected.append((kl, clipped, -c * (1 - math.exp(now)), c * (1 - math.exp(now))))
+    kl, clipped, *dz = torch.tensor(expected, dtype=torch.float64).T
     assert same(got["loss"], torch.tensor(loss)) and torch.equal(got["clipped"], clipped.bool())
     assert clipped.any() == bool(old)
     assert same(got["dX"], torch.stack(dz, 1), atol=1e-14)
