@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from engines import FinishedTurn, ServedTurn
+from engines import FinishedTurn
 from engines.remote import RemoteTurns
 from plumbing.client import Client, RequestFailed
 from plumbing.faults import EngineFault, Fault
@@ -122,9 +122,7 @@ class ChatEngine:
                 raise EngineFault(str(e)) from None
             reply, stop = Reply(""), "length" if TOO_LONG.search(str(e)) else "refused"
         ids = self.tokenizer(self.closed(reply.text))["input_ids"]
-        turn = ServedTurn(key, ids, [0.0] * len(ids))
-        turn.stop = stop
-        return turn
+        return FinishedTurn(key, ids, [0.0] * len(ids), stop)
 
     def request(self, body: dict[str, Any], retries: int | None = None) -> Reply:
         """Returns the reply to a request without the options that the model has refused; raises RequestFailed."""

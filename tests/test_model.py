@@ -278,7 +278,7 @@ def test_a_supported_family_is_scored_and_sampled_with_its_own_logits(family, ti
     assert all(torch.equal(again[name], tensor) for name, tensor in model.state_dict().items())
 
     engine, context = TorchEngine(model, tokenizer, STOP), rows[2].tolist()
-    for _, sampled, logps in engine.generate(dict.fromkeys(range(4), context), 8, 0.7):
+    for _, sampled, logps, _ in engine.generate(dict.fromkeys(range(4), context), 8, 0.7):
         turn = own_logps(own, torch.tensor(context + sampled), 0.7)[len(context) - 1 :]
         want = turn.gather(1, torch.tensor(sampled)[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(logps).double(), want, atol=1e-4, rtol=0)
