@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from config import WORLD
 from engines.torch_engine import TorchEngine
+from grpo import objective
 from models.model import (
     LOGIT_SCALES,
     blocks,
@@ -269,7 +270,7 @@ def test_a_supported_family_is_scored_and_sampled_with_its_own_logits(family, ti
         torch.testing.assert_close(logp.double(), want, atol=1e-4, rtol=0)
     assert want.std() > 0.2 * scale  # not all alike
 
-    weights = dict(adv=torch.ones(len(where)), w=torch.ones(len(where)))
+    weights = dict(adv=torch.ones(len(where)), w=torch.ones(len(where)), objective=objective)
     _, extras = score(model, ids, Packing(LENGTHS), where, ids[where + 1], 0.7, **weights)
     torch.testing.assert_close(extras["logp"].double(), want, atol=1e-4, rtol=0)
 
