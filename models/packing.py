@@ -66,13 +66,14 @@ class Packing:
         for parent, own in zip(self.parents, pieces, strict=True):
             seen += [own] if parent < 0 else [pieces[parent], own]
         places = np.concatenate(seen)
-        counts, order = np.bincount(places), np.argsort(places, kind="stable")
-        begin = counts.cumsum() - counts
-        shared = np.flatnonzero(counts > 1)
-        k = np.arange(counts.max())
-        padded = np.append(order, np.full(len(k), len(places)))
-        several = np.where(k < counts[shared, None], padded[begin[shared, None] + k], len(places))
-        return tuple(send(torch.from_numpy(x), self.positions.device) for x in (places, order[begin], shared, several))
+        K, order = len(places), places.argsort(kind="stable")
+        token = places[order]
+        nth = np.arange(K) - np.searchsorted(token, token)  # among its token's places
+        all_places = np.full((token[-1] + 1, nth.max() + 1), K)
+        all_places[token, nth] = order
+        shared = np.flatnonzero(all_places[:, 1] < K)
+        indices = places, all_places[:, 0], shared, all_places[shared]
+        return tuple(send(torch.from_numpy(x), self.positions.device) for x in indices)
 
     def mask(self, before: int, n: int, window: int, like: torch.Tensor) -> torch.Tensor:
         """Returns what is added to a piece's scores, (n - before, n) in the dtype of `like`: 0 where a token looks."""
