@@ -118,9 +118,10 @@ def coverage(model: Any) -> str:
     """Returns in words what adapters train of a model: in a mixture of experts, whose weights are no linear layers,
     attention alone."""
     ends = id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)
-    matrices = {name: p for name, p in model.named_parameters() if p.ndim > 1 and not is_adapter(name)}
-    sizes = {name: p.numel() for name, p in matrices.items() if id(p) not in ends}
-    adapted = layers(model)
+    sizes, adapted = dict[str, int](), layers(model)
+    for name, p in model.named_parameters():
+        if p.ndim > 1 and not is_adapter(name) and id(p) not in ends:
+            sizes[name] = p.numel()
     frozen = sorted({re.sub(r".*\.\d+\.", "", name) for name in sizes if name not in adapted})
     share = sum(sizes[name] for name in adapted) / sum(sizes.values())
     return f"LoRA on {share:.0%} of the layers' weights" + f" (not on {', '.join(frozen)})" * bool(frozen)
