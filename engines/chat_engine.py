@@ -6,14 +6,12 @@ is the assistant's, and an observation is the user's next one. A policy that was
 inside its own message, so evaluate it from its directory.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engines import FinishedTurn
 from engines.remote import RemoteTurns
@@ -21,9 +19,6 @@ from plumbing.client import Client, RequestFailed
 from plumbing.faults import EngineFault, Fault
 from plumbing.outside import without_secrets
 from plumbing.replies import Reply, read_reply
-
-if TYPE_CHECKING:
-    import torch
 
 # How servers say that a conversation is too long, and how they name an option that a model refuses.
 TOO_LONG = re.compile(r"HTTP 413|\btokens\b|context.?(?:length|size|window|limit)|too (?:long|large)", re.I)
@@ -162,7 +157,7 @@ class ChatEngine:
                 return text + end
         return text
 
-    def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+    def load(self, weights: object) -> None:
         raise EngineFault(f"{self.url}: weights cannot be sent to a chat endpoint; train with another engine")
 
     def sleep(self) -> None:

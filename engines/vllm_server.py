@@ -6,7 +6,7 @@ layers are out of reach; all that can be seen of a load is that a server's answe
 
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -157,7 +157,8 @@ class VllmServer:
         Nothing compares the weights themselves, as `Proof` does.
         """
         self.begin(self.seed)
-        self.barrier()
+        if dist.is_initialized():
+            dist.barrier()
         self.loads += 1
         fault: list[Outage | None] = [None]
         try:
@@ -203,12 +204,6 @@ class VllmServer:
         if not same or first:
             self.answers, self.known = answers, sent
 
-    @staticmethod
-    def barrier() -> None:
-        """Waits for all ranks."""
-        if dist.is_initialized():
-            dist.barrier()
-
     # vLLM's sender calls these on "the" server. Every worker of every server has its own rank in the transfer group.
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
@@ -225,21 +220,18 @@ class VllmServer:
     def finish_weight_update(self) -> None:
         self.request_all("/finish_weight_update", *[{"weight_version": str(self.loads)}] * len(self.urls))
 
-    def request_all(self, path: str, *bodies: dict[str, Any], read: Callable[[Any], Any] = dict) -> list[Any]:
+    def request_all(self, path: str, *bodies: dict[str, Any]) -> list[Any]:
         """Returns the answers of all servers to simultaneous requests.
 
         The servers wait for each other, hence simultaneous; they count requests, hence no retries.
         """
         bodies = bodies or ({},) * len(self.urls)
         with ThreadPoolExecutor(len(self.urls)) as pool:
-            return list(pool.map(lambda url, body: self.request(url, path, body, 0, read), self.urls, bodies))
+            return list(pool.map(lambda url, body: self.request(url, path, body, 0), self.urls, bodies))
 
-    def request(
-        self, url: str, path: str, body: dict[str, Any] | None = None, retries: int | None = None,
-        read: Callable[[Any], Any] = dict,
-    ) -> Any:  # fmt: skip
+    def request(self, url: str, path: str, body: dict[str, Any] | None = None, retries: int | None = None) -> Any:
         """Returns a server's answer to a POST of `body`, or to a GET; raises Outage after the last attempt."""
-        return self.clients[url].ask(path, body, read, retries)
+        return self.clients[url].ask(path, body, dict, retries)
 
     def close(self) -> None:
         self.pool.shutdown(wait=False, cancel_futures=True)
