@@ -253,7 +253,8 @@ def blocks(model: Any) -> list[torch.nn.Module]:
     if layers:
         return layers
     lists: list[Any] = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
-    return list(max(lists, key=len))
+    longest: Any = max(lists, key=len)
+    return list(longest)
 
 
 def shard(
