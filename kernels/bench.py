@@ -38,16 +38,17 @@ EPS, CHUNK, SEQUENCES = 0.2, 4096, 8  # the tokens are 8 sequences: Liger takes 
 
 def make_batch(N, H, V, masked):
     """Returns N tokens with peaked logits, N(0, 3), a share `masked` of them masked."""
-    g = torch.Generator(DEVICE).manual_seed(0)
-    X, W = (torch.randn(n, H, generator=g, device=DEVICE, dtype=DTYPE) for n in (N, V))
-    W *= 3 / H**0.5
-    y = torch.randint(V, (N,), generator=g, device=DEVICE)
-    # rho = 0.67, 0.92, 1.08 or 1.5, away from the edges of the clip, where rounding would decide about gradients
-    log_rho = torch.tensor([-0.4, -0.08, 0.08, 0.4], device=DEVICE)[torch.randint(4, (N,), generator=g, device=DEVICE)]
-    mask = torch.rand(N, generator=g, device=DEVICE).argsort() >= int(N * masked)
-    adv = torch.tensor([1.5, -0.5], device=DEVICE).repeat(SEQUENCES // 2)
-    tokens = dict(targets=y, adv=adv.repeat_interleave(N // SEQUENCES), w=mask / mask.sum())
-    tokens |= dict(old_logp=token_logprobs(X, W, y)[0] - log_rho)
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        X, W = (torch.randn(n, H, dtype=DTYPE) for n in (N, V))
+        W *= 3 / H**0.5
+        y = torch.randint(V, (N,))
+        # rho = 0.67, 0.92, 1.08 or 1.5, away from the edges of the clip, where rounding would decide about gradients
+        log_rho = torch.tensor([-0.4, -0.08, 0.08, 0.4])[torch.randint(4, (N,))]
+        mask = torch.rand(N).argsort() >= int(N * masked)
+        adv = torch.tensor([1.5, -0.5]).repeat(SEQUENCES // 2)
+    old = token_logprobs(X, W, y)[0] - log_rho
+    tokens = dict(targets=y, adv=adv.repeat_interleave(N // SEQUENCES), w=mask / mask.sum(), old_logp=old)
     kept = {name: x[mask] for name, x in tokens.items()}
     X, W = X.requires_grad_(), W.requires_grad_()
     return SimpleNamespace(hidden=X, weight=W, mask=mask, sequence_adv=adv, **tokens, kept=kept)
@@ -156,10 +157,10 @@ PEERS = {
 def runs_of(b):
     """Returns {name: (matrix products, function)}; with products it returns (loss, dX, dW), or (logp,), or nothing."""
     passes, z = _rows(b.hidden.device), head_logits(b.hidden[:CHUNK].detach(), b.weight)
-    tokens = {"targets": b.targets, "adv": b.adv, "w": b.w, "old": b.old_logp}
-    tokens |= dict.fromkeys(("eps_low", "eps_high"), b.adv * 0 + EPS)
+    eps = torch.full_like(b.adv, EPS)
+    tokens = dict(targets=b.targets, adv=b.adv, w=b.w, old=b.old_logp, eps_low=eps, eps_high=eps)
     rows = {name: x[:CHUNK] for name, x in tokens.items()}
-    rows |= {"z": z, "grad_dtype": DTYPE, "temperature": 1.0, "beta": 0.0}
+    rows |= dict(z=z, grad_dtype=DTYPE, temperature=1.0, beta=0.0)
     two_passes = partial(_two_passes, passes, eq2)
     one_launch = passes.loss_rows if CUDA else two_passes
     return {name: (3, partial(gradients, b, peer)) for name, peer in PEERS.items()} | {
