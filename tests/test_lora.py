@@ -12,6 +12,7 @@ from unittest.mock import ANY, Mock, call
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import transformers
 from test_grpo import batch_of, eq2, scaled, settings_of
 from test_inspo import SMALL, finish, metrics, start, weights_of
@@ -29,7 +30,6 @@ from models import lora
 from models.model import load_policy, weights
 from plumbing.faults import DiskFault, Fault
 from tasks import load_task
-from training import checkpoint
 from training.policy import Policy
 from training.ranks import Ranks
 
@@ -208,9 +208,11 @@ def test_an_engine_sleeps_while_a_checkpoint_is_written_or_loaded_and_a_dead_one
     policy.engine, policy.shared, policy.synced = engine, False, False
     engine.sleep.side_effect = fault
     policy.sync()
-    policy.save(tmp_path / "one")()
+    policy.save(tmp_path / "one")
+    policy.written.result()
     assert engine.mock_calls == [call.load(ANY), call.sleep()] and (tmp_path / "one/.metadata").is_file()
-    policy.save(tmp_path / "two")()  # it sleeps already
+    policy.save(tmp_path / "two")  # it sleeps already
+    policy.written.result()
     policy.sync()
     policy.sync()
     assert engine.mock_calls[2:] == [call.load(ANY)] and (tmp_path / "two/.metadata").is_file()
@@ -227,14 +229,14 @@ def test_a_checkpoint_holds_the_policy_of_the_moment_in_which_it_began(tiny_path
     policy = policy_of(tiny_path, lr=1e-2, lora_rank=rank, lora_alpha=ALPHA)
     taus, learner = made_up(2), policy.learner
     first = copy.deepcopy(dict(weights(learner.model)))
-    learner.max_gap, go, save = 1e9, threading.Event(), checkpoint.save
+    learner.max_gap, go, save = 1e9, threading.Event(), dcp.save
     policy.update(1, taus)
     then = copy.deepcopy(learner.state_dict())
-    monkeypatch.setattr(checkpoint, "save", lambda *args, **kwargs: go.wait() and save(*args, **kwargs))
-    digests = policy.save(tmp_path / "saved")
+    monkeypatch.setattr(dcp, "save", lambda *args, **kwargs: go.wait() and save(*args, **kwargs))
+    policy.save(tmp_path / "saved")
     policy.update(2, taus)
     go.set()
-    assert {".metadata", "__0_0.distcp"} <= digests().keys()
+    assert {".metadata", "__0_0.distcp"} <= policy.written.result().keys()
     policy.reset()
     for name, W in weights(learner.model):
         assert torch.equal(W, first[name]), name
