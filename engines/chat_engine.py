@@ -10,7 +10,6 @@ import re
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 from engines import FinishedTurn
@@ -100,7 +99,7 @@ class ChatEngine:
                 body["stop"] = list(self.stop[:4])  # OpenAI takes no more
             if temperature:
                 body["seed"] = (self.seed + 1000003 * key + len(ids)) % 2**31
-            self.turns.start(partial(self.ask, key, body))
+            self.turns.start(self.ask, key, body)
         for turn in self.turns.finished():
             text = self.tokenizer.decode(turn.ids)
             self.messages[turn.key].append({"role": "assistant", "content": text})

@@ -8,7 +8,6 @@ import socket
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -84,7 +83,7 @@ class VllmServer:
             if backend != self.backend:
                 raise Outage(f"{url} has the weight transfer {backend}, not {self.backend}")
             self.request(url, "/resume", {})  # a killed run may have left it paused
-            self.generate_turn(url, [self.tokenizer.eos_token_id], sampling(self, 1, 1.0))
+            self.generate_turn(0, url, [self.tokenizer.eos_token_id], sampling(self, 1, 1.0))
         except Outage as e:
             raise Fault(without_secrets(f"--vllm {e}; start it with: {command}")) from e
         return config
@@ -132,21 +131,18 @@ class VllmServer:
         for key, ids in contexts.items():
             seed = hash((self.seed, key, len(ids))) % 2**63
             sampling_params = sampling(self, max_new, temperature) | {"seed": seed}
-            self.turns.start(partial(self.run_turn, key, ids, sampling_params))
+            self.turns.start(self.generate_turn, key, self.urls[key % len(self.urls)], ids, sampling_params)
         yield from self.turns.finished()
 
-    def run_turn(self, key: int, ids: list[int], sampling_params: dict[str, Any]) -> FinishedTurn:
-        return FinishedTurn(key, *self.generate_turn(self.urls[key % len(self.urls)], ids, sampling_params))
-
-    def generate_turn(self, url: str, ids: list[int], sampling_params: dict[str, Any]) -> tuple[list[int], list[float]]:
-        """Returns the ids and log-probabilities of one turn."""
+    def generate_turn(self, key: int, url: str, ids: list[int], sampling_params: dict[str, Any]) -> FinishedTurn:
+        """Returns a turn of row `key` from one of the servers."""
         body = {"token_ids": ids, "sampling_params": sampling_params}
         answer = self.request(url, "/inference/v1/generate", body)["choices"][0]
         versions = {span["version"] for span in answer["weight_versions"]}
         if self.loads and versions != {str(self.loads)}:
             place = without_secrets(url)
             raise StaleWeights(f"{place} has weights {versions}, not those of load {self.loads}: was it restarted?")
-        return answer["token_ids"], [token["logprob"] for token in answer["logprobs"]["content"]]
+        return FinishedTurn(key, answer["token_ids"], [token["logprob"] for token in answer["logprobs"]["content"]])
 
     def sleep(self) -> None:
         """Does nothing: the servers have their own devices."""
@@ -187,11 +183,11 @@ class VllmServer:
         if fault[0]:
             raise fault[0]
 
-    def probe(self) -> list[tuple[list[int], list[float]]]:
+    def probe(self) -> list[FinishedTurn]:
         """Returns what each server says to the same few tokens, with the same seed: ids and log-probabilities."""
         ids = probed(len(self.tokenizer)).tolist()
         params = sampling(self, 16, 1.0) | {"seed": 0, "stop": [], "stop_token_ids": []}
-        return [self.generate_turn(url, ids, params) for url in self.urls]
+        return [self.generate_turn(0, url, ids, params) for url in self.urls]
 
     def require_another_answer(self, sent: "Sample") -> None:
         """Raises StaleWeights if a server answers as it did with weights that were clearly others than these."""
