@@ -6,7 +6,6 @@ prompt, and linear layers compute each token once.
 """
 
 import bisect
-import inspect
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -17,8 +16,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
-
-VARLEN = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch >= 2.12; its kernel is FlashAttention-2
 
 
 def send(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
@@ -152,12 +149,12 @@ def packed_attention(
         return grouped_attention(query, key, value, attention_mask, scaling).transpose(1, 2), None
     queries, longest = packing.longest
     window = window or longest
-    if VARLEN and query.dtype == torch.bfloat16 and query.is_cuda:
+    if query.dtype == torch.bfloat16 and query.is_cuda:
         q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (T, heads, dim)
         if any(packing.before):
             k, v = KeysOfPieces.apply(k, v, *packing.places)
         reach = window - 1 if window < longest else -1  # -1: no window, for which the kernel has a faster variant
-        out = varlen_attn(  # its causal mask ends at a piece's last query and last key
+        out = varlen_attn(  # FlashAttention-2, whose causal mask ends at a piece's last query and last key
             q, k, v, packing.query_ends, packing.key_ends, queries, longest, scale=scaling, window_size=(reach, 0),
             enable_gqa=True,
         )  # fmt: skip
