@@ -13,6 +13,7 @@ from ranks_fit import Live
 from test_model import SHAPES, make_family
 
 from config import Config
+from grpo import objective
 from models.layers import FAMILIES, fuse
 from models.model import empty, load_model, score, skeleton
 from models.packing import Packing
@@ -67,7 +68,7 @@ def logps_and_gradients(model):
     g = torch.Generator().manual_seed(1)
     weights = dict(adv=torch.randn(len(where), generator=g), w=torch.rand(len(where), generator=g))
     ids, where = ids.to(DEVICE), where.to(DEVICE)
-    weights = {name: x.to(DEVICE) for name, x in weights.items()}
+    weights = {name: x.to(DEVICE) for name, x in weights.items()} | {"objective": objective}
     loss, extras = score(model, ids, Packing(LENGTHS, device=DEVICE), where, ids[where + 1], 0.9, **weights)
     loss.backward()
     return extras["logp"], {name: p.grad for name, p in model.named_parameters()}
