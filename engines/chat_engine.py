@@ -33,15 +33,13 @@ class Words:
     all_special_tokens: tuple[str, ...] = ()
     added_tokens_decoder: dict[int, Any] = {}
 
-    def __call__(self, text: str, add_special_tokens: bool = False) -> dict[str, list[Any]]:
+    def __call__(self, text: str, **_: object) -> dict[str, list[Any]]:
         return {"input_ids": re.findall(r"\s*\S+|\s+$", text)}
 
-    def decode(self, ids: list[Any], skip_special_tokens: bool = False) -> str:
+    def decode(self, ids: list[Any], **_: object) -> str:
         return "".join(ids)
 
-    def apply_chat_template(
-        self, messages: list[dict[str, str]], add_generation_prompt: bool = True, tokenize: bool = False, **_: object
-    ) -> str:
+    def apply_chat_template(self, messages: list[dict[str, str]], **_: object) -> str:
         """Returns the messages as they are, which the server's template gets as the user's first one."""
         return "\n\n".join(message["content"] for message in messages)
 
@@ -56,14 +54,13 @@ class ChatEngine:
     lockstep = False
 
     def __init__(
-        self, url: str, name: str, tokenizer: Words, stop: tuple[str, ...], *, api_key: str = "", threads: int = 32,
-        timeout: float = 300, retries: int = 4,
+        self, url: str, name: str, tokenizer: Words, stop: tuple[str, ...], *, api_key: str = "", retries: int = 4
     ):  # fmt: skip
         self.url, self.tokenizer, self.stop = without_secrets(url), tokenizer, stop
-        self.client = Client([url], timeout, retries, api_key)
+        self.client = Client([url], 300, retries, api_key)
         self.refused = {"max_completion_tokens"}  # options to leave out; this one is for models that refuse max_tokens
         self.name = self.choose(name)
-        self.pool = ThreadPoolExecutor(threads)
+        self.pool = ThreadPoolExecutor(32)
         self.begin(0)
 
     def choose(self, name: str) -> str:
