@@ -8,6 +8,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -211,19 +212,18 @@ class VllmServer:
         self.request_all("/start_weight_update")
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        self.request_all("/update_weights", *[{"update_info": update_info}] * len(self.urls))
+        self.request_all("/update_weights", {"update_info": update_info})
 
     def finish_weight_update(self) -> None:
-        self.request_all("/finish_weight_update", *[{"weight_version": str(self.loads)}] * len(self.urls))
+        self.request_all("/finish_weight_update", {"weight_version": str(self.loads)})
 
     def request_all(self, path: str, *bodies: dict[str, Any]) -> list[Any]:
-        """Returns the answers of all servers to simultaneous requests.
+        """Returns the answers of all servers to simultaneous requests, with one body for all or one for each.
 
         The servers wait for each other, hence simultaneous; they count requests, hence no retries.
         """
-        bodies = bodies or ({},) * len(self.urls)
         with ThreadPoolExecutor(len(self.urls)) as pool:
-            return list(pool.map(lambda url, body: self.request(url, path, body, 0), self.urls, bodies))
+            return list(pool.map(lambda url, body: self.request(url, path, body, 0), self.urls, cycle(bodies or [{}])))
 
     def request(self, url: str, path: str, body: dict[str, Any] | None = None, retries: int | None = None) -> Any:
         """Returns a server's answer to a POST of `body`, or to a GET; raises Outage after the last attempt."""
@@ -239,9 +239,6 @@ class VllmServer:
 
 class Sample(dict[str, torch.Tensor]):
     """Some of the weights of each name, by which two loads are compared."""
-
-    def note(self, name: str, tensor: torch.Tensor) -> None:
-        self[name] = tensor.detach().flatten()[::1009].float().cpu()
 
     def distance(self, other: "Sample") -> float:
         """Returns the mean difference of a weight; one that the other does not have is zero there."""
@@ -266,5 +263,5 @@ class WeightSource:
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         self.sample = Sample()
         for name, tensor in self.weights:
-            self.sample.note(name, tensor)
+            self.sample[name] = tensor.detach().flatten()[::1009].float().cpu()
             yield name, tensor.to(self.dtype)
