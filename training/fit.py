@@ -266,7 +266,7 @@ def activations(model: Any, tokens: int, recompute: int, fused: int) -> tuple[fl
     """
     from transformers import AttentionInterface
 
-    in_place = "SwiGLU" in fuse_shapes(model) if fused else False
+    in_place = fused and "SwiGLU" in fuse_shapes(model)
 
     AttentionInterface.register("shapes", attention_of_shapes)
     model.set_attn_implementation("shapes")
