@@ -89,8 +89,7 @@ def add(model: Any, rank: int, alpha: int, seed: int = 0, dithers: int = 1) -> A
     if rank > (widest := max(max(layer.weight.shape) for layer in linear)):
         raise Fault(f"--lora_rank {rank}: no layer of the model is wider than {widest}; choose a lower rank")
     generator = torch.Generator().manual_seed(seed)
-    for p in model.parameters():
-        p.requires_grad_(False)
+    model.requires_grad_(False)
     for layer in linear:
         (n_out, n_in), device = layer.weight.shape, layer.weight.device
         A = nn.init.kaiming_uniform_(torch.empty(rank, n_in), a=5**0.5, generator=generator)
