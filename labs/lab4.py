@@ -178,7 +178,7 @@ def _():
 def _(right_again, right_difference, right_rho):
     desk.need("The run", right_again, right_difference, right_rho)
     with tempfile.TemporaryDirectory() as _folder:
-        model, tokenizer = load_policy(small.train(_folder, steps=150), "cpu", ("</search>",))
+        model, tokenizer = load_policy(small.train(_folder, steps=150), ("</search>",))
     learner = Learner(model, None, play.config(beta=0.0))
     prompt = encode(tokenizer, "<search>")
 

@@ -138,10 +138,10 @@ def load_model(path: str, longest: int = 0) -> Any:
     return model
 
 
-def load_policy(path: str, device: str, stop: tuple[str, ...] = (), longest: int = 0) -> tuple[Any, Any]:
-    """Returns (model, tokenizer), the whole model on one device."""
+def load_policy(path: str, stop: tuple[str, ...] = (), longest: int = 0) -> tuple[Any, Any]:
+    """Returns (model, tokenizer), the whole model on the CPU."""
     tokenizer = load_tokenizer(path, stop)
-    return load_model(path, longest).to(device), tokenizer
+    return load_model(path, longest), tokenizer
 
 
 def logit_scale(config: Any) -> float:

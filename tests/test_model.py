@@ -161,7 +161,7 @@ def test_an_exported_policy_is_the_policy_in_the_digits_of_the_model_and_of_its_
     tiny_path, tmp_path, tied, published, computed, written
 ):
     path = str(WORLD / "policy") if tied else tiny_path
-    model, tokenizer = load_policy(path, "cpu")
+    model, tokenizer = load_policy(path)
     config = load_config(path)
     config.dtype = getattr(torch, published)
     skeleton(config, torch.float32)  # as FSDP2 and export.py make one first

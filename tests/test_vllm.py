@@ -109,7 +109,7 @@ def changed(model, factor=1.2):
 def pair(request, tiny_path):
     """(engine with the policy's weights, model, tokenizer)"""
     path = {"world": str(WORLD / "policy"), "tiny": tiny_path}[request.param]
-    model, tokenizer = load_policy(path, "cpu")
+    model, tokenizer = load_policy(path)
     assert model.config.tie_word_embeddings == (request.param == "world")
     engine = VllmEngine(path, tokenizer, STOP, max_len=MAX_LEN, dtype="float32", memory=0.02, seed=0)
     engine.load(weights(model))
