@@ -15,7 +15,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from config import RolloutKnobs
-from engines import Engine, ServedTurn
+from engines import Engine
 from tasks import Job, Question, Task, Trajectory, Turn
 from tasks.formats import Action, Tags
 
@@ -138,10 +138,9 @@ def play(
         contexts = {k: e.tau.ids for k, e in playing.items() if not (k in generating or e.call)}
         generating |= contexts.keys()
         # A row calls its tool the moment its turn ends, while other rows still generate.
-        for turn in engine.generate(contexts, cfg.max_response, temperature):
-            k, ids, logps = turn
+        for k, ids, logps, stop in engine.generate(contexts, cfg.max_response, temperature):
             generating.remove(k)
-            episodes[k].act(ids, logps, turn.stop if isinstance(turn, ServedTurn) else "")
+            episodes[k].act(ids, logps, stop)
             settle(k)
         calls = [e.call for e in playing.values() if e.call]
         # With all results back the next batch is independent of timing. Any other engine waits only if it has no row.

@@ -15,12 +15,7 @@ class FinishedTurn(NamedTuple):
     key: int  # the caller's name for the row
     ids: list[int]  # sampled tokens, the one that ended the turn included
     logps: list[float]  # log-probability of each, at the sampling temperature
-
-
-class ServedTurn(FinishedTurn):
-    """A turn of a server, which may take no more of its row: `stop` says why, as Trajectory's."""
-
-    stop = ""
+    stop: str = ""  # why a server takes no more of the row, as Trajectory's
 
 
 class Engine(Protocol):

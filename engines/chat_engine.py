@@ -6,24 +6,18 @@ is the assistant's, and an observation is the user's next one. A policy that was
 inside its own message, so evaluate it from its directory.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from engines import FinishedTurn, ServedTurn
+from engines import FinishedTurn
 from engines.remote import RemoteTurns
 from plumbing.client import Client, RequestFailed
 from plumbing.faults import EngineFault, Fault
 from plumbing.outside import without_secrets
 from plumbing.replies import Reply, read_reply
-
-if TYPE_CHECKING:
-    import torch
 
 # How servers say that a conversation is too long, and how they name an option that a model refuses.
 TOO_LONG = re.compile(r"HTTP 413|\btokens\b|context.?(?:length|size|window|limit)|too (?:long|large)", re.I)
@@ -39,15 +33,13 @@ class Words:
     all_special_tokens: tuple[str, ...] = ()
     added_tokens_decoder: dict[int, Any] = {}
 
-    def __call__(self, text: str, add_special_tokens: bool = False) -> dict[str, list[Any]]:
+    def __call__(self, text: str, **_: object) -> dict[str, list[Any]]:
         return {"input_ids": re.findall(r"\s*\S+|\s+$", text)}
 
-    def decode(self, ids: list[Any], skip_special_tokens: bool = False) -> str:
+    def decode(self, ids: list[Any], **_: object) -> str:
         return "".join(ids)
 
-    def apply_chat_template(
-        self, messages: list[dict[str, str]], add_generation_prompt: bool = True, tokenize: bool = False, **_: object
-    ) -> str:
+    def apply_chat_template(self, messages: list[dict[str, str]], **_: object) -> str:
         """Returns the messages as they are, which the server's template gets as the user's first one."""
         return "\n\n".join(message["content"] for message in messages)
 
@@ -62,14 +54,13 @@ class ChatEngine:
     lockstep = False
 
     def __init__(
-        self, url: str, name: str, tokenizer: Words, stop: tuple[str, ...], *, api_key: str = "", threads: int = 32,
-        timeout: float = 300, retries: int = 4,
+        self, url: str, name: str, tokenizer: Words, stop: tuple[str, ...], *, api_key: str = "", retries: int = 4
     ):  # fmt: skip
         self.url, self.tokenizer, self.stop = without_secrets(url), tokenizer, stop
-        self.client = Client([url], timeout, retries, api_key)
+        self.client = Client([url], 300, retries, api_key)
         self.refused = {"max_completion_tokens"}  # options to leave out; this one is for models that refuse max_tokens
         self.name = self.choose(name)
-        self.pool = ThreadPoolExecutor(threads)
+        self.pool = ThreadPoolExecutor(32)
         self.begin(0)
 
     def choose(self, name: str) -> str:
@@ -105,7 +96,7 @@ class ChatEngine:
                 body["stop"] = list(self.stop[:4])  # OpenAI takes no more
             if temperature:
                 body["seed"] = (self.seed + 1000003 * key + len(ids)) % 2**31
-            self.turns.start(partial(self.ask, key, body))
+            self.turns.start(self.ask, key, body)
         for turn in self.turns.finished():
             text = self.tokenizer.decode(turn.ids)
             self.messages[turn.key].append({"role": "assistant", "content": text})
@@ -122,9 +113,7 @@ class ChatEngine:
                 raise EngineFault(str(e)) from None
             reply, stop = Reply(""), "length" if TOO_LONG.search(str(e)) else "refused"
         ids = self.tokenizer(self.closed(reply.text))["input_ids"]
-        turn = ServedTurn(key, ids, [0.0] * len(ids))
-        turn.stop = stop
-        return turn
+        return FinishedTurn(key, ids, [0.0] * len(ids), stop)
 
     def request(self, body: dict[str, Any], retries: int | None = None) -> Reply:
         """Returns the reply to a request without the options that the model has refused; raises RequestFailed."""
@@ -164,7 +153,7 @@ class ChatEngine:
                 return text + end
         return text
 
-    def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+    def load(self, weights: object) -> None:
         raise EngineFault(f"{self.url}: weights cannot be sent to a chat endpoint; train with another engine")
 
     def sleep(self) -> None:

@@ -3,6 +3,7 @@
 import queue
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 from engines import FinishedTurn
 
@@ -14,8 +15,8 @@ class RemoteTurns:
         self.pool, self.running = pool, 0
         self.ended: queue.SimpleQueue[Future[FinishedTurn]] = queue.SimpleQueue()
 
-    def start(self, fetch: Callable[[], FinishedTurn]) -> None:
-        self.pool.submit(fetch).add_done_callback(self.ended.put)
+    def start(self, fetch: Callable[..., FinishedTurn], *args: Any) -> None:
+        self.pool.submit(fetch, *args).add_done_callback(self.ended.put)
         self.running += 1
 
     def finished(self) -> Iterator[FinishedTurn]:

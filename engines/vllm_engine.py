@@ -82,29 +82,25 @@ class VllmEngine:
         """As Engine. On CUDA a row draws by `seed` and its context alone, though the rows that run together round its
         log-probs, and so may change a draw; on the CPU they also share its random numbers."""
         self.seed = seed
-        if not self.cuda:  # rows have no seeds of their own there (see `add`), so ranks must differ
+        if not self.cuda:  # rows have no seeds of their own there (see `generate`), so ranks must differ
             torch.manual_seed(seed + (dist.get_rank() if self.had_group else 0))
         self.engine.abort_request(list(self.engine.output_processor.request_states), internal=True)
 
     def generate(self, contexts: dict[int, list[int]], max_new: int, temperature: float) -> Iterator[FinishedTurn]:
         """As Engine; a call advances all running turns by one token."""
-        for key, ids in contexts.items():
-            self.add(key, ids, max_new, temperature)
-        if self.engine.has_unfinished_requests():
-            for request in self.engine.step():
-                turn = request.outputs[0]
-                yield FinishedTurn(int(request.request_id), list(turn.token_ids), turn.logprobs.logprobs)
-
-    def add(self, key: int, ids: list[int], max_new: int, temperature: float) -> None:
-        """Queues a turn of row `key`."""
         from vllm import SamplingParams
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
-        sampling_params = sampling(self, max_new, temperature) | {"output_kind": RequestOutputKind.FINAL_ONLY}
-        if self.cuda:  # makes samples independent of timing; vLLM's CPU build crashes on it in chunked prefills
-            sampling_params["seed"] = hash((self.seed, key, len(ids))) % 2**63
-        self.engine.add_request(str(key), tokens_input(ids), SamplingParams(**sampling_params))
+        for key, ids in contexts.items():
+            params = sampling(self, max_new, temperature) | {"output_kind": RequestOutputKind.FINAL_ONLY}
+            if self.cuda:  # makes samples independent of timing; vLLM's CPU build crashes on it in chunked prefills
+                params["seed"] = hash((self.seed, key, len(ids))) % 2**63
+            self.engine.add_request(str(key), tokens_input(ids), SamplingParams(**params))
+        if self.engine.has_unfinished_requests():
+            for request in self.engine.step():
+                turn = request.outputs[0]
+                yield FinishedTurn(int(request.request_id), list(turn.token_ids), turn.logprobs.logprobs)
 
     def sleep(self) -> None:
         """As Engine: frees weights and KV cache on a GPU; the CPU has no sleep mode."""
@@ -163,14 +159,13 @@ def settings(path: str, *, max_len: int, dtype: str, memory: float, seed: int) -
     cuda = torch.cuda.is_available()
     # FlashInfer's sampler, which needs a compiler on the machine, takes no rows that have a seed and want log-probs.
     os.environ.update(
-        VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_USE_FLASHINFER_SAMPLER="0"
-    )
-    os.environ["VLLM_DISTRIBUTED_USE_SPLIT_GROUP"] = "0"  # the trainer's process group is not bound to a device
+        VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_USE_FLASHINFER_SAMPLER="0",
+        VLLM_DISTRIBUTED_USE_SPLIT_GROUP="0",  # the trainer's process group is not bound to a device
+    )  # fmt: skip
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     warnings.filterwarnings("ignore", "`torch.distributed.reduce_op` is deprecated")  # vLLM's own
     return {
         "model": path,
-        "tokenizer": path,
         "dtype": dtype,
         "seed": seed,
         "max_model_len": max_len,

@@ -6,9 +6,9 @@ layers are out of reach; all that can be seen of a load is that a server's answe
 
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from itertools import cycle
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -84,7 +84,7 @@ class VllmServer:
             if backend != self.backend:
                 raise Outage(f"{url} has the weight transfer {backend}, not {self.backend}")
             self.request(url, "/resume", {})  # a killed run may have left it paused
-            self.generate_turn(url, [self.tokenizer.eos_token_id], sampling(self, 1, 1.0))
+            self.generate_turn(0, url, [self.tokenizer.eos_token_id], sampling(self, 1, 1.0))
         except Outage as e:
             raise Fault(without_secrets(f"--vllm {e}; start it with: {command}")) from e
         return config
@@ -132,21 +132,18 @@ class VllmServer:
         for key, ids in contexts.items():
             seed = hash((self.seed, key, len(ids))) % 2**63
             sampling_params = sampling(self, max_new, temperature) | {"seed": seed}
-            self.turns.start(partial(self.run_turn, key, ids, sampling_params))
+            self.turns.start(self.generate_turn, key, self.urls[key % len(self.urls)], ids, sampling_params)
         yield from self.turns.finished()
 
-    def run_turn(self, key: int, ids: list[int], sampling_params: dict[str, Any]) -> FinishedTurn:
-        return FinishedTurn(key, *self.generate_turn(self.urls[key % len(self.urls)], ids, sampling_params))
-
-    def generate_turn(self, url: str, ids: list[int], sampling_params: dict[str, Any]) -> tuple[list[int], list[float]]:
-        """Returns the ids and log-probabilities of one turn."""
+    def generate_turn(self, key: int, url: str, ids: list[int], sampling_params: dict[str, Any]) -> FinishedTurn:
+        """Returns a turn of row `key` from one of the servers."""
         body = {"token_ids": ids, "sampling_params": sampling_params}
         answer = self.request(url, "/inference/v1/generate", body)["choices"][0]
         versions = {span["version"] for span in answer["weight_versions"]}
         if self.loads and versions != {str(self.loads)}:
             place = without_secrets(url)
             raise StaleWeights(f"{place} has weights {versions}, not those of load {self.loads}: was it restarted?")
-        return answer["token_ids"], [token["logprob"] for token in answer["logprobs"]["content"]]
+        return FinishedTurn(key, answer["token_ids"], [token["logprob"] for token in answer["logprobs"]["content"]])
 
     def sleep(self) -> None:
         """Does nothing: the servers have their own devices."""
@@ -157,7 +154,8 @@ class VllmServer:
         Nothing compares the weights themselves, as `Proof` does.
         """
         self.begin(self.seed)
-        self.barrier()
+        if dist.is_initialized():
+            dist.barrier()
         self.loads += 1
         fault: list[Outage | None] = [None]
         try:
@@ -186,11 +184,11 @@ class VllmServer:
         if fault[0]:
             raise fault[0]
 
-    def probe(self) -> list[tuple[list[int], list[float]]]:
+    def probe(self) -> list[FinishedTurn]:
         """Returns what each server says to the same few tokens, with the same seed: ids and log-probabilities."""
         ids = probed(len(self.tokenizer)).tolist()
         params = sampling(self, 16, 1.0) | {"seed": 0, "stop": [], "stop_token_ids": []}
-        return [self.generate_turn(url, ids, params) for url in self.urls]
+        return [self.generate_turn(0, url, ids, params) for url in self.urls]
 
     def require_another_answer(self, sent: "Sample") -> None:
         """Raises StaleWeights if a server answers as it did with weights that were clearly others than these."""
@@ -203,12 +201,6 @@ class VllmServer:
         if not same or first:
             self.answers, self.known = answers, sent
 
-    @staticmethod
-    def barrier() -> None:
-        """Waits for all ranks."""
-        if dist.is_initialized():
-            dist.barrier()
-
     # vLLM's sender calls these on "the" server. Every worker of every server has its own rank in the transfer group.
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
@@ -220,26 +212,22 @@ class VllmServer:
         self.request_all("/start_weight_update")
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        self.request_all("/update_weights", *[{"update_info": update_info}] * len(self.urls))
+        self.request_all("/update_weights", {"update_info": update_info})
 
     def finish_weight_update(self) -> None:
-        self.request_all("/finish_weight_update", *[{"weight_version": str(self.loads)}] * len(self.urls))
+        self.request_all("/finish_weight_update", {"weight_version": str(self.loads)})
 
-    def request_all(self, path: str, *bodies: dict[str, Any], read: Callable[[Any], Any] = dict) -> list[Any]:
-        """Returns the answers of all servers to simultaneous requests.
+    def request_all(self, path: str, *bodies: dict[str, Any]) -> list[Any]:
+        """Returns the answers of all servers to simultaneous requests, with one body for all or one for each.
 
         The servers wait for each other, hence simultaneous; they count requests, hence no retries.
         """
-        bodies = bodies or ({},) * len(self.urls)
         with ThreadPoolExecutor(len(self.urls)) as pool:
-            return list(pool.map(lambda url, body: self.request(url, path, body, 0, read), self.urls, bodies))
+            return list(pool.map(lambda url, body: self.request(url, path, body, 0), self.urls, cycle(bodies or [{}])))
 
-    def request(
-        self, url: str, path: str, body: dict[str, Any] | None = None, retries: int | None = None,
-        read: Callable[[Any], Any] = dict,
-    ) -> Any:  # fmt: skip
+    def request(self, url: str, path: str, body: dict[str, Any] | None = None, retries: int | None = None) -> Any:
         """Returns a server's answer to a POST of `body`, or to a GET; raises Outage after the last attempt."""
-        return self.clients[url].ask(path, body, read, retries)
+        return self.clients[url].ask(path, body, dict, retries)
 
     def close(self) -> None:
         self.pool.shutdown(wait=False, cancel_futures=True)
@@ -251,9 +239,6 @@ class VllmServer:
 
 class Sample(dict[str, torch.Tensor]):
     """Some of the weights of each name, by which two loads are compared."""
-
-    def note(self, name: str, tensor: torch.Tensor) -> None:
-        self[name] = tensor.detach().flatten()[::1009].float().cpu()
 
     def distance(self, other: "Sample") -> float:
         """Returns the mean difference of a weight; one that the other does not have is zero there."""
@@ -278,5 +263,5 @@ class WeightSource:
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         self.sample = Sample()
         for name, tensor in self.weights:
-            self.sample.note(name, tensor)
+            self.sample[name] = tensor.detach().flatten()[::1009].float().cpu()
             yield name, tensor.to(self.dtype)

@@ -213,7 +213,7 @@ def local(chosen: Subject, cfg: Config, stop: tuple[str, ...]) -> tuple[Engine, 
     from models.model import load_policy, weights
 
     path, device = chosen.weights, device_of(cfg)
-    model, tokenizer = load_policy(path, "cpu", stop, cfg.max_prompt + cfg.max_response)
+    model, tokenizer = load_policy(path, stop, cfg.max_prompt + cfg.max_response)
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
         raise Fault(f"{path}: its tokenizer has {len(tokenizer)} tokens and its model {rows}: use the model's own")

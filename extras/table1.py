@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from config import STATIC, Config, knob, parse
-from engines import FinishedTurn, ServedTurn
+from engines import FinishedTurn
 from evaluation import command
 from evaluation.agents import METHODS, Agent, Method
 from extras.prompts import Prompt, wording
@@ -67,7 +67,7 @@ class Player:
                 for turn in self.engine.generate(waiting, max_new, self.agent.temperature):
                     done[turn.key], turns = turn, turns + 1
                 waiting = {}
-        return {k: turn for k, turn in done.items() if not (isinstance(turn, ServedTurn) and turn.stop)}
+        return {k: turn for k, turn in done.items() if not turn.stop}
 
     def text(self, turn: FinishedTurn) -> str:
         return str(self.tokenizer.decode(turn.ids, skip_special_tokens=True)).strip()

@@ -38,16 +38,17 @@ EPS, CHUNK, SEQUENCES = 0.2, 4096, 8  # the tokens are 8 sequences: Liger takes 
 
 def make_batch(N, H, V, masked):
     """Returns N tokens with peaked logits, N(0, 3), a share `masked` of them masked."""
-    g = torch.Generator(DEVICE).manual_seed(0)
-    X, W = (torch.randn(n, H, generator=g, device=DEVICE, dtype=DTYPE) for n in (N, V))
-    W *= 3 / H**0.5
-    y = torch.randint(V, (N,), generator=g, device=DEVICE)
-    # rho = 0.67, 0.92, 1.08 or 1.5, away from the edges of the clip, where rounding would decide about gradients
-    log_rho = torch.tensor([-0.4, -0.08, 0.08, 0.4], device=DEVICE)[torch.randint(4, (N,), generator=g, device=DEVICE)]
-    mask = torch.rand(N, generator=g, device=DEVICE).argsort() >= int(N * masked)
-    adv = torch.tensor([1.5, -0.5], device=DEVICE).repeat(SEQUENCES // 2)
-    tokens = dict(targets=y, adv=adv.repeat_interleave(N // SEQUENCES), w=mask / mask.sum())
-    tokens |= dict(old_logp=token_logprobs(X, W, y)[0] - log_rho)
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        X, W = (torch.randn(n, H, dtype=DTYPE) for n in (N, V))
+        W *= 3 / H**0.5
+        y = torch.randint(V, (N,))
+        # rho = 0.67, 0.92, 1.08 or 1.5, away from the edges of the clip, where rounding would decide about gradients
+        log_rho = torch.tensor([-0.4, -0.08, 0.08, 0.4])[torch.randint(4, (N,))]
+        mask = torch.rand(N).argsort() >= int(N * masked)
+        adv = torch.tensor([1.5, -0.5]).repeat(SEQUENCES // 2)
+    old = token_logprobs(X, W, y)[0] - log_rho
+    tokens = dict(targets=y, adv=adv.repeat_interleave(N // SEQUENCES), w=mask / mask.sum(), old_logp=old)
     kept = {name: x[mask] for name, x in tokens.items()}
     X, W = X.requires_grad_(), W.requires_grad_()
     return SimpleNamespace(hidden=X, weight=W, mask=mask, sequence_adv=adv, **tokens, kept=kept)
@@ -59,11 +60,6 @@ def eq2(logp, old, adv, **_):
     return S, S, torch.zeros_like(S)
 
 
-def loss_of_kept(b, logp):
-    """Returns the loss of the unmasked tokens, from their log-probs."""
-    return -(b.kept["w"] * eq2(logp, b.kept["old_logp"], b.kept["adv"])[0]).sum()
-
-
 ONE_LAUNCH = None if CUDA else eq2  # elsewhere there is one way alone
 
 
@@ -72,30 +68,40 @@ def ours(b, objective=ONE_LAUNCH):
     return grpo_head(b.hidden[b.mask], b.weight, **b.kept, chunk=CHUNK, objective=objective)[0]
 
 
+def unmasked(b):
+    """Returns the hidden states that count, the weight and their targets."""
+    return b.hidden[b.mask], b.weight, b.kept["targets"]
+
+
 def plain_logp(b):
     z = F.linear(b.hidden, b.weight)  # (N, V)
     z = z.to(torch.promote_types(z.dtype, torch.float32))
-    return z.gather(1, b.targets[:, None])[:, 0] - z.logsumexp(1)
+    return (z.gather(1, b.targets[:, None])[:, 0] - z.logsumexp(1))[b.mask]
 
 
-def plain(b):
-    return loss_of_kept(b, plain_logp(b)[b.mask])
+def torch_logp(b, options=None):
+    return -F.linear_cross_entropy(*unmasked(b), reduction="none", options=options and options())
 
 
-def torch_cross_entropy(b, options=None):
-    return loss_of_kept(b, -F.linear_cross_entropy(
-        b.hidden[b.mask], b.weight, b.kept["targets"], reduction="none", options=options and options()
-    ))  # fmt: skip
-
-
-def trl_head(b, words=None):
-    """`words` of the vocabulary in a tile; None: as many as TRL's trainer takes. It multiplies four times."""
+def trl_logp(b, one_tile=False):
+    """The vocabulary is cut into tiles as TRL's trainer does, or not at all. It multiplies four times."""
     from trl.kernels import ChunkedLogProbFunction
     from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE
 
-    X, y = b.hidden[b.mask], b.kept["targets"]
-    words = words or _CHUNKED_LOGPROB_CHUNK_SIZE
-    return loss_of_kept(b, ChunkedLogProbFunction.apply(X, b.weight, None, y, 1.0, words, None, 1.0, ("entropy",))[0])
+    X, W, y = unmasked(b)
+    words = len(W) if one_tile else _CHUNKED_LOGPROB_CHUNK_SIZE
+    return ChunkedLogProbFunction.apply(X, W, None, y, 1.0, words, None, 1.0, ("entropy",))[0]
+
+
+def cce_logp(b):
+    from cut_cross_entropy import linear_cross_entropy
+
+    return -linear_cross_entropy(*unmasked(b), reduction="none")
+
+
+def sequences(b):
+    """Returns hidden states, targets, mask and log-probs under the old policy, a row a sequence."""
+    return (x.view(SEQUENCES, -1, *x.shape[1:]) for x in (b.hidden, b.targets, b.mask.long(), b.old_logp))
 
 
 def liger_fused(b, **settings):
@@ -103,23 +109,17 @@ def liger_fused(b, **settings):
 
     loss = LigerFusedLinearGRPOLoss(beta=0.0, epsilon_low=EPS, epsilon_high=EPS, use_ref_model=False,
                                     loss_type="bnpo", **settings)  # fmt: skip
-    X, y, mask, old = (x.view(SEQUENCES, -1, *x.shape[1:]) for x in (b.hidden, b.targets, b.mask, b.old_logp))
+    X, y, mask, old = sequences(b)
     return loss(X, b.weight, y, mask, b.sequence_adv, old_per_token_logps=old)[0]
 
 
 def liger_triton(b):
     from liger_kernel.transformers.grpo_loss import triton_grpo_loss
 
-    X, y, mask, old = (x.view(SEQUENCES, -1, *x.shape[1:]) for x in (b.hidden, b.targets, b.mask.long(), b.old_logp))
+    X, y, mask, old = sequences(b)
     z = F.linear(F.pad(X, (0, 0, 0, 1)), b.weight)  # it ignores the logits of the last position
     return triton_grpo_loss(z, old, None, y, b.sequence_adv, mask, temperature=1.0, beta=0.0, eps_low=EPS,
                             eps_high=EPS, loss_type="bnpo", reduce=True)[0]  # fmt: skip
-
-
-def cce(b):
-    from cut_cross_entropy import linear_cross_entropy
-
-    return loss_of_kept(b, -linear_cross_entropy(b.hidden[b.mask], b.weight, b.kept["targets"], reduction="none"))
 
 
 def bare_products(b):
@@ -131,37 +131,44 @@ def bare_products(b):
     return ()
 
 
-def gradients(b, loss_of, *args):
-    loss = loss_of(b, *args)
+def gradients(b, peer):
+    """Returns the loss, dX and dW of a peer, which returns its loss or the log-probs of the unmasked tokens."""
+    loss = peer(b)
+    if loss.ndim:
+        loss = -(b.kept["w"] * eq2(loss, b.kept["old_logp"], b.kept["adv"])[0]).sum()
     return loss.detach(), *torch.autograd.grad(loss, (b.hidden, b.weight))
+
+
+PEERS = {
+    "ours": ours,
+    "ours, two passes": partial(ours, objective=eq2),
+    "Liger fused": liger_fused,  # compiled, a sequence at a time
+    "Liger fused, one chunk": partial(liger_fused, chunk_size=SEQUENCES),
+    "Liger Triton + logits": liger_triton,
+    "TRL": trl_logp,
+    "TRL, one tile": partial(trl_logp, one_tile=True),
+    "CCE + torch": cce_logp,
+    "torch": plain_logp,
+    "torch linear_cross_entropy": torch_logp,
+    "torch linear_cross_entropy, chunked": partial(torch_logp, options=torch.nn.LinearCrossEntropyOptions),
+}
 
 
 def runs_of(b):
     """Returns {name: (matrix products, function)}; with products it returns (loss, dX, dW), or (logp,), or nothing."""
-    passes, z, y = _rows(b.hidden.device), head_logits(b.hidden[:CHUNK].detach(), b.weight), b.targets[:CHUNK]
-    tokens = {"adv": b.adv, "w": b.w, "old": b.old_logp} | dict.fromkeys(("eps_low", "eps_high"), b.adv * 0 + EPS)
-    kw = {"temperature": 1.0, "beta": 0.0} | {name: x[:CHUNK] for name, x in tokens.items()}
+    passes, z = _rows(b.hidden.device), head_logits(b.hidden[:CHUNK].detach(), b.weight)
+    eps = torch.full_like(b.adv, EPS)
+    tokens = dict(targets=b.targets, adv=b.adv, w=b.w, old=b.old_logp, eps_low=eps, eps_high=eps)
+    rows = {name: x[:CHUNK] for name, x in tokens.items()}
+    rows |= dict(z=z, grad_dtype=DTYPE, temperature=1.0, beta=0.0)
     two_passes = partial(_two_passes, passes, eq2)
-    loss_rows = passes.loss_rows if CUDA else two_passes
-    return {
-        "ours": (3, lambda: gradients(b, ours)),
-        "ours, two passes": (3, lambda: gradients(b, ours, eq2)),
-        "Liger fused": (3, lambda: gradients(b, liger_fused)),  # compiled, a sequence at a time
-        "Liger fused, one chunk": (3, lambda: gradients(b, partial(liger_fused, chunk_size=SEQUENCES))),
-        "Liger Triton + logits": (3, lambda: gradients(b, liger_triton)),
-        "TRL": (3, lambda: gradients(b, trl_head)),
-        "TRL, one tile": (3, lambda: gradients(b, partial(trl_head, words=len(b.weight)))),
-        "CCE + torch": (3, lambda: gradients(b, cce)),
-        "torch": (3, lambda: gradients(b, plain)),
-        "torch linear_cross_entropy": (3, lambda: gradients(b, torch_cross_entropy)),
-        "torch linear_cross_entropy, chunked": (
-            3, lambda: gradients(b, partial(torch_cross_entropy, options=torch.nn.LinearCrossEntropyOptions)),
-        ),
+    one_launch = passes.loss_rows if CUDA else two_passes
+    return {name: (3, partial(gradients, b, peer)) for name, peer in PEERS.items()} | {
         "three bare products": (3, lambda: bare_products(b)),
-        "ours, forward only": (1, lambda: token_logprobs(b.hidden[b.mask], b.weight, b.kept["targets"])[:1]),
-        "torch, forward only": (1, lambda: (plain_logp(b).detach()[b.mask],)),
-        "rows": (0, lambda: loss_rows(z, y, DTYPE, **kw)),  # they overwrite z, which costs no time
-        "rows, two passes": (0, lambda: two_passes(z, y, DTYPE, **kw)),
+        "ours, forward only": (1, lambda: token_logprobs(*unmasked(b))[:1]),
+        "torch, forward only": (1, lambda: (plain_logp(b).detach(),)),
+        "rows": (0, lambda: one_launch(**rows)),  # they overwrite z, which costs no time
+        "rows, two passes": (0, lambda: two_passes(**rows)),
         "rows, a copy of the logits": (0, lambda: z.clone()),
     }
 
@@ -171,7 +178,7 @@ def check(peers):
     b = make_batch(64, 256, 5000, 0.5)
     exact = SimpleNamespace(**vars(b))
     exact.hidden, exact.weight = (x.detach().double().requires_grad_() for x in (b.hidden, b.weight))
-    wanted = {3: gradients(exact, plain), 1: (plain_logp(exact).detach()[b.mask],), 0: ()}
+    wanted = {3: gradients(exact, plain_logp), 1: (plain_logp(exact).detach(),), 0: ()}
     errors = {}
     for name, (n, run) in runs_of(b).items():
         if not name.startswith(peers):
@@ -198,25 +205,22 @@ def measure(run, seconds):
 
 def plot(rows, path):
     """Draws ms of loss and gradients over tokens: a panel for each shape and share of masked tokens, a line a peer."""
-    import matplotlib
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    pyplot.rcParams["axes.prop_cycle"] = pyplot.cycler(color=pyplot.colormaps["tab20"].colors)
-    panels = list(dict.fromkeys((row["H"], row["V"], row["masked"]) for row in rows))
-    size = 4 + 5 * len(panels), 5
-    figure, axes = pyplot.subplots(1, len(panels), figsize=size, squeeze=False, layout="constrained")
-    for panel, axis in zip(panels, axes[0], strict=True):
-        points = {}
-        for row in rows:
-            if (row["H"], row["V"], row["masked"]) == panel and row["products"] == 3 and not row["note"]:
-                points.setdefault(row["name"], []).append((row["tokens"], row["ms"]))
-        for name, line in points.items():
-            axis.plot(*zip(*line, strict=True), marker=".", label=name)
-        title = "H {} x V {}, {:g} % masked".format(*panel)
+    panels = {}
+    for row in rows:
+        lines = panels.setdefault("H {H} x V {V}, {masked:g} % masked".format(**row), {})
+        if row["products"] == 3 and not row["note"]:
+            lines.setdefault(row["name"], {})[row["tokens"]] = row["ms"]
+    figure = Figure(figsize=(4 + 5 * len(panels), 5), layout="constrained")
+    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axis, (title, lines) in zip(axes, panels.items(), strict=True):
+        axis.set_prop_cycle(color=colormaps["tab20"].colors)
+        for name, line in lines.items():
+            axis.plot(line.keys(), line.values(), marker=".", label=name)
         axis.set(xscale="log", yscale="log", xlabel="tokens", ylabel="ms", title=title)
-    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside right upper")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper")
     figure.savefig(path)
 
 
@@ -231,10 +235,9 @@ def main() -> None:
     add("--csv", metavar="FILE", help="the rows, for a spreadsheet")
     add("--plot", metavar="FILE", help="time over tokens")
     args = parser.parse_args()
-    peers = tuple(args.peers)
     device = torch.cuda.get_device_name() if CUDA else "no GPU: this tests the script, its times say nothing"
     print(f"torch {torch.__version__}, {device}")
-    rows, errors = [], check(peers)
+    rows, errors = [], check(tuple(args.peers))
     for shape, masked, N in itertools.product(args.shapes, args.masked, args.tokens):
         print(f"\n{f'{N} tokens, {masked:g} % masked, H x V = {shape}':46} ms  x ours  TFLOP/s      GB    error")
         (H, V), first = map(int, shape.split("x")), {}
@@ -254,7 +257,7 @@ def main() -> None:
             print(f"{name:36} {cells:>12}", flush=True)
     if args.csv:
         with open(args.csv, "w", newline="", encoding="utf-8") as file:
-            table = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)))
+            table = csv.DictWriter(file, list(max(rows, key=len, default=())))
             table.writeheader()
             table.writerows(rows)
     if args.plot:

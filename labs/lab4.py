@@ -178,7 +178,7 @@ def _():
 def _(right_again, right_difference, right_rho):
     desk.need("The run", right_again, right_difference, right_rho)
     with tempfile.TemporaryDirectory() as _folder:
-        model, tokenizer = load_policy(small.train(_folder, steps=150), "cpu", ("</search>",))
+        model, tokenizer = load_policy(small.train(_folder, steps=150), ("</search>",))
     learner = Learner(model, None, play.config(beta=0.0))
     prompt = encode(tokenizer, "<search>")
 
@@ -191,7 +191,7 @@ def _(right_again, right_difference, right_rho):
 
     _engine = TorchEngine(model, tokenizer, ("</search>",))
     _engine.begin(0)
-    sampled = [played(ids, logps) for _, ids, logps in _engine.generate(dict.fromkeys(range(400), prompt), 40, 1.0)]
+    sampled = [played(ids, logps) for _, ids, logps, _ in _engine.generate(dict.fromkeys(range(400), prompt), 40, 1.0)]
     _ids = [again(tokenizer, tau.ids)[len(prompt) :] for tau in sampled]
     encoded = [played(ids, [0.0] * len(ids)) for ids in _ids]
     changed = [first_difference(a.ids, b.ids) >= 0 for a, b in zip(sampled, encoded, strict=True)]

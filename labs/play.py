@@ -60,7 +60,7 @@ class Player:
 
     def __init__(self, cfg: Config, task: Task):
         self.cfg, self.task = cfg, task
-        self.model, self.tokenizer = load_policy(cfg.model, "cpu", list_stop_strings(task.tools))
+        self.model, self.tokenizer = load_policy(cfg.model, list_stop_strings(task.tools))
         self.engine = TorchEngine(self.model, self.tokenizer, list_stop_strings(task.tools), cfg.max_rows)
         self.learner = Learner(self.model, copy.deepcopy(self.model), cfg)
 

@@ -89,8 +89,7 @@ def add(model: Any, rank: int, alpha: int, seed: int = 0, dithers: int = 1) -> A
     if rank > (widest := max(max(layer.weight.shape) for layer in linear)):
         raise Fault(f"--lora_rank {rank}: no layer of the model is wider than {widest}; choose a lower rank")
     generator = torch.Generator().manual_seed(seed)
-    for p in model.parameters():
-        p.requires_grad_(False)
+    model.requires_grad_(False)
     for layer in linear:
         (n_out, n_in), device = layer.weight.shape, layer.weight.device
         A = nn.init.kaiming_uniform_(torch.empty(rank, n_in), a=5**0.5, generator=generator)
@@ -118,9 +117,10 @@ def coverage(model: Any) -> str:
     """Returns in words what adapters train of a model: in a mixture of experts, whose weights are no linear layers,
     attention alone."""
     ends = id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)
-    matrices = {name: p for name, p in model.named_parameters() if p.ndim > 1 and not is_adapter(name)}
-    sizes = {name: p.numel() for name, p in matrices.items() if id(p) not in ends}
-    adapted = layers(model)
+    sizes, adapted = dict[str, int](), layers(model)
+    for name, p in model.named_parameters():
+        if p.ndim > 1 and not is_adapter(name) and id(p) not in ends:
+            sizes[name] = p.numel()
     frozen = sorted({re.sub(r".*\.\d+\.", "", name) for name in sizes if name not in adapted})
     share = sum(sizes[name] for name in adapted) / sum(sizes.values())
     return f"LoRA on {share:.0%} of the layers' weights" + f" (not on {', '.join(frozen)})" * bool(frozen)

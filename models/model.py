@@ -17,6 +17,7 @@ from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
+    OffloadPolicy,
     fully_shard,
     register_fsdp_forward_method,
 )
@@ -88,11 +89,11 @@ def load_model(path: str, longest: int = 0) -> Any:
 
     `longest`: tokens of the longest sequence; 0: as many as the model takes.
     """
-    from transformers import AttentionInterface, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     _silence_transformers()
-    AttentionInterface.register("packed", packed_attention)
     config = load_config(path)
+    described = dict(skeleton(config).named_parameters())
     try:
         model, loaded = AutoModelForCausalLM.from_pretrained(
             path, config=config, dtype=torch.float32, attn_implementation="packed", output_loading_info=True,
@@ -108,7 +109,6 @@ def load_model(path: str, longest: int = 0) -> Any:
             first = min(name if isinstance(name, str) else name[0] for name in names)
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise Fault(f"--model {path}: weights are {what}: {first}{more}; use a complete copy of the model")
-    described = dict(skeleton(load_config(path)).named_parameters())
     if odd := described.keys() ^ dict(model.named_parameters()).keys():
         raise Fault(
             f"--model {path}: its config.json (tie_word_embeddings = {config.tie_word_embeddings}) and its weights"
@@ -122,7 +122,7 @@ def load_model(path: str, longest: int = 0) -> Any:
     text = model.config.get_text_config()
     longest = longest or getattr(text, "max_position_embeddings", 0) or 1
     windowed = [part for part in (text, *model.modules()) if getattr(part, "sliding_window", None)]
-    windows = [part.sliding_window for part in windowed]
+    windows = [(part, part.sliding_window) for part in windowed]
     try:
         for part in windowed:  # so that a few tokens show what they do
             part.sliding_window = 3
@@ -130,7 +130,7 @@ def load_model(path: str, longest: int = 0) -> Any:
     except Exception as e:  # a family's code that cannot be called as `score` does
         raise Fault(f"--model {path}: its forward pass fails ({type(e).__name__}: {first_line(e)})") from e
     finally:
-        for part, window in zip(windowed, windows, strict=True):
+        for part, window in windows:
             part.sliding_window = window
         model.eval()
     if reason:
@@ -138,10 +138,10 @@ def load_model(path: str, longest: int = 0) -> Any:
     return model
 
 
-def load_policy(path: str, device: str, stop: tuple[str, ...] = (), longest: int = 0) -> tuple[Any, Any]:
-    """Returns (model, tokenizer), the whole model on one device."""
+def load_policy(path: str, stop: tuple[str, ...] = (), longest: int = 0) -> tuple[Any, Any]:
+    """Returns (model, tokenizer), the whole model on the CPU."""
     tokenizer = load_tokenizer(path, stop)
-    return load_model(path, longest).to(device), tokenizer
+    return load_model(path, longest), tokenizer
 
 
 def logit_scale(config: Any) -> float:
@@ -268,13 +268,10 @@ def shard(
     mesh = dist.device_mesh.init_device_mesh(device, (dist.get_world_size(),))
     # cast_forward_inputs would also cast the log-probs that enter the loss.
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    kwargs: dict[str, Any] = dict(mesh=mesh, mp_policy=policy)
-    if frozen:  # by default FSDP keeps the root's weights gathered for the backward pass
-        kwargs["reshard_after_forward"] = True
-    if offload:
-        kwargs["offload_policy"] = CPUOffloadPolicy(pin_memory=device == "cuda")
+    place = CPUOffloadPolicy(pin_memory=device == "cuda") if offload else OffloadPolicy()
+    freed = frozen or None  # by default FSDP keeps the root's weights gathered for the backward pass
     for part in [*blocks(model), model]:  # the root holds embedding, last norm and head, which are needed together
-        fully_shard(part, **kwargs)
+        fully_shard(part, mesh=mesh, mp_policy=policy, offload_policy=place, reshard_after_forward=freed)
         part.set_force_sum_reduction_for_comms(True)  # gloo has no averaging reduction
         if dist.get_world_size() > 1:  # on one rank FSDP would divide by it, too
             part.set_gradient_divide_factor(1.0)  # the loss is already normalized over all ranks: sum the gradients

@@ -6,7 +6,6 @@ prompt, and linear layers compute each token once.
 """
 
 import bisect
-import inspect
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -17,8 +16,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
-
-VARLEN = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch >= 2.12; its kernel is FlashAttention-2
 
 
 def send(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
@@ -66,13 +63,14 @@ class Packing:
         for parent, own in zip(self.parents, pieces, strict=True):
             seen += [own] if parent < 0 else [pieces[parent], own]
         places = np.concatenate(seen)
-        counts, order = np.bincount(places), np.argsort(places, kind="stable")
-        begin = counts.cumsum() - counts
-        shared = np.flatnonzero(counts > 1)
-        k = np.arange(counts.max())
-        padded = np.append(order, np.full(len(k), len(places)))
-        several = np.where(k < counts[shared, None], padded[begin[shared, None] + k], len(places))
-        return tuple(send(torch.from_numpy(x), self.positions.device) for x in (places, order[begin], shared, several))
+        K, order = len(places), places.argsort(kind="stable")
+        token = places[order]
+        nth = np.arange(K) - np.searchsorted(token, token)  # among its token's places
+        all_places = np.full((token[-1] + 1, nth.max() + 1), K)
+        all_places[token, nth] = order
+        shared = np.flatnonzero(all_places[:, 1] < K)
+        indices = places, all_places[:, 0], shared, all_places[shared]
+        return tuple(send(torch.from_numpy(x), self.positions.device) for x in indices)
 
     def mask(self, before: int, n: int, window: int, like: torch.Tensor) -> torch.Tensor:
         """Returns what is added to a piece's scores, (n - before, n) in the dtype of `like`: 0 where a token looks."""
@@ -151,12 +149,12 @@ def packed_attention(
         return grouped_attention(query, key, value, attention_mask, scaling).transpose(1, 2), None
     queries, longest = packing.longest
     window = window or longest
-    if VARLEN and query.dtype == torch.bfloat16 and query.is_cuda:
+    if query.dtype == torch.bfloat16 and query.is_cuda:
         q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (T, heads, dim)
         if any(packing.before):
             k, v = KeysOfPieces.apply(k, v, *packing.places)
         reach = window - 1 if window < longest else -1  # -1: no window, for which the kernel has a faster variant
-        out = varlen_attn(  # its causal mask ends at a piece's last query and last key
+        out = varlen_attn(  # FlashAttention-2, whose causal mask ends at a piece's last query and last key
             q, k, v, packing.query_ends, packing.key_ends, queries, longest, scale=scaling, window_size=(reach, 0),
             enable_gqa=True,
         )  # fmt: skip

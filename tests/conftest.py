@@ -26,7 +26,7 @@ signal.signal(signal.SIGTERM, signal.default_int_handler)
 def load(path):
     from tiny_model import STOP  # here: it imports transformers, which takes seconds, and few tests need it
 
-    return load_policy(path, "cpu", STOP)
+    return load_policy(path, STOP)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -30,7 +30,7 @@ def error(engine, model, tokenizer, rank: int) -> float:
     while len(turns) < len(contexts):
         turns += engine.generate({}, 12, 0.8)
     worst = 0.0
-    for row, ids, logps in turns:
+    for row, ids, logps, _ in turns:
         whole, n = torch.tensor(contexts[row] + ids), len(contexts[row])
         rows, targets = torch.arange(n - 1, len(whole) - 1), whole[n:]
         wanted = model.score(whole, Packing([len(whole)]), rows, targets, 0.8)[0]

@@ -117,7 +117,7 @@ def test_of_a_small_step_all_arrives_on_average():
 )
 def test_an_update_in_bfloat16_moves_the_policy_as_one_in_float32_does(path, tmp_path, rank, lr, batch):
     """From a policy that is published in bfloat16, at a learning rate below the spacing of its weights."""
-    model, tokenizer = load_policy(path, "cpu")
+    model, tokenizer = load_policy(path)
     model.bfloat16().save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     gained = {}
@@ -179,7 +179,7 @@ def test_a_forward_pass_leaves_the_weights_as_they_are_trained(tiny_path, monkey
 
 
 def test_a_bfloat16_engine_samples_with_float32_logits(path):
-    model, tokenizer = load_policy(path, "cpu")
+    model, tokenizer = load_policy(path)
     half = fill(empty(load_config(path), torch.bfloat16, "cpu"), model)
     engine = TorchEngine(half, tokenizer, ("</answer>",))
     head, weight, errors = engine.head, half.get_output_embeddings().weight, []
@@ -195,7 +195,7 @@ def test_a_bfloat16_engine_samples_with_float32_logits(path):
 
 
 def test_new_weights_reach_the_head_of_a_bfloat16_engine(tiny_path):
-    model, tokenizer = load_policy(tiny_path, "cpu")
+    model, tokenizer = load_policy(tiny_path)
     half = fill(empty(load_config(tiny_path), torch.bfloat16, "cpu"), model)
     engine, h = TorchEngine(half, tokenizer, ("</answer>",)), torch.ones(1, model.config.hidden_size).bfloat16()
     before = engine.head(h)

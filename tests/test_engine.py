@@ -104,7 +104,7 @@ def test_cached_turns_equal_a_plain_forward_pass(policy, engine, keys, rate, tem
         contexts = {row: contexts[row][: 12 + 6 * keys[row]] for row in contexts}
     for leaving in ({6}, {1, 3, 8}, {0, 2}, set()):
         answered = []
-        for row, ids, logps in engine.generate(contexts, 12, temperature):
+        for row, ids, logps, _ in engine.generate(contexts, 12, temperature):
             want = plain_logprobs(model, contexts[row], ids, temperature)
             of_sampled = want.gather(1, torch.tensor(ids)[:, None])[:, 0]
             torch.testing.assert_close(torch.tensor(logps).double(), of_sampled, atol=1e-4, rtol=0)
@@ -128,7 +128,7 @@ def test_equal_prompts_are_computed_once_and_a_known_context_never_again(policy,
     model, tokenizer = policy
     contexts = contexts_of(tokenizer)
     shapes = shapes_of_forwards(model, monkeypatch)
-    turn = {row: ids for row, ids, _ in engine.generate(contexts, 4, 1.0)}
+    turn = {row: ids for row, ids, *_ in engine.generate(contexts, 4, 1.0)}
     assert shapes[0] == (len(set(KEYS)), max(map(len, contexts.values())))
     shapes.clear()
     new = tokenizer("the mayor")["input_ids"]
@@ -154,7 +154,7 @@ def two_turns(engine, tokenizer, seed):
     engine.begin(seed)
     contexts = contexts_of(tokenizer)
     first = list(engine.generate(contexts, 8, 1.0))
-    again = {row: contexts[row] + ids + [9] for row, ids, _ in first}
+    again = {row: contexts[row] + ids + [9] for row, ids, *_ in first}
     return first, list(engine.generate(again, 8, 1.0))
 
 
@@ -165,17 +165,17 @@ def test_a_seed_gives_the_same_bits_and_another_seed_other_samples(tiny, small):
     assert two_turns(small, tokenizer, seed=7) == a
     assert two_turns(TorchEngine(*tiny, STOP), tokenizer, seed=7) == a
     other = two_turns(small, tokenizer, seed=8)
-    assert [ids for _, ids, _ in other[0]] != [ids for _, ids, _ in a[0]]
+    assert [ids for _, ids, *_ in other[0]] != [ids for _, ids, *_ in a[0]]
 
 
 def test_rows_of_one_prompt_are_sampled_independently_and_temperature_0_needs_no_seed(tiny, small):
     contexts = contexts_of(tiny[1], [0] * 8)
-    assert len({tuple(ids) for _, ids, _ in small.generate(contexts, 12, 1.0)}) > 4
+    assert len({tuple(ids) for _, ids, *_ in small.generate(contexts, 12, 1.0)}) > 4
     greedy = []
     for seed in (1, 2):
         small.begin(seed)
         greedy.append(list(small.generate(contexts, 8, 0.0)))
-    assert greedy[0] == greedy[1] and len({tuple(ids) for _, ids, _ in greedy[0]}) == 1
+    assert greedy[0] == greedy[1] and len({tuple(ids) for _, ids, *_ in greedy[0]}) == 1
 
 
 @pytest.mark.parametrize("temperature", [0.5, 2.0])
@@ -185,7 +185,7 @@ def test_tokens_are_drawn_from_the_softmax_at_the_temperature(world, temperature
     n = 3000
     engine = TorchEngine(model, tokenizer, STOP)
     engine.begin(3)
-    drawn = torch.tensor([ids[0] for _, ids, _ in engine.generate(dict.fromkeys(range(n), context), 1, temperature)])
+    drawn = torch.tensor([ids[0] for _, ids, *_ in engine.generate(dict.fromkeys(range(n), context), 1, temperature)])
     p = plain_logprobs(model, context, [0], temperature)[0].exp()
     share = torch.bincount(drawn, minlength=len(p)) / n
     likely = n * p > 20
@@ -201,7 +201,7 @@ def test_a_stop_string_or_eos_ends_the_turn_and_stays_in_it(policy, engine, end,
     tokenizer = policy[1]
     ids = spelled(tokenizer, "what is ") + tokenizer(end or tokenizer.eos_token)["input_ids"]
     play(engine, ids + spelled(tokenizer, " and more"), monkeypatch)
-    [(row, got, logps)] = engine.generate({3: tokenizer("Who?")["input_ids"]}, 100, 0.0)
+    [(row, got, logps, _)] = engine.generate({3: tokenizer("Who?")["input_ids"]}, 100, 0.0)
     assert (row, got, len(logps)) == (3, ids, len(ids))
     assert got[-1] == tokenizer.eos_token_id if not end else tokenizer.decode(got).endswith(end)
 
@@ -272,7 +272,7 @@ def test_a_stop_string_is_found_however_its_tokens_are_cut(tiny, small, monkeypa
         ids = [i for piece in ["a > b <search> c ", *pieces] for i in tokenizer(piece)["input_ids"]]
         play(small, ids + ids, monkeypatch)
         small.begin(0)
-        [(_, got, _)] = small.generate({0: [5, 6, 7]}, 200, 0.0)
+        [(_, got, *_)] = small.generate({0: [5, 6, 7]}, 200, 0.0)
         assert got == ids
 
 
@@ -300,7 +300,7 @@ def test_a_turn_has_at_most_max_new_tokens(tiny, small, monkeypatch):
         small.begin(0)
         play(small, itertools.repeat(tokenizer("film")["input_ids"][0]), monkeypatch)
         turns = list(small.generate(contexts_of(tokenizer), limit, 0.0))
-        assert [len(ids) for _, ids, _ in turns] == [limit] * len(KEYS)
+        assert [len(ids) for _, ids, *_ in turns] == [limit] * len(KEYS)
 
 
 def test_only_the_turn_itself_is_searched_for_stop_strings(tiny, small, monkeypatch):
@@ -309,7 +309,7 @@ def test_only_the_turn_itself_is_searched_for_stop_strings(tiny, small, monkeypa
     for seen in (len(told), len(told) - 4):  # the whole tag before the turn, or all but `rch>`
         small.begin(0)
         play(small, told[seen:] + spelled(tokenizer, " > and more"), monkeypatch)
-        [(_, ids, _)] = small.generate({0: told[:seen]}, 9, 0.0)
+        [(_, ids, *_)] = small.generate({0: told[:seen]}, 9, 0.0)
         assert len(ids) == 9
 
 

@@ -20,6 +20,7 @@ import engines.vllm_engine as vllm_engine
 import inspo
 import training.fit as fit
 from config import CARDS, Config, parse
+from engines import FinishedTurn
 from grpo import objective
 from kernels import grpo_head
 from models import lora
@@ -164,7 +165,8 @@ class LongTurns:
 
     def generate(self, contexts, max_new, temperature):
         for key in contexts:
-            yield key, self.search[:1] * (max_new - len(self.search)) + self.search, [0.0] * max_new
+            ids = self.search[:1] * (max_new - len(self.search)) + self.search
+            yield FinishedTurn(key, ids, [0.0] * max_new)
 
 
 def test_the_longest_trajectory_is_the_longest_that_rollout_makes(tiny):

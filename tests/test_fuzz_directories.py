@@ -197,7 +197,7 @@ def test_a_damaged_policy_is_loaded_or_refused(tmp_path):
     for seed in range(N // 50 or 4):
         done = harmed(WORLD / "policy", tmp_path / "p", seed)
         with right_or_refused((seed, done)):
-            load_policy(str(tmp_path / "p"), "cpu", ("</search>",))
+            load_policy(str(tmp_path / "p"), ("</search>",))
         shutil.rmtree(tmp_path / "p")
 
 

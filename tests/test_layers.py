@@ -68,9 +68,8 @@ def logps_and_gradients(model):
     g = torch.Generator().manual_seed(1)
     weights = dict(adv=torch.randn(len(where), generator=g), w=torch.rand(len(where), generator=g))
     ids, where = ids.to(DEVICE), where.to(DEVICE)
-    weights = {name: x.to(DEVICE) for name, x in weights.items()}
-    packing = Packing(LENGTHS, device=DEVICE)
-    loss, extras = score(model, ids, packing, where, ids[where + 1], 0.9, objective=objective, **weights)
+    weights = {name: x.to(DEVICE) for name, x in weights.items()} | {"objective": objective}
+    loss, extras = score(model, ids, Packing(LENGTHS, device=DEVICE), where, ids[where + 1], 0.9, **weights)
     loss.backward()
     return extras["logp"], {name: p.grad for name, p in model.named_parameters()}
 

@@ -315,7 +315,7 @@ def batches(tmp_path_factory):
 def one(path, batches):
     """Returns (metrics, merged weights, first weights) of one process, the model whole."""
     cfg, parts = pickle.loads(batches.read_bytes())
-    model = load_policy(path, "cpu")[0]
+    model = load_policy(path)[0]
     first = {name: p.detach().clone() for name, p in model.named_parameters()}
     learner = Learner(lora.add(model, RANK, ALPHA), None, cfg)
     return [learner.update(t, parts) for t in (1, 2)], dict(weights(model)), first
@@ -375,14 +375,14 @@ def test_frozen_weights_in_bf16_agree_within_its_rounding(path, batches, tmp_pat
 def test_the_workers_of_a_run_do_so_too(path, batches, tmp_path):
     cfg, parts = pickle.loads(batches.read_bytes())
     cfg, taus = replace(cfg, model=path), sum(parts, [])
-    first = Learner(load_policy(path, "cpu")[0], None, replace(cfg, beta=0.0, lora_rank=0))
+    first = Learner(load_policy(path)[0], None, replace(cfg, beta=0.0, lora_rank=0))
     for tau in taus:  # an engine that agrees with the trainer, or the workers refuse the update
         logps = iter(first.score([tau])[0].tolist())
         tau.logps = [next(logps) if sampled else 0.0 for sampled in tau.mask]
     (tmp_path / "taus.pkl").write_bytes(pickle.dumps((cfg, taus)))
     code, _, stderr = finish(torchrun(2, "tests/ranks_policy.py", tmp_path / "taus.pkl", tmp_path), LIMIT)
     assert code == 0, stderr
-    model = load_policy(path, "cpu")[0]
+    model = load_policy(path)[0]
     learner = Learner(lora.add(model, RANK, ALPHA), None, cfg)
     want = learner.update(1, minibatches(taus, cfg))
     found = json.loads((tmp_path / "metrics.json").read_text())

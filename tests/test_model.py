@@ -161,7 +161,7 @@ def test_an_exported_policy_is_the_policy_in_the_digits_of_the_model_and_of_its_
     tiny_path, tmp_path, tied, published, computed, written
 ):
     path = str(WORLD / "policy") if tied else tiny_path
-    model, tokenizer = load_policy(path, "cpu")
+    model, tokenizer = load_policy(path)
     config = load_config(path)
     config.dtype = getattr(torch, published)
     skeleton(config, torch.float32)  # as FSDP2 and export.py make one first
@@ -279,7 +279,7 @@ def test_a_supported_family_is_scored_and_sampled_with_its_own_logits(family, ti
     assert all(torch.equal(again[name], tensor) for name, tensor in model.state_dict().items())
 
     engine, context = TorchEngine(model, tokenizer, STOP), rows[2].tolist()
-    for _, sampled, logps in engine.generate(dict.fromkeys(range(4), context), 8, 0.7):
+    for _, sampled, logps, _ in engine.generate(dict.fromkeys(range(4), context), 8, 0.7):
         turn = own_logps(own, torch.tensor(context + sampled), 0.7)[len(context) - 1 :]
         want = turn.gather(1, torch.tensor(sampled)[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(logps).double(), want, atol=1e-4, rtol=0)

@@ -83,7 +83,7 @@ def test_the_numbers_are_those_of_the_run(page, tmp_path):
             seen["before"], seen["logps"] = copy.deepcopy(P), [learner.score([tau])[0].tolist()]
             seen["update"] = update(t, taus)
             first = copy.copy(learner)
-            first.model = load_policy(cfg.model, "cpu")[0]
+            first.model = load_policy(cfg.model)[0]
             seen["ref"] = first.score([tau])[0].tolist()
             return seen["update"]
 

@@ -67,7 +67,7 @@ def weights_of(model):
 
 def alone(path, cfg, parts, updates=2):
     """Returns what one process computes, the model whole."""
-    model = load_policy(path, "cpu")[0]
+    model = load_policy(path)[0]
     first, learner = weights_of(model), Learner(model, copy.deepcopy(model), cfg)
     return Update([learner.update(t, parts) for t in range(1, updates + 1)], weights_of(model), first)
 
@@ -145,7 +145,7 @@ def test_policy_update_gives_every_trajectory_its_advantage_on_every_rank(path, 
     """The way of a run: rank 0 broadcasts the trajectories, and each worker takes its share of them."""
     cfg, parts = pickle.loads(batches.read_bytes())
     cfg = replace(cfg, model=path)
-    learner = Learner(load_policy(path, "cpu")[0], None, replace(cfg, beta=0.0))
+    learner = Learner(load_policy(path)[0], None, replace(cfg, beta=0.0))
     for tau in (taus := sum(parts, [])):  # an engine that agrees with the trainer, or the workers refuse the update
         logps = iter(learner.score([tau])[0].tolist())
         tau.logps = [next(logps) if sampled else 0.0 for sampled in tau.mask]

@@ -11,6 +11,7 @@ from found_search import Found
 from tiny_model import STOP
 
 from config import Config
+from engines import FinishedTurn
 from engines.torch_engine import TorchEngine
 from plumbing.faults import ToolDown
 from rollout import encode_prompt, rollout
@@ -57,7 +58,7 @@ class Script:
         self.contexts.append({row: list(ids) for row, ids in contexts.items()})
         for row in reversed(contexts):
             ids = spelled(self.tokenizer, self.texts[row][self.turn])
-            yield row, ids, [-1.0 - k for k in range(len(ids))]
+            yield FinishedTurn(row, ids, [-1.0 - k for k in range(len(ids))])
         self.turn += 1
 
 
@@ -316,7 +317,7 @@ class Free(Script):
             if left == 1:
                 del self.under_way[row]
                 ids = spelled(self.tokenizer, text)
-                yield row, ids, [-1.0 - k for k in range(len(ids))]
+                yield FinishedTurn(row, ids, [-1.0 - k for k in range(len(ids))])
 
 
 def test_without_lockstep_no_row_waits_for_another(tokenizer):

@@ -78,7 +78,7 @@ def more(engine, contexts, max_new, temperature):
     while len(ended) < len(contexts):
         ended += engine.generate({}, max_new, temperature)
     assert not list(engine.generate({}, max_new, temperature))
-    return {key: (ids, logps) for key, ids, logps in ended}
+    return {key: (ids, logps) for key, ids, logps, _ in ended}
 
 
 def off(model, contexts, ended, temperature):
@@ -109,7 +109,7 @@ def changed(model, factor=1.2):
 def pair(request, tiny_path):
     """(engine with the policy's weights, model, tokenizer)"""
     path = {"world": str(WORLD / "policy"), "tiny": tiny_path}[request.param]
-    model, tokenizer = load_policy(path, "cpu")
+    model, tokenizer = load_policy(path)
     assert model.config.tie_word_embeddings == (request.param == "world")
     engine = VllmEngine(path, tokenizer, STOP, max_len=MAX_LEN, dtype="float32", memory=0.02, seed=0)
     engine.load(weights(model))
@@ -200,7 +200,7 @@ def test_new_turns_begin_while_others_run(pair, engine):
     while len(ended) < len(contexts):
         ended += engine.generate({}, 5, 0.0)
     assert ended[-1][0] == 0  # the first to begin, with the longer turn, is the last to end
-    for key, ids, _ in ended:
+    for key, ids, *_ in ended:
         want = alone[key][0] if key == 0 else alone[key][0][:5]
         assert ids == want
 
@@ -423,7 +423,7 @@ def test_new_turns_begin_while_servers_work(server, tiny):
         ended += server.generate({key: contexts[key] for key in contexts if key}, 1, 0.0)
         while len(ended) < len(contexts):
             ended += server.generate({}, 1, 0.0)
-        order = [key for key, _, _ in ended]
+        order = [key for key, *_ in ended]
         assert sorted(order) == sorted(contexts) and len(ended[order.index(0)].ids) == longest
         return order[: order.index(0)]
 

@@ -137,7 +137,7 @@ def of_state(cfg: Config, model: Any, gpus: int) -> list[Part]:
         sum(math.ceil(len(p) / gpus) * (p.numel() // len(p)) for p in model.parameters() if p.requires_grad == trained)
         for trained in (True, False)
     )
-    size = getattr(torch, cfg.dtype).itemsize
+    size = model.dtype.itemsize
     more, trained = "more GPUs", "adapters" if cfg.lora_rank else "policy"
     parts = [
         Part(f"policy (frozen, {cfg.dtype} shards)", size * frozen, size * frozen, more),
@@ -164,12 +164,12 @@ def of_update(cfg: Config, model: Any, gpus: int) -> tuple[str, list[Part]]:
     V, H = model.get_output_embeddings().weight.shape
     d_block = max(sum(p.numel() for p in block.parameters() if p.requires_grad) for block in blocks(model))
     d_root, d_head = (0, 0) if cfg.lora_rank else (root, V * H)
-    kept, in_block = activations(model.to(getattr(torch, cfg.dtype)), tokens, cfg.recompute, cfg.fused_layers)
+    kept, in_block = activations(model.to(model.dtype), tokens, cfg.recompute, cfg.fused_layers)
 
     # Candidates for the peak, with the bytes of: gathered weights, gradients being reduced, activations, activations of
     # one block, the head. bfloat16 has 2 bytes, float32 4. FSDP2 reduces in float32; it has one block prefetched and
     # one still in reduction. The reference runs earlier and needs less.
-    size = getattr(torch, cfg.dtype).itemsize
+    size = model.dtype.itemsize
     moments = {
         "the forward pass of the head": (
             size * (root + block), 0, kept, 0, 4 * min(CHUNK, tokens) * V + 4 * d_head + (size + 4) * tokens * H,
@@ -195,7 +195,7 @@ def of_update(cfg: Config, model: Any, gpus: int) -> tuple[str, list[Part]]:
 
 def of_torch_engine(cfg: Config, model: Any) -> list[Part]:
     # Remaining rows are copied before the old cache is freed. A logit's probability is summed in float64, out of place.
-    size = getattr(torch, cfg.dtype).itemsize
+    size = model.dtype.itemsize
     cache = 2 * kv_bytes(model.config, size) * (cfg.max_prompt + cfg.max_response) * cfg.max_rows
     logits = 21 * len(model.get_output_embeddings().weight) * cfg.max_rows
     return [
@@ -213,7 +213,7 @@ def add_vllm(fit: Fit, cfg: Config, model: Any, gpus: int, share: float) -> None
     """
     V, H = model.get_output_embeddings().weight.shape
     widest = max(len(p) for block in blocks(model) for p in block.parameters() if p.ndim == 2)
-    size = getattr(torch, cfg.dtype).itemsize
+    size = model.dtype.itemsize
     served, graphs = size * parameters(model), GRAPHS * len(blocks(model))
     work = max(
         size * (2 * H + 3 * widest) * MAX_BATCHED_TOKENS,  # residual, hidden states, gate and up, their product
@@ -266,7 +266,7 @@ def activations(model: Any, tokens: int, recompute: int, fused: int) -> tuple[fl
     """
     from transformers import AttentionInterface
 
-    in_place = "SwiGLU" in fuse_shapes(model) if fused else False
+    in_place = fused and "SwiGLU" in fuse_shapes(model)
 
     AttentionInterface.register("shapes", attention_of_shapes)
     model.set_attn_implementation("shapes")

@@ -56,9 +56,9 @@ def prepare(
     from training.checks import check, print_memory
     from training.ranks import Ranks
 
-    if cfg.dry_run and leads:
-        print_memory(cfg)
     if cfg.dry_run:
+        if leads:
+            print_memory(cfg)
         return None
     if torch.get_num_threads() != cfg.threads:  # it was imported before the run was configured
         torch.set_num_threads(cfg.threads)

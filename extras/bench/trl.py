@@ -42,7 +42,7 @@ def make_player(cfg: Config, task: Task, serve: Servers) -> Callable[[list, Any]
 
     task.start(serve)
     ends, asked = task.format.stop(task), {str(task.prompt(BEST, q)): q for q in task.questions("train")}
-    model, tokenizer = load_policy(cfg.model, "cpu", ends)
+    model, tokenizer = load_policy(cfg.model, ends)
     engine = TorchEngine(model, tokenizer, ends)
 
     def play(prompts: list, trainer: Any) -> dict[str, list]:

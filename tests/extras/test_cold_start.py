@@ -284,7 +284,7 @@ def run(demos, tmp_path_factory):
 
 def reference(path, taus):
     """Returns the mean log-prob of the learned tokens, by plain transformers."""
-    model, logps = load_policy(str(path), "cpu")[0], []
+    model, logps = load_policy(str(path))[0], []
     for tau in taus:
         ids = torch.tensor([tau.ids])
         with torch.no_grad():

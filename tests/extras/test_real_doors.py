@@ -82,7 +82,7 @@ STOP = list_stop_strings(TASK.tools)
 @pytest.fixture(scope="module")
 def real():
     """(model, tokenizer)"""
-    return load_policy(str(SMOLLM), "cpu", STOP)
+    return load_policy(str(SMOLLM), STOP)
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +181,7 @@ def test_plain_transformers_say_what_the_trained_policy_said(runs, lora_rank, tm
         export.main([str(run), "--adapters", "--to", str(tmp_path / "adapters")])
         base = AutoModelForCausalLM.from_pretrained(SMOLLM, dtype=torch.float32)
         models.append(PeftModel.from_pretrained(base, tmp_path / "adapters"))
-    engine = TorchEngine(*load_policy(str(run / "policy"), "cpu", STOP), STOP)
+    engine = TorchEngine(*load_policy(str(run / "policy"), STOP), STOP)
     known = {q.id: q for q in TASK.questions("test")}
     for row in stored(run, TRAINED):
         messages = TASK.prompt(INSTRUCTION, known[row["question"]])
@@ -316,12 +316,12 @@ def test_vllm_says_what_the_torch_engine_says(real):
         texts = []
         for _ in range(2):
             mine, theirs = turns(vllm, contexts), turns(twin, contexts)
-            for key, (_, ids, logps) in mine.items():
+            for key, (_, ids, logps, _) in mine.items():
                 agree(model, contexts[key], ids, theirs[key].ids)
                 if ids == theirs[key].ids:
                     torch.testing.assert_close(logps, theirs[key].logps, atol=1e-4, rtol=0)
                 texts.append(tokenizer.decode(ids))
-            assert sum(ids == theirs[key].ids for key, ids, _ in mine.values()) >= len(mine) - 1
+            assert sum(ids == theirs[key].ids for key, ids, *_ in mine.values()) >= len(mine) - 1
             found = "\n\n<information>Doc 1(Title: Kujang-ŭp) It is a place in North Korea.</information>\n\n"
             contexts = {key: contexts[key] + theirs[key].ids + encode(tokenizer, found) for key in contexts}
         assert any(text.endswith("</search>") for text in texts[:4])  # and did not run on to the last token

@@ -97,5 +97,5 @@ def test_without_stop_strings_a_turn_ends_with_eos_or_is_cut_off(path):
     finally:
         engine.close()
     eos = tokenizer.eos_token_id
-    assert all(ids[-1] == eos or len(ids) == 60 for _, ids, _ in ended)
-    assert any(ids[-1] == eos for _, ids, _ in ended) and all(eos not in ids[:-1] for _, ids, _ in ended)
+    assert all(ids[-1] == eos or len(ids) == 60 for _, ids, *_ in ended)
+    assert any(ids[-1] == eos for _, ids, *_ in ended) and all(eos not in ids[:-1] for _, ids, *_ in ended)

@@ -34,7 +34,7 @@ def test_one_seed_gives_one_policy_to_the_byte_with_any_number_of_threads(tmp_pa
 def test_the_rebuilt_policy_follows_its_instruction_and_lacks_one_skill(tmp_path):
     build = [sys.executable, "-m", "extras.world.warm_start", "--out", str(tmp_path)]
     subprocess.run(build, cwd=HERE, check=True, timeout=2400, capture_output=True)
-    model, tokenizer = load_policy(str(tmp_path / "policy"), "cpu")
+    model, tokenizer = load_policy(str(tmp_path / "policy"))
     questions = load_questions(tmp_path / "test.jsonl")[:150]
     every = [*load_questions(tmp_path / "test.jsonl"), *load_questions(tmp_path / "train.jsonl")]  # it has seen neither
     one_hop = [q for q in every if q.source == "world-1hop"][:200]
