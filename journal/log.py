@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import psutil
-
 from config import Config, evolves, preset_of
 from journal.directory import RunDirectory
 from journal.screen import Screen
@@ -51,8 +49,7 @@ class Log(contextlib.AbstractContextManager["Log"]):
     def __init__(self, cfg: Config, run: RunDirectory, task: Task, tokenizer: Any):
         self.cfg, self.run, self.task, self.tokenizer = cfg, run, task, tokenizer
         self.screen = Screen(cfg.T)
-        # Monotonic clock, shifted back to process start.
-        self.began = time.perf_counter() - max(0.0, time.time() - psutil.Process().create_time())
+        self.clock = self.began = time.perf_counter()
         # By earlier processes of this run, as far as they wrote it down.
         self.spent: float = max((row.get("time/total", 0.0) for row in run.rows("metrics")), default=0.0)
         self.versions = versions()  # now: the code may change while it runs
@@ -60,7 +57,6 @@ class Log(contextlib.AbstractContextManager["Log"]):
         self.silence = Silence()
         self.ledger = Ledger()
         self.row: dict[str, Any] = {}  # of metrics.jsonl
-        self.clock = self.began
         self.held_out: dict[str, dict[str, float]] = {}  # rows of the final table
         self.spread: dict[str, float] = {}  # standard deviation of the first metric over the questions, by row
         self.metrics: list[str] = []  # names of the task's metrics, the most important first
