@@ -27,6 +27,7 @@ from rollout import spread
 from tasks import Question, Task, Trajectory, average_by_source, measure, take_subset
 from training.policy import STORED
 
+BOOKS = ("row", "held_out", "spread", "metrics")  # attributes of Log that a resumed run goes on with
 START = "first policy, first instruction"
 TABLE = ("trained policy, I_star", "trained policy, first instruction", START, "first policy, I_star")
 
@@ -78,12 +79,12 @@ class Log(contextlib.AbstractContextManager["Log"]):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the books that a resumed run goes on with."""
-        books = {"ledger": asdict(self.ledger), "row": self.row, "held_out": self.held_out}
-        return books | {"spread": self.spread, "metrics": self.metrics}
+        return {name: getattr(self, name) for name in BOOKS} | {"ledger": vars(self.ledger)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.ledger, self.row, self.held_out = Ledger(**state["ledger"]), dict(state["row"]), state["held_out"]
-        self.spread, self.metrics = state["spread"], state["metrics"]
+        for name in BOOKS:
+            setattr(self, name, state[name])
+        self.ledger = Ledger(**state["ledger"])
         self.clock = time.perf_counter()
         for row in self.run.rows("metrics"):
             self.silence.step(row)
