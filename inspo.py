@@ -275,7 +275,8 @@ def train(
             optimizer = connect(cfg, serve, run.rows("reflections"))
             ranks.broadcast((fitted, task.address()))
             policy = stack.enter_context(contextlib.closing(make_policy(fitted, ranks, task, learner)))
-        log = stack.enter_context(Log(cfg, run, task, policy.tokenizer))
+        log = Log(cfg, run, task, policy.tokenizer)
+        stack.callback(log.screen.close)
         policy.progress, log.began = log.screen.rollouts, began
         log.introduce(f"{policy.describe()}, {fitted.engine} engine: {why}", tools, describe(optimizer))
         evolving = evolution(cfg, task, optimizer, population_of(cfg, population), log)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import statistics
@@ -46,7 +45,7 @@ class Ledger:
     evolutions_in_vain: int = 0  # that left P as it was
 
 
-class Log(contextlib.AbstractContextManager["Log"]):
+class Log:
     def __init__(self, cfg: Config, run: RunDirectory, task: Task, tokenizer: Any):
         self.cfg, self.run, self.task, self.tokenizer = cfg, run, task, tokenizer
         self.screen = Screen(cfg.T)
@@ -61,9 +60,6 @@ class Log(contextlib.AbstractContextManager["Log"]):
         self.held_out: dict[str, dict[str, float]] = {}  # rows of the final table
         self.spread: dict[str, float] = {}  # standard deviation of the first metric over the questions, by row
         self.metrics: list[str] = []  # names of the task's metrics, the most important first
-
-    def __exit__(self, *_: object) -> None:
-        self.screen.close()
 
     def note(self, text: str) -> None:
         self.screen.note(text)
