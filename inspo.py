@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import time
 from collections.abc import Callable
 from functools import partial
@@ -285,8 +284,8 @@ def train(
             policy, I_star = algorithm(cfg, task, policy, evolving, checkpoints, log)
             checkpoints.export(I_star)
             compare(cfg.T, policy, evolving.P.family[0], I_star, log)
-            log.finish(evolving.P, I_star)
-    return Result(run.path.absolute(), I_star.text, json.loads((run.path / "summary.json").read_bytes()))
+            summary = log.finish(evolving.P, I_star)
+    return Result(run.path.absolute(), I_star.text, summary)
 
 
 def load(path: str | Path, **settings: Any) -> Any:

@@ -269,8 +269,8 @@ class Log:
 
     # ---- the end
 
-    def finish(self, P: Population, I_star: Instruction) -> None:
-        """Writes and prints the result: I_star, and the metrics of both policies under both instructions."""
+    def finish(self, P: Population, I_star: Instruction) -> dict[str, Any]:
+        """Writes, prints and returns the result: I_star, and the metrics of both policies under both instructions."""
         cfg, run, cost = self.cfg, self.run, self.ledger
         rows = {name: self.held_out[name] for name in TABLE if name in self.held_out}
         metric, n = self.metrics[0], self.questions
@@ -301,3 +301,4 @@ class Log:
             print(f"see it: {page}")
         except (Fault, ImportError) as e:  # the run is complete without its page
             print(f"no page: {e} (python report.py {run.path} writes it)")
+        return summary
