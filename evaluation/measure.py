@@ -193,7 +193,7 @@ def summary_of(setting: Row, metrics: list[str], tools: list[str], rows: Sequenc
     """The figures of all rows, by the sets of questions and on average; the first metric is the main one."""
     titles = dict.fromkeys(row["data"] for row in rows)
     parts = {title: summarize([row for row in rows if row["data"] == title], metrics, tools) for title in titles}
-    average = macro({title: Interval(**part[metrics[0]]) for title, part in parts.items()})
+    average = macro([Interval(**part[metrics[0]]) for part in parts.values()])
     return {"setting": setting, "metrics": metrics, "tools": tools, "benchmarks": parts, "average": average._asdict()}
 
 
