@@ -232,13 +232,6 @@ class Result(NamedTuple):
     summary: dict[str, Any]
 
 
-def follow(ranks: Ranks, task: Task, learner: type[Learner] | None) -> None:
-    """Makes pi_theta together with rank 0, and does what that calls, until it closes."""
-    cfg, address = ranks.broadcast()
-    task.connect(address)
-    make_policy(cfg, ranks, task, learner).follow()
-
-
 def train(
     cfg: Config | None = None,
     learner: type[Learner] | None = None,
@@ -265,7 +258,9 @@ def train(
     cfg, fitted, why, task, ranks = started
     with listening(), ranks.fail_at_once(), contextlib.ExitStack() as stack:
         if ranks.rank:
-            follow(ranks, task, learner)
+            fitted, address = ranks.broadcast()
+            task.connect(address)
+            make_policy(fitted, ranks, task, learner).follow()  # does what rank 0 calls, until it closes
             return None
         with stop.may_stop():
             run = stack.enter_context(RunDirectory.opened(cfg, task))
