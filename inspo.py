@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import time
 from collections.abc import Callable
 from functools import partial
@@ -232,13 +231,6 @@ class Result(NamedTuple):
     summary: dict[str, Any]
 
 
-def follow(ranks: Ranks, task: Task, learner: type[Learner] | None) -> None:
-    """Makes pi_theta together with rank 0, and does what that calls, until it closes."""
-    cfg, address = ranks.broadcast()
-    task.connect(address)
-    make_policy(cfg, ranks, task, learner).follow()
-
-
 def train(
     cfg: Config | None = None,
     learner: type[Learner] | None = None,
@@ -265,7 +257,9 @@ def train(
     cfg, fitted, why, task, ranks = started
     with listening(), ranks.fail_at_once(), contextlib.ExitStack() as stack:
         if ranks.rank:
-            follow(ranks, task, learner)
+            fitted, address = ranks.broadcast()
+            task.connect(address)
+            make_policy(fitted, ranks, task, learner).follow()  # does what rank 0 calls, until it closes
             return None
         with stop.may_stop():
             run = stack.enter_context(RunDirectory.opened(cfg, task))
@@ -274,7 +268,8 @@ def train(
             optimizer = connect(cfg, serve, run.rows("reflections"))
             ranks.broadcast((fitted, task.address()))
             policy = stack.enter_context(contextlib.closing(make_policy(fitted, ranks, task, learner)))
-        log = stack.enter_context(Log(cfg, run, task, policy.tokenizer))
+        log = Log(cfg, run, task, policy.tokenizer)
+        stack.callback(log.screen.close)
         policy.progress, log.began = log.screen.rollouts, began
         log.introduce(f"{policy.describe()}, {fitted.engine} engine: {why}", tools, describe(optimizer))
         evolving = evolution(cfg, task, optimizer, population_of(cfg, population), log)
@@ -283,8 +278,8 @@ def train(
             policy, I_star = algorithm(cfg, task, policy, evolving, checkpoints, log)
             checkpoints.export(I_star)
             compare(cfg.T, policy, evolving.P.family[0], I_star, log)
-            log.finish(evolving.P, I_star)
-    return Result(run.path.absolute(), I_star.text, json.loads((run.path / "summary.json").read_bytes()))
+            summary = log.finish(evolving.P, I_star)
+    return Result(run.path.absolute(), I_star.text, summary)
 
 
 def load(path: str | Path, **settings: Any) -> Any:

@@ -14,6 +14,11 @@ from tasks import Job, Question, Trajectory
 Array = npt.NDArray[np.float64]
 
 
+def mean(rewards: Sequence[float]) -> float:
+    """Returns the mean reward; 0 of none."""
+    return sum(rewards) / max(1, len(rewards))
+
+
 @dataclass
 class Instruction:
     """One instruction I_j with its place in the family tree."""
@@ -29,7 +34,7 @@ class Instruction:
     @property
     def w(self) -> float:
         """Importance weight: the moving average of r_bar; 0 before the first reward."""
-        return sum(self.rewards) / len(self.rewards) if self.rewards else 0.0
+        return mean(self.rewards)
 
 
 class Population:
@@ -124,7 +129,7 @@ def mean_rewards(taus: Iterable[Trajectory | Experience]) -> dict[int, float]:
     for tau in taus:
         if tau.instruction is not None:
             rewards.setdefault(tau.instruction, []).append(tau.reward)
-    return {j: sum(r) / len(r) for j, r in rewards.items()}
+    return {j: mean(r) for j, r in rewards.items()}
 
 
 @dataclass
@@ -139,11 +144,11 @@ class Candidate:
     @property
     def r(self) -> float:
         """Its mean reward; 0 where nothing was asked."""
-        return sum(self.rewards) / max(1, len(self.rewards))
+        return mean(self.rewards)
 
     @property
     def r_parent(self) -> float:
-        return sum(self.parent_rewards) / max(1, len(self.parent_rewards))
+        return mean(self.parent_rewards)
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,8 @@ import contextlib
 import dataclasses
 import os
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from config import PRESETS, Config, TaskKnobs, check_settings, evolves, out_of_range, read_config
@@ -38,9 +37,9 @@ class Subject:
     served: str = ""  # at a URL the model to ask; "": the only one there
     run: Path | None = None  # whose config.json it is
 
-    def configured(self, given: object, names: Collection[str], **knobs: Any) -> Config:
+    def configured(self, given: Mapping[str, Any], names: Collection[str], **knobs: Any) -> Config:
         """Applies the flags of these names that were given, then `knobs`. Raises Fault if they cannot be."""
-        flags = {name: value for name in names if (value := getattr(given, name, None)) is not None}
+        flags = {name: value for name in names if (value := given.get(name)) is not None}
         if self.run:
             check_origin(self.run, {name: getattr(self.cfg, name) for name in names}, flags)
         cfg = dataclasses.replace(self.cfg, **flags | knobs)
@@ -88,9 +87,9 @@ class Agent(contextlib.AbstractContextManager["Agent"]):
     instruction: str
     temperature: float
     seed: int
+    close: Callable[[], None] = lambda: None
     tools: str = ""
     progress: Callable[[int], Any] = lambda ended: None
-    close: Callable[[], None] = lambda: None  # of one that `load` returned
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -167,19 +166,15 @@ def load(path: str | Path, temperature: float = 0.0, seed: int = 0, **settings: 
     if not chosen.I_star:
         raise Fault(f"{path} holds no finished run (no I_star.txt)")
     knobs = {"engine": "torch"} | check_settings(Config, settings)
-    cfg = chosen.configured(SimpleNamespace(**knobs), {*PLAYED, *SERVED, *knobs})
+    cfg = chosen.configured(knobs, {*PLAYED, *SERVED, *knobs})
     task = load_task(cfg, settings.get("task"))
-    stack = contextlib.ExitStack()
-    player = stack.enter_context(agent(chosen, task, chosen.I_star, temperature, seed))
-    player.close = stack.close
-    return player
+    return agent(chosen, task, chosen.I_star, temperature, seed)
 
 
-@contextlib.contextmanager
 def agent(
     chosen: Subject, task: Task, instruction: str, temperature: float, seed: int, stop: tuple[str, ...] | None = None
-) -> Iterator[Agent]:
-    """Yields the agent that plays a task; closes its engine and its tools' servers.
+) -> Agent:
+    """Returns the agent that plays a task; `close` ends its engine and its tools' servers.
 
     `stop`: what ends its turns, by default what the task's tools need. Raises Fault where something is missing.
     """
@@ -190,7 +185,7 @@ def agent(
         open_engine = chat if "://" in chosen.weights else local
         engine, tokenizer = open_engine(chosen, task.cfg, task.format.stop(task) if stop is None else stop)
         stack.callback(engine.close)
-        yield Agent(engine, tokenizer, task, instruction, temperature, seed, tools)
+        return Agent(engine, tokenizer, task, instruction, temperature, seed, stack.pop_all().close, tools)
 
 
 def chat(chosen: Subject, cfg: Config, stop: tuple[str, ...]) -> tuple[Any, Any]:

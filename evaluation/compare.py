@@ -35,23 +35,23 @@ class Evaluation(NamedTuple):
     values: dict[str, Array]  # of that metric, by set of questions, in the order of the questions
 
 
-class Arm(NamedTuple):
-    """What is compared: one evaluation, or one for each seed of a method."""
+Arm = list[Evaluation]  # what is compared: one evaluation, or one for each seed of a method
 
-    evaluations: list[Evaluation]
 
-    @property
-    def name(self) -> str:
-        first, *others = self.evaluations
-        return first.path.name + (f" and {len(others)} more" if others else "")
+def name_arm(arm: Arm) -> str:
+    """Names an arm by the directory of its first evaluation."""
+    first, *others = arm
+    return first.path.name + (f" and {len(others)} more" if others else "")
 
-    def of_questions(self, data: str) -> Array:
-        """Averages each question over the seeds."""
-        return np.mean([e.values[data] for e in self.evaluations], axis=0)
 
-    def of_seeds(self, data: Sequence[str]) -> list[float]:
-        """Averages each seed over its questions, then over the sets."""
-        return [float(np.mean([e.values[d].mean() for d in data])) for e in self.evaluations]
+def by_question(arm: Arm, data: str) -> Array:
+    """Averages each question over the seeds."""
+    return np.mean([e.values[data] for e in arm], axis=0)
+
+
+def by_seed(arm: Arm, data: Sequence[str]) -> list[float]:
+    """Averages each seed over its questions, then over the sets."""
+    return [float(np.mean([e.values[d].mean() for d in data])) for e in arm]
 
 
 def read(path: Path) -> Evaluation:
@@ -85,24 +85,26 @@ def check_comparable(one: Evaluation, other: Evaluation) -> list[str]:
 
 def compare(directories: Sequence[str]) -> str:
     """Returns a Markdown table of every arm against the first one, by set of questions and on average."""
-    first, *others = (Arm([read(Path(name)) for name in names.split(",")]) for names in directories)
+    first, *others = ([read(Path(name)) for name in names.split(",")] for names in directories)
     if not others:
         raise Fault("--compare: give two evaluations or more")
-    one, *rest = [e for arm in (first, *others) for e in arm.evaluations]
+    one, *rest = [e for arm in (first, *others) for e in arm]
     unlike = dict.fromkeys(name for evaluation in rest for name in check_comparable(one, evaluation))
     rows, headline = list[dict[str, str]](), list[Difference]()
+    sets = list(one.values)
     for arm in others:
-        differences = {data: paired(arm.of_questions(data), first.of_questions(data)) for data in one.values}
-        rows += [cells(arm, first, [data], difference) for data, difference in differences.items()]
-        if len(differences) > 1:
-            rows.append(cells(arm, first, list(one.values), macro_difference(differences)))
-        seeds = between_seeds(arm.of_seeds(list(one.values)), first.of_seeds(list(one.values)))
-        whole = macro_difference(differences) if len(differences) > 1 else differences[next(iter(differences))]
+        parts = [paired(by_question(arm, data), by_question(first, data)) for data in sets]
+        rows += [cells(arm, first, [data], part) for data, part in zip(sets, parts, strict=True)]
+        whole = parts[0]
+        if len(sets) > 1:
+            whole = macro_difference(parts)
+            rows.append(cells(arm, first, sets, whole))
+        seeds = between_seeds(by_seed(arm, sets), by_seed(first, sets))
         headline.append(whole if np.isnan(seeds.p) else seeds)
-    out = [f"Differences from {first.name}.", "", markdown(rows)]
+    out = [f"Differences from {name_arm(first)}.", "", markdown(rows)]
     if len(others) > 1:
         p = adjust(dict(enumerate(headline)))
-        shown = [f"{arm.name} {p_value(p[k]) if k in p else 'no test'}" for k, arm in enumerate(others)]
+        shown = [f"{name_arm(arm)} {p_value(p[k]) if k in p else 'no test'}" for k, arm in enumerate(others)]
         out.append(f"Holm's p over the {len(others)} comparisons: {', '.join(shown)}")
     if unlike:
         out.append(f"Not all of these were made with the same {', '.join(unlike)}: summary.json has the values.")
@@ -116,17 +118,17 @@ def compare(directories: Sequence[str]) -> str:
 
 def cells(arm: Arm, first: Arm, data: list[str], difference: Difference) -> dict[str, str]:
     """A row of the table: an arm against the first one on some sets of questions."""
-    a, b = arm.of_seeds(data), first.of_seeds(data)
-    x, y = arm.of_questions(data[0]), first.of_questions(data[0])
+    a, b = by_seed(arm, data), by_seed(first, data)
+    x, y = by_question(arm, data[0]), by_question(first, data[0])
     seeds = between_seeds(a, b)
-    most = 1.0 if arm.evaluations[0].metric in SHARES else math.inf
+    most = 1.0 if arm[0].metric in SHARES else math.inf
     visible = difference.visible, seeds.visible
     tested, single = not np.isnan(seeds.p), len(data) == 1 and right_or_wrong(x, y)
     return {
-        "": arm.name,
+        "": name_arm(arm),
         "benchmark": data[0] if len(data) == 1 else "average",
         "questions": f"{difference.interval.n:,}",
-        label(arm.evaluations[0].metric): f"{over_seeds(a).mean:.3f}, {over_seeds(b).mean:.3f}",
+        label(arm[0].metric): f"{over_seeds(a).mean:.3f}, {over_seeds(b).mean:.3f}",
         "difference over questions, 95 %": f"{difference.interval.within(-most, most):+}",
         "p": p_value(difference.p),
         "only this right, only that": "{}, {}".format(*mcnemar(x, y)) if single else "",

@@ -6,7 +6,8 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -39,7 +40,7 @@ def evaluate(args: argparse.Namespace, methods: Mapping[str, Method]) -> Row:
     chosen = subject(args.what, args.served_model)
     name = args.method or method_of(chosen, methods)
     method = methods[name]
-    task = load_task(chosen.configured(args, (*PLAYED, *SERVED), **method.knobs))
+    task = load_task(chosen.configured(vars(args), (*PLAYED, *SERVED), **method.knobs))
     if not isinstance(task, method.task):
         raise Fault(f"--method {name} cannot play {task.cfg.task}: it is for {method.task.__name__}")
     instruction = instruction_of(chosen, task, method, args.instruction)
@@ -53,7 +54,7 @@ def evaluate(args: argparse.Namespace, methods: Mapping[str, Method]) -> Row:
         "commit": commit(),
         "content": describe(task, questions, instruction, f"{chosen.served} {describe_model(chosen.weights)}".strip()),
     }
-    player = agent(chosen, task, instruction, args.temperature, args.seed, method.stop(task))
+    load_player = partial(agent, chosen, task, instruction, args.temperature, args.seed, method.stop(task))
     out = Path(args.out or f"runs/evaluation/{chosen.name}-{name}")
     with contextlib.closing(RunDirectory(out)) as files:
         with writing(out):
@@ -70,7 +71,7 @@ def evaluate(args: argparse.Namespace, methods: Mapping[str, Method]) -> Row:
             setting["commit"] = since
             print(f"{earlier}; remove {out} to play them again", flush=True)
         if left:
-            metrics = play(files, setting, player, method, left, rows)
+            metrics = play(files, setting, load_player, method, left, rows)
         summary = summary_of(setting, metrics, [tool.plural for tool in tools_of(task)], rows)
         files.write("summary.json", json.dumps(finite(summary), indent=1))
         files.write("table.md", text := tabulate(summary))
@@ -134,8 +135,8 @@ def cut_chunks(rows: list[Row], questions: Mapping[str, list[Question]]) -> list
 
 
 def play(
-    files: RunDirectory, setting: Row, opened: contextlib.AbstractContextManager[Agent], method: Method,
-    chunks: Sequence[Chunk], rows: list[Row],
+    files: RunDirectory, setting: Row, load_player: Callable[[], Agent], method: Method, chunks: Sequence[Chunk],
+    rows: list[Row],
 ) -> list[str]:  # fmt: skip
     """Plays chunks and adds their rows to `rows` and results.jsonl; returns the names of the metrics.
 
@@ -144,7 +145,7 @@ def play(
     total = len(rows) + sum(len(some) for _, _, some in chunks)
     seconds = 0.1 if sys.stderr.isatty() else 30
     try:
-        with opened as player, tqdm(total=total, initial=len(rows), unit="question", mininterval=seconds) as bar:
+        with load_player() as player, tqdm(total=total, initial=len(rows), unit="question", mininterval=seconds) as bar:
             print(player.tools or f"task: {player.task.cfg.task}", flush=True)
             for title, number, some in chunks:
                 bar.set_description(title, refresh=False)
@@ -192,7 +193,7 @@ def summary_of(setting: Row, metrics: list[str], tools: list[str], rows: Sequenc
     """The figures of all rows, by the sets of questions and on average; the first metric is the main one."""
     titles = dict.fromkeys(row["data"] for row in rows)
     parts = {title: summarize([row for row in rows if row["data"] == title], metrics, tools) for title in titles}
-    average = macro({title: Interval(**part[metrics[0]]) for title, part in parts.items()})
+    average = macro([Interval(**part[metrics[0]]) for part in parts.values()])
     return {"setting": setting, "metrics": metrics, "tools": tools, "benchmarks": parts, "average": average._asdict()}
 
 

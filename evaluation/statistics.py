@@ -39,7 +39,6 @@ class Interval(NamedTuple):
         known = math.isfinite(self.low) and self.low < self.high
         return f"{self.mean:{style}} [{self.low:{style}}, {self.high:{style}}]" if known else f"{self.mean:{style}}"
 
-
     def within(self, least: float, most: float) -> "Interval":
         """Cuts the interval at the bounds of a measure: its true mean lies in them, so that the coverage stays.
 
@@ -120,22 +119,22 @@ def mcnemar(a: Values, b: Values) -> tuple[int, int, float]:
     return only_a, only_b, p
 
 
-def macro(parts: Mapping[str, Interval]) -> Interval:
+def macro(parts: Sequence[Interval]) -> Interval:
     """The unweighted mean over benchmarks; their errors are independent, so their squares add.
 
     Those below and those above the mean are added apart (Zou and Donner, 2008): Wilson's interval is lopsided.
     """
     k = len(parts)
-    mean = sum(part.mean for part in parts.values()) / k
-    low = mean - math.hypot(*(part.mean - part.low for part in parts.values())) / k
-    high = mean + math.hypot(*(part.high - part.mean for part in parts.values())) / k
-    se = math.hypot(*(part.se for part in parts.values())) / k
-    return Interval(mean, low, high, se, sum(part.n for part in parts.values()))
+    mean = sum(part.mean for part in parts) / k
+    low = mean - math.hypot(*(part.mean - part.low for part in parts)) / k
+    high = mean + math.hypot(*(part.high - part.mean for part in parts)) / k
+    se = math.hypot(*(part.se for part in parts)) / k
+    return Interval(mean, low, high, se, sum(part.n for part in parts))
 
 
-def macro_difference(parts: Mapping[str, Difference]) -> Difference:
+def macro_difference(parts: Sequence[Difference]) -> Difference:
     """The macro average of differences, by the normal distribution."""
-    whole = macro({name: part.interval for name, part in parts.items()})
+    whole = macro([part.interval for part in parts])
     return Difference(whole, 2 * float(stats.norm.sf(abs(whole.mean) / whole.se)), visible(whole.se, math.inf))
 
 

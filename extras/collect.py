@@ -67,7 +67,7 @@ def possible(row: Row, task: Task) -> bool:
 
 def read(run: Path, args: argparse.Namespace) -> Iterator[Played]:
     """Yields a run's training rollouts, the latest first."""
-    task = load_task(Subject(run.name, "", read_config(run), run=run).configured(args, KNOBS))
+    task = load_task(Subject(run.name, "", read_config(run), run=run).configured(vars(args), KNOBS))
     questions = {q.id: q for q in task.questions("train")}
     texts = {I["id"]: I["text"] for event in read_jsonl(run / "population.jsonl") for I in event["P"]}
     for path in sorted((run / "trajectories").glob("step-*.jsonl.gz"), reverse=True):
@@ -79,7 +79,7 @@ def read(run: Path, args: argparse.Namespace) -> Iterator[Played]:
 def play(args: argparse.Namespace, done: set[tuple[str, str]]) -> Iterator[Played]:
     """Yields what WHAT plays of the training questions, without those that are `done` under its instruction."""
     chosen = subject(args.what, args.served_model)
-    task = load_task(chosen.configured(args, KNOBS))
+    task = load_task(chosen.configured(vars(args), KNOBS))
     instruction = instruction_of(chosen, task, Method(), args.instruction)
     chunk = take_subset(task.questions("train"), args.n, args.seed)
     left = [q for q in chunk if (instruction, q.id) not in done]

@@ -65,7 +65,7 @@ class RunDirectory:
         run = cls.open(cfg, preset_of(cfg.model), describe_run(task))
         try:
             yield run
-        except (Exception, SystemExit) as e:
+        except BaseException as e:  # a notebook's KeyboardInterrupt, too
             empty = not (cfg.resume or run.rows("metrics") or run.rows("reflections"))
             if empty:  # it ended before it measured or paid for anything
                 run.discard()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import statistics
@@ -10,8 +9,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
-
-import psutil
 
 from config import Config, evolves, preset_of
 from journal.directory import RunDirectory
@@ -40,6 +37,7 @@ from rollout import spread
 from tasks import Question, Task, Trajectory, average_by_source, measure, take_subset
 from training.policy import STORED
 
+BOOKS = ("row", "held_out", "spread", "metrics")  # attributes of Log that a resumed run goes on with
 START = "first policy, first instruction"
 TABLE = ("trained policy, I_star", "trained policy, first instruction", START, "first policy, I_star")
 
@@ -58,12 +56,11 @@ class Ledger:
     evolutions_in_vain: int = 0  # that left P as it was
 
 
-class Log(contextlib.AbstractContextManager["Log"]):
+class Log:
     def __init__(self, cfg: Config, run: RunDirectory, task: Task, tokenizer: Any):
         self.cfg, self.run, self.task, self.tokenizer = cfg, run, task, tokenizer
         self.screen = Screen(cfg.T)
-        # Monotonic clock, shifted back to process start.
-        self.began = time.perf_counter() - max(0.0, time.time() - psutil.Process().create_time())
+        self.clock = self.began = time.perf_counter()
         # By earlier processes of this run, as far as they wrote it down.
         self.spent: float = max((row.get("time/total", 0.0) for row in run.rows("metrics")), default=0.0)
         self.versions = versions()  # now: the code may change while it runs
@@ -71,13 +68,9 @@ class Log(contextlib.AbstractContextManager["Log"]):
         self.silence = Silence()
         self.ledger = Ledger()
         self.row: dict[str, Any] = {}  # of metrics.jsonl
-        self.clock = self.began
         self.held_out: dict[str, dict[str, float]] = {}  # rows of the final table
         self.spread: dict[str, float] = {}  # standard deviation of the first metric over the questions, by row
         self.metrics: list[str] = []  # names of the task's metrics, the most important first
-
-    def __exit__(self, *_: object) -> None:
-        self.screen.close()
 
     def note(self, text: str) -> None:
         self.screen.note(text)
@@ -93,12 +86,12 @@ class Log(contextlib.AbstractContextManager["Log"]):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the books that a resumed run goes on with."""
-        books = {"ledger": asdict(self.ledger), "row": self.row, "held_out": self.held_out}
-        return books | {"spread": self.spread, "metrics": self.metrics}
+        return {name: getattr(self, name) for name in BOOKS} | {"ledger": vars(self.ledger)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.ledger, self.row, self.held_out = Ledger(**state["ledger"]), dict(state["row"]), state["held_out"]
-        self.spread, self.metrics = state["spread"], state["metrics"]
+        for name in BOOKS:
+            setattr(self, name, state[name])
+        self.ledger = Ledger(**state["ledger"])
         self.clock = time.perf_counter()
         for row in self.run.rows("metrics"):
             self.silence.step(row)
@@ -291,8 +284,8 @@ class Log(contextlib.AbstractContextManager["Log"]):
 
     # ---- the end
 
-    def finish(self, P: Population, I_star: Instruction) -> None:
-        """Writes and prints the result: I_star, and the metrics of both policies under both instructions."""
+    def finish(self, P: Population, I_star: Instruction) -> dict[str, Any]:
+        """Writes, prints and returns the result: I_star, and the metrics of both policies under both instructions."""
         cfg, run, cost = self.cfg, self.run, self.ledger
         rows = {name: self.held_out[name] for name in TABLE if name in self.held_out}
         metric, n = self.metrics[0], self.questions
@@ -323,3 +316,4 @@ class Log(contextlib.AbstractContextManager["Log"]):
             print(f"see it: {page}")
         except (Fault, ImportError) as e:  # the run is complete without its page
             print(f"no page: {e} (python report.py {run.path} writes it)")
+        return summary

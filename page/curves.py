@@ -27,9 +27,10 @@ def groups(runs: list[Run]) -> list[Row]:
     """
     members: list[list[int]] = []
     for k, run in enumerate(runs):
-        alike = [of for of in members if run.config and not differences(runs[of[0]].config, run.config, ONE_ARM)]
-        if alike:
-            alike[0].append(k)
+        for of in members:
+            if run.config and not differences(runs[of[0]].config, run.config, ONE_ARM):
+                of.append(k)
+                break
         else:
             members.append([k])
     out = []

@@ -3,7 +3,6 @@
 import base64
 import hashlib
 import html
-import json
 import re
 import time
 from collections.abc import Sequence
@@ -12,11 +11,11 @@ from pathlib import Path
 from page.curves import curves, groups
 from page.family import family
 from page.read import Row, Run, read_run
-from page.sample import pack, sample
+from page.sample import encode, pack, sample
 from page.verdict import verdict
 from plumbing import files
 from plumbing.faults import Fault
-from plumbing.outside import finite, without_secrets
+from plumbing.outside import without_secrets
 
 STATIC = Path(__file__).parent / "static"
 SCRIPTS = (
@@ -84,5 +83,4 @@ def assemble(data: Row, pages: dict[str, str]) -> str:
 
 def embed(x: object) -> str:
     """x as JSON that is safe inside a script element."""
-    text = json.dumps(finite(x), ensure_ascii=False, separators=(",", ":"))
-    return text.encode("utf-8", "replace").decode().replace("<", "\\u003c").replace("\u2028", "\\u2028")
+    return encode(x).decode().replace("<", "\\u003c").replace("\u2028", "\\u2028")

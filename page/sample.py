@@ -43,10 +43,14 @@ def sample(run: Run, tree: Row, limit: int) -> tuple[Row, dict[str, str]]:
     return index | {"questions": list(questions), "seen": len(index["rows"])}, pages
 
 
+def encode(x: object) -> bytes:
+    """x as JSON."""
+    return json.dumps(finite(x), ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
 def pack(x: object) -> str:
     """x as JSON, gzip, base64."""
-    text = json.dumps(finite(x), ensure_ascii=False, separators=(",", ":"))
-    return base64.b64encode(gzip.compress(text.encode("utf-8", "replace"), 9, mtime=0)).decode()
+    return base64.b64encode(gzip.compress(encode(x), 9, mtime=0)).decode()
 
 
 def _rows(file: Path, limit: int) -> tuple[list[Row], int, bool]:

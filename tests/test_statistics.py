@@ -136,13 +136,13 @@ def test_mcnemar_is_the_binomial_of_the_discordant():
 
 
 def test_the_macro_average_adds_squared_errors_and_weighs_benchmarks_alike():
-    parts = {"small": Interval(0.3, 0.22, 0.36, 0.04, 125), "large": Interval(0.5, 0.494, 0.506, 0.003, 14267)}
+    parts = [Interval(0.3, 0.22, 0.36, 0.04, 125), Interval(0.5, 0.494, 0.506, 0.003, 14267)]
     found = macro(parts)
     se = math.sqrt(0.04**2 + 0.003**2) / 2
     assert (found.mean, found.se, found.n) == pytest.approx((0.4, se, 14392))
     assert found.low == pytest.approx(0.4 - math.sqrt(0.08**2 + 0.006**2) / 2)
     assert found.high == pytest.approx(0.4 + math.sqrt(0.06**2 + 0.006**2) / 2)
-    difference = macro_difference({name: Difference(part, 0.0, 0.0) for name, part in parts.items()})
+    difference = macro_difference([Difference(part, 0.0, 0.0) for part in parts])
     assert difference.p == pytest.approx(math.erfc(0.4 / se / math.sqrt(2)))
 
 
@@ -150,17 +150,17 @@ def test_the_macro_average_covers_the_truth_near_0_and_1():
     """Two small sets of which a policy knows nearly nothing, and one of which it knows nearly all."""
     rng, rates, hits = np.random.default_rng(0), (0.01, 0.02, 0.98), 0
     for _ in range(500):
-        found = macro({str(p): interval((rng.random(60) < p) * 1.0) for p in rates})
+        found = macro([interval((rng.random(60) < p) * 1.0) for p in rates])
         hits += found.low <= sum(rates) / 3 <= found.high
     assert hits / 500 > 0.93
-    nothing = macro({"a": interval([0] * 60), "b": interval([1] * 60)})
+    nothing = macro([interval([0] * 60), interval([1] * 60)])
     assert nothing.low < 0.5 < nothing.high and nothing.se > 0
 
 
 def test_the_macro_average_agrees_with_a_bootstrap_by_benchmark():
     rng = np.random.default_rng(1)
     pairs = [(rng.random(n) < 0.5, rng.random(n) < 0.4) for n in (60, 125, 300)]
-    found = macro_difference({str(k): paired(a * 1.0, b * 1.0) for k, (a, b) in enumerate(pairs)})
+    found = macro_difference([paired(a * 1.0, b * 1.0) for a, b in pairs])
     draws = np.zeros(4000)
     for a, b in pairs:
         d = a * 1.0 - b
