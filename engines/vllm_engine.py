@@ -130,7 +130,8 @@ class VllmEngine:
             try:
                 self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": proof.record(weights)})
             except (ValueError, LookupError, AssertionError) as e:  # of the family's own loader
-                raise StaleWeights(f"vLLM does not take the weights ({' '.join(str(e).split())[:200]}); take --engine torch") from e
+                why = " ".join(str(e).split())[:200]
+                raise StaleWeights(f"vLLM does not take the weights ({why}); take --engine torch") from None
             rebuild_heads(model)
         if asleep:
             self.wake("kv_cache")
