@@ -251,7 +251,9 @@ class Proof:
         for path, module in model.named_modules():
             parent, _, last = path.rpartition(".")
             for kind, parameter in module.named_parameters(recurse=False):
-                names = [f"{parent}.{part}.{kind}".lstrip(".") for part in packed.get(last, [last])]
+                whole = f"{path}.{kind}" in self.sent  # some families have packed it themselves
+                parts = [last] if whole else packed.get(last, [last])
+                names = [f"{parent}.{part}.{kind}".lstrip(".") for part in parts]
                 if isinstance(module, ParallelLMHead):
                     continue
                 absent = [name for name in names if name not in self.sent]

@@ -311,8 +311,10 @@ def test_in_bfloat16_one_small_update_is_told_from_none(pair, tiny_path, monkeyp
         engine.close()
 
 
-@pytest.mark.parametrize("family, settings", [("Granite", {"logits_scaling": 0.3}), ("Cohere", {"logit_scale": 3.0})])
-def test_a_family_with_a_logit_scale(family, settings, tiny_path, tmp_path):
+@pytest.mark.parametrize("family, settings", [
+    ("Granite", {"logits_scaling": 0.3}), ("Cohere", {"logit_scale": 3.0}), ("Glm4", {}), ("Phi3", {}),
+])  # fmt: skip
+def test_a_family_with_a_logit_scale_or_weights_that_it_packs_itself(family, settings, tiny_path, tmp_path):
     path = make_family(family, settings, tiny_path, tmp_path / family)
     model, tokenizer = load_model(path), load_tokenizer(path, STOP)
     engine = VllmEngine(path, tokenizer, STOP, max_len=MAX_LEN, dtype="float32", memory=0.02, seed=0)
