@@ -67,6 +67,9 @@ class VllmEngine:
     ):  # fmt: skip
         check_vllm()
         engine_args = settings(path, max_len=max_len, dtype=dtype, memory=memory, seed=seed)
+        config = load_config(path)
+        if config.model_type == "cohere2":  # vLLM adds a token to its windows, transformers does not
+            engine_args["hf_overrides"]["sliding_window"] = config.sliding_window - 1
         from vllm import EngineArgs, LLMEngine
 
         set_num_threads = torch.set_num_threads  # vLLM's CPU worker replaces it for the whole process
@@ -74,7 +77,7 @@ class VllmEngine:
         self.engine = LLMEngine.from_engine_args(EngineArgs(**engine_args))
         torch.set_num_threads = set_num_threads
         self.dtype, self.cuda = self.engine.model_config.dtype, torch.cuda.is_available()
-        self.tokenizer, self.stop, self.scale = tokenizer, stop, logit_scale(load_config(path))
+        self.tokenizer, self.stop, self.scale = tokenizer, stop, logit_scale(config)
         self.asleep = 0  # bytes that it gives back asleep: torch goes on counting them
         self.begin(seed)
 

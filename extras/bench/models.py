@@ -118,11 +118,11 @@ def same(equal: bool) -> str:
 
 
 def or_line(get: Callable[[], str]) -> str:
-    """What it returns, or the line with which it is refused."""
+    """What it returns, or the line with which it is refused, by vLLM in words of its own."""
     try:
         return get()
-    except Fault as e:
-        return str(e)
+    except Exception as e:
+        return " ".join(str(e).split())[:200]
 
 
 def vllm_turns(folder: str, model: object, tokenizer: object, contexts: dict) -> list[list[int]]:
