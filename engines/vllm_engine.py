@@ -67,6 +67,9 @@ class VllmEngine:
     ):  # fmt: skip
         check_vllm()
         engine_args = settings(path, max_len=max_len, dtype=dtype, memory=memory, seed=seed)
+        config = load_config(path)
+        if config.model_type == "cohere2":  # vLLM adds a token to its windows, transformers does not
+            engine_args["hf_overrides"]["sliding_window"] = config.sliding_window - 1
         from vllm import EngineArgs, LLMEngine
 
         set_num_threads = torch.set_num_threads  # vLLM's CPU worker replaces it for the whole process
@@ -74,7 +77,7 @@ class VllmEngine:
         self.engine = LLMEngine.from_engine_args(EngineArgs(**engine_args))
         torch.set_num_threads = set_num_threads
         self.dtype, self.cuda = self.engine.model_config.dtype, torch.cuda.is_available()
-        self.tokenizer, self.stop, self.scale = tokenizer, stop, logit_scale(load_config(path))
+        self.tokenizer, self.stop, self.scale = tokenizer, stop, logit_scale(config)
         self.asleep = 0  # bytes that it gives back asleep: torch goes on counting them
         self.begin(seed)
 
@@ -127,7 +130,7 @@ class VllmEngine:
                 self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": proof.record(weights)})
             except (ValueError, LookupError, AssertionError) as e:  # of the family's own loader
                 why = " ".join(str(e).split())[:200]
-                raise StaleWeights(f"vLLM does not take the weights ({why}); take --engine torch") from e
+                raise StaleWeights(f"vLLM does not take the weights ({why}); take --engine torch") from None
             rebuild_heads(model)
         if asleep:
             self.wake("kv_cache")
@@ -246,7 +249,9 @@ class Proof:
         for path, module in model.named_modules():
             parent, _, last = path.rpartition(".")
             for kind, parameter in module.named_parameters(recurse=False):
-                names = [f"{parent}.{part}.{kind}".lstrip(".") for part in packed.get(last, [last])]
+                whole = f"{path}.{kind}" in self.sent  # some families have packed it themselves
+                parts = [last] if whole else packed.get(last, [last])
+                names = [f"{parent}.{part}.{kind}".lstrip(".") for part in parts]
                 if isinstance(module, ParallelLMHead):
                     continue
                 absent = [name for name in names if name not in self.sent]

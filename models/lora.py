@@ -114,15 +114,11 @@ def layers(model: Any) -> dict[str, LoRALinear]:
 
 
 def coverage(model: Any) -> str:
-    """Returns in words what adapters train of a model: in a mixture of experts, whose weights are no linear layers,
-    attention alone."""
-    ends = id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)
-    sizes, adapted = dict[str, int](), layers(model)
-    for name, p in model.named_parameters():
-        if p.ndim > 1 and not is_adapter(name) and id(p) not in ends:
-            sizes[name] = p.numel()
-    frozen = sorted({re.sub(r".*\.\d+\.", "", name) for name in sizes if name not in adapted})
-    share = sum(sizes[name] for name in adapted) / sum(sizes.values())
+    """Returns in words what has adapters: in a mixture of experts, which are no linear layers, attention alone."""
+    adapted, inside = layers(model), re.compile(r".*\.\d+\.")  # a layer has a number
+    matrices = {k: p for k, p in model.named_parameters() if p.ndim > 1 and inside.match(k) and not is_adapter(k)}
+    frozen = sorted({inside.sub("", name) for name in matrices if name not in adapted})
+    share = sum(matrices[name].numel() for name in adapted) / sum(p.numel() for p in matrices.values())
     return f"LoRA on {share:.0%} of the layers' weights" + f" (not on {', '.join(frozen)})" * bool(frozen)
 
 

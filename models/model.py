@@ -93,7 +93,7 @@ def load_model(path: str, longest: int = 0) -> Any:
 
     _silence_transformers()
     config = load_config(path)
-    described = dict(skeleton(config).named_parameters())
+    described = {name for name, _ in skeleton(config).named_parameters()}
     try:
         model, loaded = AutoModelForCausalLM.from_pretrained(
             path, config=config, dtype=torch.float32, attn_implementation="packed", output_loading_info=True,
@@ -109,7 +109,7 @@ def load_model(path: str, longest: int = 0) -> Any:
             first = min(name if isinstance(name, str) else name[0] for name in names)
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise Fault(f"--model {path}: weights are {what}: {first}{more}; use a complete copy of the model")
-    if odd := described.keys() ^ dict(model.named_parameters()).keys():
+    if odd := described ^ dict(model.named_parameters()).keys():
         raise Fault(
             f"--model {path}: its config.json (tie_word_embeddings = {config.tie_word_embeddings}) and its weights"
             f" disagree about {min(odd)}: correct one of them"

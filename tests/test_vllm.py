@@ -311,8 +311,11 @@ def test_in_bfloat16_one_small_update_is_told_from_none(pair, tiny_path, monkeyp
         engine.close()
 
 
-@pytest.mark.parametrize("family, settings", [("Granite", {"logits_scaling": 0.3}), ("Cohere", {"logit_scale": 3.0})])
-def test_a_family_with_a_logit_scale(family, settings, tiny_path, tmp_path):
+@pytest.mark.parametrize("family, settings", [
+    ("Granite", {"logits_scaling": 0.3}), ("Cohere", {"logit_scale": 3.0}), ("Glm4", {}), ("Phi3", {}),
+    ("Cohere2", {"sliding_window": 8, "logit_scale": 3.0}), ("Mistral", {"sliding_window": 8}),
+])  # fmt: skip
+def test_a_family_with_a_logit_scale_weights_that_it_packs_itself_or_windows(family, settings, tiny_path, tmp_path):
     path = make_family(family, settings, tiny_path, tmp_path / family)
     model, tokenizer = load_model(path), load_tokenizer(path, STOP)
     engine = VllmEngine(path, tokenizer, STOP, max_len=MAX_LEN, dtype="float32", memory=0.02, seed=0)
@@ -320,6 +323,7 @@ def test_a_family_with_a_logit_scale(family, settings, tiny_path, tmp_path):
         for factor in (1.0, 1.2):
             current = changed(model, factor)
             engine.load(weights(current))
+            current.set_attn_implementation("eager")
             contexts = contexts_of(tokenizer)
             for key, (ids, logps) in turns(engine, contexts, 10, 0.7).items():
                 wanted = own_logps(current, torch.tensor(contexts[key] + ids), 0.7)[-len(ids) :]
