@@ -105,7 +105,7 @@ class Recorder:
         return record
 
     def measure(self, taus) -> dict:
-        return {"measured": len(taus)}
+        return step_metrics(self.task, taus, self.cfg.G)
 
     def look(self, name: str) -> None:
         """Keeps (name, weights, latest step in the buffer)."""
@@ -540,6 +540,7 @@ def run(
     policy, log = WatchedPolicy({FIRST: 0} | right), Recorder(cfg)
     policy.log, optimizer = log, None if static else TableOptimizer(*replies)
     evolution = inspo.Evolution(cfg, task := task(cfg, D), optimizer, population(cfg), log)
+    log.task = task
     checkpoints = Kept(evolution.P, evolution.B, log, restored, at)
     return inspo.inspo(cfg, task, policy, evolution, checkpoints, log), policy, log, optimizer
 

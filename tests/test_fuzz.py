@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tokenizers_like import control_ids, made
 
 from config import Config
+from engines import FinishedTurn
 from plumbing.faults import Fault, OptimizerDown, ToolDown
 from plumbing.outside import printable
 from reflect import MAX_REPLY, Optimizer, normalize, read_candidates, read_paid_calls
@@ -230,7 +231,7 @@ class Searcher:
     def generate(self, contexts, max_new, temperature):
         ids = self.turns[self.k]
         self.k += 1
-        return [(row, ids, [-1.0] * len(ids)) for row in contexts]
+        return [FinishedTurn(row, ids, [-1.0] * len(ids)) for row in contexts]
 
 
 def test_a_search_server_may_answer_anything(server):

@@ -313,7 +313,7 @@ def test_stopped_at_every_call_again_and_again_a_run_still_ends_the_same(whole, 
 
 
 def test_seconds_add_up_over_all_resumes_of_a_run(tmp_path):
-    """Every process counts from its own start; this one, in which all of them are played, has taken the longer."""
+    """Every process counts from its own start, and goes on from what the last row of a step says."""
     with pytest.raises(Fault):
         play(tmp_path / "r", Calls(30, stop.Stopped("stopped")))
     last = read_jsonl(tmp_path / "r" / "metrics.jsonl")[-1]
@@ -322,7 +322,7 @@ def test_seconds_add_up_over_all_resumes_of_a_run(tmp_path):
     began = time.perf_counter()
     play(tmp_path / "r", Calls())
     seconds = json.loads((tmp_path / "r" / "summary.json").read_text())["seconds"]
-    assert seconds - last["time/total"] - 1000 > time.perf_counter() - began
+    assert 0 <= seconds + 0.05 - last["time/total"] - 1000 <= time.perf_counter() - began + 0.1  # it is rounded
 
 
 # ---- every death, and every death after it

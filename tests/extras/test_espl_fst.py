@@ -63,6 +63,7 @@ def run(name, right, *replies, restored=None, at=(1, 0), policy=FlakyPolicy, **k
     policy.learner = object.__new__(ObjectiveLearner)  # for its rule of the advantages
     policy.learner.cfg, policy.learner.memory = cfg, {}
     log, optimizer, task = Recorder(cfg), TableOptimizer(*replies), Exam(cfg, questions("q", 6))
+    log.task = task
     log.ledger, log.rows = Ledger(), []
     log.run = SimpleNamespace(append=lambda name, row: log.rows.append(row))
     policy.log, evolution = log, kind(cfg, task, optimizer, population(cfg), log)
