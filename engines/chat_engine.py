@@ -14,10 +14,10 @@ from typing import Any
 
 from engines import FinishedTurn
 from engines.remote import RemoteTurns
-from plumbing.client import RequestFailed
+from plumbing.client import TOO_LONG, Client, RequestFailed
 from plumbing.faults import EngineFault, Fault
 from plumbing.outside import without_secrets
-from plumbing.replies import TOO_LONG, ChatClient, Reply, read_reply
+from plumbing.replies import Reply, read_reply
 
 
 class Words:
@@ -51,7 +51,7 @@ class ChatEngine:
         self, url: str, name: str, tokenizer: Words, stop: tuple[str, ...], *, api_key: str = "", retries: int = 4
     ):  # fmt: skip
         self.url, self.tokenizer, self.stop = without_secrets(url), tokenizer, stop
-        self.client = ChatClient([url], 300, retries, api_key)
+        self.client = Client([url], 300, retries, api_key)
         self.name = self.choose(name)
         self.pool = ThreadPoolExecutor(32)
         self.begin(0)

@@ -18,6 +18,12 @@ MAX_WAIT = 60.0  # seconds between two rounds, whatever a server asks for
 MAX_ANSWER = 64 << 20  # bytes of an answer, unpacked
 BUSY = (408, 409, 425, 429)  # statuses besides 5xx that another attempt may not meet
 
+# How servers say that a conversation is too long, and how they name an option that a model refuses.
+TOO_LONG = re.compile(r"HTTP 413|\btokens\b|context.?(?:length|size|window|limit)|too (?:long|large)", re.I)
+OPTION = re.compile(
+    r"(?:['\"`:]|\b(?:parameter|argument|field|support))s? ?(max_(?:completion_)?tokens|temperature|stop|seed)\b", re.I
+)
+
 
 class RequestFailed(Outage):
     """No usable answer: the server and its last fault in words. A `transient` fault may be gone at the next attempt."""
@@ -76,6 +82,7 @@ class Client:
         self.timeout, self.retries, self.retry_timeout, self.revive = timeout, retries, retry_timeout, revive
         self.secrets = [key.strip()] if key and len(key) >= 8 else []  # a short one ("EMPTY") is a word of any text
         self.faults = 0  # transient faults so far
+        self.refused = {"max_completion_tokens"}  # options of `chat`; this one is for models that refuse max_tokens
         self.session = requests.Session()
         self.session.trust_env = key is not None and not any(map(_is_loopback, self.urls))
         if key:
@@ -104,6 +111,22 @@ class Client:
                 sleep(max(back_off(round), min(MAX_WAIT, pause)))
             if url := self.revive():
                 self.urls[0] = at(url)
+
+    def chat(self, body: dict[str, Any], read: Callable[[Any], T], retries: int | None = None) -> T:
+        """As `ask` of a chat endpoint, without the options that its model has refused."""
+        sent = {key: value for key, value in body.items() if key not in self.refused}
+        try:
+            return self.ask("/chat/completions", sent, read, retries)
+        except RequestFailed as e:
+            named = OPTION.search(str(e))
+            if e.transient or not named or named[1] not in sent or TOO_LONG.search(str(e)):
+                raise
+        if named[1] not in self.refused:  # another thread may have been told first
+            self.refused.add(named[1])
+            if named[1] == "max_tokens":
+                self.refused.remove("max_completion_tokens")
+            print(f"{body['model']} refuses {named[1]}: it is asked without", flush=True)
+        return self.chat(body, read, retries)
 
     def _ask(self, path: str, body: Any, read: Callable[[Any], T]) -> T:
         url = at(self.urls[0], path)

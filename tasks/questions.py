@@ -21,7 +21,7 @@ from tasks import Question
 # Without the metadata, which holds HotpotQA's passages: most of Search-R1's 356 MB.
 COLUMNS = ("id", "question", "golden_answers", "data_source", "prompt", "reward_model", "extra_info")
 ARTICLES = ("a", "an", "the")
-JSON_TEXT = re.compile(r'\s*(\[\s*["{]|\{\s*")')  # an answer may be [0, 1]
+JSON_TEXT = re.compile(r'\s*"?(\[[\s\\n]*["{]|\{[\s\\n]*")')  # an answer may be [0, 1]
 OTHER_SCRIPTS = re.compile(f"[\u0530-\u1cff{SIGNS}]")
 
 
@@ -128,7 +128,7 @@ def _unpacked(value: object) -> object:
     """Returns what a JSON text of an object, or of a list of texts or objects, says: exports write columns so."""
     if isinstance(value, str) and JSON_TEXT.match(value):
         with suppress(ValueError):
-            return decoded(value)
+            return _unpacked(decoded(value))  # it may be written twice
     return value
 
 

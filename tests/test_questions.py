@@ -212,7 +212,12 @@ CHAT = [{"role": "user", "content": "Question: who wrote it"}]
         ({"reward_model": {"ground_truth": '{"target": ["x", "y"]}'}}, ("x", "y")),
         ({"reward_model": {"ground_truth": {"target": '["x", "y"]'}}}, ("x", "y")),
         ({"reward_model": '{"ground_truth": "[\\"x\\"]"}'}, ("x",)),  # twice
+        ({"golden_answers": json.dumps(json.dumps(["x", "y"]))}, ("x", "y")),
+        ({"golden_answers": json.dumps(json.dumps(["x"], indent=1))}, ("x",)),
+        ({"reward_model": json.dumps(json.dumps({"ground_truth": {"target": ["x"]}}))}, ("x",)),
         # answers that look like it
+        ({"golden_answers": '"[0, 1]"'}, ('"[0, 1]"',)),
+        ({"golden_answers": '"[x] marks the spot" she said'}, ('"[x] marks the spot" she said',)),
         ({"golden_answers": "[0, 1]"}, ("[0, 1]",)),
         ({"golden_answers": '{"a": 1}'}, ('{"a": 1}',)),
         ({"golden_answers": '[{"name": "f"}]'}, ('[{"name": "f"}]',)),

@@ -229,7 +229,6 @@ def test_only_complete_numbered_blocks_of_a_reply_count(reply, blocks):
         ("<reasoning_content>Try <ins_1>A</ins_1>.</reasoning_content><ins_1>B</ins_1>", ["B"]),
         ("<inner_monologue>Try <ins_1>A</ins_1>.</inner_monologue><ins_1>B</ins_1>", ["B"]),
         ("<CoT>Try <ins_1>A</ins_1>.</CoT><ins_1>B</ins_1>", ["B"]),
-        ("<draft>\n<ins_1>A</ins_1>\n</draft>\n<ins_1>B</ins_1>", ["B"]),
         ("Keep <think> and </think>. <ins_1>A</ins_1>", ["A"]),
         ("<ins_1>A</ins_1> They keep <think> and </think>.", ["A"]),
     ],
