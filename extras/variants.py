@@ -4,40 +4,16 @@ A docstring has the paper, the formula with its constants, and what differs from
 advantage, L the action tokens of a trajectory, p a token's probability, H its entropy, rho = p / p_old.
 """
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from extras.batch import SMALL, Array, Batch, Ints, Mask, groups, normal, scaled
 from grpo import clipped_surrogate
 
-if TYPE_CHECKING:
-    from extras.objectives import Batch
-
-Array = npt.NDArray[np.float64]
-Mask = npt.NDArray[np.bool_]
 Columns = dict[str, Array]
-SMALL = 1e-6  # added to a standard deviation in a denominator, as in Eq. 3
-
-
-def groups(number: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
-    """Returns the places of each group's members."""
-    return [np.flatnonzero(number == k) for k in range(number.max(initial=-1) + 1)]
-
-
-def scaled(x: Array) -> Array:
-    """Returns x in units of its standard deviation."""
-    return x / (x.std(ddof=1) + SMALL) if len(x) > 1 else x
-
-
-def normal(x: Array) -> Array:
-    """Returns (x - mean) / (std + 1e-6), as in Eq. 3."""
-    return scaled(x - x.mean())
 
 
 # ---- reward: (n,)
@@ -160,7 +136,7 @@ def consistency(b: Batch) -> Array:
 
 def bundle_scores(b: Batch) -> Array:
     """Returns RiskPO's score: the sum of the i-th rewards of 5 groups of one instruction; fewer are scaled to 5."""
-    s, by_instruction = np.zeros(b.n), dict[int, list[npt.NDArray[np.int64]]]()
+    s, by_instruction = np.zeros(b.n), dict[int, list[Ints]]()
     for rows in sorted(groups(b.group), key=lambda rows: b.taus[rows[0]].group):
         by_instruction.setdefault(int(b.instruction[rows[0]]), []).append(rows)
     for own in by_instruction.values():
@@ -274,7 +250,7 @@ def at_the_end(b: Batch, exists: Mask) -> Array:
     return (np.arange(exists.shape[1]) == last[:, None]) * b.reward[:, None]
 
 
-def by_cell(x: Array, number: npt.NDArray[np.int64], b: Batch) -> Array:
+def by_cell(x: Array, number: Ints, b: Batch) -> Array:
     """Returns Eq. 3 for the entries of x (n, K) that share a number; 0 where it is below 0."""
     out, rows = np.zeros(x.shape), number >= 0
     out[rows] = b.each(normal, x[rows], number[rows])
