@@ -191,12 +191,7 @@ def _(gap, predicted, right_probabilities, right_weight, tau_s, taus, w):
         "tau_s at which the best gets half": taus[np.abs(np.array(_best) - 0.5).argmin()],
         "largest distance to Population": gap,
     }
-    mo.vstack(
-        [
-            desk.compare("The share of the best", predicted, found["share of the best"]),
-            desk.list_found(found, predicted),
-        ]
-    )
+    desk.conclude("The share of the best", predicted, found, "share of the best")
     return
 
 

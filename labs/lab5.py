@@ -246,15 +246,10 @@ def _(
         "and questions that differ": alike[_k],
         "rewards needed for 0.05": rewards_needed(best, other, cfg.N_P, keep, 0.05),
     }
-    mo.vstack(
-        [
-            desk.compare("The best one is pruned", predicted, found["and questions that differ"]),
-            desk.list_found(found, predicted),
-            mo.md(
-                "Your formula describes the simulation with equal shares. Eq. 4, and questions that differ, do what it "
-                "leaves out."
-            ),
-        ]
+    desk.conclude(
+        "The best one is pruned", predicted, found, "and questions that differ",
+        "Your formula describes the simulation with equal shares. Eq. 4, and questions that differ, do what it leaves "
+        "out.",
     )
     return
 

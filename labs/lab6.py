@@ -307,12 +307,9 @@ def _(counts, joined, on_test, predicted, verified):
         "the world's best on test": on_test["the world's"],
         "yours that joined": len(joined["yours"]),
     }
-    mo.vstack(
-        [
-            desk.compare("Your best instruction, on test questions", predicted, on_test["yours"]),
-            desk.list_found(found, predicted),
-            mo.md(f"Yours: {_best.text.replace('<', '&lt;')}"),
-        ]
+    desk.conclude(
+        "Your best instruction, on test questions", predicted, found, "your best on test",
+        f"Yours: {_best.text.replace('<', '&lt;')}",
     )
     return
 

@@ -1,15 +1,16 @@
 """The embedded world in one process, for notebooks: its first policy, its questions, a search without a server."""
 
 import copy
-import json
 from collections.abc import Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 from config import PRESETS, Config
 from engines.torch_engine import TorchEngine
 from grpo import Learner
 from models.model import load_policy
+from plumbing.files import read_jsonl
 from retrieval.bm25 import BM25
 from rollout import rollout
 from tasks import Job, Task, Trajectory, choose_instruction, reward, rng_of
@@ -36,8 +37,7 @@ class Library(Tool):
     show = Search.show
 
     def __init__(self, corpus: str, topk: int):
-        with open(corpus, encoding="utf-8") as file:
-            self.contents = [json.loads(line)["contents"] for line in file]
+        self.contents = [row["contents"] for row in read_jsonl(Path(corpus))]
         self.index, self.topk = BM25.build(self.contents), topk
 
     def submit(self, argument: str) -> "Future[list[str]]":

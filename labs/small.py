@@ -8,6 +8,7 @@ from tokenizers import pre_tokenizers, trainers
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer, logging
 
 from config import WORLD
+from plumbing.files import read_jsonl
 
 EOS = "<|endoftext|>"
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"  # none is needed here, but every policy has one
@@ -15,13 +16,11 @@ TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"  # none is ne
 
 def calls() -> list[str]:
     """Returns what the policy is taught to write: a search for each of the world's training questions."""
-    with open(WORLD / "train.jsonl", encoding="utf-8") as file:
-        return [f"<search> {json.loads(line)['question']} </search>" for line in file]
+    return [f"<search> {row['question']} </search>" for row in read_jsonl(WORLD / "train.jsonl")]
 
 
 def passages() -> list[str]:
-    with open(WORLD / "corpus.jsonl", encoding="utf-8") as file:
-        return [json.loads(line)["contents"].replace("\n", " ") for line in file]
+    return [row["contents"].replace("\n", " ") for row in read_jsonl(WORLD / "corpus.jsonl")]
 
 
 def tokenizer_of(texts: list[str], tokens: int) -> Qwen2Tokenizer:
