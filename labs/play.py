@@ -14,20 +14,14 @@ from plumbing.files import read_jsonl
 from retrieval.bm25 import BM25
 from rollout import rollout
 from tasks import Job, Task, Trajectory, choose_instruction, reward, rng_of
-from tasks.formats import find_lost_tag
 from tasks.search import Search
 from tasks.search_qa import SearchQA
-from tasks.tools import ANSWER, Tool, list_stop_strings
+from tasks.tools import Tool, list_stop_strings
 
 
 def config(**knobs: Any) -> Config:
     """The configuration of the embedded default, with other knobs where they are given."""
     return Config(**PRESETS["world"] | knobs)
-
-
-def unfit(candidate: str, parent: str) -> str:
-    """Names the agent's tag that a candidate has lost, as inspo.py asks of the optimizer's; "" if none."""
-    return find_lost_tag(candidate, parent, ("search", ANSWER))
 
 
 class Library(Tool):
@@ -67,8 +61,9 @@ class Player:
     def rollout(self, t: int, purpose: str, jobs: Sequence[Job]) -> list[Trajectory]:
         """Plays the jobs; other steps and purposes, other samples."""
         seed = int(rng_of(self.cfg.seed, t, purpose).integers(2**31))
-        temperature = self.cfg.temperature
-        return rollout(self.engine, self.tokenizer, self.task, jobs, self.cfg, temperature=temperature, seed=seed)
+        return rollout(
+            self.engine, self.tokenizer, self.task, jobs, self.cfg, temperature=self.cfg.temperature, seed=seed
+        )
 
     def play(self, t: int, purpose: str, jobs: Sequence[Job]) -> list[Trajectory]:
         """Plays the jobs and sets rewards and advantages (Alg.1 line 6 and 7, Eq. 3)."""
