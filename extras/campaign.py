@@ -143,9 +143,9 @@ def table(campaign: Campaign, rows: Sequence[Row]) -> str:
     )
 
 
-def smooth(y: Sequence[float], n: int = 5) -> list[tuple[int, float]]:
-    """Averages the last `n` values at each step: (step, mean)."""
-    return [(k, float(np.mean(y[max(0, k - n) : k]))) for k in range(1, len(y) + 1)]
+def smooth(y: Sequence[float]) -> list[tuple[int, float]]:
+    """Averages the last 5 values at each step: (step, mean)."""
+    return [(k, float(np.mean(y[max(0, k - 5) : k]))) for k in range(1, len(y) + 1)]
 
 
 def make_panels(n: int, **how: Any) -> tuple[Any, Any]:

@@ -236,18 +236,18 @@ def first_result(b: Batch, A: Array) -> Array:
     return A[:, None] + before * b.each(normal, reward, b.group)[:, None]
 
 
-def returns(reward: Array, gamma: float) -> Array:
-    """Returns the discounted sum of the rewards (n, K) from each turn on."""
+def returns(reward: Array) -> Array:
+    """Returns the discounted sum of the rewards (n, K) from each turn on, with gamma .95."""
     out, rest = np.zeros(reward.shape), np.zeros(len(reward))
     for k in reversed(range(reward.shape[1])):
-        rest = out[:, k] = reward[:, k] + gamma * rest
+        rest = out[:, k] = reward[:, k] + 0.95 * rest
     return out
 
 
-def at_the_end(b: Batch, exists: Mask) -> Array:
+def at_the_end(b: Batch) -> Array:
     """Returns the reward in each trajectory's last turn, 0 elsewhere (n, K)."""
-    last = exists.sum(1) - 1
-    return (np.arange(exists.shape[1]) == last[:, None]) * b.reward[:, None]
+    last = (b.state >= 0).sum(1) - 1
+    return (np.arange(b.state.shape[1]) == last[:, None]) * b.reward[:, None]
 
 
 def by_cell(x: Array, number: Ints, b: Batch) -> Array:
@@ -262,15 +262,14 @@ def anchored(b: Batch, A: Array) -> Array:
 
     A state is what the turn answers to: the prompt, or the passages it was given last, equal to the letter.
     """
-    return A[:, None] + by_cell(returns(at_the_end(b, b.state >= 0), 0.95), b.state, b)
+    return A[:, None] + by_cell(returns(at_the_end(b)), b.state, b)
 
 
 def discounted(b: Batch, A: Array) -> Array:
     """EAPO (IterResearch, 2511.07327): a turn is a sample of its own with the reward gamma^(T - t) R, and Eq. 3
     compares all turns of a group. gamma .95 is ours: the paper's was not found. The context is not cut into rounds.
     """
-    exists = b.state >= 0
-    return by_cell(returns(at_the_end(b, exists), 0.95), np.where(exists, b.group[:, None], -1), b)
+    return by_cell(returns(at_the_end(b)), np.where(b.state >= 0, b.group[:, None], -1), b)
 
 
 def stage_returns(b: Batch, A: Array) -> Array:
@@ -279,9 +278,9 @@ def stage_returns(b: Batch, A: Array) -> Array:
     Our reading: a stage is a turn; R_j is 1 where a result holds a gold answer, and at the end the trajectory's reward
     (the paper has a judge); lambda_kj = .95^(j - k) (not found).
     """
-    exists, K = b.state >= 0, b.state.shape[1]
-    stage = np.where(exists, b.group[:, None] * K + np.arange(K), -1)
-    return by_cell(returns(b.found + at_the_end(b, exists), 0.95), stage, b)
+    K = b.state.shape[1]
+    stage = np.where(b.state >= 0, b.group[:, None] * K + np.arange(K), -1)
+    return by_cell(returns(b.found + at_the_end(b)), stage, b)
 
 
 # ---- selection: (N,)

@@ -16,7 +16,7 @@ from rollout import rollout
 from tasks import Job, Task, Trajectory, choose_instruction, reward, rng_of
 from tasks.search import Search
 from tasks.search_qa import SearchQA
-from tasks.tools import Tool, list_stop_strings
+from tasks.tools import list_stop_strings
 
 
 def config(**knobs: Any) -> Config:
@@ -24,15 +24,13 @@ def config(**knobs: Any) -> Config:
     return Config(**PRESETS["world"] | knobs)
 
 
-class Library(Tool):
+class Library(Search):
     """The world's search, answered at once: the passages and the ranking are those of its server."""
 
-    tag, noun, argument, plural, result_tag = "search", "a search", "query", "searches", "information"
-    show = Search.show
-
-    def __init__(self, corpus: str, topk: int):
-        self.contents = [row["contents"] for row in read_jsonl(Path(corpus))]
-        self.index, self.topk = BM25.build(self.contents), topk
+    def __init__(self, cfg: Config):
+        super().__init__("", cfg.topk)
+        self.contents = [row["contents"] for row in read_jsonl(Path(cfg.corpus))]
+        self.index = BM25.build(self.contents)
 
     def submit(self, argument: str) -> "Future[list[str]]":
         passages: Future[list[str]] = Future()
@@ -45,7 +43,7 @@ class LibraryQA(SearchQA):
 
     def __init__(self, cfg: Config):
         super().__init__(cfg)
-        self.tools = [Library(cfg.corpus, cfg.topk)]
+        self.tools = [Library(cfg)]
         self.instruction = choose_instruction(self)
 
 
@@ -53,9 +51,9 @@ class Player:
     """A policy with its engine and its learner in this process: `rollout` and `update`, as inspo.py calls them."""
 
     def __init__(self, cfg: Config, task: Task):
-        self.cfg, self.task = cfg, task
-        self.model, self.tokenizer = load_policy(cfg.model, list_stop_strings(task.tools))
-        self.engine = TorchEngine(self.model, self.tokenizer, list_stop_strings(task.tools), cfg.max_rows)
+        self.cfg, self.task, ends = cfg, task, list_stop_strings(task.tools)
+        self.model, self.tokenizer = load_policy(cfg.model, ends)
+        self.engine = TorchEngine(self.model, self.tokenizer, ends, cfg.max_rows)
         self.learner = Learner(self.model, copy.deepcopy(self.model), cfg)
 
     def rollout(self, t: int, purpose: str, jobs: Sequence[Job]) -> list[Trajectory]:

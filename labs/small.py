@@ -23,12 +23,12 @@ def passages() -> list[str]:
     return [row["contents"].replace("\n", " ") for row in read_jsonl(WORLD / "corpus.jsonl")]
 
 
-def tokenizer_of(texts: list[str], tokens: int) -> Qwen2Tokenizer:
+def tokenizer_of(texts: list[str]) -> Qwen2Tokenizer:
     """Returns a tokenizer that cuts text as Qwen2.5's does, with merges learned from these texts."""
     core = Qwen2Tokenizer().backend_tokenizer
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(
-        vocab_size=tokens, special_tokens=[EOS], initial_alphabet=alphabet, show_progress=False
+        vocab_size=500, special_tokens=[EOS], initial_alphabet=alphabet, show_progress=False
     )
     core.train_from_iterator(texts, trainer)
     bpe = json.loads(core.to_str())["model"]
@@ -36,11 +36,11 @@ def tokenizer_of(texts: list[str], tokens: int) -> Qwen2Tokenizer:
     return Qwen2Tokenizer(vocab=bpe["vocab"], merges=merges, chat_template=TEMPLATE)
 
 
-def train(folder: str | Path, steps: int, tokens: int = 500, batch: int = 16, seed: int = 0) -> str:
+def train(folder: str | Path, steps: int) -> str:
     """Trains a policy of 0.1M parameters for `steps` to write `calls`, saves it in `folder` and returns that."""
     texts = calls()
     shown = [f"{call}\n\n<information> {p} </information>\n\n" for call, p in zip(texts, passages(), strict=False)]
-    tokenizer = tokenizer_of(shown, tokens)
+    tokenizer = tokenizer_of(shown)
     data = [tokenizer(text + EOS, add_special_tokens=False)["input_ids"] for text in texts]
     ids = torch.full((len(data), max(map(len, data))), tokenizer.eos_token_id)
     labels = torch.full_like(ids, -100)  # no loss on the padding
@@ -52,11 +52,11 @@ def train(folder: str | Path, steps: int, tokens: int = 500, batch: int = 16, se
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.eos_token_id,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         model = Qwen2ForCausalLM(config)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         for _ in range(steps):
-            rows = torch.randint(len(data), (batch,))
+            rows = torch.randint(len(data), (16,))
             model(input_ids=ids[rows], labels=labels[rows]).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
