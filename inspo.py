@@ -262,7 +262,7 @@ def train(
             make_policy(fitted, ranks, task, learner).follow()  # does what rank 0 calls, until it closes
             return None
         with stop.may_stop():
-            run = stack.enter_context(RunDirectory.opened(cfg, task))
+            run = stack.enter_context(RunDirectory.opened(cfg, task, learner, population, evolution))
             serve = stack.enter_context(Servers(run.path / "servers.log"))
             tools = task.start(serve)
             optimizer = connect(cfg, serve, run.rows("reflections"))

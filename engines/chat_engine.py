@@ -14,16 +14,10 @@ from typing import Any
 
 from engines import FinishedTurn
 from engines.remote import RemoteTurns
-from plumbing.client import Client, RequestFailed
+from plumbing.client import RequestFailed
 from plumbing.faults import EngineFault, Fault
 from plumbing.outside import without_secrets
-from plumbing.replies import Reply, read_reply
-
-# How servers say that a conversation is too long, and how they name an option that a model refuses.
-TOO_LONG = re.compile(r"HTTP 413|\btokens\b|context.?(?:length|size|window|limit)|too (?:long|large)", re.I)
-OPTION = re.compile(
-    r"(?:['\"`:]|\b(?:parameter|argument|field|support))s? ?(max_(?:completion_)?tokens|temperature|stop|seed)\b", re.I
-)
+from plumbing.replies import TOO_LONG, ChatClient, Reply, read_reply
 
 
 class Words:
@@ -57,8 +51,7 @@ class ChatEngine:
         self, url: str, name: str, tokenizer: Words, stop: tuple[str, ...], *, api_key: str = "", retries: int = 4
     ):  # fmt: skip
         self.url, self.tokenizer, self.stop = without_secrets(url), tokenizer, stop
-        self.client = Client([url], 300, retries, api_key)
-        self.refused = {"max_completion_tokens"}  # options to leave out; this one is for models that refuse max_tokens
+        self.client = ChatClient([url], 300, retries, api_key)
         self.name = self.choose(name)
         self.pool = ThreadPoolExecutor(32)
         self.begin(0)
@@ -106,7 +99,7 @@ class ChatEngine:
     def ask(self, key: int, body: dict[str, Any]) -> FinishedTurn:
         """Returns the server's turn, the last one if it refuses this conversation alone; raises EngineFault."""
         try:
-            reply = self.request(body)
+            reply = self.client.chat(body, read_reply)
             stop = "refused" * reply.refused
         except RequestFailed as e:
             if e.transient or not self.serves(body):
@@ -115,26 +108,10 @@ class ChatEngine:
         ids = self.tokenizer(self.closed(reply.text))["input_ids"]
         return FinishedTurn(key, ids, [0.0] * len(ids), stop)
 
-    def request(self, body: dict[str, Any], retries: int | None = None) -> Reply:
-        """Returns the reply to a request without the options that the model has refused; raises RequestFailed."""
-        sent = {key: value for key, value in body.items() if key not in self.refused}
-        try:
-            return self.client.ask("/chat/completions", sent, read_reply, retries)
-        except RequestFailed as e:
-            named = OPTION.search(str(e))
-            if e.transient or not named or named[1] not in sent or TOO_LONG.search(str(e)):
-                raise
-        if named[1] not in self.refused:  # another thread may have been told first
-            self.refused.add(named[1])
-            if named[1] == "max_tokens":
-                self.refused.remove("max_completion_tokens")
-            print(f"{body['model']} refuses {named[1]}: it is asked without", flush=True)
-        return self.request(body, retries)
-
     def serves(self, body: dict[str, Any]) -> bool:
         """Returns whether the server answers a greeting."""
         try:
-            self.request(body | {"messages": [{"role": "user", "content": "Hi"}]}, 0)
+            self.client.chat(body | {"messages": [{"role": "user", "content": "Hi"}]}, read_reply, 0)
         except RequestFailed:
             return False
         return True

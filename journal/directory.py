@@ -57,12 +57,12 @@ class RunDirectory:
 
     @classmethod
     @contextlib.contextmanager
-    def opened(cls, cfg: Config, task: Task) -> Iterator[RunDirectory]:
+    def opened(cls, cfg: Config, task: Task, *parts: object) -> Iterator[RunDirectory]:
         """Yields the directory of a run; what ends a run that can be resumed becomes a Fault that says how.
 
         An error in a user's code is raised as it is, for its traceback, after a line that says how.
         """
-        run = cls.open(cfg, preset_of(cfg.model), describe_run(task))
+        run = cls.open(cfg, preset_of(cfg.model), describe_run(task, *parts))
         try:
             yield run
         except BaseException as e:  # a notebook's KeyboardInterrupt, too

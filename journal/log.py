@@ -115,7 +115,7 @@ class Log:
     def measure(self, taus: Sequence[Trajectory]) -> dict[str, Any]:
         """Returns what a step's row says of its rewarded rollouts."""
         self.rewarded = time.perf_counter()
-        return step_metrics(self.task, taus, self.cfg.G)
+        return step_metrics(self.task, taus, self.cfg.G, self.metrics)
 
     def step(self, t: int, taus: Sequence[Trajectory], P: Population, row: dict[str, Any]) -> None:
         """Logs the rollouts and the update of step t, with the weights as they are before any instruction is pruned."""
@@ -163,7 +163,7 @@ class Log:
 
         Of a `setting` of the final table it stores a sample of the trajectories, the same questions for all.
         """
-        rows = measure(self.task, taus)
+        rows = measure(self.task, taus, self.metrics)
         self.metrics = list(rows[0])
         if setting:
             self.spread[setting] = statistics.pstdev(row[self.metrics[0]] for row in rows)

@@ -17,6 +17,7 @@ from tasks.tools import WORDS
 
 Row = dict[str, Any]
 BLOCK, BLOCKS = 1 << 20, 256  # a file is read in at most so many blocks: one of more than 256 MiB is sampled
+PLAIN = ("Learner", "Population", "Evolution")
 PATHS = ("train", "valid", "test", "corpus", "instruction", "model")  # knobs that name files: their content counts
 # Knobs that a resumed run may change: they affect where and how fast it runs, not what it computes.
 FREE = {
@@ -34,17 +35,21 @@ def with_absolute_paths(cfg: Config) -> Row:
     return knobs | {name: str(path.absolute()) for name, path in paths.items() if path.exists()}
 
 
-def describe_run(task: Task) -> Row:
+def describe_run(task: Task, *parts: object) -> Row:
     """Returns the content of a run. Where --train is cut by --seed, both parts are one set: seeds do not differ."""
     train = sorted([*task.questions("train"), *task.questions("valid")], key=lambda q: q.id)
     questions = {"train or valid": train, "test": task.questions("test")}
+    own = [part for part in parts if part and getattr(part, "__qualname__", "") not in PLAIN]
     order = {"order of train": digest([q.id for q in task.questions("train")])}  # by which each step draws
-    return describe(task, questions, task.instruction, describe_model(task.cfg.model)) | order
+    order["classes given to train"] = digest([getattr(part, "__qualname__", part) for part in own])
+    return describe(task, questions, task.instruction, describe_model(task.cfg.model), own) | order
 
 
-def describe(task: Task, questions: Mapping[str, Sequence[Question]], instruction: str, weights: str) -> Row:
+def describe(
+    task: Task, questions: Mapping[str, Sequence[Question]], instruction: str, weights: str, parts: Sequence[Any] = ()
+) -> Row:
     """Returns by name, for `differences`: what is asked, under which instruction, of which model, with what code."""
-    used = [*type(task).__mro__, task.format, *(getattr(tool, "function", tool) for tool in task.tools)]
+    used = [*type(task).__mro__, task.format, *(getattr(tool, "function", tool) for tool in task.tools), *parts]
     modules = {x.__module__ for x in used} | {spec.partition(":")[0] for spec in (task.cfg.task, task.cfg.reward)}
     words = (*WORDS, "description", "schema")
     return {

@@ -19,13 +19,13 @@ SHARES = {"em": "EM", "f1": "F1"}  # metrics that lie between 0 and 1, as they a
 SIGNS = 6  # questions that must change, all one way, before a sign test at 5 % tells it from chance
 
 
-def step_metrics(task: Task, taus: Sequence[Trajectory], G: int) -> Row:
+def step_metrics(task: Task, taus: Sequence[Trajectory], G: int, names: Sequence[str] = ()) -> Row:
     """Returns what the rollouts of a step show, by the names in metrics.jsonl and in the tracker."""
     n = len(taus)
     groups = [taus[k : k + G] for k in range(0, n, G)]
     return {
         **average_by_source(taus, [{"reward": tau.reward} for tau in taus]),
-        **average_by_source(taus, measure(task, taus)),
+        **average_by_source(taus, measure(task, taus, names)),
         **{tool.plural: sum(tau.served(tool.tag) for tau in taus) / n for tool in task.tools},
         **{name: x for tool in task.tools for name, x in count_useless(taus, tool).items()},
         "answered": sum(tau.stop == "answer" for tau in taus) / n,

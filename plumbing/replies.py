@@ -4,11 +4,15 @@ Servers differ in where they put thoughts, a refusal, an error and the price.
 """
 
 import re
+from collections.abc import Callable
 from typing import Any, NamedTuple
+
+from plumbing.client import Client, RequestFailed, T
 
 # Marks of thoughts, in any case: <think>, [THINK], <seed:think>, ◁think▷, <|begin_of_thought|>, <|START_THINKING|>;
 # gpt-oss, Gemma 4 and Apertus have others. A quoted mark is mentioned, and so is an opening one inside a sentence.
-TAG = r"(?:\w+[:_])?(?:think(?:ing)?|thoughts?|reason(?:ing)?|analysis|reflection|scratchpad)(?::\w+)?[|｜]?[>\]▷]"
+NAMES = "think(?:ing)?|thoughts?|reason(?:ing)?|analysis|reflection|scratchpad|drafts?|cot|monologue"
+TAG = rf"(?:\w+[:_])?(?:{NAMES})(?:[:_]\w+)?[|｜]?[>\]▷]"
 QUOTED = r"(?![`'\"”][\s.,;:!?)])"
 OPENING = re.compile(
     rf"(?:^|(?<=[.!?:\0]))\s*(?:[<\[◁][|｜]?{TAG}|<\|channel\|?>(?:analysis|thought)|<\|inner_prefix\|>)"
@@ -23,12 +27,41 @@ CLOSING = re.compile(
 TEXTS = ("text", "output_text")  # others are thoughts, references, images
 CUT = ("length", "max_tokens", "model_length", "model_context_window_exceeded")
 REFUSED = ("content_filter", "refusal", "safety", "prohibited_content", "sensitive")
+# How servers say that a conversation is too long, and how they name an option that a model refuses.
+TOO_LONG = re.compile(r"HTTP 413|\btokens\b|context.?(?:length|size|window|limit)|too (?:long|large)", re.I)
+OPTION = re.compile(
+    r"(?:['\"`:]|\b(?:parameter|argument|field|support))s? ?(max_(?:completion_)?tokens|temperature|stop|seed)\b", re.I
+)
 
 
 class Reply(NamedTuple):
     text: str  # without the thoughts that the server tells apart
     cut: bool = False  # it ended at a limit
     refused: bool = False  # by the model, or by a filter
+
+
+class ChatClient(Client):
+    """A client of a chat endpoint, which leaves out the options that the model has refused."""
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self.refused = {"max_completion_tokens"}  # for models that refuse max_tokens
+
+    def chat(self, body: dict[str, Any], read: Callable[[Any], T], retries: int | None = None) -> T:
+        """Returns what `read` reads of the reply; raises RequestFailed."""
+        sent = {key: value for key, value in body.items() if key not in self.refused}
+        try:
+            return self.ask("/chat/completions", sent, read, retries)
+        except RequestFailed as e:
+            named = OPTION.search(str(e))
+            if e.transient or not named or named[1] not in sent or TOO_LONG.search(str(e)):
+                raise
+        if named[1] not in self.refused:  # another thread may have been told first
+            self.refused.add(named[1])
+            if named[1] == "max_tokens":
+                self.refused.remove("max_completion_tokens")
+            print(f"{body['model']} refuses {named[1]}: it is asked without", flush=True)
+        return self.chat(body, read, retries)
 
 
 def read_reply(answer: Any) -> Reply:
@@ -40,7 +73,9 @@ def read_reply(answer: Any) -> Reply:
     choice = {**(answer.get("choices") or [{}])[0]}
     if error := answer.get("error") or choice.get("error") or (not choice and answer):
         raise ValueError(error)
-    message, ended = {**choice["message"]}, str(choice.get("finish_reason")).lower()
+    ended = str(choice.get("finish_reason")).lower()
+    cut, refused = ended in CUT, ended.startswith(REFUSED)
+    message = {**(choice.get("message") or (cut or refused or choice["message"]) and {})}
     text = message.get("content") or ""
     if isinstance(text, list):
         text = "".join(part["text"] for part in text if {**part}.get("type", "text") in TEXTS)

@@ -19,6 +19,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -62,6 +63,7 @@ class Question:
     data: Any = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "id", str(self.id))  # a table's may be a number
         if self.golds is None or isinstance(self.golds, list):
             object.__setattr__(self, "golds", tuple(self.golds or ()))
 
@@ -372,7 +374,9 @@ def reward(task: Task, taus: Sequence[Trajectory]) -> None:
     where = f"--reward {task.cfg.reward}: the reward" if task.cfg.reward else f"--task {task.cfg.task}: its reward"
     if isinstance(rewards, (Mapping, Set, bytes, bytearray)):
         raise Fault(f"{where} returned a {type(rewards).__name__}; return a list of numbers, one for each trajectory")
-    count = len(rewards) if hasattr(rewards, "__len__") else repr(rewards)
+    count: Any = repr(rewards)
+    with suppress(TypeError):  # a scalar, numpy's too
+        count = len(rewards)
     if count != len(taus):
         raise Fault(f"{where} returned {count} for {len(taus)} trajectories; return a number for each")
     for tau, r in zip(taus, rewards, strict=True):
@@ -390,14 +394,15 @@ COLUMNS = set(
 )
 
 
-def measure(task: Task, taus: Sequence[Trajectory]) -> list[dict[str, float]]:
-    """Returns the metrics of rewarded trajectories; Fault if their names differ or one is no number."""
+def measure(task: Task, taus: Sequence[Trajectory], names: Sequence[str] = ()) -> list[dict[str, float]]:
+    """Returns the metrics of rewarded trajectories; Fault if their names differ, or one is no number."""
     rows = [task.metrics(tau) for tau in taus]
     taken = COLUMNS | {tool.plural for tool in task.tools}
     for tau, row in zip(taus, rows, strict=True):
         where = f"--task {task.cfg.task}: its metrics of question {tau.question.id}"
-        if not row or list(row) != list(rows[0]) or not all(map(_finite, row.values())):
-            raise Fault(f"{where} are {row}, the first {rows[0]}; return finite numbers of the same names for all")
+        first: Any = names or rows[0]
+        if not row or list(row) != list(first) or not all(map(_finite, row.values())):
+            raise Fault(f"{where} are {row}, the first {first}; return finite numbers of the same names for all")
         if not taken.isdisjoint(row):
             raise Fault(f"{where}: {min(taken & row.keys())} is measured in every run; give it another name")
     return [{name: float(x) for name, x in row.items()} for row in rows]

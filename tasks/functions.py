@@ -25,7 +25,7 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from typing_extensions import NotRequired, TypedDict, get_type_hints  # pydantic takes no older ones
 
-from plumbing.faults import Fault
+from plumbing.faults import Fault, first_line
 from plumbing.outside import clean
 from tasks import load
 from tasks.tools import WORDS, Failure, Tool
@@ -149,7 +149,7 @@ class TypedFunction(SchemaTool):
             if not (self.schema["description"] or "").strip():
                 raise TypeError("its docstring does not say what it does")
         except Exception as e:  # of transformers, of pydantic, and what evaluating an annotation raises
-            why = str(e).partition("\n")[0].rstrip("!.")
+            why = first_line(e).rstrip("!.")
             remedy = "a tool has JSON types and a docstring that describes every argument under Args:"
             raise Fault(f"{where}: {why}; {remedy}") from None
         for word in (*WORDS, "timeout"):

@@ -109,7 +109,7 @@ def _doubts(row: object, q: Question) -> Iterator[str]:
     """Yields what is probably a mistake in a question, to be counted."""
     if any(gold.lower() in ARTICLES or not any(map(str.isalnum, gold)) for gold in q.golds):
         yield "questions have a gold answer without a word but articles: it equals any article"
-    if any(re.fullmatch(r"\[(\s*['\"].*['\"]|.*,.*)\s*\]", gold) for gold in q.golds):
+    if any(re.fullmatch(r"\[([\s\[]*['\"].*|.*,.*)\]", gold) for gold in q.golds):
         yield "questions have a list as the text of one gold answer: write a JSON list"
     prompt = _find_question(_get(row, "prompt"))
     if prompt and prompt.strip().rstrip("?") != q.text.rstrip("?"):

@@ -485,7 +485,7 @@ def test_a_process_killed_while_it_writes_leaves_the_checkpoint_before(run):
 
 
 def test_a_fault_of_the_thread_is_raised_by_the_next_step_and_comes_second_to_another(run, monkeypatch):
-    monkeypatch.setattr("journal.directory.describe_run", lambda task: {})
+    monkeypatch.setattr("journal.directory.describe_run", lambda *_: {})
 
     def fails():
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -328,9 +328,9 @@ def two(path, batches, tmp_path_factory):
 
 
 def same(found, merged, one):
-    """Asserts equal metrics (2e-5) and merged weights, within 1 % of the largest move."""
+    """Asserts equal metrics (5e-5, as docs/gpus.md says) and merged weights, within 1 % of the largest move."""
     for mine, theirs in zip(found, one[0][-len(found) :], strict=True):
-        assert mine == pytest.approx(theirs, rel=2e-5, abs=1e-6)
+        assert mine == pytest.approx(theirs, rel=5e-5, abs=1e-6)
     assert list(merged) == list(one[1])
     moved = max((W - one[2][name]).abs().max().item() for name, W in merged.items())
     off = max((W - one[1][name]).abs().max().item() for name, W in merged.items())

@@ -180,6 +180,19 @@ def test_a_run_uses_the_callers_classes_and_returns_what_it_leaves(tmp_path):
     assert json.loads((result.path / "config.json").read_text())["task"] == f"{__name__}:Echo"
 
 
+@pytest.mark.parametrize("parts", [dict(learner=Counted), dict(evolution=Bare), dict(population=lambda _: Wide(1, 1))])
+def test_a_run_resumes_with_the_classes_that_it_started_with(tmp_path, parts):
+    given = TINY | dict(task=Echo, out=tmp_path / "r")
+    first = inspo.train(**given, **parts)
+    for others in ({}, dict(learner=Learner), dict(learner=Counted, evolution=Bare)):
+        with pytest.raises(Fault, match="^--resume: .* was started with other classes given to train$"):
+            inspo.train(**given, **others, resume=True)
+    assert inspo.train(**given, **parts, resume=True).instruction == first.instruction
+    plain = given | dict(out=tmp_path / "plain")
+    inspo.train(**plain, learner=Learner)
+    inspo.train(**plain, evolution=inspo.Evolution, resume=True)  # they are the usual ones
+
+
 def test_a_class_of_a_function_is_trained_and_loaded_by_the_class_alone(tmp_path):
     class Local(Echo):
         pass

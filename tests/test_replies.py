@@ -55,6 +55,8 @@ SHAPES = {  # answer -> (text, cut, refused)
     "filtered, Gemini's": (said({}, "content_filter: PROHIBITED_CONTENT"), ("", False, True)),
     "filtered, Zhipu's": (said({"content": ""}, "sensitive"), ("", False, True)),
     "refusal": (said({"content": None, "refusal": "I cannot."}), ("", False, True)),
+    "cut, no message": ({"choices": [{"index": 0, "finish_reason": "length"}]}, ("", True, False)),  # Gemini's
+    "filtered, message null": ({"choices": [{"finish_reason": "safety", "message": None}]}, ("", False, True)),
     "refusal null": (said({"content": "A", "refusal": None}), ("A", False, False)),
 }
 NO_REPLY = {  # answer -> what is shown of it
@@ -74,6 +76,7 @@ NO_REPLY = {  # answer -> what is shown of it
     "parts that are none": (said({"content": ["A", 7]}), ""),
     "part of null": (said({"content": [text(None)]}), ""),
     "message": ({"choices": [{"message": "A"}]}, ""),
+    "no message": ({"choices": [{"finish_reason": "stop"}]}, "message"),
     "choice": ({"choices": ["A"]}, ""),
     "choices": ({"choices": {"0": "A"}}, ""),
     "list": ([said({"content": "A"})], ""),

@@ -383,7 +383,7 @@ def deaths_of(tmp_path, monkeypatch, **kind) -> Deaths:
     monkeypatch.setattr("page.html.write", lambda runs, out: out)
     monkeypatch.setattr("journal.log.time", SimpleNamespace(perf_counter=lambda: 0.0, time=lambda: 0.0))
     monkeypatch.setattr("journal.log.versions", dict)
-    monkeypatch.setattr("journal.directory.describe_run", lambda task: {})
+    monkeypatch.setattr("journal.directory.describe_run", lambda *_: {})
     monkeypatch.setattr("secrets.token_hex", lambda n: "0" * 8)
     monkeypatch.setattr(RunDirectory, "write_trajectories", lambda *args: None)
     monkeypatch.setattr("test_resume.ThreadPoolExecutor", Inline)

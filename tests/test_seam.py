@@ -295,6 +295,8 @@ def test_a_failure_is_what_the_task_says_of_a_rewarded_trajectory():
     [
         ([1.0, 0.0], "its reward returned 2 for 3 trajectories; return a number for each"),
         (None, "its reward returned None for 3 trajectories; return a number for each"),
+        (np.array(1.0), "its reward returned array(1.) for 3 trajectories; return a number for each"),
+        (torch.tensor(1.0), "its reward returned tensor(1.) for 3 trajectories; return a number for each"),
         (3, "its reward returned 3 for 3 trajectories; return a number for each"),
         ([0.0, math.nan, 0.0], "its reward of question 1 is nan; return a finite number"),
         ([0.0, 0.0, -math.inf], "its reward of question 2 is -inf; return"),
@@ -413,6 +415,20 @@ def test_metrics_that_cannot_be_averaged_are_refused_by_name(rows, says):
     task.tools = [Calculator()]
     line = refused(measure, task, taus(2))
     assert line.startswith(f"--task mine:Returning: its metrics of {says}")
+
+
+def test_metrics_of_other_names_than_at_the_start_are_refused_by_name():
+    """Also where they are the same for the whole step."""
+    rows = [{"wins": 1.0, "moves": 2.0}, {"wins": 0.0, "moves": 3.0}]
+    assert measure(Returning(metrics=rows), taus(2), ["wins", "moves"]) == rows
+    for names in (["wins"], ["moves", "wins"], ["score", "moves"]):
+        line = refused(measure, Returning(metrics=rows), taus(2), names)
+        assert f"question 0 are {rows[0]}, the first {names}; return" in line
+
+
+@pytest.mark.parametrize("id", [7, np.int64(7), "7"])
+def test_an_id_is_a_text_whatever_a_table_holds(id):
+    assert Question(id, "Who?") == Question("7", "Who?")
 
 
 def test_means_are_given_over_all_and_over_every_source():

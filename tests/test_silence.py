@@ -210,7 +210,7 @@ def test_measuring_the_rollouts_is_no_part_of_the_reward_s_seconds(monkeypatch):
     monkeypatch.setattr("journal.log.time", SimpleNamespace(perf_counter=lambda: order.append("clock") or 6.0))
     log = object.__new__(Log)
     log.ledger, log.task, log.cfg, log.clock = Ledger(), SimpleNamespace(tools=[]), SimpleNamespace(G=2), 1.5
-    log.updated = lambda *args: logged.append(args)
+    log.updated, log.metrics = lambda *args: logged.append(args), []
     P = Population(0.5, 5)
     P.join("x", None, 0)
     Log.step(log, 3, [], P, log.measure([]) | {"time/rollout": 4.0, "time/update": 3.5})

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from config import PRESETS, Config
-from plumbing.faults import Fault
+from plumbing.faults import Fault, first_line
 from tasks import Message, Question, Task, Trajectory, wait_for
 from tasks.functions import TypedFunction
 from tasks.questions import read_json_lines
@@ -76,7 +76,7 @@ class EnvironmentTask(Task):
         try:
             self.idle = [episode := self.environment()]  # those that wait for an episode
         except Exception as e:
-            raise Fault(f"{where}: it cannot be made ({e}); it takes no arguments") from e
+            raise Fault(f"{where}: it cannot be made ({first_line(e)}); it takes no arguments") from e
         names = [name for name, _ in inspect.getmembers(self.environment, inspect.isroutine) if name not in NO_TOOLS]
         methods = {name: getattr(episode, name) for name in names if not name.startswith("_")}
         self.tools = [Method(m, f"{where}: its method {name}") for name, m in methods.items() if inspect.ismethod(m)]

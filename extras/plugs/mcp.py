@@ -43,7 +43,7 @@ def tools_of(target: str, where: str) -> Sequence[ServerTool | Fault]:
         import jsonschema_rs
         import mcp  # noqa: F401
     except ImportError as e:
-        raise Fault(f"{where}: the SDK is missing ({e}): pip install mcp jsonschema-rs") from None
+        raise Fault(f"{where}: the SDK is missing ({first_line(e)}): pip install mcp jsonschema-rs") from None
     logging.getLogger("mcp").setLevel(logging.CRITICAL + 1)  # its tracebacks; what it cannot do becomes a reply
     server, found = Server(target, where), list[ServerTool | Fault]()
     for tool in server.start():

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from multiprocessing.pool import ThreadPool
 from typing import Any
 
-from plumbing.client import Client, RequestFailed
+from plumbing.client import RequestFailed
 from plumbing.faults import Fault, Outage
 from plumbing.outside import without_secrets
-from plumbing.replies import read_reply, without_thoughts
+from plumbing.replies import ChatClient, read_reply, without_thoughts
 from tasks import Question, Trajectory
 from tasks.questions import em
 from tasks.search_qa import SearchQA
@@ -42,7 +42,7 @@ class JudgedQA(SearchQA):
         url, key = os.environ["JUDGE_BASE_URL"], os.environ.get("JUDGE_API_KEY", "").strip()
         self.model, self.verdicts = os.environ["JUDGE_MODEL"], dict[tuple[Question, str], float]()
         self.judge = f"judge: {self.model} at {without_secrets(url)}"
-        self.client = Client([url], self.timeout, self.retries, key)
+        self.client = ChatClient([url], self.timeout, self.retries, key)
         return f"{super().start(serve)}\n{self.judge}"
 
     def reward(self, taus: Sequence[Trajectory]) -> list[float]:
@@ -60,7 +60,7 @@ class JudgedQA(SearchQA):
         text = json.dumps(data, ensure_ascii=False).replace("<", "\\u003c")  # spells no control token of the judge's
         messages = [{"role": "system", "content": RUBRIC}, {"role": "user", "content": text}]
         request = {"model": self.model, "messages": messages, "temperature": 0}
-        return self.client.ask("/chat/completions", request, score_of)
+        return self.client.chat(request, score_of)
 
     def failed(self, tau: Trajectory) -> bool:
         return tau.reward < GOOD

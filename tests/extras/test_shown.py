@@ -220,6 +220,8 @@ def smaller(command: Shown, desk: Path, out: Path) -> list[str]:
     argv = line.replace("DESK", str(desk)).split()
     argv += [x for flag, name in PLACES.items() if flag in flags_of(command.program) for x in (flag, str(out / name))]
     argv += ["--run", str(desk / "NAME")] * (command.program == "ask.py" and "--run" not in argv)
+    if "--train" in argv and "--corpus" not in argv:  # a large preset's has none: it takes a running server
+        argv += ["--corpus", str(WORLD / "corpus.jsonl")]
     argv += ["--max_prompt", "900"] * ("--preset" in argv)  # a real model's preset, a small policy's positions
     return argv + shlex.split(SMALL[command.program])
 
