@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from config import HERE
+from evaluation.measure import markdown
 from evaluation.statistics import adjust, between_seeds, over_seeds
 from extras.bench.harness import train_command
 from plumbing.faults import Fault, one_line
@@ -126,22 +127,25 @@ def table(campaign: Campaign, rows: Sequence[Row]) -> str:
     em = {arm: x for arm in campaign.arms if (x := [row["em"] for row in rows if row["arm"] == arm])}
     less = {arm: between_seeds(em["inspo"], x) for arm, x in em.items() if arm != "inspo" and "inspo" in em}
     p = adjust(less)
-    lines = ["| | EM, by seed | mean, 95 % | inspo less this, 95 % | p (Holm) | would have shown | searches |"]
-    lines.append("|---" * 7 + "|")
-    for arm, x in em.items():
-        mean = over_seeds(x).within(0, 1)
-        cells = [f"{arm}: {campaign.arms[arm][0]}", ", ".join(f"{y:.2f}" for y in x), f"{mean:.2f}"]
-        cells.append(f"{less[arm].interval.within(-1, 1):+.2f}" if arm in less else "")
-        cells.append(f"{p[arm]:.2g}" if arm in p else "")
-        cells.append(f"{less[arm].visible:.2f}" if arm in p else "")
-        cells.append(f"{np.mean([row['searches'] for row in rows if row['arm'] == arm]):.1f}")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return markdown(
+        [
+            {
+                "": f"{arm}: {campaign.arms[arm][0]}",
+                "EM, by seed": ", ".join(f"{y:.2f}" for y in x),
+                "mean, 95 %": f"{over_seeds(x).within(0, 1):.2f}",
+                "inspo less this, 95 %": f"{less[arm].interval.within(-1, 1):+.2f}" if arm in less else "",
+                "p (Holm)": f"{p[arm]:.2g}" if arm in p else "",
+                "would have shown": f"{less[arm].visible:.2f}" if arm in p else "",
+                "searches": f"{np.mean([row['searches'] for row in rows if row['arm'] == arm]):.1f}",
+            }
+            for arm, x in em.items()
+        ]
+    )
 
 
-def smooth(y: Sequence[float], n: int = 5) -> list[tuple[int, float]]:
-    """Averages the last `n` values at each step: (step, mean)."""
-    return [(k, float(np.mean(y[max(0, k - n) : k]))) for k in range(1, len(y) + 1)]
+def smooth(y: Sequence[float]) -> list[tuple[int, float]]:
+    """Averages the last 5 values at each step: (step, mean)."""
+    return [(k, float(np.mean(y[max(0, k - 5) : k]))) for k in range(1, len(y) + 1)]
 
 
 def make_panels(n: int, **how: Any) -> tuple[Any, Any]:
@@ -218,7 +222,7 @@ def main(argv: list[str] | None = None) -> None:
                     file.write(json.dumps(row) + "\n")
                 print(f"{row['arm']}, seed {row['seed']}: EM {row['em']:.2f}", flush=True)
         if rows := sorted(read_jsonl(path), key=lambda row: row["seed"]):
-            print(f"\n{table(campaign, rows)}\n\n{path}")
+            print(f"\n{table(campaign, rows)}\n{path}")
             if campaign.figure:
                 draw(campaign, rows, args.results / campaign.figure)
                 print(args.results / campaign.figure)

@@ -8,8 +8,6 @@ endpoint (OPENAI_API_KEY), a preset, a Hugging Face directory or id; it is asked
 A row is added to --out for each question and instruction that has none there: the same command again continues.
 """
 
-from __future__ import annotations
-
 if not __package__:
     import root  # noqa: F401
 import argparse

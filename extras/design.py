@@ -1,7 +1,5 @@
 """Instructions that share questions: which of them are asked together, and by least squares what each is worth."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

@@ -161,12 +161,8 @@ def instance_wins(r: Array) -> npt.NDArray[np.int64]:
     return np.where(left, best.sum(1), 0)
 
 
-def population_of(cfg: FSTConfig) -> Front:
-    return Front(cfg.tau_s, cfg.window)
-
-
 def main(argv: list[str] | None = None) -> None:
-    inspo.main(argv, FSTConfig, ObjectiveLearner, population_of, GEPA, **PRESET)
+    inspo.main(argv, FSTConfig, ObjectiveLearner, Front, GEPA, **PRESET)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,6 @@ eight that look alike. All passages of all questions, each once, are a corpus th
 OUT/corpus.jsonl. OUT/train.jsonl and OUT/test.jsonl have the questions.
 """
 
-from __future__ import annotations
-
 if not __package__:
     import root  # noqa: F401
 import argparse

@@ -7,7 +7,7 @@ of Search-R1's SFT rows (axolotl) are not published: T, lr, batch and the schedu
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -54,16 +54,15 @@ def supervised(
     Without tools these are the gold answers; else the policy's own correct rollouts of G a question (rejection
     sampling, as in Search-R1). Raises Fault if it has none. The signature is `inspo`'s.
     """
-    D = task.questions("train")
-    examples = own_successes(cfg, task, policy, D, log) if task.tools else gold_answers(cfg, task, policy, D)
-    return imitate(cfg, examples, policy, evolution, checkpoints, log)
+    examples = own_successes(policy, evolution) if task.tools else gold_answers(task, policy, evolution.D.values())
+    return imitate(examples, policy, evolution, checkpoints)
 
 
 def imitate(
-    cfg: Config, examples: list[Trajectory], policy: Policy, evolution: Evolution, checkpoints: Checkpoints, log: Log
+    examples: list[Trajectory], policy: Policy, evolution: Evolution, checkpoints: Checkpoints
 ) -> tuple[Policy, Instruction]:
     """Trains `policy` on demonstrations, `batch` a step for T steps; returns it with the first instruction."""
-    P = evolution.P
+    cfg, P, log = evolution.cfg, evolution.P, evolution.log
     first, trained = checkpoints.restore()
     if not P.family:
         evolution.begin()
@@ -87,9 +86,9 @@ def imitate(
     return policy, P.best()
 
 
-def gold_answers(cfg: Config, task: Task, policy: Policy, D: list[Question]) -> list[Trajectory]:
+def gold_answers(task: Task, policy: Policy, D: Iterable[Question]) -> list[Trajectory]:
     """Demonstrates each question's first gold answer, in the words that the instruction asks for."""
-    tokenizer, target = policy.tokenizer, wording(cfg.model).target
+    tokenizer, target = policy.tokenizer, wording(task.cfg.model).target
     examples = []
     for k, q in enumerate(D):
         ids = encode_prompt(tokenizer, task, task.instruction, q)
@@ -101,15 +100,16 @@ def gold_answers(cfg: Config, task: Task, policy: Policy, D: list[Question]) -> 
     return examples
 
 
-def own_successes(cfg: Config, task: Task, policy: Policy, D: list[Question], log: Log) -> list[Trajectory]:
+def own_successes(policy: Policy, evolution: Evolution) -> list[Trajectory]:
     """Collects the first policy's correct rollouts of G a question, of as many questions as the steps can show.
 
     A resumed run finds them in successes.jsonl: its policy is no longer the first.
     """
-    questions = {q.id: q for q in D}
+    cfg, task, D, log = evolution.cfg, evolution.task, evolution.D, evolution.log
     kept = read_jsonl(log.run.path / "successes.jsonl")
     if not kept:
-        jobs = [Job(0, task.instruction, q, k) for k, q in enumerate(D[: cfg.T * cfg.batch]) for _ in range(cfg.G)]
+        some = list(D.values())[: cfg.T * cfg.batch]
+        jobs = [Job(0, task.instruction, q, k) for k, q in enumerate(some) for _ in range(cfg.G)]
         taus = policy.rollout(0, "reject", jobs)
         reward(task, taus)
         right = [tau for tau in taus if not tau.failed]
@@ -127,8 +127,7 @@ def own_successes(cfg: Config, task: Task, policy: Policy, D: list[Question], lo
         ]  # fmt: skip
         log.run.write("successes.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
     return [
-        demonstration(questions[row["q"]], k, row["ids"], row["mask"], row["prompt"], row["said"])
-        for k, row in enumerate(kept)
+        demonstration(D[row["q"]], k, row["ids"], row["mask"], row["prompt"], row["said"]) for k, row in enumerate(kept)
     ]
 
 
@@ -168,7 +167,7 @@ def learn(
         f" {calls / n:.1f} calls and {sum(sum(tau.mask) for tau in learned) / n:.0f} learned tokens each"
     )
     before = mean_logp(policy, unseen) if unseen else 0.0  # of the first policy: no checkpoint is loaded yet
-    trained = imitate(cfg, learned, policy, evolution, checkpoints, log)
+    trained = imitate(learned, policy, evolution, checkpoints)
     if unseen:
         after = mean_logp(policy, unseen)
         log.run.write(DEMONSTRATIONS, json.dumps(about | {"log_prob": [before, after]}, indent=1))

@@ -4,40 +4,16 @@ A docstring has the paper, the formula with its constants, and what differs from
 advantage, L the action tokens of a trajectory, p a token's probability, H its entropy, rho = p / p_old.
 """
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from extras.batch import SMALL, Array, Batch, Ints, Mask, groups, normal, scaled
 from grpo import clipped_surrogate
 
-if TYPE_CHECKING:
-    from extras.objectives import Batch
-
-Array = npt.NDArray[np.float64]
-Mask = npt.NDArray[np.bool_]
 Columns = dict[str, Array]
-SMALL = 1e-6  # added to a standard deviation in a denominator, as in Eq. 3
-
-
-def groups(number: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
-    """Returns the places of each group's members."""
-    return [np.flatnonzero(number == k) for k in range(number.max(initial=-1) + 1)]
-
-
-def scaled(x: Array) -> Array:
-    """Returns x in units of its standard deviation."""
-    return x / (x.std(ddof=1) + SMALL) if len(x) > 1 else x
-
-
-def normal(x: Array) -> Array:
-    """Returns (x - mean) / (std + 1e-6), as in Eq. 3."""
-    return scaled(x - x.mean())
 
 
 # ---- reward: (n,)
@@ -160,7 +136,7 @@ def consistency(b: Batch) -> Array:
 
 def bundle_scores(b: Batch) -> Array:
     """Returns RiskPO's score: the sum of the i-th rewards of 5 groups of one instruction; fewer are scaled to 5."""
-    s, by_instruction = np.zeros(b.n), dict[int, list[npt.NDArray[np.int64]]]()
+    s, by_instruction = np.zeros(b.n), dict[int, list[Ints]]()
     for rows in sorted(groups(b.group), key=lambda rows: b.taus[rows[0]].group):
         by_instruction.setdefault(int(b.instruction[rows[0]]), []).append(rows)
     for own in by_instruction.values():
@@ -260,21 +236,21 @@ def first_result(b: Batch, A: Array) -> Array:
     return A[:, None] + before * b.each(normal, reward, b.group)[:, None]
 
 
-def returns(reward: Array, gamma: float) -> Array:
-    """Returns the discounted sum of the rewards (n, K) from each turn on."""
+def returns(reward: Array) -> Array:
+    """Returns the discounted sum of the rewards (n, K) from each turn on, with gamma .95."""
     out, rest = np.zeros(reward.shape), np.zeros(len(reward))
     for k in reversed(range(reward.shape[1])):
-        rest = out[:, k] = reward[:, k] + gamma * rest
+        rest = out[:, k] = reward[:, k] + 0.95 * rest
     return out
 
 
-def at_the_end(b: Batch, exists: Mask) -> Array:
+def at_the_end(b: Batch) -> Array:
     """Returns the reward in each trajectory's last turn, 0 elsewhere (n, K)."""
-    last = exists.sum(1) - 1
-    return (np.arange(exists.shape[1]) == last[:, None]) * b.reward[:, None]
+    last = (b.state >= 0).sum(1) - 1
+    return (np.arange(b.state.shape[1]) == last[:, None]) * b.reward[:, None]
 
 
-def by_cell(x: Array, number: npt.NDArray[np.int64], b: Batch) -> Array:
+def by_cell(x: Array, number: Ints, b: Batch) -> Array:
     """Returns Eq. 3 for the entries of x (n, K) that share a number; 0 where it is below 0."""
     out, rows = np.zeros(x.shape), number >= 0
     out[rows] = b.each(normal, x[rows], number[rows])
@@ -286,15 +262,14 @@ def anchored(b: Batch, A: Array) -> Array:
 
     A state is what the turn answers to: the prompt, or the passages it was given last, equal to the letter.
     """
-    return A[:, None] + by_cell(returns(at_the_end(b, b.state >= 0), 0.95), b.state, b)
+    return A[:, None] + by_cell(returns(at_the_end(b)), b.state, b)
 
 
 def discounted(b: Batch, A: Array) -> Array:
     """EAPO (IterResearch, 2511.07327): a turn is a sample of its own with the reward gamma^(T - t) R, and Eq. 3
     compares all turns of a group. gamma .95 is ours: the paper's was not found. The context is not cut into rounds.
     """
-    exists = b.state >= 0
-    return by_cell(returns(at_the_end(b, exists), 0.95), np.where(exists, b.group[:, None], -1), b)
+    return by_cell(returns(at_the_end(b)), np.where(b.state >= 0, b.group[:, None], -1), b)
 
 
 def stage_returns(b: Batch, A: Array) -> Array:
@@ -303,9 +278,9 @@ def stage_returns(b: Batch, A: Array) -> Array:
     Our reading: a stage is a turn; R_j is 1 where a result holds a gold answer, and at the end the trajectory's reward
     (the paper has a judge); lambda_kj = .95^(j - k) (not found).
     """
-    exists, K = b.state >= 0, b.state.shape[1]
-    stage = np.where(exists, b.group[:, None] * K + np.arange(K), -1)
-    return by_cell(returns(b.found + at_the_end(b, exists), 0.95), stage, b)
+    K = b.state.shape[1]
+    stage = np.where(b.state >= 0, b.group[:, None] * K + np.arange(K), -1)
+    return by_cell(returns(b.found + at_the_end(b)), stage, b)
 
 
 # ---- selection: (N,)

@@ -99,6 +99,14 @@ def list_found(found: dict[str, float], *predicted: float | None) -> mo.Html:
     return mo.md("" if None in predicted else "\n".join(f"- {name}: {value:.3g}" for name, value in found.items()))
 
 
+def conclude(
+    what: str, predicted: float | None, found: dict[str, float], name: str, *notes: str, form: str = ".2f"
+) -> mo.Html:
+    """Returns the end of a run: the number of this name next to the prediction, all that it gave, and notes on it."""
+    parts = compare(what, predicted, found[name], form), list_found(found, predicted), *map(mo.md, notes)
+    return mo.vstack(parts)
+
+
 def draw(xlabel: str, ylabel: str, *series: tuple[Any, ...], **axes: Any) -> Any:
     """Returns a figure of lines, (label, x, y) or with a format of matplotlib's after them."""
     figure, ax = plt.subplots(figsize=(6.4, 3.4), layout="constrained")

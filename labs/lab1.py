@@ -191,12 +191,7 @@ def _(gap, predicted, right_probabilities, right_weight, tau_s, taus, w):
         "tau_s at which the best gets half": taus[np.abs(np.array(_best) - 0.5).argmin()],
         "largest distance to Population": gap,
     }
-    mo.vstack(
-        [
-            desk.compare("The share of the best", predicted, found["share of the best"]),
-            desk.list_found(found, predicted),
-        ]
-    )
+    desk.conclude("The share of the best", predicted, found, "share of the best")
     return
 
 
@@ -216,15 +211,15 @@ def _():
 def _(right_probabilities, right_weight, tau_s, w):
     desk.need("The figure", right_weight, right_probabilities)
 
-    def shares(tau, seed, steps=20, batch=24, n=5):
-        """Returns p (steps, |P|) of a population whose true mean rewards are w."""
-        rng, P = np.random.default_rng(seed), Population(tau, n)
+    def shares(tau, seed):
+        """Returns p (20, |P|) of a population whose true mean rewards are w."""
+        rng, P = np.random.default_rng(seed), Population(tau, 5)
         for _ in w:
             P.join("", None, 0)
         seen = []
-        for _ in range(steps):
+        for _ in range(20):
             seen.append(P.probabilities())
-            drawn = [I.id for I in P.sample(rng, batch)]
+            drawn = [I.id for I in P.sample(rng, 24)]
             P.attribute(Trajectory(j, Question("", ""), 0, [], 0, reward=float(rng.random() < w[j])) for j in drawn)
         return np.array(seen)
 

@@ -214,15 +214,10 @@ def _(gap, predicted, rewards):
         "largest distance to grpo.py": gap,
         "A of one right answer of five": group_advantages(np.array([1.0, 0, 0, 0, 0]))[0],
     }
-    mo.vstack(
-        [
-            desk.compare("The share of useful groups", predicted, found["share of useful groups"]),
-            desk.list_found(found, predicted),
-            mo.md(
-                "If all questions were equally hard, more of the groups would be useful; the more a question is always "
-                "or never answered, the fewer groups are."
-            ),
-        ]
+    desk.conclude(
+        "The share of useful groups", predicted, found, "share of useful groups",
+        "If all questions were equally hard, more of the groups would be useful; the more a question is always or "
+        "never answered, the fewer groups are.",
     )
     return
 

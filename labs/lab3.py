@@ -273,14 +273,8 @@ def _(apart, eps, predicted, theirs):
         "largest distance of a KL": apart["kl"],
         "distance of the loss": apart["loss"],
     }
-    mo.vstack(
-        [
-            desk.compare("S with A = -1 and rho = 1.5", predicted, found["S of the predicted token"]),
-            desk.list_found(found, predicted),
-            mo.md(
-                "A clipped token has no gradient."
-            ),
-        ]
+    desk.conclude(
+        "S with A = -1 and rho = 1.5", predicted, found, "S of the predicted token", "A clipped token has no gradient."
     )
     return
 

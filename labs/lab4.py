@@ -244,15 +244,10 @@ def _(changed, kept, moved, predicted, taught):
         "median rho of the changed turns": np.median(moved),
         "share of the changed turns outside of the clip": ((moved < 0.8) | (moved > 1.2)).mean(),
     }
-    mo.vstack(
-        [
-            desk.compare("The share of changed turns", predicted, found["share of changed turns"]),
-            desk.list_found(found, predicted),
-            mo.md(
-                "A tokenizer agrees with itself: no text that it was taught on changes. A policy that samples does not "
-                "have to agree with it. In the changed turns ρ should be 1, before the policy has learned anything."
-            ),
-        ]
+    desk.conclude(
+        "The share of changed turns", predicted, found, "share of changed turns",
+        "A tokenizer agrees with itself: no text that it was taught on changes. A policy that samples does not have "
+        "to agree with it. In the changed turns ρ should be 1, before the policy has learned anything.",
     )
     return
 

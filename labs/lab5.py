@@ -195,9 +195,9 @@ def _(best, cfg, other, right_drop, right_needed, right_survivors):
     keep, trials, batches = survivors(cfg.N_P, cfg.N_parent), 600, (6, 12, 24, 48, 96)
     true = np.array([other] * (cfg.N_P - 1) + [best])  # the best one is the last newcomer
 
-    def lost(batch, shares, alike, seed=0):
+    def lost(batch, shares, alike):
         """Returns how often the best is pruned after K_p steps of `batch` questions."""
-        rng, times = np.random.default_rng(seed), 0
+        rng, times = np.random.default_rng(0), 0
         for _ in range(trials):
             P = Population(cfg.tau_s, cfg.window)
             for _ in true:
@@ -246,15 +246,10 @@ def _(
         "and questions that differ": alike[_k],
         "rewards needed for 0.05": rewards_needed(best, other, cfg.N_P, keep, 0.05),
     }
-    mo.vstack(
-        [
-            desk.compare("The best one is pruned", predicted, found["and questions that differ"]),
-            desk.list_found(found, predicted),
-            mo.md(
-                "Your formula describes the simulation with equal shares. Eq. 4, and questions that differ, do what it "
-                "leaves out."
-            ),
-        ]
+    desk.conclude(
+        "The best one is pruned", predicted, found, "and questions that differ",
+        "Your formula describes the simulation with equal shares. Eq. 4, and questions that differ, do what it leaves "
+        "out.",
     )
     return
 

@@ -6,6 +6,7 @@ app = marimo.App(width="medium", app_title="Lab 6: learn from failures")
 with app.setup:
     import re  # noqa: F401 (for you)
     from collections import Counter
+    from functools import partial
     from types import SimpleNamespace
 
     import marimo as mo
@@ -167,7 +168,8 @@ def propose(instruction, counts, n):
 @app.function(hide_code=True)
 def check_propose(propose):
     cfg = play.config()
-    parent = play.LibraryQA(cfg).instruction
+    task = play.LibraryQA(cfg)
+    parent, unfit = task.instruction, partial(task.format.unfit, task=task)
     got = propose(parent, {"entity": 9, "exact": 5, "state": 2}, 4)
     if isinstance(got, str) or not all(isinstance(text, str) for text in got):
         return "it has to return a list of texts."
@@ -176,7 +178,7 @@ def check_propose(propose):
     if len(got) > 4:
         return f"4 were asked for, and it returns {len(got)}."
     reply = "\n".join(f"<ins_{k}>{text}</ins_{k}>" for k, text in enumerate(got, 1))
-    _, refused = read_candidates(reply, parent, {normalize(parent)}, [], cfg.max_instruction, 4, play.unfit)
+    _, refused = read_candidates(reply, parent, {normalize(parent)}, [], cfg.max_instruction, 4, unfit)
     if refused:
         says = {"duplicate": "it is the instruction in use, or another one of yours"}
         return f"number {refused[0]['k']} is refused: {says.get(refused[0]['reason'], refused[0]['reason'])}."
@@ -281,7 +283,8 @@ def _(
     verified, joined = {}, {}
     for _name, _reply in _replies.items():
         _used = {normalize(first)}
-        _texts, _ = read_candidates(_reply, first, _used, _golds, cfg.max_instruction, room, play.unfit)
+        _unfit = partial(task.format.unfit, task=task)
+        _texts, _ = read_candidates(_reply, first, _used, _golds, cfg.max_instruction, room, _unfit)
         verified[_name] = _evolution.verify(player, P.family[0], list(_texts.values()), D_B)
         joined[_name] = admit(verified[_name], room)
 
@@ -307,12 +310,9 @@ def _(counts, joined, on_test, predicted, verified):
         "the world's best on test": on_test["the world's"],
         "yours that joined": len(joined["yours"]),
     }
-    mo.vstack(
-        [
-            desk.compare("Your best instruction, on test questions", predicted, on_test["yours"]),
-            desk.list_found(found, predicted),
-            mo.md(f"Yours: {_best.text.replace('<', '&lt;')}"),
-        ]
+    desk.conclude(
+        "Your best instruction, on test questions", predicted, found, "your best on test",
+        f"Yours: {_best.text.replace('<', '&lt;')}",
     )
     return
 

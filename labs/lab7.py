@@ -4,7 +4,6 @@ __generated_with = "0.25.2"
 app = marimo.App(width="medium", app_title="Lab 7: break it")
 
 with app.setup:
-    import json
     from contextlib import redirect_stderr
     from dataclasses import replace
     from io import StringIO
@@ -14,6 +13,7 @@ with app.setup:
 
     from config import HERE, parse
     from labs import desk, play
+    from plumbing.files import read_jsonl
     from tasks import Job, rng_of
     from world.clauses import CLAUSES, FRAMES
 
@@ -39,8 +39,7 @@ def _():
 
 @app.cell
 def _():
-    _lines = (HERE / "docs" / "results" / "rows" / "default.jsonl").read_text("utf-8").splitlines()
-    rows = [json.loads(line) for line in _lines]
+    rows = read_jsonl(HERE / "docs" / "results" / "rows" / "default.jsonl")
     _at = {arm: [row["evals"] for row in rows if row["arm"] == arm] for arm in ("inspo", "static", "frozen")}
     steps = [t for t, *_ in _at["inspo"][0]]  # at which the runs were evaluated
     curves = {
@@ -287,7 +286,7 @@ def _(after, before, curves, gap, given, predicted):
     }
     mo.vstack(
         [
-            *(desk.compare(name.capitalize(), guess, found[name], ".2f") for name, guess in predicted.items()),
+            *(desk.compare(name.capitalize(), guess, found[name]) for name, guess in predicted.items()),
             desk.list_found(found, *predicted.values()),
             mo.md(
                 "Without the mask the log-probability of a given token changes, too: the policy's effort goes into the "

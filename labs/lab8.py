@@ -345,13 +345,10 @@ def _(history, predicted, task, taus):
         "different answers, last step": history[-1]["different"],
     }
     _lost = next((tau for tau in taus if tau.failed), None)
-    mo.vstack(
-        [
-            desk.compare("Different answers among 100", predicted, found["different answers, last step"], ".0f"),
-            desk.list_found(found, predicted),
-            mo.md(f"The most frequent answer of the last step: {max(_answers, key=_answers.count, default='none')}."),
-            mo.md(f"A failure as the optimizer would read it:\n\n```\n{task.shown(_lost)}\n```" if _lost else ""),
-        ]
+    desk.conclude(
+        "Different answers among 100", predicted, found, "different answers, last step",
+        f"The most frequent answer of the last step: {max(_answers, key=_answers.count, default='none')}.",
+        f"A failure as the optimizer would read it:\n\n```\n{task.shown(_lost)}\n```" if _lost else "", form=".0f",
     )
     return
 

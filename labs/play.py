@@ -1,22 +1,22 @@
 """The embedded world in one process, for notebooks: its first policy, its questions, a search without a server."""
 
 import copy
-import json
 from collections.abc import Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 from config import PRESETS, Config
 from engines.torch_engine import TorchEngine
 from grpo import Learner
 from models.model import load_policy
+from plumbing.files import read_jsonl
 from retrieval.bm25 import BM25
 from rollout import rollout
 from tasks import Job, Task, Trajectory, choose_instruction, reward, rng_of
-from tasks.formats import find_lost_tag
 from tasks.search import Search
 from tasks.search_qa import SearchQA
-from tasks.tools import ANSWER, Tool, list_stop_strings
+from tasks.tools import list_stop_strings
 
 
 def config(**knobs: Any) -> Config:
@@ -24,21 +24,13 @@ def config(**knobs: Any) -> Config:
     return Config(**PRESETS["world"] | knobs)
 
 
-def unfit(candidate: str, parent: str) -> str:
-    """Names the agent's tag that a candidate has lost, as inspo.py asks of the optimizer's; "" if none."""
-    return find_lost_tag(candidate, parent, ("search", ANSWER))
-
-
-class Library(Tool):
+class Library(Search):
     """The world's search, answered at once: the passages and the ranking are those of its server."""
 
-    tag, noun, argument, plural, result_tag = "search", "a search", "query", "searches", "information"
-    show = Search.show
-
-    def __init__(self, corpus: str, topk: int):
-        with open(corpus, encoding="utf-8") as file:
-            self.contents = [json.loads(line)["contents"] for line in file]
-        self.index, self.topk = BM25.build(self.contents), topk
+    def __init__(self, cfg: Config):
+        super().__init__("", cfg.topk)
+        self.contents = [row["contents"] for row in read_jsonl(Path(cfg.corpus))]
+        self.index = BM25.build(self.contents)
 
     def submit(self, argument: str) -> "Future[list[str]]":
         passages: Future[list[str]] = Future()
@@ -51,7 +43,7 @@ class LibraryQA(SearchQA):
 
     def __init__(self, cfg: Config):
         super().__init__(cfg)
-        self.tools = [Library(cfg.corpus, cfg.topk)]
+        self.tools = [Library(cfg)]
         self.instruction = choose_instruction(self)
 
 
@@ -59,16 +51,17 @@ class Player:
     """A policy with its engine and its learner in this process: `rollout` and `update`, as inspo.py calls them."""
 
     def __init__(self, cfg: Config, task: Task):
-        self.cfg, self.task = cfg, task
-        self.model, self.tokenizer = load_policy(cfg.model, list_stop_strings(task.tools))
-        self.engine = TorchEngine(self.model, self.tokenizer, list_stop_strings(task.tools), cfg.max_rows)
+        self.cfg, self.task, ends = cfg, task, list_stop_strings(task.tools)
+        self.model, self.tokenizer = load_policy(cfg.model, ends)
+        self.engine = TorchEngine(self.model, self.tokenizer, ends, cfg.max_rows)
         self.learner = Learner(self.model, copy.deepcopy(self.model), cfg)
 
     def rollout(self, t: int, purpose: str, jobs: Sequence[Job]) -> list[Trajectory]:
         """Plays the jobs; other steps and purposes, other samples."""
         seed = int(rng_of(self.cfg.seed, t, purpose).integers(2**31))
-        temperature = self.cfg.temperature
-        return rollout(self.engine, self.tokenizer, self.task, jobs, self.cfg, temperature=temperature, seed=seed)
+        return rollout(
+            self.engine, self.tokenizer, self.task, jobs, self.cfg, temperature=self.cfg.temperature, seed=seed
+        )
 
     def play(self, t: int, purpose: str, jobs: Sequence[Job]) -> list[Trajectory]:
         """Plays the jobs and sets rewards and advantages (Alg.1 line 6 and 7, Eq. 3)."""

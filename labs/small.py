@@ -8,6 +8,7 @@ from tokenizers import pre_tokenizers, trainers
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer, logging
 
 from config import WORLD
+from plumbing.files import read_jsonl
 
 EOS = "<|endoftext|>"
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"  # none is needed here, but every policy has one
@@ -15,21 +16,19 @@ TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"  # none is ne
 
 def calls() -> list[str]:
     """Returns what the policy is taught to write: a search for each of the world's training questions."""
-    with open(WORLD / "train.jsonl", encoding="utf-8") as file:
-        return [f"<search> {json.loads(line)['question']} </search>" for line in file]
+    return [f"<search> {row['question']} </search>" for row in read_jsonl(WORLD / "train.jsonl")]
 
 
 def passages() -> list[str]:
-    with open(WORLD / "corpus.jsonl", encoding="utf-8") as file:
-        return [json.loads(line)["contents"].replace("\n", " ") for line in file]
+    return [row["contents"].replace("\n", " ") for row in read_jsonl(WORLD / "corpus.jsonl")]
 
 
-def tokenizer_of(texts: list[str], tokens: int) -> Qwen2Tokenizer:
+def tokenizer_of(texts: list[str]) -> Qwen2Tokenizer:
     """Returns a tokenizer that cuts text as Qwen2.5's does, with merges learned from these texts."""
     core = Qwen2Tokenizer().backend_tokenizer
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(
-        vocab_size=tokens, special_tokens=[EOS], initial_alphabet=alphabet, show_progress=False
+        vocab_size=500, special_tokens=[EOS], initial_alphabet=alphabet, show_progress=False
     )
     core.train_from_iterator(texts, trainer)
     bpe = json.loads(core.to_str())["model"]
@@ -37,11 +36,11 @@ def tokenizer_of(texts: list[str], tokens: int) -> Qwen2Tokenizer:
     return Qwen2Tokenizer(vocab=bpe["vocab"], merges=merges, chat_template=TEMPLATE)
 
 
-def train(folder: str | Path, steps: int, tokens: int = 500, batch: int = 16, seed: int = 0) -> str:
+def train(folder: str | Path, steps: int) -> str:
     """Trains a policy of 0.1M parameters for `steps` to write `calls`, saves it in `folder` and returns that."""
     texts = calls()
     shown = [f"{call}\n\n<information> {p} </information>\n\n" for call, p in zip(texts, passages(), strict=False)]
-    tokenizer = tokenizer_of(shown, tokens)
+    tokenizer = tokenizer_of(shown)
     data = [tokenizer(text + EOS, add_special_tokens=False)["input_ids"] for text in texts]
     ids = torch.full((len(data), max(map(len, data))), tokenizer.eos_token_id)
     labels = torch.full_like(ids, -100)  # no loss on the padding
@@ -53,11 +52,11 @@ def train(folder: str | Path, steps: int, tokens: int = 500, batch: int = 16, se
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.eos_token_id,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         model = Qwen2ForCausalLM(config)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         for _ in range(steps):
-            rows = torch.randint(len(data), (batch,))
+            rows = torch.randint(len(data), (16,))
             model(input_ids=ids[rows], labels=labels[rows]).loss.backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -7,7 +7,9 @@ import shutil
 import subprocess
 import sys
 import tokenize
+from collections.abc import Callable
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -28,7 +30,7 @@ def room(path: Path) -> str:
 
 
 @cache
-def arrows() -> dict[str, set[str]]:
+def arrows(room: Callable[[Path], str] = room) -> dict[str, set[str]]:
     """Who imports whom, by room: wherever the import stands, also in a function or for types alone."""
     known = {path.with_suffix("").as_posix().removesuffix("/__init__").replace("/", "."): path for path in code()}
     out: dict[str, set[str]] = {room(path): set() for path in code()}
@@ -56,6 +58,12 @@ def floor(name: str, above: tuple[str, ...] = ()) -> int:
 
 def test_arrows_point_downward():
     assert max(floor(name) for name in arrows()) <= 8
+
+
+def test_no_two_modules_of_extras_import_each_other():
+    """Also not over a third one."""
+    modules = {name: others for name, others in arrows(str).items() if name.startswith("extras/")}
+    TopologicalSorter(modules).prepare()
 
 
 def test_nothing_outside_the_wings_imports_a_guest():

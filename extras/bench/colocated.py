@@ -15,7 +15,7 @@ from transformers import Qwen2Config
 
 from config import PRESETS, Config
 from engines.vllm_engine import VllmEngine
-from extras.bench.harness import parser_of, timed
+from extras.bench.harness import parser_of, play_turns, timed
 from extras.bench.update import TOY, randomize
 from models.model import empty, load_tokenizer, weights
 from plumbing.faults import Fault, one_line
@@ -34,15 +34,6 @@ def used(cuda: bool) -> float:
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
     return (total - free) / 1e9
-
-
-def play(engine: VllmEngine, prompts: list[list[int]]) -> None:
-    """Plays a turn for each prompt."""
-    engine.begin(0)
-    left, contexts = len(prompts), dict(enumerate(prompts))
-    while left:
-        left -= sum(1 for _ in engine.generate(contexts, TURN, 1.0))
-        contexts = {}
 
 
 def find_missed(x: dict) -> list[str]:
@@ -72,16 +63,16 @@ def main() -> None:
         tokenizer.save_pretrained(folder)
         max_len = cfg.max_prompt + cfg.max_response if cuda else 1024
         engine = VllmEngine(folder, tokenizer, (), max_len=max_len, dtype="bfloat16", memory=memory, seed=0)
-    prompts = torch.randint(min(1000, config.vocab_size), (ROWS, PROMPT)).tolist()
+    prompts = dict(enumerate(torch.randint(min(1000, config.vocab_size), (ROWS, PROMPT)).tolist()))
     engine.load(weights(model))
-    play(engine, prompts)
+    play_turns(engine, prompts, TURN, 1.0)
     x = {"parameters": sum(p.numel() for p in model.parameters()), "vllm_memory": memory}
     x["awake_gb"] = used(cuda) - before
     _, x["sleep_s"] = timed(engine.sleep)
     x["asleep_gb"] = used(cuda) - before
     randomize(model, 1)
     _, x["wake_s"] = timed(lambda: engine.load(weights(model)))
-    play(engine, prompts)
+    play_turns(engine, prompts, TURN, 1.0)
     x["awake_again_gb"] = used(cuda) - before
     x["estimate_awake_gb"] = sum(part.rollout for part in parts) / 1e9
     x["estimate_asleep_gb"] = sum(part.update for part in parts) / 1e9

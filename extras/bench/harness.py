@@ -44,6 +44,15 @@ def timed(work: Callable[[], Any]) -> tuple[Any, float]:
     return result, time.perf_counter() - start
 
 
+def play_turns(engine: Any, contexts: dict[int, list[int]], max_new: int, temperature: float) -> list[Any]:
+    """Returns an engine's turn for each context, in the order of their keys."""
+    engine.begin(0)
+    turns = list(engine.generate(contexts, max_new, temperature))
+    while len(turns) < len(contexts):
+        turns += engine.generate({}, max_new, temperature)
+    return sorted(turns)
+
+
 def descendants(pid: int) -> list[psutil.Process]:
     """What a process has started, and what those have; nothing if it has ended."""
     with contextlib.suppress(psutil.NoSuchProcess):

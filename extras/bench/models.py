@@ -7,6 +7,7 @@ the largest difference of a log-prob between rows packed, in the mode of trainin
 the torch engine with `generate`, `copies` what ranks and an export hold.
 """
 
+import contextlib
 import json
 import tempfile
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from config import PRESETS
 from engines.torch_engine import TorchEngine
 from engines.vllm_engine import VllmEngine, vllm_version
-from extras.bench.harness import parser_of
+from extras.bench.harness import parser_of, play_turns
 from models import lora
 from models.model import empty, export, fill, load_config, load_model, load_tokenizer, score, weights
 from models.packing import Packing
@@ -66,51 +67,48 @@ def make(family: str, settings: dict, folder: str) -> None:
 
 
 @torch.no_grad()
-def logps(model: object, ids: torch.Tensor) -> torch.Tensor:
-    """Log-probs of the tokens of the packed rows."""
-    ends = torch.tensor(LENGTHS).cumsum(0) - 1
-    where = torch.tensor([k for k in range(len(ids)) if k not in ends])
-    return score(model.train(), ids, Packing(LENGTHS), where, ids[where + 1], 1.0)[0]
-
-
-def greedy(engine: object, contexts: dict) -> list[list[int]]:
-    """A greedy turn of 20 tokens for each context."""
-    engine.begin(0)
-    turns = list(engine.generate(contexts, 20, 0.0))
-    while len(turns) < len(contexts):
-        turns += engine.generate({}, 20, 0.0)
-    return [turn.ids for turn in sorted(turns)]
-
-
 def measure(folder: str) -> list[str]:
     """The columns of a model; where it is refused, the first alone."""
     try:
         model = load_model(folder)
     except Fault as e:
         return [str(e).partition(": ")[2]]
+    tokenizer, config = load_tokenizer(folder), load_config(folder)
     own = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     ids = torch.randint(5, 675, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
-    rows, packed = ids.split(LENGTHS), logps(model, ids)
-    with torch.no_grad():
-        alone = [own(row[None]).logits[0, :-1].log_softmax(-1).gather(1, row[1:, None])[:, 0] for row in rows]
+    following, rows = ids.roll(-1), ids.split(LENGTHS)  # after a row's last token: the next row's first one
 
-    tokenizer, config = load_tokenizer(folder), load_config(folder)
+    def logps(model: object) -> torch.Tensor:
+        return score(model.train(), ids, Packing(LENGTHS), torch.arange(len(ids)), following, 1.0)[0]
+
+    packed, logits = logps(model), torch.cat([own(row[None]).logits[0] for row in rows])
+    alone = logits.log_softmax(-1).gather(1, following[:, None])[:, 0]
+
     contexts = {k: row[:90].tolist() for k, row in enumerate(rows)}
     ours = greedy(TorchEngine(model, tokenizer, ()), contexts)
-    wanted = [
-        own.generate(torch.tensor([row]), max_new_tokens=20, do_sample=False)[0, len(row) :].tolist()
-        for row in contexts.values()
-    ]
+    how = {"max_new_tokens": 20, "do_sample": False}
+    wanted = [own.generate(torch.tensor([row]), **how)[0, len(row) :].tolist() for row in contexts.values()]
     copy = fill(empty(config, torch.float32, "cpu"), model)
     export(config, model, tokenizer, f"{folder}/out", torch.float32)
-    equal = [torch.equal(logps(other, ids), packed) for other in (copy, load_model(f"{folder}/out"))]
+    equal = [torch.equal(logps(other), packed) for other in (copy, load_model(f"{folder}/out"))]
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+    def vllm() -> str:
+        engine = VllmEngine(folder, tokenizer, (), max_len=128, dtype="float32", memory=0.02, seed=0)
+        with contextlib.closing(engine):
+            engine.load(weights(model))
+            return same(greedy(engine, contexts) == ours)
+
     return [
-        "yes", f"{(packed - torch.cat(alone)).abs().max():.0e}", same(ours == wanted),
-        or_line(lambda: same(vllm_turns(folder, model, tokenizer, contexts) == ours)) if vllm_version() else "not run",
+        "yes", f"{(packed - alone).abs().max():.0e}", same(ours == wanted),
+        or_line(vllm) if vllm_version() else "not run",
         or_line(lambda: lora.coverage(lora.add(copy, 4, 8)).partition(" of ")[0]),
         "tied" if tied else "own", same(all(equal)),
     ]  # fmt: skip
+
+
+def greedy(engine: object, contexts: dict) -> list[list[int]]:
+    return [turn.ids for turn in play_turns(engine, contexts, 20, 0.0)]
 
 
 def same(equal: bool) -> str:
@@ -123,15 +121,6 @@ def or_line(get: Callable[[], str]) -> str:
         return get()
     except Exception as e:
         return " ".join(str(e).split())[:200]
-
-
-def vllm_turns(folder: str, model: object, tokenizer: object, contexts: dict) -> list[list[int]]:
-    engine = VllmEngine(folder, tokenizer, (), max_len=128, dtype="float32", memory=0.02, seed=0)
-    try:
-        engine.load(weights(model))
-        return greedy(engine, contexts)
-    finally:
-        engine.close()
 
 
 def main() -> None:

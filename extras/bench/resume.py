@@ -69,7 +69,10 @@ def serve(log: Path) -> Iterator[str]:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, env=env)
     try:
         end = time.monotonic() + START
-        while not answers(f"{url}/health"):
+        while True:
+            with contextlib.suppress(requests.RequestException):
+                if requests.get(f"{url}/health", timeout=1, proxies={"http": ""}).ok:
+                    break
             if process.poll() is not None or time.monotonic() > end:
                 last = (log.read_text("utf-8", "replace").strip().splitlines() or ["no output"])[-1]
                 raise Fault(f"vllm serve did not start: {last}")
@@ -77,14 +80,6 @@ def serve(log: Path) -> Iterator[str]:
         yield url
     finally:
         kill_tree(process)
-
-
-def answers(url: str) -> bool:
-    """Whether a server answers with a success."""
-    try:
-        return requests.get(url, timeout=1, proxies={"http": ""}).ok
-    except requests.RequestException:
-        return False
 
 
 def main() -> None:

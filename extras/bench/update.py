@@ -138,10 +138,10 @@ def measure(args: argparse.Namespace) -> dict:
         parts = minibatches(taus, cfg)
         update, seconds = timed(lambda t=t, parts=parts: wait(lambda: learner.update(t, parts)))
         speed = sum(len(tau.ids) for tau in taus) / seconds
-        row = {"t": t, "update_s": seconds, "tokens_per_s": speed}
-        row |= {"mfu": 6 * parameters * speed / peak, "mfu8": 8 * parameters * speed / peak}
-        row["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
-        row |= {name: update[name] for name in ("logp_gap", "kl", "grad_norm")}
+        row = {
+            "t": t, "update_s": seconds, "tokens_per_s": speed, "mfu": 6 * parameters * speed / peak,
+            "mfu8": 8 * parameters * speed / peak, "peak_gb": torch.cuda.max_memory_allocated() / 1e9,
+        } | {name: update[name] for name in ("logp_gap", "kl", "grad_norm")}  # fmt: skip
         print("  ".join(f"{k} {v:.4g}" for k, v in row.items()), flush=True)
         if not 0 < row["grad_norm"] < float("inf"):
             raise Fault(f"the gradient's norm is {row['grad_norm']}")

@@ -27,7 +27,7 @@ from config import FACTS, PRESETS, Config
 from evaluation.agents import Subject, agent
 from evaluation.statistics import Interval, over_seeds
 from extras.real.__main__ import NAME, Part, play_missing
-from extras.real.demos import TASK, Facts, Row
+from extras.real.demos import TASK, Facts, Row, row_of
 from grpo import lr_at
 from plumbing import stop
 from plumbing.faults import one_line
@@ -115,9 +115,7 @@ def demonstrate(rng: random.Random, facts: Facts, q: Row, told: dict[str, bool])
 def demo(rng: random.Random, facts: Facts) -> Row:
     q = rng.choice([q for q in facts.questions if q["data_source"].endswith(ONE_HOP)])
     told = {name: rng.random() < 0.5 for name in CONVENTIONS if rng.random() < 0.6}
-    prompt = TASK.prompt(instruction := instruct(rng, told), Question(q["id"], q["question"]))
-    turns = [{"role": role, "content": text} for role, text in demonstrate(rng, facts, q, told)]
-    return {"id": q["id"], "instruction": instruction, "messages": [*prompt, *turns]}
+    return row_of(q, instruct(rng, told), demonstrate(rng, facts, q, told))
 
 
 # ---- the worlds

@@ -73,9 +73,13 @@ def demo(rng: random.Random, facts: Facts) -> Row:
     """Makes a row: the messages of a conversation."""
     q, clauses = rng.choice(facts.questions), choose_clauses(rng, CHOICES, BEST)
     instruction = world.write(rng, clauses, rng.randint(0, 1))
+    return row_of(q, instruction, demonstrate(rng, facts, q, clauses))
+
+
+def row_of(q: Row, instruction: str, turns: list[tuple[str, str]]) -> Row:
     prompt = TASK.prompt(instruction, Question(q["id"], q["question"]))
-    turns = [{"role": role, "content": text} for role, text in demonstrate(rng, facts, q, clauses)]
-    return {"id": q["id"], "instruction": instruction, "messages": [*prompt, *turns]}
+    messages = [{"role": role, "content": text} for role, text in turns]
+    return {"id": q["id"], "instruction": instruction, "messages": [*prompt, *messages]}
 
 
 def main() -> None:

@@ -327,7 +327,7 @@ def test_a_killed_run_resumes_bit_for_bit(run, demos, tmp_path):
 def test_with_fewer_than_ten_demonstrations_none_is_held_out_and_none_is_measured(tmp_path, monkeypatch):
     demo, learned, file = SimpleNamespace(stop="answer", mask=[1], served=lambda tag: 0), [], tmp_path / "demos.jsonl"
     file.write_text("x")
-    monkeypatch.setattr(supervised, "imitate", lambda cfg, taus, *others: learned.extend(taus))
+    monkeypatch.setattr(supervised, "imitate", lambda taus, *others: learned.extend(taus))
     monkeypatch.setattr(supervised, "mean_logp", lambda *others: pytest.fail("nothing to measure"))
     log = SimpleNamespace(run=RunDirectory(tmp_path), note=print)
     supervised.learn({1: demo}, config_of(["--demos", str(file)]), SearchQA(CFG), None, None, None, log)
@@ -449,7 +449,7 @@ def test_help_does_not_wait_for_torch(name):
 def test_a_step_whose_updates_were_all_skipped_has_no_log_prob(tmp_path):
     cfg = dataclasses.replace(config_of(["--demos", "x.jsonl"]), T=1, batch=1, save_every=2, out=str(tmp_path))
     policy = SimpleNamespace(update=lambda t, taus: {"lr": 1e-4, "skipped_updates": 1}, seconds={"update": 0.5})
-    evolution, checkpoints, log = MagicMock(), MagicMock(), MagicMock(held_out={"begun": {}})
+    checkpoints, log = MagicMock(), MagicMock(held_out={"begun": {}})
     checkpoints.restore.return_value = 1, 0
-    supervised.imitate(cfg, [object()], policy, evolution, checkpoints, log)
+    supervised.imitate([object()], policy, MagicMock(cfg=cfg, log=log), checkpoints)
     assert log.updated.call_args.args[2] == {"lr": 1e-4, "skipped_updates": 1, "time/update": 0.5}

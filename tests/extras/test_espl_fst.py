@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -36,7 +37,8 @@ from world.optimizer import reply_to
 
 ESPL = ESPLConfig(N_P=100, K_e=1, T_e=100, objective="espl", batch=6, G=2, T=4, failures=2)
 FST = FSTConfig(N_P=3, K_e=2, T_e=100, objective="cispo_cap", batch=4, G=6, T=5, D_B=3, failures=2, rounds=2)
-SCRIPTS = {"espl": (espl.ESPL, espl.population_of, ESPL), "fst": (fst.GEPA, fst.population_of, FST)}
+FRONT = partial(inspo.population_of, kind=fst.Front)
+SCRIPTS = {"espl": (espl.ESPL, espl.population_of, ESPL), "fst": (fst.GEPA, FRONT, FST)}
 
 
 class FlakyPolicy(WatchedPolicy):
@@ -432,7 +434,7 @@ def test_stopped_inside_an_evolution_and_resumed_it_is_bit_identical_and_everyth
 
 KINDS = {  # of runs whose evolutions are their own; E-SPL's D_B asks nothing
     "espl": (ESPLConfig, espl.population_of, espl.ESPL, dict(D_B=0, crossover=0.5, rivals=2, G=4, seed=1)),
-    "fst": (FSTConfig, fst.population_of, fst.GEPA, dict(N_P=2, D_B=3, batch=6, mini=6, rounds=2, failures=1, seed=10)),
+    "fst": (FSTConfig, FRONT, fst.GEPA, dict(N_P=2, D_B=3, batch=6, mini=6, rounds=2, failures=1, seed=10)),
 }
 
 

@@ -220,7 +220,7 @@ def test_a_demonstration_s_gradient_is_that_of_the_cross_entropy_of_its_reply(wo
     D = [Question("a", "Name the base of it?", ("Trebak",), "s"), Question("b", "What is the?", ("a b",), "s")]
     task = SearchQA(cfg)
     task.instruction = IN_WORLD.direct
-    taus = gold_answers(cfg, task, SimpleNamespace(tokenizer=tokenizer), D)
+    taus = gold_answers(task, SimpleNamespace(tokenizer=tokenizer), D)
     assert [tau.response for tau in taus] == [f"<think></think><answer>{g}</answer>" for g in ("Trebak", "a b")]
     learner = Demonstrated(model, None, cfg)
     loss, _ = learner.loss(taus, learner.terms(taus, None))
