@@ -20,6 +20,7 @@ from typing import Any
 from config import Config, parse
 from extras.bench.harness import BEST, parser_of, timed
 from extras.bench.step import measure
+from plumbing.chat import turn_ends
 from plumbing.servers import Servers
 from rollout import Job, rollout
 from tasks import Task, draw, load_task
@@ -69,7 +70,7 @@ def train_with_trl(cfg: Config, steps: int, agent: bool) -> list[dict[str, float
     tokenizer = AutoTokenizer.from_pretrained(cfg.model)
     model = AutoModelForCausalLM.from_pretrained(cfg.model, dtype=torch.float32)
     ends = [encode(tokenizer, tag) for tag in task.format.stop(task)]
-    model.generation_config.eos_token_id = [tokenizer.eos_token_id, *(ids[0] for ids in ends if len(ids) == 1)]
+    model.generation_config.eos_token_id = [*turn_ends(tokenizer), *(ids[0] for ids in ends if len(ids) == 1)]
     D = {q.id: q for q in task.questions("train")}
     asked = itertools.chain(*(draw(D, cfg.batch, cfg.seed, t) for t in range(1, steps + 1)))
     data = Dataset.from_list([{"prompt": task.prompt(BEST, q), "golds": q.golds} for q in asked])
